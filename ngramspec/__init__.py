@@ -1,0 +1,64 @@
+"""Speculative decoding without a draft model: the same completions, sooner.
+
+    from ngramspec import Engine, SamplingParams
+
+    with Engine("smollm2") as engine:
+        print(engine.complete("def fibonacci(n):", SamplingParams(max_tokens=64)).text)
+
+Names are imported on first use, so that `import ngramspec` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .errors import (
+        EngineClosedError,
+        ModelNotFoundError,
+        NgramspecError,
+        OutOfMemoryError,
+        PromptTooLongError,
+        RemoteCodeError,
+        TokenizerError,
+        UnsupportedModelError,
+    )
+    from .types import Choice, Completion, Delta, SamplingParams, Stats, TokenLogprob
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Engine",
+    "SamplingParams",
+    "Completion",
+    "Choice",
+    "Delta",
+    "Stats",
+    "TokenLogprob",
+    "NgramspecError",
+    "EngineClosedError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "PromptTooLongError",
+    "RemoteCodeError",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_TYPES = ("SamplingParams", "Completion", "Choice", "Delta", "Stats", "TokenLogprob")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "engine" if name == "Engine" else "types" if name in _TYPES else "errors"
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

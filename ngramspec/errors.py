@@ -1,0 +1,33 @@
+"""Every error that a user can meet, typed, so that a caller can tell them apart without reading text."""
+
+
+class NgramspecError(Exception):
+    """Base of all errors raised on purpose. The message names the offending value and what would be accepted."""
+
+
+class ModelNotFoundError(NgramspecError):
+    """The model argument names no folder, GGUF file, known shorthand or reachable hub repository."""
+
+
+class UnsupportedModelError(NgramspecError):
+    """The architecture needs something that the runner does not implement (named in the message)."""
+
+
+class RemoteCodeError(UnsupportedModelError):
+    """The model ships its own code and would need `trust_remote_code`, which ngramspec never enables."""
+
+
+class TokenizerError(NgramspecError):
+    """The model has no usable tokenizer, and none was given."""
+
+
+class OutOfMemoryError(NgramspecError, MemoryError):
+    """Weights or KV pool do not fit; the message says what was needed and what is free."""
+
+
+class PromptTooLongError(NgramspecError, ValueError):
+    """Prompt does not fit `max_model_len` or the KV pool."""
+
+
+class EngineClosedError(NgramspecError, RuntimeError):
+    """The engine was closed, or died of the error chained to this one."""
