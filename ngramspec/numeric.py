@@ -1,0 +1,54 @@
+"""Scalar building blocks of the numba kernels, with their rounding said outright.
+
+`fma` rounds once wherever it stands, `exp` is a fixed polynomial: vectorised or not, inlined or not, the
+bits are the same, which an optimiser free to contract or a vendor's libm would not promise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+_F = np.float32
+_LOG2E, _LN2_HI, _LN2_LO = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
+_HALF, _ONE = _F(0.5), _F(1.0)
+# Minimax polynomial of exp on [-ln2/2, ln2/2], as in Cephes' expf: relative error below 2 ulp.
+_C2, _C3, _C4, _C5, _C6, _C7 = (
+    _F(5.0000001201e-1),
+    _F(1.6666665459e-1),
+    _F(4.1665795894e-2),
+    _F(8.3334519073e-3),
+    _F(1.3981999507e-3),
+    _F(1.9875691500e-4),
+)
+_LOW, _HIGH = _F(-87.0), _F(88.0)
+
+
+@intrinsic
+def fma(typing_context, a, b, c):
+    """a * b + c in one rounding."""
+    return a(a, b, c), lambda context, builder, signature, args: builder.fma(*args)
+
+
+@intrinsic
+def _float_of_bits(typing_context, bits):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), codegen
+
+
+@njit(cache=True, nogil=True)
+def exp(x):
+    """e to the x, float32; x is clamped to [-87, 88], so that the result is normal and finite."""
+    x = min(max(x, _LOW), _HIGH)
+    n = np.floor(fma(x, _LOG2E, _HALF))
+    r = fma(-n, _LN2_LO, fma(-n, _LN2_HI, x))
+    y = fma(_C7, r, _C6)
+    y = fma(y, r, _C5)
+    y = fma(y, r, _C4)
+    y = fma(y, r, _C3)
+    y = fma(y, r, _C2)
+    y = fma(y, r * r, r + _ONE)
+    return y * _float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
