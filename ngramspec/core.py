@@ -1,0 +1,160 @@
+"""The step, for all running sequences at once: schedule → draft → pack → forward → walk → commit.
+
+Owns the scheduler, the runner and the proposer, and moves data between them; each knows nothing of the others.
+Not thread-safe: `engine` calls it from one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ngramspec.cost import CostModel
+from ngramspec.drafting.proposer import Proposer
+from ngramspec.pack import Span, depths, pack
+from ngramspec.runner import Runner
+from ngramspec.scheduler import Scheduler, Work
+from ngramspec.sequence import Sequence
+from ngramspec.types import DraftTree
+from ngramspec.verify import walk
+
+NO_NODES = np.empty(0, np.int32)
+
+
+class Core:
+    def __init__(self, runner: Runner, proposer: Proposer | None, cost: CostModel, on_error: Callable[[Sequence, Exception], None]) -> None:
+        """`proposer` None: no speculation. `on_error` is told of a sequence that failed alone; the others go on."""
+        self.runner, self.proposer, self.cost = runner, proposer, cost
+        self.on_error = on_error
+        self.scheduler = Scheduler(runner.pool, runner.max_rows)
+
+    def add(self, seq: Sequence) -> None:
+        if self.proposer is None:
+            seq.speculation = False
+        self.scheduler.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence, wherever it stands; its blocks are free when this returns."""
+        slot = self.scheduler.remove(seq)
+        if slot >= 0 and self.proposer is not None:
+            self.proposer.end(slot)
+
+    def step(self) -> list[Sequence]:
+        """One pass of the model; returns the sequences that got tokens. Finished ones have been removed."""
+        work, admitted, preempted = self.scheduler.schedule()
+        if self.proposer is not None:
+            for slot in preempted:
+                self.proposer.end(slot)
+            for seq in admitted:
+                if seq.speculation:
+                    self.proposer.begin(seq.slot, seq.tokens, banned=_banned(seq), stops=tuple(seq.stop_ids))
+        if not work:
+            return []
+        self._draft(work)
+        spans = [
+            Span(w.seq.slot, w.seq.tokens[w.seq.computed : w.seq.computed + w.n_rows], w.seq.computed, w.seq.tree, w.picks) for w in work
+        ]
+        batch = pack(spans, self.runner.pool)
+        started = time.perf_counter()
+        logits = self.runner.forward(batch)
+        if all(w.n_rows == 1 for w in work):
+            self.cost.observe(len(batch.input_ids), (time.perf_counter() - started) * 1e3)
+        return self._commit(work, spans, logits)
+
+    def _draft(self, work: list[Work]) -> None:
+        """Give every sequence that picks in this pass its tree, and room for the tree's KV."""
+        for w in work:
+            w.seq.tree = None
+        seqs = [w.seq for w in work if w.picks and w.seq.max_depth > 0]
+        if self.proposer is None or not seqs:
+            return
+        slots = np.array([seq.slot for seq in seqs], np.int32)
+        limits = np.array([seq.max_depth for seq in seqs], np.int32)
+        base = sum(w.n_rows for w in work)
+        trees = self.proposer.propose(slots, limits, self.cost.table, base, self.cost.max_rows - base)
+        pool = self.runner.pool
+        for seq, tree in zip(seqs, trees, strict=True):
+            n = len(tree)
+            while n and not pool.reserve(seq.slot, seq.n_tokens + n):  # a full pool: fewer guesses
+                n //= 2
+            seq.tree = DraftTree(tree.tokens[:n], tree.parents[:n], tree.probs[:n], tree.sources[:n]) if n else None
+
+    def _commit(self, work: list[Work], spans: list[Span], logits: torch.Tensor) -> list[Sequence]:
+        rows = logits.numpy()
+        changed: list[Sequence] = []
+        observed: list[tuple[int, np.ndarray, np.ndarray]] = []
+        row = 0
+        for w, span in zip(work, spans, strict=True):
+            seq = w.seq
+            if not w.picks:
+                seq.computed += w.n_rows
+                continue
+            n_rows = 1 + span.n_rows - w.n_rows
+            try:
+                accepted, path = self._walk(seq, rows[row : row + n_rows])
+            except Exception as e:  # this sequence alone: its logits, its text
+                self.remove(seq)
+                self.on_error(seq, e)
+                continue
+            finally:
+                row += n_rows
+            changed.append(seq)
+            if seq.finished:
+                self.remove(seq)
+                continue
+            first = span.start + w.n_rows
+            self.runner.pool.commit(seq.slot, first, first + path)
+            seq.computed = first + len(path)
+            self.runner.pool.truncate_to(seq.slot, seq.computed)
+            if seq.speculation:
+                observed.append((seq.slot, accepted, path))
+        if self.proposer is not None and observed:
+            slots, tokens, paths = zip(*observed, strict=True)
+            self.proposer.observe(np.array(slots, np.int32), list(tokens), list(paths))
+        return changed
+
+    def _walk(self, seq: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Append what the model accepts, to the end of the text at most; rows [1 + nodes, V]. Returns (tokens, nodes of the path)."""
+        tree, stats = seq.tree, seq.choice.stats
+        logprob = None
+
+        def pick(row: int) -> int:
+            nonlocal logprob
+            token, logprob = seq.pick(rows[row])
+            return token
+
+        names = self.proposer.source_names if self.proposer is not None else []
+        tokens, path = [], []
+        for token, node in walk(tree, pick):
+            source = names[tree.sources[node]] if tree is not None and node >= 0 else None
+            tokens.append(token)
+            if node >= 0:
+                path.append(node)
+            if seq.append(token, source, logprob):
+                break
+        stats.passes += 1
+        stats.tokens += len(tokens)
+        if tree is not None:
+            _count(stats.drafted_by_source, stats.drafted_by_depth, tree, np.arange(len(tree)), names)
+            _count(stats.accepted_by_source, stats.accepted_by_depth, tree, np.array(path, np.int64), names)
+            stats.drafted += len(tree)
+            stats.accepted += len(path)
+        seq.tree = None
+        return np.array(tokens, np.int32), np.array(path, np.int32) if path else NO_NODES
+
+
+def _banned(seq: Sequence) -> tuple[int, ...]:
+    return tuple(i for i, bias in seq.params.logit_bias.items() if bias <= -100)
+
+
+def _count(by_source: dict[str, int], by_depth: list[int], tree: DraftTree, nodes: np.ndarray, names: list[str]) -> None:
+    for source, n in enumerate(np.bincount(tree.sources[nodes], minlength=1).tolist()):
+        if n:
+            by_source[names[source]] = by_source.get(names[source], 0) + n
+    counts = np.bincount(depths(tree.parents)[nodes] - 1, minlength=1).tolist() if len(nodes) else []
+    by_depth.extend([0] * (len(counts) - len(by_depth)))
+    for depth, n in enumerate(counts):
+        by_depth[depth] += n

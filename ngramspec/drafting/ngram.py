@@ -1,0 +1,316 @@
+"""N-gram tables of one sequence: context hash -> what followed it. No probabilities, no trees, no Python in the hot path.
+
+The *event* at position i says "token i followed its contexts". A context of n tokens is keyed by the 64-bit FNV-1a of those
+tokens, newest first and each as four little-endian bytes, so that one pass over the last `LADDER[-1]` tokens yields the keys of
+all orders. The last `history` events are in the tables, older ones are exactly forgotten.
+
+Memory per sequence, one buffer, plain arrays:
+
+    table   [size, 2] uint64   open addressing, all orders: key | head << 32 | total << 16 | run        (16 bytes, 4 in a cache line)
+    tokens  [cap] int32        ring of the last tokens
+    links   [cap, K] int32     per event and order: the previous event of the same context
+
+`head` is the latest event of the context, `total` how many there are, `run` how many latest ones agree on the token. So a context
+that always continued alike is read from one entry; others are counted by walking at most `REACH` links back: recent text counts,
+no context is expensive however many continuations it has, and forgetting an event is one decrement. Every event of a longer context
+is one of its shorter ones too: a miss at one order ends the look-up, and equal totals mean equal counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Context lengths in tokens; order n of the literature has a context of n - 1."""
+MAX_HISTORY = 60_000
+"""`total` and `run` have 16 bits each."""
+REACH = 8
+"""Latest events of a context that are counted."""
+
+FNV_OFFSET = np.uint64(0xCBF29CE484222325)
+FNV_PRIME = np.uint64(0x100000001B3)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ZERO, _ONE, _BYTE, _HALF = np.uint64(0), np.uint64(1), np.uint64(0xFF), np.uint64(0xFFFF)
+_8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
+
+# columns of the per-sequence state, int64
+TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED, STATE_COLUMNS = range(14)
+
+SCAN_AHEAD, SCAN_BACK = 24, 8
+"""How far around the place being copied a departed text is looked for again."""
+
+
+class View(NamedTuple):
+    """One sequence's arrays, as the compiled functions see them."""
+
+    table: np.ndarray
+    tokens: np.ndarray
+    links: np.ndarray
+    contexts: np.ndarray  # [K] int32: the context lengths in use, a prefix of LADDER
+
+
+@intrinsic
+def _pointer(typingctx, address):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
+
+
+@njit(cache=True, nogil=True)
+def view(state, contexts):
+    """The arrays behind one row of the state. Safe while the owner (`proposer`) holds the buffer that the row points into."""
+    table = carray(_pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
+    tokens = carray(_pointer(state[TOKENS]), state[CAP], np.int32)
+    links = carray(_pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
+    return View(table, tokens, links, contexts)
+
+
+@njit(cache=True, nogil=True)
+def fnv1a(data, h=FNV_OFFSET):
+    """64-bit FNV-1a of bytes [n] uint8 (http://www.isthe.com/chongo/tech/comp/fnv/), continuing from `h`."""
+    for b in data:
+        h = (h ^ np.uint64(b)) * FNV_PRIME
+    return h
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _fnv_token(h, token):
+    x = np.uint64(token)
+    h = (h ^ (x & _BYTE)) * FNV_PRIME
+    h = (h ^ ((x >> _8) & _BYTE)) * FNV_PRIME
+    h = (h ^ ((x >> _16) & _BYTE)) * FNV_PRIME
+    return (h ^ ((x >> _24) & _BYTE)) * FNV_PRIME
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _home(key, shift):
+    return np.int64((key * _GOLDEN) >> np.uint64(shift))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _find(table, shift, key):
+    """Index of the entry with this key, or of the empty one where it would go."""
+    mask = (len(table) >> 1) - 1
+    s = _home(key, shift)
+    while table[2 * s] != key and table[2 * s] != _ZERO:
+        s = (s + 1) & mask
+    return s
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _pack(head, total, run):
+    return (np.uint64(head) << _32) | (np.uint64(total) << _16) | np.uint64(run)
+
+
+@njit(cache=True, nogil=True)
+def _remove(table, shift, hole):
+    """Empty an entry and close the gap, so that no probe sequence breaks and no tombstone stays."""
+    mask = (len(table) >> 1) - 1
+    j = hole
+    while True:
+        j = (j + 1) & mask
+        key = table[2 * j]
+        if key == _ZERO:
+            break
+        if ((j - _home(key, shift)) & mask) >= ((j - hole) & mask):
+            table[2 * hole] = key
+            table[2 * hole + 1] = table[2 * j + 1]
+            hole = j
+    table[2 * hole] = _ZERO
+
+
+@njit(cache=True, nogil=True)
+def _event_keys(seq, position, keys):
+    """Keys of the contexts that end just before `position` -> how many orders have one."""
+    mask = len(seq.tokens) - 1
+    h, n = FNV_OFFSET, 0
+    for k in range(len(seq.contexts)):
+        if seq.contexts[k] > position:
+            return k
+        while n < seq.contexts[k]:
+            n += 1
+            h = _fnv_token(h, seq.tokens[(position - n) & mask])
+        keys[k] = h if h != _ZERO else _ONE
+    return len(seq.contexts)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _gap_key(a, b):
+    h = _fnv_token(_fnv_token(FNV_OFFSET ^ _GOLDEN, a), b)
+    return h if h != _ZERO else _ONE
+
+
+@njit(cache=True, nogil=True)
+def _add_event(state, seq, position, keys):
+    K, mask = len(seq.contexts) + 1, len(seq.tokens) - 1
+    token = seq.tokens[position & mask]
+    row = (position & mask) * K
+    n = _event_keys(seq, position, keys)
+    if position > 2:
+        keys[K - 1] = _gap_key(seq.tokens[(position - 2) & mask], seq.tokens[(position - 3) & mask])
+    for k in range(K):
+        if k >= n and (k < K - 1 or position < 3):
+            continue
+        s = _find(seq.table, state[SHIFT], keys[k])
+        if seq.table[2 * s] == _ZERO:
+            seq.table[2 * s] = keys[k]
+            seq.table[2 * s + 1] = _pack(position, 1, 1)
+            seq.links[row + k] = -1
+            state[ENTRIES] += 1
+        else:
+            value = seq.table[2 * s + 1]
+            head = np.int64(value >> _32)
+            run = np.int64(value & _HALF) + 1 if seq.tokens[head & mask] == token else 1
+            seq.table[2 * s + 1] = _pack(position, np.int64((value >> _16) & _HALF) + 1, run)
+            seq.links[row + k] = head
+
+
+@njit(cache=True, nogil=True)
+def _forget_event(state, seq, position, keys):
+    for k in range(_event_keys(seq, position, keys)):
+        s = _find(seq.table, state[SHIFT], keys[k])
+        value = seq.table[2 * s + 1]
+        total = np.int64((value >> _16) & _HALF) - 1
+        if total == 0:
+            _remove(seq.table, state[SHIFT], s)
+            state[ENTRIES] -= 1
+        else:
+            seq.table[2 * s + 1] = _pack(value >> _32, total, min(np.int64(value & _HALF), total))
+
+
+@njit(cache=True, nogil=True)
+def fits(state, contexts, history, n):
+    """Whether n more tokens go in without a larger buffer."""
+    size = 1 << (64 - state[SHIFT])
+    ring = min(state[LENGTH] + n, history + LADDER[-1] + n)
+    return ring <= state[CAP] and state[ENTRIES] + n * (len(contexts) + 1) <= size - (size >> 2)
+
+
+@njit(cache=True, nogil=True)
+def push(state, seq, token, history, keys):
+    """Append one token and its events; forget the event that leaves the window."""
+    i = state[LENGTH]
+    seq.tokens[i & (len(seq.tokens) - 1)] = token
+    state[LENGTH] = i + 1
+    _add_event(state, seq, i, keys)
+    if i + 1 - state[START] > history:
+        _forget_event(state, seq, state[START], keys)
+        state[START] += 1
+
+
+@njit(cache=True, nogil=True)
+def seed(state, contexts, tokens, history):
+    """Fill an empty sequence: the last `history` events and the tokens that their contexts need. tokens [n] int32."""
+    seq = view(state, contexts)
+    keys = np.empty(len(contexts) + 1, np.uint64)
+    n = len(tokens)
+    for i in range(n):
+        seq.tokens[i] = tokens[i]
+    state[LENGTH], state[START] = n, max(n - history, 0)
+    for i in range(state[START], n):
+        _add_event(state, seq, i, keys)
+
+
+@njit(cache=True, nogil=True)
+def move(old, new, contexts):
+    """Copy a sequence into a larger, zeroed buffer."""
+    a, b = view(old, contexts), view(new, contexts)
+    K = len(contexts) + 1
+    for s in range(0, len(a.table), 2):
+        if a.table[s] != _ZERO:
+            t = _find(b.table, new[SHIFT], a.table[s])
+            b.table[2 * t] = a.table[s]
+            b.table[2 * t + 1] = a.table[s + 1]
+    for i in range(max(old[LENGTH] - old[CAP], 0), old[LENGTH]):
+        p, q = i & (old[CAP] - 1), i & (new[CAP] - 1)
+        b.tokens[q] = a.tokens[p]
+        b.links[q * K : q * K + K] = a.links[p * K : p * K + K]
+
+
+@njit(cache=True, nogil=True)
+def look_up(state, seq, recent, n_recent, heads, totals, runs):
+    """Entries of the contexts that end in `recent` (newest first) -> how many orders, shortest first, were seen before."""
+    h, n = FNV_OFFSET, 0
+    for k in range(len(seq.contexts)):
+        if seq.contexts[k] > n_recent:
+            return k
+        while n < seq.contexts[k]:
+            h = _fnv_token(h, recent[n])
+            n += 1
+        key = h if h != _ZERO else _ONE
+        s = _find(seq.table, state[SHIFT], key)
+        if seq.table[2 * s] == _ZERO:
+            return k
+        value = seq.table[2 * s + 1]
+        heads[k] = np.int64(value >> _32)
+        totals[k] = np.int64((value >> _16) & _HALF)
+        runs[k] = np.int64(value & _HALF)
+    return len(seq.contexts)
+
+
+@njit(cache=True, nogil=True)
+def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
+    if n_recent < 3:
+        return False
+    s = _find(seq.table, state[SHIFT], _gap_key(recent[1], recent[2]))
+    value = seq.table[2 * s + 1]
+    heads[k] = np.int64(value >> _32)
+    totals[k] = np.int64((value >> _16) & _HALF)
+    runs[k] = np.int64(value & _HALF)
+    return seq.table[2 * s] != _ZERO
+
+
+@njit(cache=True, nogil=True)
+def continuations(state, contexts, recent, tokens, counts, lasts):
+    """All orders' continuations after `recent` (newest first): fills [K, REACH] arrays, most frequent then most recent first.
+
+    -> (n [K] distinct continuations per order, totals [K]). For tests and inspection; `merge` reads the same entries inline.
+    """
+    seq = view(state, contexts)
+    K, mask = len(contexts), len(seq.tokens) - 1
+    heads, totals, runs = np.zeros(K, np.int64), np.zeros(K, np.int64), np.zeros(K, np.int64)
+    n = np.zeros(K, np.int64)
+    for k in range(look_up(state, seq, recent, len(recent), heads, totals, runs)):
+        p = heads[k]
+        for _ in range(min(totals[k], REACH)):
+            x, j = seq.tokens[p & mask], 0
+            while j < n[k] and tokens[k, j] != x:
+                j += 1
+            if j == n[k]:
+                tokens[k, j], counts[k, j], lasts[k, j] = x, 0, p
+                n[k] += 1
+            counts[k, j] += 1
+            while j and counts[k, j] > counts[k, j - 1]:
+                tokens[k, j], tokens[k, j - 1] = tokens[k, j - 1], tokens[k, j]
+                counts[k, j], counts[k, j - 1] = counts[k, j - 1], counts[k, j]
+                lasts[k, j], lasts[k, j - 1] = lasts[k, j - 1], lasts[k, j]
+                j -= 1
+            p = np.int64(seq.links[(p & mask) * K + k])
+    return n, totals
+
+
+@njit(cache=True, nogil=True)
+def follow(seq, length, at, matched, misses, token):
+    """Advance the place that the text is being copied from by one token -> (at, matched, misses).
+
+    `at` is the position whose token is expected next (-1: nowhere), `matched` how many tokens in a row agreed, `misses` a bit per
+    token, newest lowest. After a departure the token is looked for around the place, so that copying resumes behind an edit.
+    """
+    if at < 0:
+        return at, matched, misses
+    mask = len(seq.tokens) - 1
+    oldest = max(length - mask, 0)
+    if at < length and seq.tokens[at & mask] == token:
+        return at + 1, matched + 1, (misses << 1) & 0xFFFF
+    misses = ((misses << 1) | 1) & 0xFFFF
+    for d in range(1, SCAN_AHEAD + 1):
+        if at + d < length and seq.tokens[(at + d) & mask] == token:
+            return at + d + 1, 1, misses
+        if d <= SCAN_BACK and at - d >= oldest and seq.tokens[(at - d) & mask] == token:
+            return at - d + 1, 1, misses
+    return at + 1 if misses & 2 == 0 else at, 0, misses

@@ -1,0 +1,457 @@
+"""The engine's faces: synchronous, streaming and asynchronous, over one thread that steps.
+
+Requests enter from any thread, are turned into sequences, and are stepped together by `core.Core`; pieces of text and
+results leave through a queue per request. Knows tokenizers and threads; what a step does is `core`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as Several
+from typing import Any, Self, overload
+
+import numba
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ngramspec import sampling
+from ngramspec.core import Core
+from ngramspec.cost import CostModel
+from ngramspec.drafting import proposer as drafting
+from ngramspec.drafting.base import Drafter
+from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError, TokenizerError
+from ngramspec.loading import LoadedModel, available_memory, eos_token_ids, load_model
+from ngramspec.runner import COST_ROWS, Runner
+from ngramspec.sampling import Picker
+from ngramspec.sequence import Sequence
+from ngramspec.text import TextStream
+from ngramspec.types import MAX_SEED, Completion, Delta, SamplingParams
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Several[int]
+Progress = Callable[[str], None]
+
+
+Deliver = Callable[[Delta | Exception], None]
+
+
+class Request:
+    """A submitted prompt. Made by `Engine.submit`; `result()` waits, `cancel()` frees what it holds."""
+
+    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams, seed: int, deliver: Deliver) -> None:
+        self.params = params
+        self.completion = Completion(prompt, [], seed, engine.exactness)
+        self._engine, self._deliver = engine, deliver
+        self._seqs: list[Sequence] = []
+        self._unfinished = params.n
+        self._started = time.perf_counter()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def cancel(self) -> None:
+        """Free the request's sequences before the next step; its result is what was written so far. From any thread, at any time."""
+        self._engine._post(("cancel", self))
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the end. Raises the request's error, or TimeoutError (the request goes on)."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the request did not end within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self.completion
+
+    # Called by the engine's thread only.
+
+    def _emit(self, seq: Sequence) -> None:
+        """Hand out what the sequence gained since the last time."""
+        choice = seq.choice
+        now = time.perf_counter() - self._started
+        if not self.completion.ttft_s and choice.token_ids:
+            self.completion.ttft_s = now
+        delta = Delta(
+            choice.index, seq.new_text, choice.token_ids[seq.n_shown :], choice.draft_sources[seq.n_shown :], choice.finish_reason
+        )
+        seq.new_text, seq.n_shown = "", len(choice.token_ids)
+        self._unfinished -= seq.finished
+        if self._unfinished == 0:
+            self.completion.duration_s = now
+            delta.completion = self.completion
+        self._deliver(delta)
+        if self._unfinished == 0:
+            self._done.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._deliver(error)
+        self._done.set()
+
+
+class Engine:
+    """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager.
+
+    Raises what `loading.load_model` and `runner.Runner` raise (see `errors`), and ValueError for settings out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        speculation: bool = True,
+        spec_length: int = drafting.SPEC_LENGTH,
+        spec_rows: int = drafting.SPEC_ROWS,
+        max_order: int = drafting.MAX_ORDER,
+        history: int = drafting.HISTORY,
+        max_model_len: int | None = None,
+        max_seqs: int = 64,
+        max_rows: int = 256,
+        kv_memory: int | None = None,
+        drafters: Several[Drafter] = (),
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded float32 model (which the engine takes over and changes).
+
+        `spec_length`, `spec_rows`: deepest and largest draft of a sequence; `max_order`, `history`: of the n-gram tables;
+        `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
+        prompts and sequences a pass; `kv_memory`: bytes; `threads`: default all cores; `progress` is told of the stages of loading.
+        """
+        say = progress or (lambda _: None)
+        _check_settings(device, dtype, threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
+        self.threads = threads or torch.get_num_threads()
+        self._use_threads()
+        warmer = threading.Thread(target=_warm_up, daemon=True)
+        warmer.start()
+        loaded = load_model(model, tokenizer=tokenizer, progress=say) if isinstance(model, str) else _adopt(model, tokenizer)
+        self.name, self.tokenizer, self.eos_token_ids = loaded.name, loaded.tokenizer, loaded.eos_token_ids
+        config = loaded.model.config.get_text_config()
+        trained = int(getattr(config, "max_position_embeddings", 0) or 4096)
+        if max_model_len is not None and not 2 <= max_model_len <= trained:
+            raise ValueError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {max_model_len}")
+        self.max_model_len = max_model_len or trained
+        kv_bytes = kv_memory if kv_memory is not None else _default_kv_bytes()
+        # Draft nodes stand behind the last token: room for them past the longest text.
+        self.runner = Runner(
+            loaded.model, max_len=self.max_model_len + spec_rows + 1, max_seqs=max_seqs, max_rows=max_rows, kv_bytes=kv_bytes, progress=say
+        )
+        self.max_model_len = min(self.max_model_len, self.runner.pool.n_tokens)
+        self.exactness = self.runner.exactness
+        self.vocab_size = self.runner.vocab_size
+        say("measuring what a pass costs")
+        warmer.join()
+        proposer = None
+        if speculation:
+            proposer = drafting.Proposer(
+                vocab_size=self.vocab_size,
+                max_order=max_order,
+                history=history,
+                spec_length=spec_length,
+                spec_rows=spec_rows,
+                max_seqs=max_seqs,
+                drafters=drafters,
+            )
+        counts = [c for c in COST_ROWS if c <= self.runner.pool.n_tokens // 2]
+        self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(max_rows, spec_rows))
+        self.core = Core(self.runner, proposer, self.cost, self._failed_alone)
+        self._requests: dict[Sequence, Request] = {}
+        self._inbox: deque[tuple[str, Request]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        log.info("%s: exactness %s, %d tokens of KV", self.name, self.exactness, self.runner.pool.n_tokens)
+        self._thread = threading.Thread(target=self._loop, name="ngramspec-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ faces
+
+    @overload
+    def complete(self, prompt: str | list[int], params: SamplingParams | None = None, *, speculation: bool = True) -> Completion: ...
+    @overload
+    def complete(
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, *, speculation: bool = True
+    ) -> list[Completion]: ...
+    def complete(self, prompt: Any, params: SamplingParams | None = None, *, speculation: bool = True) -> Completion | list[Completion]:
+        """Complete a prompt (text or token ids), or a list of them together. Raises ValueError, PromptTooLongError, EngineClosedError."""
+        several = _is_several(prompt)
+        requests: list[Request] = []
+        try:
+            for each in prompt if several else [prompt]:
+                requests.append(self.submit(each, params, speculation=speculation))
+            results = [request.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        return results if several else results[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: bool = True) -> Iterator[Delta]:
+        """Pieces of text as they are written; the last one carries the completion. Closing the iterator cancels the request."""
+        pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
+        request = self.submit(prompt, params, speculation=speculation, deliver=pieces.put)
+
+        def read() -> Iterator[Delta]:
+            try:
+                while True:
+                    piece = pieces.get()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    yield piece
+                    if piece.completion is not None:
+                        return
+            finally:
+                request.cancel()
+
+        return read()
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: bool = True) -> AsyncIterator[Delta]:
+        """`stream` for asyncio. Leaving the loop over it, or cancelling the task, cancels the request."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+        def deliver(piece: Delta | Exception) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        request = self.submit(prompt, params, speculation=speculation, deliver=deliver)
+        try:
+            while True:
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+                if piece.completion is not None:
+                    return
+        finally:
+            request.cancel()
+
+    async def acomplete(
+        self, prompt: Any, params: SamplingParams | None = None, *, speculation: bool = True
+    ) -> Completion | list[Completion]:
+        """`complete` for asyncio."""
+
+        async def one(each: Prompt) -> Completion:
+            completion = None
+            async for piece in self.astream(each, params, speculation=speculation):
+                completion = piece.completion
+            assert completion is not None
+            return completion
+
+        if _is_several(prompt):
+            return list(await asyncio.gather(*(one(each) for each in prompt)))
+        return await one(prompt)
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: bool = True, deliver: Deliver = lambda _: None
+    ) -> Request:
+        """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it.
+
+        Raises ValueError, PromptTooLongError, EngineClosedError.
+        """
+        params = params or SamplingParams()
+        ids = self.encode(prompt)
+        seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)
+        request = Request(self, ids.tolist(), params, seed, deliver)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
+        for index in range(params.n):
+            picker = Picker(params, sample=index, seed=seed, prompt=ids, vocab_size=self.vocab_size, stop_ids=stop_ids)
+            text = (
+                TextStream(self.tokenizer, request.completion.prompt_token_ids, params.stop, params.min_tokens)
+                if self.tokenizer is not None
+                else _NoText()
+            )
+            seq = Sequence(ids, params, picker, text, index=index, stop_ids=stop_ids, max_len=self.max_model_len, speculation=speculation)
+            request._seqs.append(seq)
+            request.completion.choices.append(seq.choice)
+        self._post(("add", request))
+        return request
+
+    def encode(self, prompt: Prompt) -> np.ndarray:
+        """Token ids [n] int32 of a prompt, as the model will see them. Raises ValueError, PromptTooLongError, TokenizerError."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TokenizerError("a text prompt needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
+            ids = np.asarray(self.tokenizer(prompt)["input_ids"], np.int64)
+        else:
+            ids = np.asarray(prompt)
+            if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+                raise ValueError(f"a prompt must be text or a flat list of token ids, got {prompt!r:.80}")
+        if len(ids) == 0:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
+        if len(ids) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens; with max_model_len {self.max_model_len}, at most {self.max_model_len - 1} fit"
+            )
+        return ids.astype(np.int32)
+
+    def props(self) -> dict[str, Any]:
+        """What this engine is: model, exactness, limits, measured costs."""
+        counts = [int(c) for c in self.cost.counts]
+        return {
+            "model": self.name,
+            "exactness": self.exactness,
+            "device": "cpu",
+            "dtype": "float32",
+            "threads": self.threads,
+            "speculation": self.core.proposer is not None,
+            "max_model_len": self.max_model_len,
+            "max_seqs": len(self.runner.pool.held),
+            "kv_tokens": self.runner.pool.n_tokens,
+            "cost_ms": {c: round(float(self.cost.table[c]), 3) for c in counts if c <= self.cost.max_rows},
+            "linear_policies": {f"{n}x{k}": str(policy) for (n, k), policy in self.runner.policies.items()},
+        }
+
+    def close(self) -> None:
+        """Stop; requests under way end with EngineClosedError. Any number of times."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _post(self, message: tuple[str, Request]) -> None:
+        with self._wake:
+            if self._closed:
+                if message[0] == "cancel":
+                    return
+                raise EngineClosedError("the engine is closed")
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def _loop(self) -> None:
+        self._use_threads()
+        error = EngineClosedError("the engine was closed")
+        try:
+            while True:
+                with self._wake:
+                    while not (self._inbox or self.core.scheduler.has_work or self._closed):
+                        self._wake.wait()
+                    if self._closed:
+                        break
+                    messages = list(self._inbox)
+                    self._inbox.clear()
+                for what, request in messages:
+                    self._add(request) if what == "add" else self._cancel(request)
+                self._step()
+        except BaseException as e:
+            log.exception("the engine stops")
+            error = EngineClosedError(f"the engine died: {e}")
+            error.__cause__ = e
+        finally:
+            with self._wake:
+                self._closed = True
+                late = [request for what, request in self._inbox if what == "add"]
+            for request in {*self._requests.values(), *late}:
+                if not request.done:
+                    request._fail(error)
+
+    def _step(self) -> None:
+        try:
+            changed = self.core.step()
+        except (NgramspecError, MemoryError, RuntimeError, ValueError) as e:
+            log.exception("a pass failed; its requests end")
+            cause = OutOfMemoryError(f"out of memory in a pass: {e}") if isinstance(e, MemoryError) else e
+            for seq in list(self.core.scheduler.running):
+                if seq in self._requests:
+                    self._failed_alone(seq, cause)
+            return
+        for seq in changed:
+            request = self._requests[seq]
+            if seq.finished:
+                del self._requests[seq]
+            request._emit(seq)
+
+    def _add(self, request: Request) -> None:
+        for seq in request._seqs:
+            self._requests[seq] = request
+            self.core.add(seq)
+
+    def _cancel(self, request: Request) -> None:
+        for seq in request._seqs:
+            if seq in self._requests:
+                self.core.remove(seq)
+                del self._requests[seq]
+                seq.finish("cancelled")
+                request._emit(seq)
+
+    def _failed_alone(self, seq: Sequence, error: Exception) -> None:
+        """End the request of a sequence that met an error, with its siblings."""
+        request = self._requests[seq]
+        for sibling in request._seqs:
+            if self._requests.pop(sibling, None) is not None and (sibling.slot >= 0 or sibling in self.core.scheduler.waiting):
+                self.core.remove(sibling)
+        request._fail(error)
+
+    def _use_threads(self) -> None:
+        torch.set_num_threads(self.threads)
+        numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))
+
+
+class _NoText:
+    """Stands in for a text stream where there is no tokenizer."""
+
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def _check_settings(device: str, dtype: str, threads: int | None, **at_least_one: int) -> None:
+    if device != "cpu":
+        raise ValueError(f"device must be 'cpu', got {device!r}")
+    if dtype != "float32":
+        raise ValueError(f"dtype must be 'float32' on the CPU, got {dtype!r}")
+    n_cores = os.cpu_count() or 1
+    if threads is not None and not 1 <= threads <= n_cores:
+        raise ValueError(f"threads must be 1 to {n_cores}, got {threads}")
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
+
+
+def _adopt(model: PreTrainedModel, tokenizer: Any) -> LoadedModel:
+    return LoadedModel(model, tokenizer, model.config.name_or_path or type(model).__name__, eos_token_ids(model, tokenizer))
+
+
+def _is_several(prompt: Any) -> bool:
+    """A list of prompts, as against one prompt: text, or a list of ids."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and (isinstance(prompt[0], str) or np.ndim(prompt[0]) == 1)
+
+
+def _default_kv_bytes() -> int:
+    """A quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
+    free = available_memory()
+    return min(4 << 30, free // 4) if free else 1 << 30
+
+
+def _warm_up() -> None:
+    """Compile, or load from disk, what the steps need besides the model, while the model loads."""
+    drafting.warmup()
+    sampling.warmup()

@@ -1,0 +1,112 @@
+"""One running text: its tokens, when it ends, and what it reports. Knows nothing of passes, pools or batches.
+
+The step appends tokens one by one, in order (`append` says when the text has ended), whether they were drafted or not;
+so a stop token or stop string in the middle of an accepted run ends the text exactly there.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from ngramspec.sampling import Picker
+from ngramspec.types import Choice, DraftTree, SamplingParams, TokenLogprob
+
+
+class TextSink(Protocol):
+    """What a sequence needs of `text.TextStream`."""
+
+    stopped: bool
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Sequence:
+    """A choice in the making. The scheduler owns `slot` and `computed`, the step `tree`."""
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        picker: Picker,
+        text: TextSink,
+        *,
+        index: int,
+        stop_ids: frozenset[int],
+        max_len: int,
+        speculation: bool,
+    ) -> None:
+        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text."""
+        self.params, self.picker, self.text = params, picker, text
+        self.stop_ids, self.speculation = stop_ids, speculation
+        self.n_prompt = len(prompt)
+        self.limit = min(self.n_prompt + params.max_tokens, max_len)
+        self.buffer = np.empty(self.limit, np.int32)
+        self.buffer[: self.n_prompt] = prompt
+        self.n_tokens = self.n_prompt
+        self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
+        self.slot = -1
+        """Place in the pool and the proposer while running."""
+        self.computed = 0
+        """Tokens whose KV is in the pool."""
+        self.tree: DraftTree | None = None
+        self.new_text = ""
+        """Text not yet handed out."""
+        self.n_shown = 0
+        """Tokens handed out."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[n_tokens] int32: prompt and output so far."""
+        return self.buffer[: self.n_tokens]
+
+    @property
+    def n_output(self) -> int:
+        return self.n_tokens - self.n_prompt
+
+    @property
+    def finished(self) -> bool:
+        return self.choice.finish_reason is not None
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest useful draft node: one more token always comes from the model itself."""
+        return self.limit - self.n_tokens - 1 if self.speculation else 0
+
+    def pick(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
+        """The next token after logits row [V], and its log-probability where asked for."""
+        token = self.picker.pick(row, self.n_output)
+        return token, None if self.params.logprobs is None else self.picker.logprob(row, token)
+
+    def append(self, token: int, source: str | None, logprob: TokenLogprob | None) -> bool:
+        """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""
+        self.buffer[self.n_tokens] = token
+        self.n_tokens += 1
+        self.picker.accept(token)
+        choice = self.choice
+        choice.token_ids.append(token)
+        choice.draft_sources.append(source)
+        if logprob is not None and choice.logprobs is not None:
+            choice.logprobs.append(logprob)
+        if token in self.stop_ids and self.n_output > self.params.min_tokens:
+            self.finish("stop")
+            return True
+        self._show(self.text.push(token))
+        if self.text.stopped:
+            self.finish("stop")
+        elif self.n_tokens == self.limit:
+            self.finish("length")
+        return self.finished
+
+    def finish(self, reason: str) -> None:
+        self._show(self.text.finish())
+        if self.text.stopped and reason == "length":  # held-back text completed a stop string
+            reason = "stop"
+        self.choice.finish_reason = reason
+
+    def _show(self, piece: str) -> None:
+        self.choice.text += piece
+        self.new_text += piece

@@ -1,0 +1,156 @@
+"""From token ids to text that may be shown: one choice's tokens enter one by one, pieces of its text leave.
+
+`TextStream` knows a tokenizer and the stop strings of a request, and nothing of models or requests. Its text does
+not depend on how tokens are grouped into steps, so it may be fed the accepted run of a draft token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+_PROMPT_TOKENS = 8
+"""Prompt tokens decoded with the output, so that the blank of a first word appears or not as in running text."""
+_MAX_WINDOW = 32
+"""Tokens decoded together; reached only by tokens that never end on a whole character."""
+_MAX_HELD_CHARS = 3
+"""A UTF-8 character that lacks its last byte decodes to at most so many replacement characters."""
+
+
+class TextStream:
+    """The text of one choice as it grows.
+
+    The pieces that `push` and `finish` return add up to the decoded output without special tokens, cut before the
+    stop string that is complete first (of those complete at the same character, the longest). A character whose
+    bytes are not all there and text that may be the beginning of a stop string are held back; `finish` gives them
+    out. Stop strings complete within the first `min_tokens` tokens are plain text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._pieces = _Detokenizer(_decoder(tokenizer), prompt_ids)
+        self._stops = [_Matcher(s) for s in stop]
+        self._min_tokens = min_tokens
+        self._held = ""
+        self.n_tokens = 0
+        self.stopped = False
+        """A stop string is complete; what `push` returned with it ends the text."""
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that may be shown now, often empty."""
+        assert not self.stopped, "push after a stop string"
+        self.n_tokens += 1
+        return self._until_stop(self._pieces.push(token_id))
+
+    def finish(self) -> str:
+        """No more tokens follow: return what was held back. Nothing is left after a stop string."""
+        if self.stopped:
+            return ""
+        rest = self._until_stop(self._pieces.finish())
+        rest, self._held = rest + self._held, ""
+        return rest
+
+    def _until_stop(self, piece: str) -> str:
+        if not self._stops or not piece:
+            return piece
+        text = self._held + piece
+        counts = self.n_tokens > self._min_tokens
+        for end, char in enumerate(piece, len(self._held) + 1):
+            complete = [len(matcher.stop) for matcher in self._stops if matcher.push(char)]
+            if complete and counts:
+                self.stopped = True
+                self._held = ""
+                return text[: end - max(complete)]
+        shown = len(text) - max(matcher.matched for matcher in self._stops)
+        self._held = text[shown:]
+        return text[:shown]
+
+
+class _Matcher:
+    """Knuth, Morris and Pratt's search for one stop string, a character at a time."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        """Length of the longest beginning of the stop string, short of all of it, with which the text ends."""
+        self._borders = [0] * (len(stop) + 1)
+        length = 0
+        for end in range(2, len(stop) + 1):
+            length = self._extend(length, stop[end - 1])
+            self._borders[end] = length
+
+    def push(self, char: str) -> bool:
+        """Whether the text ends with the stop string after this character."""
+        self.matched = self._extend(self.matched, char)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._borders[self.matched]
+        return True
+
+    def _extend(self, length: int, char: str) -> int:
+        while length and self.stop[length] != char:
+            length = self._borders[length]
+        return length + (self.stop[length] == char)
+
+
+class _Detokenizer:
+    """Decodes a short window of tokens at each step, and gives out by how much its text grew.
+
+    The window begins with tokens whose text is out, since what a token decodes to depends on its left neighbours
+    (blanks before words), and is cut whenever all of its text is out. U+FFFD at its end may be a character whose
+    bytes are not all there, so it waits.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = [int(t) for t in prompt_ids[-_PROMPT_TOKENS:]]
+        self._n_old = len(self._window)  # tokens of the window from before its last cut
+        self._text = decode(self._window) if self._window else ""  # of the window
+        self._out = self._text.rstrip(REPLACEMENT)  # the part of it that has been given out
+        self._echo = self._text[len(self._out) :]  # the prompt's own end, if the output does not complete it
+
+    def push(self, token_id: int) -> str:
+        self._window.append(int(token_id))
+        text = self._decode(self._window)
+        if text and text == self._text and not self._decode(self._window[-1:]):
+            self._window.pop()  # a special token
+            return ""
+        self._text = text
+        n_whole = len(text.rstrip(REPLACEMENT))
+        if overlong := len(self._window) > _MAX_WINDOW:
+            n_whole = max(n_whole, len(text) - _MAX_HELD_CHARS)
+        piece = self._give(n_whole)
+        if n_whole == len(text) and (recent := self._decode(self._window[self._n_old :])):
+            self._window = self._window[self._n_old :]
+            self._n_old, self._text, self._out = len(self._window), recent, recent
+        elif overlong:
+            self._window = self._window[-_MAX_WINDOW // 2 :]
+            self._n_old, self._text = len(self._window), self._decode(self._window)
+            self._out = self._text[: max(len(self._text) - (len(text) - n_whole), 0)]
+        return piece
+
+    def finish(self) -> str:
+        return self._give(len(self._text))
+
+    def _give(self, n_whole: int) -> str:
+        """Text of the window up to `n_whole` that is not out yet."""
+        n_out = _n_common(self._out, self._text)
+        if n_whole <= n_out:
+            return ""
+        piece, echo = self._text[n_out:n_whole], self._echo
+        self._out, self._echo = self._text[:n_whole], ""
+        return piece[_n_common(echo, piece) :]
+
+
+def _n_common(a: str, b: str) -> int:
+    if b.startswith(a):
+        return len(a)
+    return next(i for i, char in enumerate(a) if b[i : i + 1] != char)
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return lambda ids: backend.decode(ids, skip_special_tokens=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

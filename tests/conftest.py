@@ -1,0 +1,74 @@
+"""Fixtures shared by all tests: tiny random models, and SmolLM2 where its package is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ngramspec import loading
+from ngramspec.converted import ensure_converted
+from ngramspec.engine import Engine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """`tiny_model(arch, seed=0, **config)`: see tiny.ARCHITECTURES for the families."""
+    return tiny.tiny_model
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    return tiny.byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer() -> PreTrainedTokenizerBase:
+    return tiny.word_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    if importlib.util.find_spec(loading.SMOLLM2_PACKAGE) is None:
+        pytest.skip(f"smollm2 is not installed: {loading.SMOLLM2_COMMAND}")
+    return loading._smollm2_gguf()
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_gguf: Path) -> Path:
+    """SmolLM2 in fp32 as a folder of safetensors, converted on the first use of this machine."""
+    return ensure_converted(smollm2_gguf, torch.float32, loading.cache_home(), lambda message: None)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path) -> loading.LoadedModel:
+    """SmolLM2 in fp32. Shared: a test that changes the model loads its own from `smollm2_folder`."""
+    return loading.load_model(str(smollm2_folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_folder: Path) -> Any:
+    return loading.load_tokenizer(str(smollm2_folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2_folder: Path) -> Iterator[Engine]:
+    """An engine on SmolLM2 with a small pool; it leaves nothing behind."""
+    with Engine(str(smollm2_folder), max_seqs=16, max_model_len=2048, kv_memory=512 << 20) as engine:
+        yield engine
+        assert not engine.core.scheduler.has_work
+        engine.runner.pool.check_integrity()
+        assert len(engine.runner.pool.free) == engine.runner.pool.n_blocks

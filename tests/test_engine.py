@@ -1,0 +1,280 @@
+"""The engine's faces and the ends of a text: limits, stops, cancellation, errors, threads. A tiny random model writes; an oracle drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from scipy.stats import chisquare
+from test_exact import FreeRows, Oracle, prompts
+
+from ngramspec import sequence
+from ngramspec.drafting.base import Candidates
+from ngramspec.engine import Engine
+from ngramspec.errors import EngineClosedError, PromptTooLongError, TokenizerError
+from ngramspec.types import SamplingParams
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+class Perfect(Oracle):
+    """Drafts nothing but the truth, eight tokens deep."""
+
+    def _tree(self, seq):  # type: ignore[no-untyped-def]
+        text = self.text[seq]
+        rest = next((t[len(text) :] for t in self.truth if t[: len(text)] == text), [])[:8]
+        n = len(rest)
+        return Candidates(np.array(rest, np.int32), np.arange(-1, n - 1, dtype=np.int32), np.full(n, 0.99, np.float32))
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[tuple[Engine, Perfect]]:
+    oracle = Perfect()
+    with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=4, max_model_len=120, drafters=[oracle]) as engine:
+        engine.core.cost = FreeRows()
+        yield engine, oracle
+        assert len(engine.runner.pool.free) == engine.runner.pool.n_blocks
+
+
+PROMPT = prompts(1)[0]
+
+
+@pytest.fixture(scope="module")
+def truth(rig: tuple[Engine, Perfect]) -> list[int]:
+    engine, oracle = rig
+    tokens = engine.complete(PROMPT, LONG, speculation=False).token_ids
+    oracle.truth = [PROMPT + tokens]
+    return tokens
+
+
+def test_acceptance_of_a_perfect_drafter(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    got = rig[0].complete(PROMPT, LONG)
+    assert got.token_ids == truth
+    assert got.stats.tokens == 60
+    assert got.stats.accepted_by_source["oracle"] > 30
+    assert got.stats.passes < 20
+    assert sum(s is not None for s in got.draft_sources) == got.stats.accepted
+    assert sum(got.stats.accepted_by_depth) == got.stats.accepted
+    assert sum(got.stats.drafted_by_depth) == got.stats.drafted == sum(got.stats.drafted_by_source.values())
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9, 10, 33])
+def test_max_tokens_inside_a_draft(rig: tuple[Engine, Perfect], truth: list[int], n: int) -> None:
+    got = rig[0].complete(PROMPT, SamplingParams(max_tokens=n, ignore_eos=True))
+    assert got.token_ids == truth[:n]
+    assert got.finish_reason == "length"
+
+
+def test_max_model_len_inside_a_draft(rig: tuple[Engine, Perfect]) -> None:
+    engine, oracle = rig
+    long = SamplingParams(max_tokens=500, ignore_eos=True)
+    off = engine.complete(PROMPT, long, speculation=False)
+    oracle.truth = [PROMPT + off.token_ids]
+    on = engine.complete(PROMPT, long)
+    assert on.token_ids == off.token_ids
+    assert len(PROMPT) + len(on.token_ids) == 120
+    assert on.finish_reason == "length"
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 7, 8, 20])
+def test_stop_token_inside_a_draft(rig: tuple[Engine, Perfect], truth: list[int], at: int) -> None:
+    first = truth.index(truth[at])
+    got = rig[0].complete(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop_token_ids=(truth[at],)))
+    assert got.token_ids == truth[: first + 1]
+    assert got.finish_reason == "stop"
+    later = rig[0].complete(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop_token_ids=(truth[at],), min_tokens=first + 1))
+    assert later.token_ids[:first] == truth[:first]
+    assert later.token_ids[first] != truth[at] or first == 0
+
+
+def test_stop_string_inside_a_draft(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    engine, _ = rig
+    whole = engine.complete(PROMPT, LONG).text
+    for a, b in ((3, 5), (10, 14), (20, 21)):
+        stop = whole[a:b]
+        off = engine.complete(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop=stop), speculation=False)
+        on = engine.complete(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, stop=stop))
+        assert on.text == off.text == whole[: whole.index(stop)]
+        assert on.token_ids == off.token_ids
+        assert on.finish_reason == "stop"
+
+
+def test_stream_adds_up(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    pieces = list(rig[0].stream(PROMPT, LONG))
+    last = pieces[-1].completion
+    assert last is not None
+    assert [t for p in pieces for t in p.token_ids] == truth == last.token_ids
+    assert "".join(p.text for p in pieces) == last.text
+    assert max(len(p.token_ids) for p in pieces) > 4
+    assert all(p.completion is None for p in pieces[:-1])
+
+
+def test_n_choices_and_their_stream(rig: tuple[Engine, Perfect]) -> None:
+    params = SamplingParams(max_tokens=12, n=6, temperature=1.0, seed=3, ignore_eos=True)
+    whole = rig[0].complete(PROMPT, params)
+    texts: dict[int, list[int]] = {i: [] for i in range(6)}
+    for piece in rig[0].stream(PROMPT, params):
+        texts[piece.index] += piece.token_ids
+    assert [c.token_ids for c in whole.choices] == [texts[i] for i in range(6)]
+    assert whole.stats.tokens == 72
+
+
+def test_cancel_frees_blocks_at_once(rig: tuple[Engine, Perfect]) -> None:
+    engine, _ = rig
+    pool = engine.runner.pool
+    stream = engine.stream(PROMPT, SamplingParams(max_tokens=80, ignore_eos=True, n=3, temperature=1.0))
+    next(stream)
+    stream.close()
+    engine.complete(PROMPT, SamplingParams(max_tokens=1))  # a later message: the cancellation has been handled
+    assert len(pool.free) == pool.n_blocks
+    request = engine.submit(PROMPT, SamplingParams(max_tokens=80, ignore_eos=True))
+    request.cancel()
+    request.cancel()
+    got = request.result(timeout=30)
+    assert got.finish_reason == "cancelled"
+    request.cancel()
+
+
+def test_more_requests_than_slots(rig: tuple[Engine, Perfect]) -> None:
+    asked = prompts(11, seed=9)
+    params = SamplingParams(max_tokens=15, ignore_eos=True)
+    together = rig[0].complete(asked, params)
+    assert [c.token_ids for c in together] == [rig[0].complete(p, params).token_ids for p in asked]
+
+
+def test_from_many_threads(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: results.append(rig[0].complete(PROMPT, LONG).token_ids)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [truth] * 6
+
+
+def test_async_faces(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    engine, _ = rig
+
+    async def main() -> None:
+        one, many = await asyncio.gather(engine.acomplete(PROMPT, LONG), engine.acomplete([PROMPT, PROMPT], LONG))
+        assert one.token_ids == truth  # type: ignore[union-attr]
+        assert [c.token_ids for c in many] == [truth, truth]  # type: ignore[union-attr]
+        async for piece in engine.astream(PROMPT, LONG):
+            assert piece.token_ids == truth[: len(piece.token_ids)]
+            break
+        task = asyncio.create_task(engine.acomplete(PROMPT, SamplingParams(max_tokens=90, ignore_eos=True, n=4, temperature=1.0)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    engine.complete(PROMPT, SamplingParams(max_tokens=1))
+    assert len(engine.runner.pool.free) == engine.runner.pool.n_blocks
+
+
+def test_text_prompts_and_bad_ones(rig: tuple[Engine, Perfect]) -> None:
+    engine, _ = rig
+    assert engine.complete("hello", SamplingParams(max_tokens=3)).prompt_token_ids == list(engine.tokenizer("hello")["input_ids"])
+    with pytest.raises(ValueError, match="empty"):
+        engine.complete([])
+    with pytest.raises(ValueError, match="0 to 255, got 256"):
+        engine.complete([1, 256])
+    with pytest.raises(ValueError, match="flat list"):
+        engine.complete([[1.5, 2.0]])
+    with pytest.raises(PromptTooLongError, match="120 tokens"):
+        engine.complete([1] * 120)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device": "tpu"},
+        {"dtype": "int3"},
+        {"threads": 0},
+        {"threads": 10**6},
+        {"spec_rows": 0},
+        {"max_seqs": 0},
+        {"max_model_len": 1},
+        {"max_model_len": 10**9},
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Engine(tiny.tiny_model("llama"), **settings)  # type: ignore[arg-type]
+
+
+def test_a_request_that_fails_ends_alone(rig: tuple[Engine, Perfect], truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = rig
+    push = sequence.Sequence.append
+
+    def poisoned(self: sequence.Sequence, token: int, *rest: object) -> bool:
+        if self.n_prompt == 3:
+            raise RuntimeError("poisoned")
+        return push(self, token, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sequence.Sequence, "append", poisoned)
+    good, bad = engine.submit(PROMPT, LONG), engine.submit([1, 2, 3], LONG)
+    with pytest.raises(RuntimeError, match="poisoned"):
+        bad.result(timeout=60)
+    assert good.result(timeout=60).token_ids == truth
+
+
+def test_closing() -> None:
+    engine = Engine(tiny.tiny_model("llama"), max_seqs=2)
+    running = engine.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        running.result(timeout=30)
+    with pytest.raises(EngineClosedError):
+        engine.complete([1, 2, 3])
+
+
+def test_no_tokenizer() -> None:
+    with Engine(tiny.tiny_model("llama"), max_seqs=2) as engine:
+        got = engine.complete([1, 2, 3], SamplingParams(max_tokens=4, logprobs=2))
+        assert got.text == ""
+        assert got.choices[0].logprobs is not None
+        assert [p.token_id for p in got.choices[0].logprobs] == got.token_ids
+        with pytest.raises(TokenizerError):
+            engine.complete("text")
+
+
+def test_a_drafter_that_raises_hurts_nobody() -> None:
+    class Broken(Oracle):
+        def propose(self, seqs, budget):  # type: ignore[no-untyped-def]
+            raise RuntimeError("broken drafter")
+
+    with Engine(tiny.tiny_model("llama"), max_seqs=2, drafters=[Broken()]) as engine:
+        on = engine.complete(PROMPT, LONG)
+        assert on.token_ids == engine.complete(PROMPT, LONG, speculation=False).token_ids
+
+
+def test_sampled_output_is_distributed_as_the_models_own() -> None:
+    """2,000 samples of two tokens with speculation, against the exact distribution: chi-square at the 0.1 % level."""
+    model = tiny.tiny_model("llama", std=0.2)
+    prompt = [3, 1, 4, 1, 5]
+    with torch.inference_mode():
+        first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1].double() / 0.5, -1)
+        seconds = torch.softmax(model(input_ids=torch.tensor([[*prompt, t] for t in range(256)])).logits[:, -1].double() / 0.5, -1)
+    joint = (first[:, None] * seconds).flatten().numpy()
+    oracle = Perfect()
+    top = int(first.argmax())
+    oracle.truth = [[*prompt, top, int(seconds[top].argmax()), 0, 0]]
+    with Engine(model, max_seqs=64, drafters=[oracle]) as engine:
+        engine.core.cost = FreeRows()
+        done = [engine.complete(prompt, SamplingParams(max_tokens=3, n=125, seed=s, temperature=0.5, ignore_eos=True)) for s in range(16)]
+    got = [choice.token_ids[:2] for completion in done for choice in completion.choices]
+    assert sum(completion.stats.accepted for completion in done) > 100
+    counts = np.bincount([a * 256 + b for a, b in got], minlength=65536)
+    likely = np.flatnonzero(joint * len(got) >= 8)
+    observed = np.append(counts[likely], len(got) - counts[likely].sum())
+    expected = np.append(joint[likely], 1 - joint[likely].sum()) * len(got)
+    assert len(likely) >= 8
+    assert chisquare(observed, expected).pvalue > 0.001

@@ -1,0 +1,97 @@
+"""Tiny random models of every supported family, and a tokenizer to go with them: no download, no luck."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 256
+WINDOW = 8
+BOS, EOS = 254, 255  # bytes that no UTF-8 text has
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {},
+    "gemma2": {"sliding_window": WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 3, "tie_word_embeddings": False},
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": WINDOW,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": False,
+    },
+    "starcoder2": {"sliding_window": WINDOW},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "gpt2": {"n_inner": 96},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+}
+ARCHITECTURES = tuple(_FAMILIES)
+
+
+def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 model of the family in evaluation mode; the same for the same arguments.
+
+    `std` is that of the weight matrices: 0.3 makes logits as peaked as a trained model's.
+    """
+    ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
+    config = CONFIG_MAPPING[arch](**{**_COMMON, **ids, **_FAMILIES[arch], **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * std)
+            else:
+                parameter.add_(noise * 0.1)
+    model.generation_config.eos_token_id = EOS
+    return model.eval().requires_grad_(False)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token id = byte, but for BOS and EOS. Any text round-trips; any prefix may end within a character."""
+    letter = _byte_letters()
+    vocab = {letter[byte]: byte for byte in range(VOCAB - 2)}
+    backend = Tokenizer(models.BPE(vocab=vocab | {"<bos>": BOS, "<eos>": EOS}, merges=[]))
+    return _fast(backend, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel())
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: blanks are part of words, the first is dropped, what no word covers is spelled in bytes."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(VOCAB - 2)} | {"<bos>": BOS, "<eos>": EOS}
+    for word in ("▁", "▁a", "▁b", "a", "b", "c", "▁the", ".", "日"):
+        vocab[word] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "b")], byte_fallback=True, fuse_unk=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    return _fast(backend, pre_tokenizers.Metaspace(), decoders.Sequence(steps))
+
+
+def _fast(backend: Tokenizer, pre_tokenizer: Any, decoder: Any) -> PreTrainedTokenizerFast:
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoder
+    backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable stand-ins: a byte that is no visible Latin-1 character takes the next free one from 256."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
