@@ -9,8 +9,8 @@ import numpy as np
 
 _ALL, _NEAR = 0.02, 0.05
 """Share of a pass's surprise that moves the whole curve, and its neighbourhood besides."""
-_OUTLIER = 2.0
-"""A pass this many times slower or faster than expected was disturbed, and teaches nothing."""
+_SURPRISE = (0.25, 1.5)
+"""A pass's time over what was expected counts no further than this: a slow pass may have been disturbed, a fast one cannot."""
 _REFRESH = 32
 
 
@@ -38,9 +38,7 @@ class CostModel:
         """A pass with `rows` rows took `ms` milliseconds."""
         if rows > self.counts[-1] or rows < 1:
             return
-        ratio = ms / self.table[rows]
-        if not 1 / _OUTLIER < ratio < _OUTLIER:
-            return
+        ratio = min(max(ms / self.table[rows], _SURPRISE[0]), _SURPRISE[1])
         self.times *= ratio**_ALL
         right = int(np.searchsorted(self.counts, rows))
         left = right if self.counts[right] == rows else right - 1

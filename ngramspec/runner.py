@@ -217,11 +217,11 @@ class Runner:
         finally:
             self.pool.release(slot)
 
-    def measure(self, counts: list[int], repeat: int = 3) -> list[float]:
-        """Median milliseconds of passes with these row counts, interleaved, after one round to warm up."""
+    def measure(self, counts: list[int], rounds: int = 4) -> list[float]:
+        """Milliseconds of passes with these row counts: the least of interleaved rounds, since what disturbs a pass only adds to it."""
         context = min(256, (self.pool.max_blocks * BLOCK - counts[-1]) // 2)
-        times = np.array([[self.time_pass(rows, max(context, 1)) for rows in counts] for _ in range(repeat + 1)])
-        return np.median(times[1:], axis=0).tolist()
+        times = np.array([[self.time_pass(rows, max(context, 1)) for rows in counts] for _ in range(rounds)])
+        return times.min(axis=0).tolist()
 
 
 def _chain(n: int) -> DraftTree:
