@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from .errors import ModelNotFoundError, NgramspecError, UnsupportedModelError
@@ -51,7 +51,13 @@ def ensure_converted(gguf: Path, dtype: torch.dtype, cache_dir: Path, progress: 
     if is_whole(entry):
         return entry
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{entry}.lock"):
+    with contextlib.ExitStack() as stack:
+        lock = FileLock(f"{entry}.lock")
+        try:
+            stack.enter_context(lock.acquire(blocking=False))
+        except Timeout:
+            progress(f"waiting for another process that converts {gguf.name}")
+            stack.enter_context(lock.acquire())
         if is_whole(entry):
             return entry
         if entry.exists():

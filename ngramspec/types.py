@@ -29,7 +29,7 @@ def _number(value: object, lo: float, hi: float) -> bool:
 
 
 def _integer(value: object, lo: int, hi: int) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and lo <= value <= hi
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(lo <= value <= hi)
 
 
 @dataclass(frozen=True, slots=True)

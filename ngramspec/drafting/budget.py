@@ -51,8 +51,8 @@ def lower_hull(costs):
 
 
 @njit(cache=True, nogil=True)
-def worth(p, expected_tokens, taken, rate, value, hull, reach):
-    """Could a longer prefix, whose nodes have at most probability p, be worth more than `value`? -> (answer, reach).
+def worth(p, expected_tokens, taken, rate, hull, reach):
+    """Could a longer prefix, whose nodes have at most probability p, make more than `rate` tokens per ms? -> (answer, reach).
 
     `reach` is the row count that gains most at p; start it at len(hull) - 1 and hand it back: it only falls as p falls and rate rises.
     """
@@ -61,7 +61,7 @@ def worth(p, expected_tokens, taken, rate, value, hull, reach):
     while reach > taken + 1 and rate * (hull[reach] - hull[reach - 1]) >= p:
         reach -= 1
     reach = max(reach, taken + 1)
-    return expected_tokens + (reach - taken) * p - rate * hull[reach] > value + 1e-9, reach
+    return expected_tokens + (reach - taken) * p > rate * hull[reach] * (1.0 + 1e-9), reach
 
 
 def best_prefix(probs: np.ndarray, cost_ms: np.ndarray, base_rows: int, n_seqs: int) -> int:

@@ -31,6 +31,9 @@ MAX_HISTORY = 60_000
 REACH = 8
 """Latest events of a context that are counted."""
 
+GAP_REACH = 3
+"""The gapped context: tokens 2 and 3 back, whatever the latest one is. It carries structure over a renamed identifier."""
+
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -54,15 +57,21 @@ class View(NamedTuple):
 
 
 @intrinsic
-def _pointer(typingctx, address):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _pointer(typingctx, address):
+    def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), codegen
 
 
 @njit(cache=True, nogil=True)
-def view(state, contexts):
+def lent(a):
+    """The same array without its reference count, whose atomic updates at every call cost more than the work itself."""
+    return carray(_pointer(np.int64(a.ctypes.data)), a.shape, a.dtype)
+
+
+@njit(cache=True, nogil=True)
+def arrays(state, contexts):
     """The arrays behind one row of the state. Safe while the owner (`proposer`) holds the buffer that the row points into."""
     table = carray(_pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
     tokens = carray(_pointer(state[TOKENS]), state[CAP], np.int32)
@@ -124,37 +133,37 @@ def _remove(table, shift, hole):
     table[2 * hole] = _ZERO
 
 
-@njit(cache=True, nogil=True)
-def _event_keys(seq, position, keys):
-    """Keys of the contexts that end just before `position` -> how many orders have one."""
-    mask = len(seq.tokens) - 1
-    h, n = FNV_OFFSET, 0
-    for k in range(len(seq.contexts)):
-        if seq.contexts[k] > position:
-            return k
-        while n < seq.contexts[k]:
-            n += 1
-            h = _fnv_token(h, seq.tokens[(position - n) & mask])
-        keys[k] = h if h != _ZERO else _ONE
-    return len(seq.contexts)
-
-
 @njit(cache=True, nogil=True, inline="always")
 def _gap_key(a, b):
     h = _fnv_token(_fnv_token(FNV_OFFSET ^ _GOLDEN, a), b)
     return h if h != _ZERO else _ONE
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
+def _event_keys(seq, position, keys):
+    """Keys of the contexts that end just before `position`, the gapped one last -> how many of the ladder's have one."""
+    mask, K = len(seq.tokens) - 1, len(seq.contexts)
+    if position >= GAP_REACH:
+        keys[K] = _gap_key(seq.tokens[(position - 2) & mask], seq.tokens[(position - 3) & mask])
+    h, n = FNV_OFFSET, 0
+    for k in range(K):
+        if seq.contexts[k] > position:
+            return k
+        while n < seq.contexts[k]:
+            n += 1
+            h = _fnv_token(h, seq.tokens[(position - n) & mask])
+        keys[k] = h if h != _ZERO else _ONE
+    return K
+
+
+@njit(cache=True, nogil=True, inline="always")
 def _add_event(state, seq, position, keys):
     K, mask = len(seq.contexts) + 1, len(seq.tokens) - 1
     token = seq.tokens[position & mask]
     row = (position & mask) * K
     n = _event_keys(seq, position, keys)
-    if position > 2:
-        keys[K - 1] = _gap_key(seq.tokens[(position - 2) & mask], seq.tokens[(position - 3) & mask])
     for k in range(K):
-        if k >= n and (k < K - 1 or position < 3):
+        if k >= n and (k < K - 1 or position < GAP_REACH):
             continue
         s = _find(seq.table, state[SHIFT], keys[k])
         if seq.table[2 * s] == _ZERO:
@@ -170,9 +179,13 @@ def _add_event(state, seq, position, keys):
             seq.links[row + k] = head
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _forget_event(state, seq, position, keys):
-    for k in range(_event_keys(seq, position, keys)):
+    K = len(seq.contexts) + 1
+    n = _event_keys(seq, position, keys)
+    for k in range(K):
+        if k >= n and (k < K - 1 or position < GAP_REACH):
+            continue
         s = _find(seq.table, state[SHIFT], keys[k])
         value = seq.table[2 * s + 1]
         total = np.int64((value >> _16) & _HALF) - 1
@@ -191,7 +204,7 @@ def fits(state, contexts, history, n):
     return ring <= state[CAP] and state[ENTRIES] + n * (len(contexts) + 1) <= size - (size >> 2)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def push(state, seq, token, history, keys):
     """Append one token and its events; forget the event that leaves the window."""
     i = state[LENGTH]
@@ -206,7 +219,7 @@ def push(state, seq, token, history, keys):
 @njit(cache=True, nogil=True)
 def seed(state, contexts, tokens, history):
     """Fill an empty sequence: the last `history` events and the tokens that their contexts need. tokens [n] int32."""
-    seq = view(state, contexts)
+    seq = arrays(state, contexts)
     keys = np.empty(len(contexts) + 1, np.uint64)
     n = len(tokens)
     for i in range(n):
@@ -219,7 +232,7 @@ def seed(state, contexts, tokens, history):
 @njit(cache=True, nogil=True)
 def move(old, new, contexts):
     """Copy a sequence into a larger, zeroed buffer."""
-    a, b = view(old, contexts), view(new, contexts)
+    a, b = arrays(old, contexts), arrays(new, contexts)
     K = len(contexts) + 1
     for s in range(0, len(a.table), 2):
         if a.table[s] != _ZERO:
@@ -232,7 +245,7 @@ def move(old, new, contexts):
         b.links[q * K : q * K + K] = a.links[p * K : p * K + K]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def look_up(state, seq, recent, n_recent, heads, totals, runs):
     """Entries of the contexts that end in `recent` (newest first) -> how many orders, shortest first, were seen before."""
     h, n = FNV_OFFSET, 0
@@ -253,9 +266,9 @@ def look_up(state, seq, recent, n_recent, heads, totals, runs):
     return len(seq.contexts)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
-    if n_recent < 3:
+    if n_recent < GAP_REACH or len(seq.contexts) == 0:
         return False
     s = _find(seq.table, state[SHIFT], _gap_key(recent[1], recent[2]))
     value = seq.table[2 * s + 1]
@@ -271,7 +284,7 @@ def continuations(state, contexts, recent, tokens, counts, lasts):
 
     -> (n [K] distinct continuations per order, totals [K]). For tests and inspection; `merge` reads the same entries inline.
     """
-    seq = view(state, contexts)
+    seq = arrays(state, contexts)
     K, mask = len(contexts), len(seq.tokens) - 1
     heads, totals, runs = np.zeros(K, np.int64), np.zeros(K, np.int64), np.zeros(K, np.int64)
     n = np.zeros(K, np.int64)
@@ -285,13 +298,34 @@ def continuations(state, contexts, recent, tokens, counts, lasts):
                 tokens[k, j], counts[k, j], lasts[k, j] = x, 0, p
                 n[k] += 1
             counts[k, j] += 1
-            while j and counts[k, j] > counts[k, j - 1]:
+            while j and (counts[k, j], lasts[k, j]) > (counts[k, j - 1], lasts[k, j - 1]):
                 tokens[k, j], tokens[k, j - 1] = tokens[k, j - 1], tokens[k, j]
                 counts[k, j], counts[k, j - 1] = counts[k, j - 1], counts[k, j]
                 lasts[k, j], lasts[k, j - 1] = lasts[k, j - 1], lasts[k, j]
                 j -= 1
-            p = np.int64(seq.links[(p & mask) * K + k])
+            p = np.int64(seq.links[(p & mask) * (K + 1) + k])
     return n, totals
+
+
+@njit(cache=True, nogil=True)
+def chain(state, contexts, length):
+    """Predict from the longest context seen, take its most frequent (then most recent) continuation, go on from there -> [n] int32."""
+    seq = arrays(state, contexts)
+    K, keep = len(contexts), LADDER[-1]
+    text = np.zeros(keep + length, np.int32)  # newest last
+    have = min(keep, state[LENGTH])
+    for i in range(have):
+        text[have - 1 - i] = seq.tokens[(state[LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
+    tokens, counts, lasts = np.zeros((K, REACH), np.int64), np.zeros((K, REACH), np.int64), np.zeros((K, REACH), np.int64)
+    for n in range(length):
+        found, _ = continuations(state, contexts, text[max(have + n - keep, 0) : have + n][::-1].copy(), tokens, counts, lasts)
+        k = K - 1
+        while k >= 0 and found[k] == 0:
+            k -= 1
+        if k < 0:
+            return text[have : have + n]
+        text[have + n] = tokens[k, 0]
+    return text[have : have + length]
 
 
 @njit(cache=True, nogil=True)

@@ -5,6 +5,7 @@ Committed tokens come in (`begin`, `observe`), draft trees go out (`propose`), e
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from ..types import DraftTree
-from . import merge, ngram
+from . import evidence, merge, ngram
 from .base import Candidates, Drafter
-from .merge import Guard, Nodes, Outside, Weights
+from .evidence import Nodes, Outside
+from .merge import Guard, Weights
 
 log = logging.getLogger(__name__)
 WEIGHTS = Path(__file__).with_name("weights.npz")
@@ -22,28 +24,27 @@ MAX_ORDER = ngram.LADDER[-1] + 1
 HISTORY = 32_000
 SPEC_LENGTH = 64
 SPEC_ROWS = 64
-RATES = (0.02, 0.02, 0.02, 0.98)
-"""Online learning rates of mix, states and curve."""
+RATES = (0.02, 0.02)
+"""Online learning rates of mix and states."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 def cold_weights() -> Weights:
     """Weights that know nothing but the meaning of a count: what learning starts from."""
-    states = np.zeros((merge.GROUPS, merge.STATES), np.float32)
-    context_groups = [*range(merge.ORDERS), merge.GAP]
+    states = np.zeros((evidence.GROUPS, evidence.STATES), np.float32)
+    context_groups = [*range(evidence.ORDERS), evidence.GAP]
     for visits in range(1, ngram.REACH + 1):
         for seen in range(1, 1 << visits):
             hits = seen.bit_count()
             states[context_groups, 1 << visits | seen] = np.log((hits + 0.05) / (visits - hits + 0.4)) + 0.3 * (seen & 1)
     states[context_groups, 2 << ngram.REACH :] = -2.0
     states[context_groups, (2 << ngram.REACH) + 2 * ngram.REACH + 2 :] = 3.0
-    states[merge.EXTERNAL :, 1:21] = np.log((np.arange(20) + 0.5) / (19.5 - np.arange(20)))
-    mix = np.full((merge.SETS, merge.GROUPS + 1), 0.25, np.float32)
-    mix[:, merge.BIAS] = 0.0
-    mix[: 3 * merge.MODES, merge.EXTERNAL : merge.BIAS] = 1.0
-    curve = np.tile(np.linspace(-6, 6, merge.CURVE, dtype=np.float32), (merge.SETS, 1))
-    return Weights(states, mix, curve)
+    states[evidence.EXTERNAL :, 2:22] = np.log((np.arange(20) + 0.5) / (19.5 - np.arange(20)))
+    mix = np.full((evidence.SETS, evidence.GROUPS + 1), 0.25, np.float32)
+    mix[:, evidence.BIAS] = 0.0
+    mix[: 3 * evidence.MODES, evidence.EXTERNAL : evidence.BIAS] = 1.0
+    return Weights(states, mix)
 
 
 def load_weights(path: Path | str = WEIGHTS) -> Weights:
@@ -86,7 +87,7 @@ class Proposer:
         drafters: Sequence[Drafter] = (),
         use_ngram: bool = True,
         weights: Weights | None = None,
-        rates: tuple[float, float, float, float] = RATES,
+        rates: tuple[float, float] = RATES,
     ) -> None:
         for name, value, lo, hi in (
             ("vocab_size", vocab_size, 1, 2**31 - 1),
@@ -95,7 +96,7 @@ class Proposer:
             ("spec_length", spec_length, 0, 4096),
             ("spec_rows", spec_rows, 0, 4096),
             ("max_seqs", max_seqs, 1, 65536),
-            ("number of drafters", len(drafters), 0, merge.MAX_DRAFTERS),
+            ("number of drafters", len(drafters), 0, evidence.MAX_DRAFTERS),
         ):
             if not lo <= value <= hi:
                 raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
@@ -104,7 +105,6 @@ class Proposer:
         self.source_names = ["ngram"] * use_ngram + [d.name for d in drafters]
         self._first_source = int(use_ngram)
         self._rates = np.array(rates, np.float64)
-        self._pace = np.zeros(4)
         self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else cold_weights()
         self._contexts = np.array([n for n in ngram.LADDER if n < max_order and use_ngram], np.int32)
         self._states = np.zeros((max_seqs, ngram.STATE_COLUMNS), np.int64)
@@ -120,14 +120,15 @@ class Proposer:
             place=np.zeros((rows, 3), np.int64),
             hits=np.zeros(rows, np.int64),
             top=np.zeros(rows, np.int32),
-            outside=np.full((rows, merge.MAX_DRAFTERS), -2, np.int32),
+            outside=np.full((rows, evidence.MAX_DRAFTERS), -2, np.int32),
             set=np.zeros(rows, np.int32),
             n=np.full(rows, -1, np.int32),
-            cand_token=np.zeros((rows, merge.WIDTH), np.int32),
-            cand_prob=np.zeros((rows, merge.WIDTH)),
-            cand_final=np.zeros((rows, merge.WIDTH)),
-            cand_state=np.full((rows, merge.WIDTH, merge.GROUPS), -1, np.int16),
+            cand_token=np.zeros(rows * evidence.WIDTH, np.int32),
+            scale=np.ones(rows),
+            cand_prob=np.zeros(rows * evidence.WIDTH),
+            cand_state=np.zeros((rows * evidence.WIDTH, evidence.GROUPS), np.int16),
         )
+        self._work = evidence.new_work()
         self._last_trees: dict[int, DraftTree] = {}
 
     def begin(self, slot: int, tokens: np.ndarray, *, banned: Sequence[int] = (), stops: Sequence[int] = ()) -> None:
@@ -174,10 +175,10 @@ class Proposer:
             outside,
             n_drafters,
             self._first_source,
-            self._pace,
+            self._work,
         )
         cuts = start.tolist()
-        trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+        trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
         if n_drafters:
             self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
         return trees
@@ -204,9 +205,10 @@ class Proposer:
                 path,
                 self.history,
                 self._nodes,
+                len(self.drafters),
                 self.weights,
                 self._rates,
-                self._pace,
+                self._work,
             )
             if b == len(slots):
                 break
@@ -226,6 +228,10 @@ class Proposer:
         self._last_trees.pop(slot, None)
         for d in range(len(self.drafters)):
             self._ask(d, "end", slot)
+
+    def chain(self, slot: int, length: int) -> np.ndarray:
+        """The tables' own prediction, without probabilities: [n] int32, n <= length, the longest context's most frequent continuations."""
+        return ngram.chain(self._states[slot], self._contexts, length)
 
     def memory(self, slot: int) -> int:
         """Bytes that the tables of a slot take."""

@@ -1,0 +1,1 @@
+"""Benchmarks: programs with a contract. Each prints a table and, as the last line of standard output, one JSON document."""

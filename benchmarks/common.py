@@ -1,0 +1,175 @@
+"""What the benchmarks share: prompts from files, the machine in words, medians in turns, the closing JSON line.
+
+A JSONL row or a seed enters, token ids leave. Knows tokenizers, nothing of engines or peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import fnmatch
+import hashlib
+import heapq
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ngramspec
+
+PACKAGES = ("torch", "transformers", "numpy", "numba")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a contender is given."""
+
+    name: str
+    ids: list[int]
+
+
+def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
+    """Prompts of a JSONL file, in its order. A row has `prompt` (text or token ids) or `messages`, of which the first turn counts.
+
+    Raises ValueError for a row that has neither, naming it.
+    """
+    prompts: list[Prompt] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if limit is not None and len(prompts) >= limit:
+                break
+            if line.strip():
+                prompts.append(_read_row(line, f"{path.name}:{number}", tokenizer))
+    if not prompts:
+        raise ValueError(f"{path} has no prompts")
+    return prompts
+
+
+def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
+    row = json.loads(line)
+    if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
+        raise ValueError(f"{where}: a row must have `prompt` (text or token ids) or `messages`")
+    name = str(row.get("id", where))
+    if row.get("messages"):
+        return Prompt(name, encode_chat(first_turn(row["messages"]), tokenizer))
+    prompt = row["prompt"]
+    return Prompt(name, list(prompt) if isinstance(prompt, list) else tokenizer(prompt)["input_ids"])
+
+
+def first_turn(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Messages up to and with the user's first, role and content only."""
+    turn = []
+    for message in messages:
+        turn.append({"role": message["role"], "content": str(message.get("content") or "")})
+        if message["role"] == "user":
+            break
+    return turn
+
+
+def encode_chat(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+    """Token ids of a conversation that waits for the assistant. Raises ValueError where the model has no chat template."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def library_prompts(tokenizer: Any) -> list[Prompt]:
+    """Without a file of prompts: the standard library's functions to be completed and, where the model chats, to be edited."""
+    prompts = []
+    for function in (textwrap.shorten, heapq.merge, shutil.which, fnmatch.filter):
+        source = inspect.getsource(function)
+        (definition,) = ast.parse(source).body
+        assert isinstance(definition, ast.FunctionDef)
+        head = "".join(source.splitlines(keepends=True)[: definition.body[1].lineno - 1])  # up to the end of the docstring
+        prompts.append(Prompt(f"complete/{function.__name__}", tokenizer(head)["input_ids"]))
+        if getattr(tokenizer, "chat_template", None):
+            request = f"Add type annotations to this function and print all of it.\n\n```python\n{source}```"
+            prompts.append(Prompt(f"edit/{function.__name__}", encode_chat([{"role": "user", "content": request}], tokenizer)))
+    return prompts
+
+
+def random_prompts(tokenizer: Any, count: int, seed: int = 0, length: int = 200) -> list[Prompt]:
+    """Prompts of `length` different random words: text that never repeats."""
+    ids = sorted(set(tokenizer.get_vocab().values()))
+    special = set(tokenizer.all_special_ids)
+    pieces = [(i, piece) for i, piece in zip(ids, tokenizer.batch_decode([[i] for i in ids]), strict=True) if i not in special]
+    words = [i for i, piece in pieces if piece[:1] == " " and len(piece) > 3 and piece[1:].isalpha()] or [i for i, _ in pieces]
+    rng = random.Random(seed)
+    return [Prompt(f"random/{n}", rng.sample(words, min(length, len(words)))) for n in range(count)]
+
+
+def turns(contenders: list[str], count: int) -> Iterator[list[str]]:
+    """The order of the contenders in each of `count` rounds: each comes first in its turn."""
+    for n in range(count):
+        shift = n % len(contenders)
+        yield contenders[shift:] + contenders[:shift]
+
+
+def interleaved_medians(measures: dict[str, Callable[[], float]], repeat: int) -> dict[str, float]:
+    """Median of `repeat` calls of each measure, one of each a round, after a round that does not count."""
+    results: dict[str, list[float]] = {name: [] for name in measures}
+    for n, order in enumerate(turns(list(measures), repeat + 1)):
+        for name in order:
+            value = measures[name]()
+            if n:
+                results[name].append(value)
+        print(f"round {n} of {repeat}", file=sys.stderr, flush=True)
+    return {name: statistics.median(values) for name, values in results.items()}
+
+
+def positive(text: str) -> int:
+    """A command line's count. Raises argparse.ArgumentTypeError."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
+    return int(text)
+
+
+def digest(outputs: Iterable[list[int]]) -> str:
+    """Names a list of outputs, so that runs can be compared."""
+    return hashlib.sha256(json.dumps(list(outputs)).encode()).hexdigest()[:16]
+
+
+def device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    )
+    isa = torch.backends.cpu.get_cpu_capability()
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores, {isa}"
+
+
+def environment(device: str, threads: int) -> dict[str, Any]:
+    """The machine and what runs on it, for the JSON document."""
+    versions = {"python": platform.python_version(), "ngramspec": ngramspec.__version__}
+    versions |= {package: importlib.metadata.version(package) for package in PACKAGES}
+    return {"device": device_name(device), "threads": threads, "platform": platform.platform(), "versions": versions}
+
+
+def print_table(header: list[str], rows: list[list[Any]]) -> None:
+    """First column to the left, the others to the right; None is a dash."""
+    cells = [header] + [["–" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for row in cells:
+        print(
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+        )
+
+
+def print_document(document: dict[str, Any]) -> None:
+    """The last line: one JSON document."""
+    print(json.dumps(document, ensure_ascii=False), flush=True)

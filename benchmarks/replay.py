@@ -1,0 +1,418 @@
+"""How good are the drafters, without a model? Recorded outputs are followed as the walk would follow them.
+
+    python -m benchmarks.replay --traces F.jsonl [F2...] [--tokenizer M] [--limit N] [--max-out K] [--peers] [--drafters a,b] [--micro]
+
+A trace is a prompt and the tokens that a model then wrote. At every pass a drafter sees the prompt and the output so far; the longest
+drafted path that the output follows is accepted, and the one token more that a pass always yields.
+
+    tokens_per_pass   1.00 is no help
+    rows_per_pass     drafted tokens that a pass carries beside the root
+    us_per_pass       microseconds of drafting and updating, prompt included, one sequence at a time
+    speed_flat, _steep   tokens_per_pass / (1 + s * rows_per_pass), s = 0.005 (a large GPU) and 0.04 (two CPU cores)
+
+Ours run once for each cost; every set starts from the shipped weights. `--micro` measures the time per sequence and step with 64
+sequences at once instead; it needs no traces. The last line of standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numba import njit
+
+from benchmarks.common import environment, print_document, print_table
+from ngramspec.drafting import ngram
+from ngramspec.drafting.proposer import Proposer, warmup
+from ngramspec.types import DraftTree
+
+SLOPES = {"flat": 0.005, "steep": 0.04}
+MAX_ROWS = 64
+FIGURES = ("tokens_per_pass", "rows_per_pass", "us_per_pass", "speed_flat", "speed_steep")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a model was asked, and what it wrote."""
+
+    prompt: list[int]
+    output: list[int]
+
+
+def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int) -> list[Trace]:
+    """Traces of a JSONL file. A row has `prompt_ids` and `output_ids`; or `messages`, whose last assistant message is the output, else
+    `model_output` or `reference` is; or `prompt` and `reference`. Outputs of fewer than 8 tokens are left out.
+    """
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    traces: list[Trace] = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if limit is not None and len(traces) >= limit:
+                break
+            row = json.loads(line)
+            if "prompt_ids" in row:
+                prompt, output = list(row["prompt_ids"]), list(row["output_ids"])
+            elif "messages" in row:
+                messages = [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in row["messages"]]
+                replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+                text = messages[replies[-1]]["content"] if replies else str(row.get("model_output") or row.get("reference") or "")
+                asked = messages[: replies[-1]] if replies else messages
+                prompt = encode(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+                output = encode(text)
+            else:
+                prompt, output = encode(row["prompt"]), encode(str(row.get("model_output") or row["reference"]))
+            if len(output) >= 8:
+                traces.append(Trace(prompt, output[:max_out]))
+    if not traces:
+        raise ValueError(f"{path} has no usable traces")
+    return traces
+
+
+class Replayed(Protocol):
+    """A drafter as the replay sees it. Parents of a draft: -1 is the last known token."""
+
+    def begin(self, prompt: np.ndarray) -> None: ...
+    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]: ...
+    def accept(self, new: np.ndarray, path: np.ndarray) -> None: ...
+    def end(self) -> None: ...
+
+
+class Ours:
+    """`Proposer` with one sequence, under a pass cost of 1 + slope * rows."""
+
+    def __init__(self, slope: float, stops: tuple[int, ...]) -> None:
+        self.proposer = Proposer(vocab_size=2**31 - 1, max_seqs=1, spec_rows=MAX_ROWS)
+        self.cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1)
+        self.slots, self.depth, self.stops = np.zeros(1, np.int32), np.full(1, MAX_ROWS, np.int32), stops
+
+    def begin(self, prompt: np.ndarray) -> None:
+        self.proposer.begin(0, prompt, stops=self.stops)
+
+    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
+        tree = self.proposer.propose(self.slots, self.depth, self.cost_ms, 1, MAX_ROWS)[0]
+        return tree.tokens.tolist(), tree.parents.tolist()
+
+    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        self.proposer.observe(self.slots, [new], [path])
+
+    def end(self) -> None:
+        self.proposer.end(0)
+
+
+class Chain(Ours):
+    """The tables alone: the longest context's most frequent continuation, chained, no probabilities."""
+
+    def __init__(self, length: int = 8) -> None:
+        super().__init__(0.0, ())
+        self.length = length
+
+    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
+        tokens = self.proposer.chain(0, self.length).tolist()
+        return tokens, range(-1, len(tokens) - 1)
+
+
+class FirstMatch:
+    """Copy what followed an earlier occurrence of the last n tokens, longest n first, earliest occurrence first.
+
+    With n = 3..1 and 10 tokens it is transformers' prompt lookup (PromptLookupCandidateGenerator), with n = 4..2 and 7 vLLM's n-gram rule.
+    """
+
+    def __init__(self, longest: int, shortest: int, length: int) -> None:
+        self.sizes, self.length = range(longest, shortest - 1, -1), length
+
+    def begin(self, prompt: np.ndarray) -> None:
+        pass
+
+    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
+        for n in self.sizes:
+            if len(text) > n:
+                windows = np.lib.stride_tricks.sliding_window_view(text[:-1], n)
+                found = np.flatnonzero((windows == text[-n:]).all(axis=1))
+                if len(found):
+                    start = int(found[0]) + n
+                    tokens = text[start : start + self.length].tolist()
+                    return tokens, range(-1, len(tokens) - 1)
+        return (), ()
+
+    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class Arctic:
+    """arctic-inference's suffix decoding; `factor`, `rows` and `depth` as its configuration names them."""
+
+    def __init__(self, tree: bool, cache: bool, factor: float = 1.0, rows: int = 24, depth: int = 24) -> None:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self.cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=-1 if cache else 0)
+        self.options = {
+            "max_spec_tokens": rows,
+            "max_spec_factor": factor,
+            "max_spec_offset": 0.0,
+            "min_token_prob": 0.1,
+            "use_tree_spec": tree,
+        }
+        self.request, self.depth = 0, depth
+
+    def begin(self, prompt: np.ndarray) -> None:
+        self.request += 1
+        self.cache.start_request(self.request, prompt)
+
+    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
+        draft = self.cache.speculate(self.request, np.ascontiguousarray(text[-self.depth :]), **self.options)
+        return list(draft.token_ids), list(draft.parents)
+
+    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        self.cache.add_active_response(self.request, new)
+
+    def end(self) -> None:
+        self.cache.stop_request(self.request)
+
+
+def drafters(stops: tuple[int, ...]) -> dict[str, Callable[[], Replayed]]:
+    return {
+        "ngramspec-flat": lambda: Ours(SLOPES["flat"], stops),
+        "ngramspec-steep": lambda: Ours(SLOPES["steep"], stops),
+        "ngram-chain": lambda: Chain(),
+    }
+
+
+def peers() -> tuple[dict[str, Callable[[], Replayed]], dict[str, str]]:
+    """The peers that can run here, and for those that cannot, why."""
+    found: dict[str, Callable[[], Replayed]] = {"pld-hf": lambda: FirstMatch(3, 1, 10), "ngram-vllm": lambda: FirstMatch(4, 2, 7)}
+    arctic: dict[str, Callable[[], Replayed]] = {
+        "arctic": lambda: Arctic(tree=False, cache=False),
+        "arctic-tree": lambda: Arctic(tree=True, cache=False),
+        "arctic-tree-f4": lambda: Arctic(tree=True, cache=False, factor=4.0, rows=32, depth=64),
+        "arctic+cache": lambda: Arctic(tree=False, cache=True),
+        "arctic-tree+cache": lambda: Arctic(tree=True, cache=True),
+        "arctic-tree-f4+cache": lambda: Arctic(tree=True, cache=True, factor=4.0, rows=32, depth=64),
+    }
+    if importlib.util.find_spec("arctic_inference") is None:
+        return found, dict.fromkeys(arctic, "arctic_inference is not installed (make peers)")
+    return found | arctic, {}
+
+
+def follow(tokens: Sequence[int], parents: Sequence[int], output: Sequence[int]) -> list[int]:
+    """Nodes of the longest path that the output takes, in depth order."""
+    child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    path, node = [], -1
+    for token in output:
+        node = child.get((node, token), -2)
+        if node < 0:
+            break
+        path.append(node)
+    return path
+
+
+def replay(drafter: Replayed, traces: list[Trace]) -> dict[str, float]:
+    """Follow all traces -> the figures."""
+    passes = tokens = rows = 0
+    busy = 0.0
+    for trace in traces:
+        text = np.array(trace.prompt + trace.output, np.int32)
+        n, end = len(trace.prompt), len(text)
+        start = time.perf_counter()
+        drafter.begin(text[:n])
+        busy += time.perf_counter() - start
+        while n < end:
+            start = time.perf_counter()
+            drafted, parents = drafter.draft(text[:n])
+            busy += time.perf_counter() - start
+            path = follow(drafted, parents, trace.output[n - len(trace.prompt) :])
+            new = text[n : n + len(path) + 1]
+            nodes = np.array(path, np.int32)
+            start = time.perf_counter()
+            drafter.accept(new, nodes)
+            busy += time.perf_counter() - start
+            n += len(new)
+            passes, tokens, rows = passes + 1, tokens + len(new), rows + len(drafted)
+        drafter.end()
+    return figures(tokens / passes, rows / passes, busy / passes * 1e6)
+
+
+def figures(tokens_per_pass: float, rows_per_pass: float, us_per_pass: float) -> dict[str, float]:
+    speeds = (tokens_per_pass / (1 + s * rows_per_pass) for s in SLOPES.values())
+    return {name: round(value, 4) for name, value in zip(FIGURES, (tokens_per_pass, rows_per_pass, us_per_pass, *speeds), strict=True)}
+
+
+@njit(nogil=True)
+def _tables_only(states, contexts, slots, tokens, history, heads, totals, runs):
+    """What a step costs the tables: append one token to each sequence, look all its contexts up."""
+    found = 0
+    keys = np.empty(len(contexts) + 1, np.uint64)
+    recent = np.empty(contexts[-1], np.int32)
+    for b in range(len(slots)):
+        state = states[slots[b]]
+        seq = ngram.arrays(state, contexts)
+        ngram.push(state, seq, tokens[b], history, keys)
+        for i in range(len(recent)):
+            recent[i] = seq.tokens[(state[ngram.LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
+        found += ngram.look_up(state, seq, recent, len(recent), heads, totals, runs)
+    return found
+
+
+def micro(traces: list[Trace], stops: tuple[int, ...] = (), n_seqs: int = 64, repeat: int = 5) -> dict[str, float]:
+    """Microseconds per sequence and step with `n_seqs` sequences at a time: the tables alone, and the whole tree for both costs."""
+    traces = (traces * (n_seqs // len(traces) + 1))[:n_seqs]
+    texts = [np.array(t.prompt + t.output, np.int32) for t in traces]
+    slots = np.arange(n_seqs, dtype=np.int32)
+    results: dict[str, float] = {}
+    tables = []
+    for _ in range(repeat):
+        proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs)
+        for slot, (trace, text) in enumerate(zip(traces, texts, strict=True)):
+            proposer.begin(slot, text[: len(trace.prompt)])
+        steps = min(min(len(t.output) for t in traces), 48)
+        scratch = [np.zeros(len(ngram.LADDER) + 1, np.int64) for _ in range(3)]
+        columns = [np.array([text[len(t.prompt) + i] for t, text in zip(traces, texts, strict=True)], np.int32) for i in range(steps)]
+        spent = []
+        for tokens in columns:
+            start = time.perf_counter()
+            _tables_only(proposer._states, proposer._contexts, slots, tokens, proposer.history, *scratch)
+            spent.append(time.perf_counter() - start)
+        tables.append(statistics.median(spent))
+    results["tables_us"] = round(min(tables) / n_seqs * 1e6, 3)
+    for name, slope in SLOPES.items():
+        cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1) / n_seqs  # a row costs every sequence a share, as with one sequence
+        medians, rows = [], []
+        for _ in range(repeat):
+            proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs)
+            at = [len(t.prompt) for t in traces]
+            for slot, text in enumerate(texts):
+                proposer.begin(slot, text[: at[slot]], stops=stops)
+            spent = []
+            while True:
+                live = [s for s in range(n_seqs) if at[s] < len(texts[s])]
+                if len(live) < n_seqs:
+                    break
+                depth = np.full(n_seqs, MAX_ROWS, np.int32)
+                start = time.perf_counter()
+                trees = proposer.propose(slots, depth, cost_ms, n_seqs, MAX_ROWS * n_seqs)
+                took = time.perf_counter() - start
+                accepted, paths = [], []
+                for s, tree in enumerate(trees):
+                    path = follow_tree(tree, texts[s][at[s] :].tolist())
+                    accepted.append(texts[s][at[s] : at[s] + len(path) + 1])
+                    paths.append(np.array(path, np.int32))
+                    at[s] += len(accepted[-1])
+                start = time.perf_counter()
+                proposer.observe(slots, accepted, paths)
+                spent.append(took + time.perf_counter() - start)
+                rows.append(sum(len(t) for t in trees) / n_seqs)
+            medians.append(statistics.median(spent))
+        results[f"tree_{name}_us"] = round(min(medians) / n_seqs * 1e6, 3)
+        results[f"tree_{name}_rows"] = round(statistics.mean(rows), 2)
+    return results
+
+
+def follow_tree(tree: DraftTree, output: Sequence[int]) -> list[int]:
+    return follow(tree.tokens.tolist(), tree.parents.tolist(), output)
+
+
+def library_traces(n: int = 64) -> list[Trace]:
+    """Without a file: the standard library's sources, words as tokens."""
+    import inspect
+    import re
+    import zlib
+
+    modules = (argparse, statistics, json, inspect, importlib.util, re)
+    words = [zlib.crc32(w.encode()) % 50_000 for m in modules for w in re.findall(r"\w+|\s+|[^\w\s]", inspect.getsource(m))]
+    size = min(len(words) // n, 1500)
+    return [Trace(words[i * size : i * size + size - 256], words[i * size + size - 256 : i * size + size]) for i in range(n)]
+
+
+def mean_of(sets: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return {name: {key: round(statistics.mean(s[name][key] for s in sets), 4) for key in FIGURES} for name in sets[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--traces", nargs="+", type=Path, default=[])
+    parser.add_argument("--tokenizer", default="smollm2", help="folder, hub name, GGUF file or smollm2")
+    parser.add_argument("--limit", type=int, help="traces per file (all)")
+    parser.add_argument("--max-out", type=int, default=512, help="tokens of an output that are followed")
+    parser.add_argument("--peers", action="store_true", help="also prompt lookup, vLLM's n-gram rule and arctic-inference")
+    parser.add_argument("--drafters", help="only these, separated by commas")
+    parser.add_argument("--micro", action="store_true", help="time per sequence and step with 64 sequences")
+    args = parser.parse_args()
+    if not args.traces and not args.micro:
+        parser.error("--traces is needed (or --micro)")
+
+    tokenizer: Any = None
+    if args.traces:
+        from ngramspec.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(args.tokenizer)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    stops = (int(eos),) if isinstance(eos, int) else ()
+    warmup()
+    settings = {
+        "tokenizer": args.tokenizer,
+        "limit": args.limit,
+        "max_out": args.max_out,
+        "slopes": SLOPES,
+        "max_rows": MAX_ROWS,
+        "stops": stops,
+    }
+    document: dict[str, Any] = {
+        "benchmark": "replay",
+        "traces": [str(p) for p in args.traces],
+        "settings": settings,
+        **environment("cpu", 1),
+    }
+
+    if args.micro:
+        print("Drafting time with 64 sequences at a time, microseconds per sequence and step (median of steps, best of five).", flush=True)
+        traces = [t for p in args.traces for t in read_traces(p, tokenizer, args.limit, args.max_out)] or library_traces()
+        document["micro"] = micro(traces, stops)
+        print_table(["what", "value"], [[name, value] for name, value in document["micro"].items()])
+        print_document(document)
+        return
+
+    chosen = drafters(stops)
+    absent: dict[str, str] = {}
+    if args.peers:
+        others, absent = peers()
+        chosen |= others
+    if args.drafters:
+        names = [name.strip() for name in args.drafters.split(",")]
+        if unknown := [name for name in names if name not in chosen and name not in absent]:
+            parser.error(f"no drafter named {', '.join(unknown)}; there are {', '.join(chosen)} (peers with --peers)")
+        chosen = {name: chosen[name] for name in names if name in chosen}
+    print(f"Replaying recorded outputs through {', '.join(chosen)}.", flush=True)
+    for name, why in absent.items():
+        print(f"absent: {name}: {why}", flush=True)
+    sets: dict[str, dict[str, dict[str, float]]] = {}
+    for path in args.traces:
+        traces = read_traces(path, tokenizer, args.limit, args.max_out)
+        results: dict[str, dict[str, float]] = {}
+        for name, make in chosen.items():
+            print(f"{path.stem}: {name}", file=sys.stderr, flush=True)
+            results[name] = replay(make(), traces)
+        print(f"\n{path.stem}: {len(traces)} traces, {sum(len(t.output) for t in traces)} tokens")
+        print_table(["drafter", *FIGURES], [[name, *(r[key] for key in FIGURES)] for name, r in results.items()])
+        sets[path.stem] = results
+    document |= {"drafters": mean_of(list(sets.values())), "absent": absent}
+    if len(sets) > 1:
+        document["sets"] = sets
+    print_document(document)
+
+
+if __name__ == "__main__":
+    main()
