@@ -78,7 +78,7 @@ class Runner:
                 f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}"
             )
         self.pool = KVPool(self.shapes, n_blocks, max_seqs, max_len)
-        progress("checking exactness")
+        progress("checking exactness (the first start compiles its kernels)")
         self._fuse_layers(expected, probe.numpy().astype(np.int32))
         self.exactness = "bitwise" if self._self_test() else "numerical"
         if self.exactness == "numerical":
