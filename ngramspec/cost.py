@@ -19,14 +19,14 @@ class CostModel:
 
     def __init__(self, counts: list[int], times_ms: list[float], max_rows: int) -> None:
         self.counts = np.array(counts, np.float64)
-        self.times = np.maximum.accumulate(np.array(times_ms, np.float64))
+        self.times = np.array(times_ms, np.float64)
         self.max_rows = max_rows
         self.n_seen = 0
         self.table = self._tabulate()  # [max_rows + 1] float64, milliseconds of a pass with T rows at index T
 
     def _tabulate(self) -> np.ndarray:
         rows = np.arange(self.max_rows + 1, dtype=np.float64)
-        times = np.maximum.accumulate(self.times)
+        times = np.minimum.accumulate(self.times[::-1])[::-1]  # more rows cannot cost less: where they seem to, fewer were disturbed
         table = np.interp(rows, self.counts, times)
         if len(times) > 1:
             slope = (times[-1] - times[-2]) / (self.counts[-1] - self.counts[-2])

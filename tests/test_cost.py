@@ -34,3 +34,9 @@ def test_rows_beyond_the_curve_teach_nothing() -> None:
     before = model.times.copy()
     model.observe(30, 1.0)
     assert (model.times == before).all()
+
+
+def test_a_disturbed_measurement_of_few_rows_does_not_spread() -> None:
+    table = CostModel(COUNTS, [90.0, *TRUE[1:]], 40).table
+    assert table[1] == TRUE[1]
+    assert table[4] == TRUE[2]
