@@ -23,7 +23,7 @@ _F = np.float32
 _ONE, _ZERO = _F(1.0), _F(0.0)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _rms_row(x, weight, eps, out):
     n = x.shape[0]
     lanes = np.zeros(16, np.float32)
@@ -69,7 +69,8 @@ def _add_rms_many(x, delta, weight, eps, out):
         _rms_row(x[r], weight, eps, out[r])
 
 
-@njit(cache=True, nogil=True)
+# With Python's own rules of division, each quotient is tested for a zero divisor, and nothing is vectorised.
+@njit(cache=True, nogil=True, error_model="numpy")
 def _silu_row(x, out):
     n = out.shape[0]
     gate, up = x[:n], x[n:]

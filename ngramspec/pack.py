@@ -13,7 +13,7 @@ import numpy as np
 from ngramspec.kv import BlockTables
 from ngramspec.types import Batch, DraftTree
 
-ROWS_PER_ITEM = 8
+ROWS_PER_ITEM = 4
 """Rows of one sequence that share loads of keys in attention; scheduling only, no bit depends on it."""
 
 
