@@ -1,0 +1,75 @@
+"""A peer at the other end of a pipe. Runs with the peer's own interpreter, so nothing of ngramspec is imported here.
+
+Requests and answers are JSON, one a line: `{"prompts": [[ids], ...]}` on standard input, `{"outputs": [[ids], ...], "seconds": s}` on
+standard output. The first answer, `{"version": v}`, comes when the model is loaded. What the peer itself prints goes to standard error. The
+seconds are those of generating alone. The prompts of a request run together in vLLM, one after the other in transformers.
+
+    python _peer_worker.py hf|vllm FOLDER SETTINGS      SETTINGS: JSON, see the two functions that take it
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+Generate = Callable[[list[list[int]]], list[list[int]]]
+
+
+def hf(
+    folder: str, *, threads: int, max_tokens: int, temperature: float, seed: int, eos: list[int], lookup: int | None
+) -> tuple[str, Generate]:
+    """transformers' `generate` with its own cache, with prompt lookup of `lookup` tokens or without."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    options = {"max_new_tokens": max_tokens, "do_sample": temperature > 0, "eos_token_id": eos or None, "pad_token_id": 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if lookup is not None:
+        options["prompt_lookup_num_tokens"] = lookup
+
+    def complete(prompt: list[int]) -> list[int]:
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt])
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+    return transformers.__version__, lambda prompts: [complete(prompt) for prompt in prompts]
+
+
+def vllm(
+    folder: str, *, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], speculation: dict | None
+) -> tuple[str, Generate]:
+    """vLLM compiled, with its defaults. Its threads are set by the environment."""
+    import vllm
+
+    model = vllm.LLM(folder, dtype="float32", max_model_len=max_len, speculative_config=speculation)
+    params = vllm.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None, stop_token_ids=eos)
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        results = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    return vllm.__version__, generate
+
+
+def main(kind: str, folder: str, settings: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**message: object) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    version, generate = {"hf": hf, "vllm": vllm}[kind](folder, **json.loads(settings))
+    answer(version=version)
+    for line in sys.stdin:
+        prompts = json.loads(line)["prompts"]
+        start = time.perf_counter()
+        outputs = generate(prompts)
+        answer(outputs=outputs, seconds=time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,267 @@
+"""How much faster is speculation, and is the text the same?
+
+    python -m benchmarks.decode --model M --prompts F.jsonl [--limit N] [--max-tokens K] [--temperature T --seed S]
+        [--concurrency C] [--against hf,hf-pld,vllm-none,vllm-ngram,vllm-suffix] [--vllm-python PATH] [--random-prompts N]
+
+Every prompt (every C prompts, handed in together) is completed with speculation off, on, and by each peer, in turns; so all see the same
+machine. A rate counts generated tokens over the whole time from the prompt to the last of them. `identical`: with speculation on, and by a
+peer, the same tokens as with speculation off. Progress goes to standard error, a table and a last line of JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.common import Prompt
+from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task, open_peer
+from ngramspec import Engine, SamplingParams, Stats
+from ngramspec.loading import load_model
+
+LOCAL_VLLM = Path(".venv-vllm/bin/python")
+"""Where `make peers` puts it."""
+
+
+class Ours:
+    """The engine, with or without speculation."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, speculation: bool) -> None:
+        self.engine, self.params, self.speculation = engine, params, speculation
+
+    def complete(self, prompts: list[list[int]]) -> Run:
+        start = time.perf_counter()
+        completions = self.engine.complete(prompts, self.params, speculation=self.speculation)
+        seconds = time.perf_counter() - start
+        stats = Stats()
+        for completion in completions:
+            stats.add(completion.stats)
+        return Run([completion.token_ids for completion in completions], seconds, stats)
+
+    def close(self) -> None:
+        """The engine is closed by whoever opened it."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    vllm_python = args.vllm_python or (LOCAL_VLLM if LOCAL_VLLM.exists() else None)
+    with Engine(args.model, threads=args.threads, max_seqs=max(64, args.concurrency), progress=say) as engine:
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+        prompts, skipped = choose_prompts(args, engine)
+        contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params, True)}
+        absent: dict[str, str] = {}
+        with contextlib.ExitStack() as stack:
+            if args.against:
+                longest = max(len(prompt.ids) for prompt in prompts) + args.max_tokens
+                task = Task(
+                    weights_folder(args.model, engine, stack),
+                    params,
+                    engine.eos_token_ids,
+                    threads=engine.threads,
+                    max_len=min(engine.max_model_len, -(-longest // 256) * 256),
+                )
+            for name in args.against:
+                say(f"starting {name}")
+                try:
+                    contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, vllm_python)))
+                except PeerAbsentError as error:
+                    absent[name] = str(error)
+                    say(f"{name} is absent: {error}")
+            runs = compare(contenders, absent, prompts, args.concurrency)
+        document = {
+            "model": args.model,
+            "prompts": len(prompts),
+            "skipped": skipped,
+            **figures(runs, absent, sampled=args.temperature > 0),
+            "settings": {
+                "prompts": "random" if args.random_prompts else str(args.prompts.name) if args.prompts else "library",
+                **{name: getattr(args, name) for name in ("limit", "max_tokens", "temperature", "seed", "concurrency")},
+            },
+            "exactness": engine.props()["exactness"],
+            "dtype": engine.props()["dtype"],
+            **common.environment("cpu", engine.threads),
+        }
+        document["versions"] |= {name: peer.version for name, peer in contenders.items() if isinstance(peer, Peer)}
+    show(document)
+    common.print_document(document)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", required=True, help="folder, hub name, GGUF file or smollm2")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompts", type=Path, metavar="F.jsonl", help="rows with `prompt` or `messages`; without it, functions of the standard library"
+    )
+    source.add_argument(
+        "--random-prompts",
+        type=common.positive,
+        metavar="N",
+        help="N prompts of random words, by default at temperature 1.5: nothing repeats",
+    )
+    parser.add_argument("--limit", type=common.positive, metavar="N", help="only the first N prompts")
+    parser.add_argument("--max-tokens", type=common.positive, default=128, metavar="K")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random prompts")
+    parser.add_argument("--concurrency", type=common.positive, default=1, metavar="C", help="prompts completed at once")
+    parser.add_argument("--against", type=peer_names, default=[], metavar="PEERS", help=",".join(NAMES))
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", help=f"interpreter of an environment with vLLM; default {LOCAL_VLLM} if it is there"
+    )
+    parser.add_argument("--threads", type=common.positive, metavar="N", help="of everybody; default all cores")
+    parser.add_argument("--datastore", metavar="D", help="not there yet")
+    args = parser.parse_args(argv)
+    if args.datastore is not None:
+        parser.error("--datastore: there are no datastores yet")
+    if args.prompts is not None and not args.prompts.is_file():
+        parser.error(f"--prompts: there is no file {str(args.prompts)!r}")
+    if args.temperature is None:
+        args.temperature = 1.5 if args.random_prompts else 0.0
+    return args
+
+
+def peer_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}")
+    return list(dict.fromkeys(names))
+
+
+def choose_prompts(args: argparse.Namespace, engine: Engine) -> tuple[list[Prompt], int]:
+    """The prompts asked for, and how many were left out because with their output the model could not hold them."""
+    if args.random_prompts:
+        prompts = common.random_prompts(engine.tokenizer, args.random_prompts, args.seed)[: args.limit]
+    elif args.prompts:
+        prompts = common.read_prompts(args.prompts, engine.tokenizer, args.limit)
+    else:
+        prompts = common.library_prompts(engine.tokenizer)[: args.limit]
+    fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
+    if not fitting:
+        raise SystemExit(f"no prompt leaves room for {args.max_tokens} tokens within the model's {engine.max_model_len}")
+    return fitting, len(prompts) - len(fitting)
+
+
+def weights_folder(spec: str, engine: Engine, stack: contextlib.ExitStack) -> Path:
+    """The engine's weights as a folder of safetensors: where it read them, or else a copy that goes with the stack."""
+    source = Path(engine.runner.model.config.name_or_path)
+    if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
+        return source.absolute()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-peers-")))
+    load_model(spec).model.save_pretrained(folder)
+    engine.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def compare(contenders: dict[str, Contender], absent: dict[str, str], prompts: list[Prompt], concurrency: int) -> dict[str, list[Run]]:
+    """One run per contender and group of prompts. A peer that stops working is moved to `absent`."""
+    groups = [[prompt.ids for prompt in prompts[i : i + concurrency]] for i in range(0, len(prompts), concurrency)]
+    for name in list(contenders):
+        # What is made at the first call is made now, with text that helps nobody's cache.
+        attempt(name, contenders, absent, [ids[::-1] for ids in groups[0]])
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for n, (group, order) in enumerate(zip(groups, common.turns(list(contenders), len(groups)), strict=True), 1):
+        for name in order:
+            run = attempt(name, contenders, absent, group)
+            if run is not None:
+                runs[name].append(run)
+        rates = "  ".join(f"{name} {rate(runs[name]):.1f}" for name in contenders)
+        say(f"{n}/{len(groups)}  identical {identical(runs['off'], runs['on'])}  tok/s: {rates}")
+    return {name: runs[name] for name in contenders}
+
+
+def attempt(name: str, contenders: dict[str, Contender], absent: dict[str, str], group: list[list[int]]) -> Run | None:
+    if name not in contenders:
+        return None
+    try:
+        return contenders[name].complete(group)
+    except PeerAbsentError as error:
+        absent[name] = str(error)
+        del contenders[name]
+        say(f"{name} stopped: {error}")
+        return None
+
+
+def figures(runs: dict[str, list[Run]], absent: dict[str, str], *, sampled: bool) -> dict[str, Any]:
+    """The contract's part of the JSON document."""
+    off, on = runs["off"], runs["on"]
+    stats = Stats()
+    for run in on:
+        stats.add(run.stats)
+    peers: dict[str, Any] = {
+        name: {
+            "tok_s": round(rate(theirs), 2),
+            "identical": None if sampled else identical(off, theirs),  # their generators are others
+            "tokens": sum(run.n_tokens for run in theirs),
+            "off_against": round(rate(off) / rate(theirs), 3),
+            "on_against": round(rate(on) / rate(theirs), 3),
+            "off_against_median": round(median_ratio(off, theirs), 3),
+            "on_against_median": round(median_ratio(on, theirs), 3),
+        }
+        for name, theirs in runs.items()
+        if name not in ("off", "on")
+    }
+    return {
+        "tokens": sum(run.n_tokens for run in off),
+        "identical": identical(off, on),
+        "tok_s_off": round(rate(off), 2),
+        "tok_s_on": round(rate(on), 2),
+        "speedup": round(rate(on) / rate(off), 3),
+        "speedup_median": round(median_ratio(on, off), 3),
+        "tokens_per_pass": round(stats.tokens_per_pass, 3),
+        "rows_per_pass": round(stats.rows_per_pass, 3),
+        "acceptance": round(stats.acceptance_rate, 4),
+        "accepted_by_source": stats.accepted_by_source,
+        "drafted_by_source": stats.drafted_by_source,
+        "digest": common.digest(output for run in off for output in run.outputs),
+        "peers": peers | {name: {"absent": reason} for name, reason in absent.items()},
+    }
+
+
+def rate(runs: list[Run]) -> float:
+    """Tokens per second."""
+    return sum(run.n_tokens for run in runs) / max(sum(run.seconds for run in runs), 1e-9)
+
+
+def median_ratio(a: list[Run], b: list[Run]) -> float:
+    """How many times faster a was than b: the median over the groups of prompts, which one disturbed group does not move."""
+    return statistics.median(rate([x]) / rate([y]) for x, y in zip(a, b, strict=True))
+
+
+def identical(a: list[Run], b: list[Run]) -> int:
+    """Prompts for which both have the same tokens."""
+    return sum(x == y for run_a, run_b in zip(a, b, strict=True) for x, y in zip(run_a.outputs, run_b.outputs, strict=True))
+
+
+def show(document: dict[str, Any]) -> None:
+    prompts, off = document["prompts"], document["tok_s_off"]
+    rows: list[list[Any]] = [
+        ["speculation off", off, 1.0, 1.0, None],
+        ["speculation on", document["tok_s_on"], document["speedup"], document["speedup_median"], f"{document['identical']}/{prompts}"],
+    ]
+    for name, peer in document["peers"].items():
+        if "absent" in peer:
+            rows.append([name, None, None, None, None])
+        else:
+            same = None if peer["identical"] is None else f"{peer['identical']}/{prompts}"
+            rows.append([name, peer["tok_s"], peer["tok_s"] / off, 1 / peer["off_against_median"], same])
+    common.print_table(["", "tok/s", "against off", "median", "same tokens"], rows)
+    print(f"{document['tokens']} tokens of {prompts} prompts; exactness: {document['exactness']}")
+    print("{tokens_per_pass} tokens and {rows_per_pass} draft rows a pass, {acceptance:.0%} of the drafts accepted".format(**document))
+    for name, peer in document["peers"].items():
+        if "absent" in peer:
+            print(f"{name} is absent: {peer['absent']}")
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

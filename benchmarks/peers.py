@@ -1,0 +1,161 @@
+"""What decode compares with: transformers' own generation and vLLM, on the same token ids, weights and threads.
+
+Prompts go in as token ids; token ids and the seconds of their generation come out. Each peer is a process of its own (`_peer_worker.py`),
+as an OpenMP runtime that serves two of them makes both slow; it keeps its model loaded, and waits without using a core. A peer that
+cannot run says why (PeerAbsentError).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ngramspec import SamplingParams, Stats
+
+HF_LOOKUP: dict[str, int | None] = {"hf": None, "hf-pld": 10}
+VLLM_SPECULATION: dict[str, dict[str, Any] | None] = {
+    "vllm-none": None,
+    "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+    "vllm-suffix": {"method": "suffix"},
+}
+"""As their documentation shows them, or by their own defaults."""
+NAMES = (*HF_LOOKUP, *VLLM_SPECULATION)
+
+_STOP_S = 30
+_REST_S = 1.2
+"""vLLM's processes go on spinning for a second after a request, which would be taken from whoever comes next."""
+
+
+class PeerAbsentError(Exception):
+    """The peer is not installed here, or stopped running; the message says why."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Prompts that were generated for together."""
+
+    outputs: list[list[int]]
+    seconds: float
+    stats: Stats = field(default_factory=Stats)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+
+class Contender(Protocol):
+    def complete(self, prompts: list[list[int]]) -> Run: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every peer is given."""
+
+    folder: Path
+    """Weights in safetensors."""
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    threads: int
+    max_len: int
+    """Most tokens of a prompt with its output."""
+
+
+def open_peer(name: str, task: Task, vllm_python: Path | None) -> Peer:
+    """Start a peer and wait until its model is loaded. Raises PeerAbsentError."""
+    settings: dict[str, Any] = {
+        "max_tokens": task.params.max_tokens,
+        "temperature": task.params.temperature,
+        "seed": task.params.seed or 0,
+        "eos": task.eos_token_ids,
+    }
+    if name in HF_LOOKUP:
+        settings |= {"threads": task.threads, "lookup": HF_LOOKUP[name]}
+        return Peer(Path(sys.executable), "hf", task.folder, settings, {})
+    if vllm_python is None:
+        raise PeerAbsentError("vLLM needs its own environment: `make peers`, then --vllm-python PATH")
+    settings |= {"max_len": task.max_len, "speculation": VLLM_SPECULATION[name]}
+    return Peer(vllm_python, "vllm", task.folder, settings, vllm_environment(vllm_python, task.threads), rest_s=_REST_S)
+
+
+class Peer:
+    """A process that generates on request."""
+
+    def __init__(
+        self, python: Path, kind: str, folder: Path, settings: dict[str, Any], environment: dict[str, str], rest_s: float = 0.0
+    ) -> None:
+        """`rest_s`: for how long the process still uses a core after it has answered."""
+        self.rest_s = rest_s
+        self.log = tempfile.TemporaryFile("w+", prefix="ngramspec-peer-")  # noqa: SIM115
+        worker = Path(__file__).with_name("_peer_worker.py")
+        try:
+            self.process = subprocess.Popen(
+                [python, worker, kind, folder, json.dumps(settings)],
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"} | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise PeerAbsentError(f"{python} cannot be run: {error}") from error
+        try:
+            self.version: str = self._answer()["version"]
+        except BaseException:
+            self.close()
+            raise
+
+    def complete(self, prompts: list[list[int]]) -> Run:
+        """Raises PeerAbsentError when the process has ended."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"prompts": prompts}), file=self.process.stdin, flush=True)
+        answer = self._answer()
+        time.sleep(self.rest_s)
+        return Run(answer["outputs"], answer["seconds"])
+
+    def close(self) -> None:
+        """End the process, by force if it does not go; what it started goes with it."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self.process.stdin.close()
+            self.process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise PeerAbsentError(f"it ended: {self._last_words()}")
+        return json.loads(line)
+
+    def _last_words(self) -> str:
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or ["it said nothing"])[-1][-300:]
+
+
+def vllm_environment(python: Path, threads: int) -> dict[str, str]:
+    """As many threads as we have, and the OpenMP runtime that vLLM asks for, where its environment has it."""
+    settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if hasattr(os, "sched_getaffinity"):
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    runtime = python.absolute().parent.parent / "lib" / "libiomp5.so"
+    if sys.platform == "linux" and runtime.is_file():
+        settings["LD_PRELOAD"] = str(runtime)
+    return settings

@@ -1,0 +1,303 @@
+"""The benchmarks keep their contract: what they print, on tiny models, and what they do about peers that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from benchmarks import common, decode, peers, step
+from benchmarks.peers import PeerAbsentError, Run, Task
+from ngramspec import SamplingParams, Stats
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+TEXTS = ("def add(a, b):\n", "abcabcabcabc", "x = 1\nx = 1\nx =", "the cat, the dog, the", "import os\nimport")
+
+VLLM = """
+import os, sys
+__version__ = "0.1"
+print("vllm says hello")
+class SamplingParams:
+    def __init__(self, max_tokens, temperature, seed, stop_token_ids): self.max_tokens = max_tokens
+class Result:
+    def __init__(self, ids): self.outputs = [self]; self.token_ids = ids
+class LLM:
+    def __init__(self, folder, dtype, max_model_len, speculative_config):
+        assert dtype == "float32" and "benchmarks" not in sys.path[0]
+        if speculative_config and speculative_config["method"] == "suffix":
+            raise ImportError("Arctic Inference is required for suffix decoding.")
+        self.count = 0
+        os.system("echo noise of a child")
+    def generate(self, prompts, params, use_tqdm):
+        self.count += 1
+        if self.count > 3:
+            raise RuntimeError("the engine core died")
+        return [Result(prompt["prompt_token_ids"][: params.max_tokens]) for prompt in prompts]
+"""
+"""Stands in for vLLM: writes to standard output, echoes prompts, and dies at its fourth call."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.tiny_model("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    return write_rows(tmp_path, [{"id": f"t/{n}", "prompt": text} for n, text in enumerate(TEXTS)])
+
+
+@pytest.fixture
+def vllm_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "vllm.py").write_text(VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
+    monkeypatch.setattr(peers, "_REST_S", 0)
+    return Path(sys.executable)
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def last_document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def task(folder: Path, max_tokens: int = 4) -> Task:
+    return Task(folder, SamplingParams(max_tokens=max_tokens), (tiny.EOS,), threads=1, max_len=64)
+
+
+# ---------------------------------------------------------------------------- prompts
+
+
+def test_rows_of_every_kind(tmp_path: Path, tokenizer: Any) -> None:
+    chat = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "A"},
+        {"role": "user", "content": "V"},
+    ]
+    path = write_rows(tmp_path, [{"prompt": "ab"}, {"id": "ids", "prompt": [1, 2, 3]}, {"id": "chat", "messages": chat}])
+    prompts = common.read_prompts(path, tokenizer)
+    assert [prompt.name for prompt in prompts] == ["rows.jsonl:1", "ids", "chat"]
+    assert prompts[0].ids == [97, 98]
+    assert prompts[1].ids == [1, 2, 3]
+    assert bytes(prompts[2].ids) == b"system:S\nuser:U\nassistant:"
+    assert common.read_prompts(path, tokenizer, limit=2) == prompts[:2]
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl:3: .*`prompt`"):
+        common.read_prompts(write_rows(tmp_path, [{"prompt": "a"}, {"reference": "b"}]), tokenizer)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="no prompts"):
+        common.read_prompts(tmp_path / "empty.jsonl", tokenizer)
+
+
+def test_random_prompts_are_reproducible_and_never_repeat(tokenizer: Any) -> None:
+    prompts = common.random_prompts(tokenizer, 3, seed=1, length=50)
+    assert prompts == common.random_prompts(tokenizer, 3, seed=1, length=50)
+    assert prompts != common.random_prompts(tokenizer, 3, seed=2, length=50)
+    assert all(len(set(prompt.ids)) == 50 for prompt in prompts)
+    assert not {tiny.BOS, tiny.EOS} & {token for prompt in prompts for token in prompt.ids}
+
+
+def test_library_prompts_stop_before_the_code(tokenizer: Any) -> None:
+    prompts = {prompt.name: bytes(prompt.ids).decode() for prompt in common.library_prompts(tokenizer)}
+    assert prompts["complete/shorten"].startswith("def shorten(")
+    assert prompts["complete/shorten"].rstrip().endswith('"""')
+    assert ".join" not in prompts["complete/shorten"]
+    assert "return" in prompts["edit/shorten"]
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def test_everybody_comes_first_in_turn() -> None:
+    orders = list(common.turns(["a", "b", "c"], 6))
+    assert [order[0] for order in orders] == ["a", "b", "c", "a", "b", "c"]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+
+
+def test_medians_leave_out_the_first_round() -> None:
+    values = {"a": iter([1000.0, 1.0, 2.0, 9.0]), "b": iter([0.0, 5.0, 5.0, 5.0])}
+    medians = common.interleaved_medians({name: lambda v=v: next(v) for name, v in values.items()}, 3)
+    assert medians == {"a": 2.0, "b": 5.0}
+
+
+def test_figures_of_known_runs() -> None:
+    off = [Run([[1, 2, 3, 4]], 2.0), Run([[5, 6]], 1.0)]
+    on = [Run([[1, 2, 3, 4]], 1.0, Stats(passes=2, tokens=4, drafted=4, accepted=2)), Run([[5, 7]], 0.5, Stats(passes=2, tokens=2))]
+    found = decode.figures({"off": off, "on": on, "hf": [off[0], Run([[5, 6]], 4.0)]}, {"vllm-none": "why"}, sampled=False)
+    assert (found["tokens"], found["identical"]) == (6, 1)
+    assert (found["tok_s_off"], found["tok_s_on"], found["speedup"], found["speedup_median"]) == (2.0, 4.0, 2.0, 2.0)
+    assert (found["tokens_per_pass"], found["rows_per_pass"], found["acceptance"]) == (1.5, 1.0, 0.5)
+    hf = found["peers"]["hf"]
+    assert (hf["tok_s"], hf["identical"], hf["tokens"], hf["off_against"], hf["on_against"]) == (1.0, 2, 6, 2.0, 4.0)
+    assert (hf["off_against_median"], hf["on_against_median"]) == (2.5, 5.0)
+    assert found["peers"]["vllm-none"] == {"absent": "why"}
+
+
+# ---------------------------------------------------------------------------- decode
+
+
+@pytest.mark.parametrize("options", [[], ["--temperature", "0.8", "--seed", "3"]])
+def test_decode_keeps_its_contract(folder: Path, prompts_file: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(folder), "--prompts", str(prompts_file), "--max-tokens", "12", *options]
+    decode.main([*arguments, "--against", "hf,hf-pld,vllm-none", "--vllm-python", "/nowhere/python"])
+    alone = last_document(capsys)
+    decode.main([*arguments, "--concurrency", "3", "--limit", "5"])
+    together = last_document(capsys)
+    for document in (alone, together):
+        assert document["prompts"] == document["identical"] == len(TEXTS)
+        assert 0 < document["tokens"] <= 12 * len(TEXTS)
+        assert document["tok_s_off"] > 0
+        assert document["tok_s_on"] > 0
+        assert document["speedup"] == pytest.approx(document["tok_s_on"] / document["tok_s_off"], rel=0.02)
+        assert document["tokens_per_pass"] >= 1
+        assert 0 <= document["acceptance"] <= 1
+        assert document["rows_per_pass"] >= 0
+        assert document["exactness"] in ("bitwise", "numerical")
+        assert document["versions"]["torch"] == torch.__version__
+    assert alone["digest"] == together["digest"]
+    assert alone["peers"]["hf"]["tok_s"] > 0
+    assert (alone["peers"]["hf-pld"]["identical"] is None) == bool(options)
+    assert "/nowhere/python" in alone["peers"]["vllm-none"]["absent"]
+
+
+def test_decode_random_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decode.main(["--model", str(folder), "--random-prompts", "2", "--max-tokens", "6"])
+    document = last_document(capsys)
+    assert document["settings"]["temperature"] == 1.5
+    assert document["prompts"] == document["identical"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--datastore", "d"], "no datastores yet"),
+        (["--against", "hf,llama"], "'llama' is none of hf"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--concurrency", "0"], "integer from 1"),
+    ],
+)
+def test_decode_refuses(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        decode.main(["--model", "m", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_that_do_not_fit_are_counted(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path, [{"prompt": "abcab"}, {"prompt": "a" * 250}])
+    decode.main(["--model", str(folder), "--prompts", str(path), "--max-tokens", "16"])
+    document = last_document(capsys)
+    assert (document["prompts"], document["skipped"]) == (1, 1)
+
+
+# ---------------------------------------------------------------------------- peers
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["hf", "hf-pld"])
+def test_hf_peer_is_greedy_and_returns_new_tokens_only(tiny_model: Callable[..., Any], folder: Path, name: str) -> None:
+    model = tiny_model("llama")
+
+    def greedy(prompt: list[int]) -> list[int]:
+        output: list[int] = []
+        while len(output) < 6 and tiny.EOS not in output:
+            output.append(int(model(input_ids=torch.tensor([prompt + output])).logits[0, -1].argmax()))
+        return output
+
+    prompts = [[97, 98, 99] * 4, [97, 98, 99, 97, 98]]
+    with contextlib.closing(peers.open_peer(name, task(folder, 6), None)) as peer:
+        run = peer.complete(prompts)
+        assert run.outputs == [greedy(prompt) for prompt in prompts]
+        assert run.n_tokens == sum(map(len, run.outputs))
+        assert run.seconds > 0
+    assert peer.process.returncode == 0
+
+
+def test_vllm_peer_speaks_through_its_noise(folder: Path, vllm_python: Path) -> None:
+    with contextlib.closing(peers.open_peer("vllm-ngram", task(folder), vllm_python)) as peer:
+        assert peer.version == "0.1"
+        assert peer.complete([[1, 2, 3, 4, 5, 6], [7]]).outputs == [[1, 2, 3, 4], [7]]
+        peer.complete([[1]])
+        peer.complete([[1]])
+        for _ in range(2):  # it dies, and stays dead
+            with pytest.raises(PeerAbsentError, match="the engine core died"):
+                peer.complete([[1]])
+    assert peer.process.returncode is not None
+
+
+def test_an_absent_peer_says_why(folder: Path, vllm_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeerAbsentError, match="Arctic Inference is required"):
+        peers.open_peer("vllm-suffix", task(folder), vllm_python)
+    with pytest.raises(PeerAbsentError, match="make peers"):
+        peers.open_peer("vllm-none", task(folder), None)
+    monkeypatch.delenv("PYTHONPATH")
+    with pytest.raises(PeerAbsentError, match="No module named 'vllm'"):
+        peers.open_peer("vllm-none", task(folder), vllm_python)
+
+
+def test_a_peer_that_dies_is_reported_and_the_rest_goes_on(
+    folder: Path, prompts_file: Path, vllm_python: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode.main(
+        [
+            *("--model", str(folder), "--prompts", str(prompts_file), "--max-tokens", "4"),
+            *("--against", "vllm-none,hf", "--vllm-python", str(vllm_python)),
+        ]
+    )
+    document = last_document(capsys)
+    assert "the engine core died" in document["peers"]["vllm-none"]["absent"]
+    assert document["peers"]["hf"]["tokens"] > 0
+    assert document["identical"] == len(TEXTS)
+
+
+# ---------------------------------------------------------------------------- step
+
+
+def test_step_keeps_its_contract(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step.main(["--model", str(folder), "--context", "32", "--rows", "2,4", "--repeat", "2"])
+    document = last_document(capsys)
+    for name in ("rows", "ratio", "stock_rows", "stock_ratio", "floor_share"):
+        assert list(document[name]) == ["1", "2", "4"]
+        assert all(value > 0 for value in document[name].values())
+    assert document["ratio"]["1"] == document["stock_ratio"]["1"] == 1
+    assert document["floor_ms"] > 0
+    assert document["settings"] == {"context": 32, "repeat": 2}
+
+
+def test_step_leaves_the_stock_cache_as_it_was(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    cache = step.stock_cache(model, 16)
+    for rows in (1, 5, 3):
+        assert step.time_stock(model, cache, rows, "cpu") > 0
+        assert cache.get_seq_length() == 16
+        assert cache.layers[0].keys.shape[2] == 16
+
+
+def test_weight_bytes_count_a_tied_table_once(tiny_model: Callable[..., Any]) -> None:
+    tied, untied = tiny_model("llama", tie_word_embeddings=True), tiny_model("llama", tie_word_embeddings=False)
+    assert step.weight_bytes(tied) == step.weight_bytes(untied)
+    assert step.weight_bytes(tied) == sum(p.numel() for p in tied.parameters()) * 4
