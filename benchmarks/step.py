@@ -54,19 +54,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.print_document(document)
 
 
-def measure(engine: Engine, args: argparse.Namespace) -> tuple[dict[str, float], int]:
-    """Median milliseconds of each kind of pass, and the bytes of weights that one reads."""
-    stock = load_model(args.model, device=args.device).model
-    cache = stock_cache(stock, args.context)
-    n_bytes = weight_bytes(stock)
-    buffer = torch.ones(n_bytes // 4, device=args.device)
-    measures: dict[str, Callable[[], float]] = {"floor": lambda: timed(buffer.sum, args.device)}
-    for rows in args.rows:
-        measures[f"ours {rows}"] = partial(engine.runner.time_pass, rows, args.context)
-        measures[f"stock {rows}"] = partial(time_stock, stock, cache, rows, args.device)
-    return common.interleaved_medians(measures, args.repeat), n_bytes
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="folder, hub name, GGUF file or smollm2")
