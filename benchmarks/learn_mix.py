@@ -14,17 +14,23 @@ No model and no benchmark data: files of the folders given are turned into promp
 Every output position, and the end of the output, gives one sample per candidate: the states of all groups of evidence and whether the
 candidate was right. State values and mixing factors are fitted together, by the log loss. Only those numbers are written.
 
-    python -m benchmarks.learn_mix --corpus DIR... --out FILE.npz [--traces N] [--epochs E] [--seed S] [--tokenizer M]
+Traces come in sessions of one kind from neighbouring files: each knows the answers of those before it. Half of the edits have the text
+that was edited as their predicted output. `--recorded` adds outputs of a real model with its own candidates, which no plain text has.
 
-The shipped weights: `--corpus` of CPython 3.11's standard library (PSF) and the installed sympy, networkx, scipy, numpy, pydantic,
-fastapi, hypothesis, transformers, numba, torch, huggingface_hub, pygments, requests, rich, psutil and starlette (BSD, MIT, Apache-2.0),
-the defaults otherwise. Prints the loss per held-out output token, by kind, and as the last line one JSON document.
+    python -m benchmarks.learn_mix --corpus DIR... --out FILE.npz [--traces N] [--epochs E] [--seed S] [--tokenizer M] [--recorded F.jsonl]
+    python -m benchmarks.learn_mix --corpus DIR... --write-prompts F.jsonl [--traces N]      (for benchmarks.record)
+
+The shipped weights: `--corpus` of CPython 3.11's standard library (PSF) and the installed sympy, scipy, numpy, transformers, numba, torch,
+huggingface_hub, pygments, requests, rich, tokenizers, and aiohttp, django, fastapi, flask, networkx, pandas, psutil, scikit-learn, scrapy,
+sqlalchemy and starlette from PyPI (BSD, MIT, Apache-2.0); `--recorded` greedy outputs of SmolLM2-135M-Instruct after prompts made from the
+same files; the defaults otherwise. Prints the loss per held-out output token, by kind, and as the last line one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import random
 import re
 import time
@@ -39,7 +45,10 @@ from numba import njit
 from benchmarks.common import environment, print_document, print_table
 from ngramspec.drafting import evidence, merge, ngram, proposer
 
-KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue")
+KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "recorded")
+SESSION = 20
+POOLS = (3, 6, 12, 40)
+"""Traces of a session, and from how many neighbouring files they are drawn."""
 INSTRUCTIONS = (
     "Edit the program below as instructed. Reply with the whole edited program in one ```python block.",
     "Please change this code and give me the complete new version:",
@@ -120,8 +129,20 @@ def revised(text: str, rng: random.Random) -> str:
     return " ".join(out).replace("\n ", "\n")
 
 
-def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> tuple[str, str] | None:
-    """One (prompt, output) of this kind, or None where the file drawn does not lend itself to it."""
+class Made(NamedTuple):
+    """What a model was asked, what follows, and the output that was expected (empty: none)."""
+
+    kind: str
+    session: int
+    prompt: np.ndarray  # [n] int32
+    output: np.ndarray  # [m] int32
+    prediction: np.ndarray  # [k] int32
+    top: np.ndarray  # [m, KEPT] int64, the model's own most likely tokens at each output position; [0, KEPT]: not known
+    logits: np.ndarray  # [m, KEPT] float32, theirs, up to a constant
+
+
+def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> tuple[str, ...] | None:
+    """One (prompt, output[, what was edited]) of this kind, or None where the file drawn does not lend itself to it."""
     if kind in ("prose", "revise", "chat", "dialogue"):
         text = rng.choice(prose)
         if kind == "chat":
@@ -143,7 +164,7 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
             return text[start : at + 1], text[at + 1 : at + 1400]
         at = rng.randrange(max(len(text) - 2000, 1))
         piece = text[at : at + rng.randrange(500, 2500)]
-        return CHAT.format(rng.choice(("Rewrite this: ", "Improve the text below.\n\n", "Shorten:\n")) + piece), revised(piece, rng)
+        return CHAT.format(rng.choice(("Rewrite this: ", "Improve the text below.\n\n", "Shorten:\n")) + piece), revised(piece, rng), piece
     text = rng.choice(code)
     lines = text.splitlines()
     if kind == "resume":
@@ -155,7 +176,7 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
         old = lines[i : i + rng.randrange(15, 120)]
         new = "\n".join(edited(old, rng.choice(code).splitlines(), rng))
         ask = rng.choice(INSTRUCTIONS) + "\n\n```python\n" + "\n".join(old) + "\n```\n\nInstruction: " + rng.choice(lines).strip()
-        return CHAT.format(ask), "```python\n" + new + "\n```" if rng.random() < 0.5 else new
+        return CHAT.format(ask), "```python\n" + new + "\n```" if rng.random() < 0.5 else new, "\n".join(old)
     try:
         functions = list(documented(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):
@@ -171,6 +192,10 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
     return "\n".join(lines[:first])[-rng.choice((2000, 5000, 9000)) :] + "\n", body
 
 
+NOTHING = np.empty(0, np.int32)
+NO_TOP, NO_LOGITS = np.empty((0, evidence.KEPT), np.int64), np.empty((0, evidence.KEPT), np.float32)
+
+
 class Samples(NamedTuple):
     """One row per candidate."""
 
@@ -181,14 +206,19 @@ class Samples(NamedTuple):
 
 
 @njit(nogil=True)
-def _sample(states, contexts, nodes, outside, weights, work, history, output, ends, samples, n, position):
+def _sample(
+    states, answers, contexts, recycled, nodes, outside, weights, work, history, output, top, logits, bounds, ends, samples, n, position
+):
     """Follow one output token by token, taking samples from row n on -> the next free row."""
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
+    known = answers[state[ngram.ANSWERS]]
+    place, look_back = nodes.place[0], np.empty(merge.RESUME, np.int32)
     for i in range(len(output) + ends):
         seq = ngram.arrays(state, contexts)
         nodes.hits[0] = state[ngram.HITS]
-        nodes.place[0, 0], nodes.place[0, 1], nodes.place[0, 2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
-        merge._look(state, seq, nodes, 0, 0, outside, 0, 0, weights, work)
+        place[0], place[1], place[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
+        place[3], place[4], place[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
+        merge._look(state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, outside, 0, 0, weights, work)
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
             for g in range(samples.state.shape[1]):
@@ -199,31 +229,41 @@ def _sample(states, contexts, nodes, outside, weights, work, history, output, en
             break
         hit = nodes.n[0] > 0 and nodes.cand_token[nodes.top[0]] == truth
         state[ngram.HITS] = evidence.hit_into(state[ngram.HITS], hit)
-        place = nodes.place[0]
-        at, matched, misses = ngram.follow(seq, state[ngram.LENGTH], place[0], place[1], place[2], truth)
-        state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES] = at, matched, misses
+        if len(top):
+            last = seq.tokens[(state[ngram.LENGTH] - 1) & (len(seq.tokens) - 1)]
+            before = seq.tokens[(state[ngram.LENGTH] - 2) & (len(seq.tokens) - 1)]
+            evidence.keep(recycled, np.int64(before), np.int64(last), top[i], logits[i], bounds)
+        copied = merge._copy(state, seq, place[0], place[1], place[2], truth)
+        state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES] = copied
+        ahead = merge._foresee(state, place[3], place[4], place[5], truth)
+        state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED] = ahead
         ngram.push(state, seq, truth, history, keys)
+        if i % 3 == 2:  # a pass accepts a few tokens at once
+            merge.recover(state, seq, look_back)
     return n
 
 
-def collect(traces: list[tuple[str, list[int], list[int]]], weights: merge.Weights, max_out: int) -> Samples:
-    """Samples of all traces (kind, prompt, output). `weights` only say which candidate counts as the predicted one."""
-    total = sum(len(output) + 1 for _, _, output in traces)
+def collect(traces: list[Made], weights: merge.Weights, max_out: int, vocab_size: int) -> Samples:
+    """Samples of all traces. `weights` only say which candidate counts as the predicted one."""
+    total = sum(len(t.output) + 1 for t in traces)
     rows = total * evidence.WIDTH
     samples = Samples(
         np.empty((rows, evidence.EXTERNAL), np.int16), np.empty(rows, np.int16), np.empty(rows, np.bool_), np.empty(rows, np.int32)
     )
-    tables = proposer.Proposer(vocab_size=2**31 - 1, max_seqs=1, weights=weights)
+    tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
+    bounds = np.array(evidence.GAPS, np.float32)
     n = position = 0
-    for _, prompt, output in traces:
-        tables.begin(0, np.array(prompt, np.int32))
-        tables._grow_buffer(0, len(output) + 1)
-        whole = len(output) < max_out
+    for t in traces:
+        tables.begin(0, t.prompt, prediction=t.prediction, tenant=str(t.session))
+        tables._own.grow(0, len(t.output) + 1, tables._contexts)
         n = _sample(
-            tables._states, tables._contexts, tables._nodes, proposer._NO_OUTSIDE, tables.weights, tables._work, tables.history,
-            np.array(output, np.int32), int(whole), samples, n, position,
+            tables._states, tables._answers.states, tables._contexts, tables._recycled, tables._nodes, proposer._NO_OUTSIDE,
+            tables.weights, tables._work, tables.history, t.output, t.top, t.logits, bounds, int(len(t.output) < max_out),
+            samples, n, position,
         )  # fmt: skip
-        position += len(output) + 1
+        position += len(t.output) + 1
+        tables.end(0)
+        tables.remember(t.output, str(t.session))
     return Samples(*(a[:n] for a in samples))
 
 
@@ -291,6 +331,13 @@ def to_weights(model: Mix) -> merge.Weights:
     return weights
 
 
+def blocks(texts: list[str], rng: random.Random, size: int = 40) -> list[list[str]]:
+    """Neighbouring files together, the blocks in random order."""
+    cut = [texts[i : i + size] for i in range(0, len(texts), size)]
+    rng.shuffle(cut)
+    return cut
+
+
 def docstrings(texts: list[str]) -> Iterator[str]:
     for text in texts:
         try:
@@ -302,31 +349,65 @@ def docstrings(texts: list[str]) -> Iterator[str]:
             yield joined
 
 
-def make(code: list[str], prose: list[str], n: int, seed: int, tokenizer: Any, max_out: int) -> list[tuple[str, list[int], list[int]]]:
-    """n traces, the kinds in turn."""
+def make(code: list[list[str]], prose: list[list[str]], n: int, seed: int, tokenizer: Any, max_out: int) -> list[Made]:
+    """n traces, session by session, the kinds in turn. `code` and `prose` are blocks of neighbouring files."""
     rng = random.Random(seed)
-    traces: list[tuple[str, list[int], list[int]]] = []
+    kinds = KINDS[:-1]
+    traces: list[Made] = []
+    encode = lambda text: np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)  # noqa: E731
+    session = 0
     while len(traces) < n:
-        kind = KINDS[len(traces) % len(KINDS)]
-        made = trace(kind, code, prose, rng)
-        if made is None or len(made[1]) < 60:
-            continue
-        prompt, output = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in made)
-        if len(output) >= 8:
-            traces.append((kind, prompt, output[:max_out]))
+        kind, pool = kinds[session % len(kinds)], rng.choice(POOLS)
+        near = [_near(blocks, pool, rng) for blocks in (code, prose)]
+        made, session = 0, session + 1
+        for _ in range(6 * SESSION):  # some files lend themselves to nothing
+            texts = trace(kind, near[0], near[1], rng)
+            if texts is None or len(texts[1]) < 60:
+                continue
+            prompt, output = encode(texts[0]), encode(texts[1])[:max_out]
+            foreseen = encode(texts[2]) if len(texts) > 2 and rng.random() < 0.5 else NOTHING
+            if len(output) >= 8:
+                traces.append(Made(kind, session, prompt, output, foreseen, NO_TOP, NO_LOGITS))
+                made += 1
+            if made == SESSION:
+                break
+    return traces
+
+
+def _near(blocks: list[list[str]], n: int, rng: random.Random) -> list[str]:
+    block = rng.choice(blocks)
+    at = rng.randrange(max(len(block) - n, 0) + 1)
+    return block[at : at + n]
+
+
+def recorded(path: Path, max_out: int, session: int) -> list[Made]:
+    """Traces that `benchmarks.record` wrote, all in one session."""
+    traces = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            output = np.array(row["output_ids"], np.int32)[:max_out]
+            top, logits = np.array(row["top_ids"], np.int64)[:max_out], np.array(row["top_logprobs"], np.float32)[:max_out]
+            if top.shape != (len(output), evidence.KEPT):
+                raise ValueError(f"{path}: top_ids must hold {evidence.KEPT} tokens per output token, got shape {top.shape}")
+            traces.append(Made("recorded", session, np.array(row["prompt_ids"], np.int32), output, NOTHING, top, logits))
     return traces
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", nargs="+", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--traces", type=int, default=6400)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--write-prompts", type=Path, metavar="F.jsonl", help="write the prompts instead of learning")
+    parser.add_argument("--recorded", type=Path, metavar="F.jsonl", help="outputs that benchmarks.record wrote")
+    parser.add_argument("--traces", type=int, default=4800)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--max-out", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokenizer", default="smollm2")
     args = parser.parse_args()
+    if (args.out is None) == (args.write_prompts is None):
+        parser.error("--out or --write-prompts is needed")
     from ngramspec.loading import load_tokenizer
 
     torch.manual_seed(args.seed)
@@ -337,25 +418,34 @@ def main() -> None:
     prose += docstrings(rng.sample(code, min(len(code), 600)))
     if len(code) < 20 or len(prose) < 20:
         parser.error(f"the corpus has {len(code)} usable Python files and {len(prose)} texts; 20 of each are the least")
-    rng.shuffle(code)
-    rng.shuffle(prose)
-    c, p, started = len(code) // 10, len(prose) // 10, time.perf_counter()
-    train = make(code[c:], prose[p:], args.traces, args.seed, tokenizer, args.max_out)
-    held_out = make(code[:c], prose[:p], max(args.traces // 12, len(KINDS)), args.seed + 1, tokenizer, args.max_out)
-    kinds = np.concatenate([np.full(len(output) + 1, KINDS.index(kind)) for kind, _, output in held_out])
-    n_out, spent = sum(len(output) for _, _, output in train), time.perf_counter() - started
+    started = time.perf_counter()
+    code_blocks, prose_blocks = (blocks(texts, rng) for texts in (code, prose))
+    c, p = max(len(code_blocks) // 10, 1), max(len(prose_blocks) // 10, 1)
+    train = make(code_blocks[c:], prose_blocks[p:], args.traces, args.seed, tokenizer, args.max_out)
+    if args.write_prompts is not None:
+        rows = [json.dumps({"id": f"{t.kind}-{i}", "prompt_ids": t.prompt.tolist()}) for i, t in enumerate(train)]
+        args.write_prompts.write_text("\n".join(rows) + "\n")
+        return
+    held_out = make(code_blocks[:c], prose_blocks[:p], max(args.traces // 12, SESSION * len(KINDS)), args.seed + 1, tokenizer, args.max_out)
+    if args.recorded:
+        real = recorded(args.recorded, args.max_out, args.traces)
+        train, held_out = train + real[len(real) // 10 :], held_out + real[: len(real) // 10]
+    kinds = np.concatenate([np.full(len(t.output) + 1, KINDS.index(t.kind)) for t in held_out])
+    n_out, spent = sum(len(t.output) for t in train), time.perf_counter() - started
     print(f"{len(code)} Python files, {len(prose)} texts -> {n_out} output tokens, {spent:.0f} s", flush=True)
     weights = proposer.cold_weights()
-    rows: list[dict[str, float]] = []
+    losses_by_turn: list[dict[str, float]] = []
     for turn in range(2):  # which tokens counted as predicted is itself evidence: the second turn sees it as the learned mix says
-        model = fit(collect(train if turn else train[: len(train) // 2], weights, args.max_out), args.epochs if turn else 1)
+        seen = train if turn else [t for t in train if t.session % 2 == 0]
+        model = fit(collect(seen, weights, args.max_out, len(tokenizer)), args.epochs if turn else 1)
         weights = to_weights(model)
-        rows.append(losses(model, collect(held_out, weights, args.max_out), kinds))
-        print(f"turn {turn}: mean loss {np.mean(list(rows[-1].values())):.4f}, {time.perf_counter() - started:.0f} s", flush=True)
+        losses_by_turn.append(losses(model, collect(held_out, weights, args.max_out, len(tokenizer)), kinds))
+        print(f"turn {turn}: mean loss {np.mean(list(losses_by_turn[-1].values())):.4f}, {time.perf_counter() - started:.0f} s", flush=True)
     proposer.save_weights(args.out, weights)
-    print_table(["kind", "loss"], [[kind, loss] for kind, loss in rows[-1].items()])
+    print_table(["kind", "loss"], [[kind, loss] for kind, loss in losses_by_turn[-1].items()])
     settings = {"traces": args.traces, "epochs": args.epochs, "max_out": args.max_out, "seed": args.seed, "tokenizer": args.tokenizer}
-    print_document({"benchmark": "learn_mix", "loss": rows[-1], "settings": settings, **environment("cpu", torch.get_num_threads())})
+    document = {"benchmark": "learn_mix", "loss": losses_by_turn[-1], "settings": settings}
+    print_document({**document, **environment("cpu", torch.get_num_threads())})
 
 
 if __name__ == "__main__":

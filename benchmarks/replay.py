@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import statistics
 import sys
 import time
@@ -32,7 +33,7 @@ from numba import njit
 
 from benchmarks.common import environment, print_document, print_table
 from ngramspec.drafting import ngram
-from ngramspec.drafting.proposer import Proposer, warmup
+from ngramspec.drafting.proposer import ANSWERS, Proposer, warmup
 from ngramspec.types import DraftTree
 
 SLOPES = {"flat": 0.005, "steep": 0.04}
@@ -46,9 +47,17 @@ class Trace:
 
     prompt: list[int]
     output: list[int]
+    prediction: list[int] | None = None
 
 
-def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int) -> list[Trace]:
+def edited_text(row: dict[str, Any]) -> str:
+    """The text that an edit request carries: the first fenced block of its last user message, "" where there is none."""
+    asked = [str(m["content"]) for m in row.get("messages", ()) if m["role"] == "user"] or [str(row.get("prompt", ""))]
+    block = re.search(r"^```[^\n]*\n(.*?)^```", asked[-1], re.DOTALL | re.MULTILINE)
+    return block[1] if block else ""
+
+
+def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int, predicted: bool = False) -> list[Trace]:
     """Traces of a JSONL file. A row has `prompt_ids` and `output_ids`; or `messages`, whose last assistant message is the output, else
     `model_output` or `reference` is; or `prompt` and `reference`. Outputs of fewer than 8 tokens are left out.
     """
@@ -62,7 +71,7 @@ def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int) -> 
             if limit is not None and len(traces) >= limit:
                 break
             row = json.loads(line)
-            if "prompt_ids" in row:
+            if "output_ids" in row:
                 prompt, output = list(row["prompt_ids"]), list(row["output_ids"])
             elif "messages" in row:
                 messages = [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in row["messages"]]
@@ -74,7 +83,7 @@ def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int) -> 
             else:
                 prompt, output = encode(row["prompt"]), encode(str(row.get("model_output") or row["reference"]))
             if len(output) >= 8:
-                traces.append(Trace(prompt, output[:max_out]))
+                traces.append(Trace(prompt, output[:max_out], encode(edited_text(row)) if predicted else None))
     if not traces:
         raise ValueError(f"{path} has no usable traces")
     return traces
@@ -83,7 +92,7 @@ def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int) -> 
 class Replayed(Protocol):
     """A drafter as the replay sees it. Parents of a draft: -1 is the last known token."""
 
-    def begin(self, prompt: np.ndarray) -> None: ...
+    def begin(self, trace: Trace) -> None: ...
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]: ...
     def accept(self, new: np.ndarray, path: np.ndarray) -> None: ...
     def end(self) -> None: ...
@@ -92,13 +101,16 @@ class Replayed(Protocol):
 class Ours:
     """`Proposer` with one sequence, under a pass cost of 1 + slope * rows."""
 
-    def __init__(self, slope: float, stops: tuple[int, ...]) -> None:
-        self.proposer = Proposer(vocab_size=2**31 - 1, max_seqs=1, spec_rows=MAX_ROWS)
+    def __init__(self, slope: float, stops: tuple[int, ...], answers: bool = False, predicted: bool = False) -> None:
+        self.proposer = Proposer(vocab_size=2**31 - 1, max_seqs=1, spec_rows=MAX_ROWS, recycle=False, answers=ANSWERS if answers else 0)
         self.cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1)
         self.slots, self.depth, self.stops = np.zeros(1, np.int32), np.full(1, MAX_ROWS, np.int32), stops
+        self.predicted, self.output = predicted, list[np.ndarray]()
 
-    def begin(self, prompt: np.ndarray) -> None:
-        self.proposer.begin(0, prompt, stops=self.stops)
+    def begin(self, trace: Trace) -> None:
+        prediction = np.array(trace.prediction, np.int32) if self.predicted and trace.prediction else None
+        self.proposer.begin(0, np.array(trace.prompt, np.int32), stops=self.stops, prediction=prediction)
+        self.output = []
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
         tree = self.proposer.propose(self.slots, self.depth, self.cost_ms, 1, MAX_ROWS)[0]
@@ -106,9 +118,11 @@ class Ours:
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:
         self.proposer.observe(self.slots, [new], [path])
+        self.output.append(new)
 
     def end(self) -> None:
         self.proposer.end(0)
+        self.proposer.remember(np.concatenate(self.output))
 
 
 class Chain(Ours):
@@ -132,7 +146,7 @@ class FirstMatch:
     def __init__(self, longest: int, shortest: int, length: int) -> None:
         self.sizes, self.length = range(longest, shortest - 1, -1), length
 
-    def begin(self, prompt: np.ndarray) -> None:
+    def begin(self, trace: Trace) -> None:
         pass
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
@@ -169,9 +183,9 @@ class Arctic:
         }
         self.request, self.depth = 0, depth
 
-    def begin(self, prompt: np.ndarray) -> None:
+    def begin(self, trace: Trace) -> None:
         self.request += 1
-        self.cache.start_request(self.request, prompt)
+        self.cache.start_request(self.request, np.array(trace.prompt, np.int32))
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
         draft = self.cache.speculate(self.request, np.ascontiguousarray(text[-self.depth :]), **self.options)
@@ -184,10 +198,18 @@ class Arctic:
         self.cache.stop_request(self.request)
 
 
-def drafters(stops: tuple[int, ...]) -> dict[str, Callable[[], Replayed]]:
-    return {
+def drafters(stops: tuple[int, ...], predicted: bool = False) -> dict[str, Callable[[], Replayed]]:
+    foreseen: dict[str, Callable[[], Replayed]] = {
+        "ngramspec+prediction-flat": lambda: Ours(SLOPES["flat"], stops, predicted=True),
+        "ngramspec+prediction-steep": lambda: Ours(SLOPES["steep"], stops, predicted=True),
+        "ngramspec+both-flat": lambda: Ours(SLOPES["flat"], stops, answers=True, predicted=True),
+        "ngramspec+both-steep": lambda: Ours(SLOPES["steep"], stops, answers=True, predicted=True),
+    }
+    return (foreseen if predicted else {}) | {
         "ngramspec-flat": lambda: Ours(SLOPES["flat"], stops),
         "ngramspec-steep": lambda: Ours(SLOPES["steep"], stops),
+        "ngramspec+answers-flat": lambda: Ours(SLOPES["flat"], stops, answers=True),
+        "ngramspec+answers-steep": lambda: Ours(SLOPES["steep"], stops, answers=True),
         "ngram-chain": lambda: Chain(),
     }
 
@@ -228,7 +250,7 @@ def replay(drafter: Replayed, traces: list[Trace]) -> dict[str, float]:
         text = np.array(trace.prompt + trace.output, np.int32)
         n, end = len(trace.prompt), len(text)
         start = time.perf_counter()
-        drafter.begin(text[:n])
+        drafter.begin(trace)
         busy += time.perf_counter() - start
         while n < end:
             start = time.perf_counter()
@@ -263,7 +285,7 @@ def _tables_only(states, contexts, slots, tokens, history, heads, totals, runs):
         ngram.push(state, seq, tokens[b], history, keys)
         for i in range(len(recent)):
             recent[i] = seq.tokens[(state[ngram.LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
-        found += ngram.look_up(state, seq, recent, len(recent), heads, totals, runs)
+        found += ngram.look_up(state, seq, state, seq, recent, len(recent), heads, totals, runs)[0]
     return found
 
 
@@ -275,11 +297,11 @@ def micro(traces: list[Trace], stops: tuple[int, ...] = (), n_seqs: int = 64, re
     results: dict[str, float] = {}
     tables = []
     for _ in range(repeat):
-        proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs)
+        proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs, recycle=False)
         for slot, (trace, text) in enumerate(zip(traces, texts, strict=True)):
             proposer.begin(slot, text[: len(trace.prompt)])
         steps = min(min(len(t.output) for t in traces), 48)
-        scratch = [np.zeros(len(ngram.LADDER) + 1, np.int64) for _ in range(3)]
+        scratch = [np.zeros(2 * len(ngram.LADDER) + 2, np.int64) for _ in range(3)]
         columns = [np.array([text[len(t.prompt) + i] for t, text in zip(traces, texts, strict=True)], np.int32) for i in range(steps)]
         spent = []
         for tokens in columns:
@@ -292,7 +314,7 @@ def micro(traces: list[Trace], stops: tuple[int, ...] = (), n_seqs: int = 64, re
         cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1) / n_seqs  # a row costs every sequence a share, as with one sequence
         medians, rows = [], []
         for _ in range(repeat):
-            proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs)
+            proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs, recycle=False)
             at = [len(t.prompt) for t in traces]
             for slot, text in enumerate(texts):
                 proposer.begin(slot, text[: at[slot]], stops=stops)
@@ -349,6 +371,11 @@ def main() -> None:
     parser.add_argument("--max-out", type=int, default=512, help="tokens of an output that are followed")
     parser.add_argument("--peers", action="store_true", help="also prompt lookup, vLLM's n-gram rule and arctic-inference")
     parser.add_argument("--drafters", help="only these, separated by commas")
+    parser.add_argument(
+        "--prediction-from",
+        choices=["reference-minus-edit"],
+        help="also with a predicted output: the text that the request asks to edit, its first fenced block",
+    )
     parser.add_argument("--micro", action="store_true", help="time per sequence and step with 64 sequences")
     args = parser.parse_args()
     if not args.traces and not args.micro:
@@ -369,6 +396,7 @@ def main() -> None:
         "slopes": SLOPES,
         "max_rows": MAX_ROWS,
         "stops": stops,
+        "prediction_from": args.prediction_from,
     }
     document: dict[str, Any] = {
         "benchmark": "replay",
@@ -385,7 +413,7 @@ def main() -> None:
         print_document(document)
         return
 
-    chosen = drafters(stops)
+    chosen = drafters(stops, args.prediction_from is not None)
     absent: dict[str, str] = {}
     if args.peers:
         others, absent = peers()
@@ -400,7 +428,7 @@ def main() -> None:
         print(f"absent: {name}: {why}", flush=True)
     sets: dict[str, dict[str, dict[str, float]]] = {}
     for path in args.traces:
-        traces = read_traces(path, tokenizer, args.limit, args.max_out)
+        traces = read_traces(path, tokenizer, args.limit, args.max_out, args.prediction_from is not None)
         results: dict[str, dict[str, float]] = {}
         for name, make in chosen.items():
             print(f"{path.stem}: {name}", file=sys.stderr, flush=True)

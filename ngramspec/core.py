@@ -22,6 +22,7 @@ from ngramspec.types import DraftTree
 from ngramspec.verify import walk
 
 NO_NODES = np.empty(0, np.int32)
+NO_TOKEN = np.array([-1], np.int32)
 
 
 class Core:
@@ -29,6 +30,7 @@ class Core:
         """`proposer` None: no speculation. `on_error` is told of a sequence that failed alone; the others go on."""
         self.runner, self.proposer, self.cost = runner, proposer, cost
         self.on_error = on_error
+        self._recycles = proposer is not None and proposer.recycles
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
 
     def add(self, seq: Sequence) -> None:
@@ -50,7 +52,15 @@ class Core:
                 self.proposer.end(slot)
             for seq in admitted:
                 if seq.speculation:
-                    self.proposer.begin(seq.slot, seq.tokens, banned=_banned(seq), stops=tuple(seq.stop_ids))
+                    self.proposer.begin(
+                        seq.slot,
+                        seq.tokens,
+                        banned=_banned(seq),
+                        stops=tuple(seq.stop_ids),
+                        prediction=seq.prediction,
+                        n_output=seq.n_output,
+                        tenant=seq.tenant,
+                    )
         if not work:
             return []
         self._draft(work)
@@ -93,6 +103,8 @@ class Core:
                 seq.computed += w.n_rows
                 continue
             n_rows = 1 + span.n_rows - w.n_rows
+            if self._recycles and seq.speculation:
+                self._recycle(seq, rows[row : row + n_rows])
             try:
                 accepted, path = self._walk(seq, rows[row : row + n_rows])
             except Exception as e:  # this sequence alone: its logits, its text
@@ -104,6 +116,8 @@ class Core:
             changed.append(seq)
             if seq.finished:
                 self.remove(seq)
+                if self.proposer is not None and seq.speculation and seq.tenant is not None:
+                    self.proposer.remember(seq.tokens[seq.n_prompt :], seq.tenant)
                 continue
             first = span.start + w.n_rows
             self.runner.pool.commit(seq.slot, first, first + path)
@@ -115,6 +129,15 @@ class Core:
             slots, tokens, paths = zip(*observed, strict=True)
             self.proposer.observe(np.array(slots, np.int32), list(tokens), list(paths))
         return changed
+
+    def _recycle(self, seq: Sequence, rows: np.ndarray) -> None:
+        """Let the proposer keep the model's own candidates behind every row's token; rows [1 + nodes, V]."""
+        assert self.proposer is not None
+        last, before = seq.tokens[-1:], seq.tokens[-2:-1] if seq.n_tokens > 1 else NO_TOKEN
+        if seq.tree is not None:
+            last = np.concatenate([last, seq.tree.tokens])
+            before = np.concatenate([before, last[1 + seq.tree.parents]])
+        self.proposer.recycle(before, last, rows)
 
     def _walk(self, seq: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Append what the model accepts, to the end of the text at most; rows [1 + nodes, V]. Returns (tokens, nodes of the path)."""

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypedDict, TypeVar, Unpack, overload
 
 import numba
 import numpy as np
@@ -103,6 +103,17 @@ class Request:
         self._done.set()
 
 
+class Hints(TypedDict, total=False):
+    """What a request may say beside its prompt. None of it changes a token."""
+
+    speculation: bool
+    """False: one token per pass."""
+    prediction: Prompt
+    """The output that is expected, text or token ids: an edited file's old text."""
+    tenant: str | None
+    """Finished answers are drafts for later requests of the same tenant; None keeps this one's to itself."""
+
+
 class Engine:
     """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager.
 
@@ -125,6 +136,8 @@ class Engine:
         max_seqs: int = 64,
         max_rows: int = 256,
         kv_memory: int | None = None,
+        answers: int = drafting.ANSWERS,
+        recycle: bool = True,
         drafters: Several[Drafter] = (),
         threads: int | None = None,
         progress: Progress | None = None,
@@ -132,6 +145,7 @@ class Engine:
         """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded float32 model (which the engine takes over and changes).
 
         `spec_length`, `spec_rows`: deepest and largest draft of a sequence; `max_order`, `history`: of the n-gram tables;
+        `answers`: tokens of finished answers that later requests draw on, 0 for none; `recycle`: draft from the model's own candidates;
         `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
         prompts and sequences a pass; `kv_memory`: bytes; `threads`: default all cores; `progress` is told of the stages of loading.
         """
@@ -161,6 +175,8 @@ class Engine:
                         spec_length=spec_length,
                         spec_rows=spec_rows,
                         max_seqs=max_seqs,
+                        answers=answers,
+                        recycle=recycle,
                         drafters=drafters,
                     )
                     if speculation
@@ -212,18 +228,18 @@ class Engine:
     # ------------------------------------------------------------------ faces
 
     @overload
-    def complete(self, prompt: str | list[int], params: SamplingParams | None = None, *, speculation: bool = True) -> Completion: ...
+    def complete(self, prompt: str | list[int], params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion: ...
     @overload
     def complete(
-        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, *, speculation: bool = True
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **hints: Unpack[Hints]
     ) -> list[Completion]: ...
-    def complete(self, prompt: Any, params: SamplingParams | None = None, *, speculation: bool = True) -> Completion | list[Completion]:
+    def complete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
         """Complete a prompt (text or token ids), or a list of them together. Raises ValueError, PromptTooLongError, EngineClosedError."""
         several = _is_several(prompt)
         requests: list[Request] = []
         try:
             for each in prompt if several else [prompt]:
-                requests.append(self.submit(each, params, speculation=speculation))
+                requests.append(self.submit(each, params, **hints))
             results = [request.result() for request in requests]
         except BaseException:
             for request in requests:
@@ -231,10 +247,10 @@ class Engine:
             raise
         return results if several else results[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: bool = True) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Iterator[Delta]:
         """Pieces of text as they are written; the last one carries the completion. Closing the iterator cancels the request."""
         pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
-        request = self.submit(prompt, params, speculation=speculation, deliver=pieces.put)
+        request = self.submit(prompt, params, deliver=pieces.put, **hints)
 
         def read() -> Iterator[Delta]:
             try:
@@ -250,7 +266,7 @@ class Engine:
 
         return read()
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: bool = True) -> AsyncIterator[Delta]:
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> AsyncIterator[Delta]:
         """`stream` for asyncio. Leaving the loop over it, or cancelling the task, cancels the request."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -259,7 +275,7 @@ class Engine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        request = self.submit(prompt, params, speculation=speculation, deliver=deliver)
+        request = self.submit(prompt, params, deliver=deliver, **hints)
         try:
             while True:
                 piece = await pieces.get()
@@ -271,14 +287,12 @@ class Engine:
         finally:
             request.cancel()
 
-    async def acomplete(
-        self, prompt: Any, params: SamplingParams | None = None, *, speculation: bool = True
-    ) -> Completion | list[Completion]:
+    async def acomplete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
         """`complete` for asyncio."""
 
         async def one(each: Prompt) -> Completion:
             completion = None
-            async for piece in self.astream(each, params, speculation=speculation):
+            async for piece in self.astream(each, params, **hints):
                 completion = piece.completion
             assert completion is not None
             return completion
@@ -288,7 +302,7 @@ class Engine:
         return await one(prompt)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: bool = True, deliver: Deliver = lambda _: None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver = lambda _: None, **hints: Unpack[Hints]
     ) -> Request:
         """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it.
 
@@ -296,6 +310,9 @@ class Engine:
         """
         params = params or SamplingParams()
         ids = self.encode(prompt)
+        if unknown := set(hints) - set(Hints.__annotations__):
+            raise TypeError(f"unknown hint {', '.join(sorted(unknown))}; there are {', '.join(Hints.__annotations__)}")
+        prediction = self._encode_prediction(hints.get("prediction"))
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)
         request = Request(self, ids.tolist(), params, seed, deliver)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
@@ -306,7 +323,18 @@ class Engine:
                 if self.tokenizer is not None
                 else _NoText()
             )
-            seq = Sequence(ids, params, picker, text, index=index, stop_ids=stop_ids, max_len=self.max_model_len, speculation=speculation)
+            seq = Sequence(
+                ids,
+                params,
+                picker,
+                text,
+                index=index,
+                stop_ids=stop_ids,
+                max_len=self.max_model_len,
+                speculation=hints.get("speculation", True),
+                prediction=prediction,
+                tenant=hints.get("tenant", ""),
+            )
             request._seqs.append(seq)
             request.completion.choices.append(seq.choice)
         with self._wake:
@@ -334,6 +362,20 @@ class Engine:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens; with max_model_len {self.max_model_len}, at most {self.max_model_len - 1} fit"
             )
+        return ids.astype(np.int32)
+
+    def _encode_prediction(self, prediction: Prompt | None) -> np.ndarray | None:
+        """Token ids [n] int32, None for none. Raises ValueError, TokenizerError."""
+        if prediction is None:
+            return None
+        if isinstance(prediction, str):
+            if self.tokenizer is None:
+                raise TokenizerError("a text prediction needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
+            ids = np.asarray(self.tokenizer(prediction, add_special_tokens=False)["input_ids"], np.int64)
+        else:
+            ids = np.asarray(prediction, np.int64)
+        if ids.ndim != 1 or (len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size)):
+            raise ValueError(f"a prediction must be text or token ids from 0 to {self.vocab_size - 1}, got {prediction!r:.80}")
         return ids.astype(np.int32)
 
     def props(self) -> dict[str, Any]:

@@ -38,10 +38,16 @@ class Sequence:
         stop_ids: frozenset[int],
         max_len: int,
         speculation: bool,
+        prediction: np.ndarray | None = None,
+        tenant: str | None = "",
     ) -> None:
-        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text."""
+        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text.
+
+        `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not.
+        """
         self.params, self.picker, self.text = params, picker, text
         self.stop_ids, self.speculation = stop_ids, speculation
+        self.prediction, self.tenant = prediction, tenant
         self.n_prompt = len(prompt)
         self.limit = min(self.n_prompt + params.max_tokens, max_len)
         self.buffer = np.empty(self.limit, np.int32)

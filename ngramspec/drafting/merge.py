@@ -17,9 +17,47 @@ import numpy as np
 from numba import njit
 
 from .budget import lower_hull, pass_costs, worth
-from .evidence import BIAS, COPY, EXTERNAL, GAP, WIDTH, Nodes, Outside, Work, gather, hit_into, proposes
-from .ngram import DRAFTED, FOLLOW, HITS, LENGTH, MATCHED, MISSES, arrays, fits, follow, lent, push
+from .evidence import (
+    ANSWERS,
+    BIAS,
+    EXTERNAL,
+    GAP,
+    ORDERS,
+    PREDICTED,
+    RECYCLED,
+    REGIME,
+    WIDTH,
+    Nodes,
+    Outside,
+    Recycled,
+    Work,
+    gather,
+    hit_into,
+    proposes,
+)
+from .ngram import (
+    AGREED,
+    AHEAD,
+    DRAFTED,
+    FOLLOW,
+    HITS,
+    LENGTH,
+    MATCHED,
+    MISSES,
+    STRAYED,
+    arrays,
+    fits,
+    follow,
+    lent,
+    predicted,
+    push,
+    resume,
+)
+from .ngram import ANSWERS as ANSWERS_ROW
+from .ngram import PREDICTED as N_PREDICTED
 
+RESUME = 3
+"""Tokens by which a predicted output that was lost is found again."""
 FLOOR = 0.002
 """Path probability below which no node is worth looking at, whatever a row costs."""
 
@@ -59,15 +97,22 @@ def _lend(nodes, weights, work):
         lent(nodes.cand_state),
     )
     work = Work(
-        lent(work.recent), lent(work.heads), lent(work.totals), lent(work.runs), lent(work.visits), lent(work.seen), lent(work.cond)
+        lent(work.recent),
+        lent(work.heads),
+        lent(work.totals),
+        lent(work.runs),
+        lent(work.visits),
+        lent(work.seen),
+        lent(work.codes),
+        lent(work.recycled),
     )
     return nodes, Weights(lent(weights.states), lent(weights.mix)), work
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _look(state, seq, nodes, r, first, outside, tree, n_drafters, weights, work):
+def _look(state, seq, answers_state, answers, recycled, nodes, r, first, outside, tree, n_drafters, weights, work):
     """Fill the candidates of node r with probabilities."""
-    gather(state, seq, nodes, r, first, outside, tree, n_drafters, work)
+    gather(state, seq, answers_state, answers, predicted(state), recycled, nodes, r, first, outside, tree, n_drafters, work)
     q, n, w = r * WIDTH, nodes.n[r], nodes.set[r]
     total, best = 0.0, -1.0
     for c in range(q, q + n):
@@ -142,15 +187,21 @@ def _guarded(guard, slot, token):
 
 
 @njit(cache=True, nogil=True)
-def _source(nodes, r, j, n_drafters, weights, first_source):
-    """Who spoke up most for candidate j of node r, among those that proposed it."""
+def _source(nodes, r, j, n_drafters, weights, sources):
+    """Who spoke up most for candidate j of node r, among those that proposed it -> its number; sources [GROUPS] uint8 by group."""
     w, best, who = weights.mix[nodes.set[r]], -1e9, 0
     for g in range(EXTERNAL + n_drafters):
         s = nodes.cand_state[r * WIDTH + j, g]
-        proposed = proposes(s) if g < COPY or g == GAP else (not s & 1 if g == COPY else g >= EXTERNAL and s > 1)
-        if s and proposed and w[g] * weights.states[g, s] > best:
-            best = w[g] * weights.states[g, s]
-            who = 0 if g < EXTERNAL else g - EXTERNAL + first_source
+        if s == 0 or g == REGIME:
+            continue
+        if g < ORDERS or g == GAP or ANSWERS <= g < PREDICTED:
+            proposed = proposes(s)
+        elif g >= RECYCLED:
+            proposed = s > 1
+        else:
+            proposed = s & 1 == 0  # a place: even states agree with it
+        if proposed and w[g] * weights.states[g, s] > best:
+            best, who = w[g] * weights.states[g, s], sources[g]
     return who
 
 
@@ -167,9 +218,43 @@ def _offer(nodes, r, guard, slot, keys, refs, size):
     return size
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _copy(state, seq, at, matched, misses, token):
+    mask = len(seq.tokens) - 1
+    return follow(seq.tokens, mask, max(state[LENGTH] - mask, 0), state[LENGTH], at, matched, misses, token)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _foresee(state, at, matched, misses, token):
+    if at < 0:
+        return at, matched, misses
+    foreseen = predicted(state)
+    return follow(foreseen, np.int64(-1), np.int64(0), np.int64(len(foreseen)), at, matched, misses, token)
+
+
+@njit(cache=True, nogil=True)
+def recover(state, seq, recent):
+    """Find the place in the predicted output again where it was lost. recent [>= RESUME] int32 is scratch."""
+    if state[N_PREDICTED] == 0 or state[AGREED] >= RESUME or state[LENGTH] < RESUME:
+        return
+    for i in range(RESUME):
+        recent[i] = seq.tokens[(state[LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
+    found = resume(predicted(state), state[AHEAD], recent, RESUME)
+    if found >= 0:
+        state[AHEAD], state[AGREED] = found, RESUME
+
+
+@njit(cache=True, nogil=True)
+def foresee(state, output):
+    """Find the place in the predicted output after these tokens [n] int32 of output."""
+    for token in output:
+        state[AHEAD], state[AGREED], state[STRAYED] = _foresee(state, state[AHEAD], state[AGREED], state[STRAYED], token)
+
+
 @njit(cache=True, nogil=True)
 def grow(
     states,
+    answers,
     contexts,
     slots,
     max_depth,
@@ -182,7 +267,8 @@ def grow(
     guard,
     outside,
     n_drafters,
-    first_source,
+    recycled,
+    sources,
     work,
 ):
     """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
@@ -190,9 +276,12 @@ def grow(
     Tree b is start[b] .. start[b + 1]; parents count from its own first node.
     """
     nodes, weights, work = _lend(nodes, weights, work)
-    states, contexts = lent(states), lent(contexts)
+    states, answers, contexts, sources = lent(states), lent(answers), lent(contexts), lent(sources)
     guard = Guard(lent(guard.n), lent(guard.codes))
-    outside = Outside(lent(outside.start), lent(outside.tokens), lent(outside.parents), lent(outside.probs))
+    outside = Outside(lent(outside.start), lent(outside.tokens), lent(outside.parents), lent(outside.codes))
+    recycled = Recycled(
+        lent(recycled.tokens), lent(recycled.gaps), lent(recycled.keys), lent(recycled.pair_tokens), lent(recycled.pair_gaps)
+    )
     B, R = len(slots), len(nodes.token) // len(states)
     limit = max(min(max_nodes, B * (R - 1)), 0)
     costs = pass_costs(cost_ms, base_rows, limit)
@@ -212,11 +301,16 @@ def grow(
             continue
         nodes.depth[first], nodes.prob[first] = 0, 1.0
         nodes.place[first, 0], nodes.place[first, 1], nodes.place[first, 2] = state[FOLLOW], state[MATCHED], state[MISSES]
+        nodes.place[first, 3], nodes.place[first, 4], nodes.place[first, 5] = state[AHEAD], state[AGREED], state[STRAYED]
         nodes.hits[first] = state[HITS]
         for d in range(n_drafters):
             tree = b * n_drafters + d
             nodes.outside[first, d] = -1 if outside.start[tree + 1] > outside.start[tree] else -2
-        _look(state, arrays(state, contexts), nodes, first, first, outside, b * n_drafters, n_drafters, weights, work)
+        known = answers[state[ANSWERS_ROW]]
+        _look(
+            state, arrays(state, contexts), known, arrays(known, contexts), recycled,
+            nodes, first, first, outside, b * n_drafters, n_drafters, weights, work,
+        )  # fmt: skip
         state[DRAFTED] = 0
         size = _offer(nodes, first, guard, slot, keys, refs, size)
     while size and taken < limit:
@@ -240,14 +334,16 @@ def grow(
             rate, kept = expected / costs[taken], taken
         r, token = first + drafted[b], nodes.cand_token[ref]
         nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
-        nodes.source[r] = _source(nodes, above, j, n_drafters, weights, first_source) if n_drafters else 0
+        nodes.source[r] = _source(nodes, above, j, n_drafters, weights, sources)
         nodes.n[r] = -1
         ok, reach = worth(p, expected, taken, rate, hull, reach)
         if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (guard.n[slot] and _guarded(guard, slot, token)):
             continue
-        seq = arrays(state, contexts)
-        at, matched, misses = follow(seq, state[LENGTH], nodes.place[above, 0], nodes.place[above, 1], nodes.place[above, 2], token)
+        seq, known = arrays(state, contexts), answers[state[ANSWERS_ROW]]
+        at, matched, misses = _copy(state, seq, nodes.place[above, 0], nodes.place[above, 1], nodes.place[above, 2], token)
         nodes.place[r, 0], nodes.place[r, 1], nodes.place[r, 2] = at, matched, misses
+        at, matched, misses = _foresee(state, nodes.place[above, 3], nodes.place[above, 4], nodes.place[above, 5], token)
+        nodes.place[r, 3], nodes.place[r, 4], nodes.place[r, 5] = at, matched, misses
         nodes.hits[r] = hit_into(nodes.hits[above], nodes.top[above] == j)
         for d in range(n_drafters):
             nodes.outside[r, d] = -2
@@ -256,7 +352,10 @@ def grow(
                 if outside.parents[i] == here and outside.tokens[i] == token:
                     nodes.outside[r, d] = i - outside.start[tree]
                     break
-        _look(state, seq, nodes, r, first, outside, b * n_drafters, n_drafters, weights, work)
+        _look(
+            state, seq, known, arrays(known, contexts), recycled,
+            nodes, r, first, outside, b * n_drafters, n_drafters, weights, work,
+        )  # fmt: skip
         size = _offer(nodes, r, guard, slot, keys, refs, size)
 
     start = np.zeros(B + 1, np.int64)
@@ -295,6 +394,7 @@ def settle(states, contexts, slots, begin_at, new_start, new_tokens, path_start,
         seq = arrays(state, contexts)
         depth = path_start[b + 1] - path_start[b]
         at, matched, misses = state[FOLLOW], state[MATCHED], state[MISSES]
+        ahead, agreed, strayed = state[AHEAD], state[AGREED], state[STRAYED]
         for i in range(n):
             token, r = new_tokens[new_start[b] + i], np.int64(-1)
             if state[DRAFTED] >= 0 and i == 0:
@@ -306,8 +406,11 @@ def settle(states, contexts, slots, begin_at, new_start, new_tokens, path_start,
                 hit = nodes.n[r] > 0 and nodes.cand_token[r * WIDTH + nodes.top[r]] == token
                 state[HITS] = hit_into(state[HITS], hit)
                 at, matched, misses = nodes.place[r, 0], nodes.place[r, 1], nodes.place[r, 2]
-            at, matched, misses = follow(seq, state[LENGTH], at, matched, misses, token)
+            at, matched, misses = _copy(state, seq, at, matched, misses, token)
+            ahead, agreed, strayed = _foresee(state, ahead, agreed, strayed, token)
             push(state, seq, token, history, keys)
         state[FOLLOW], state[MATCHED], state[MISSES] = at, matched, misses
+        state[AHEAD], state[AGREED], state[STRAYED] = ahead, agreed, strayed
+        recover(state, seq, work.recent)
         state[DRAFTED] = -1
     return len(slots)

@@ -6,7 +6,7 @@ all orders. The last `history` events are in the tables, older ones are exactly 
 
 Memory per sequence, one buffer, plain arrays:
 
-    table   [size, 2] uint64   open addressing, all orders: key | head << 32 | total << 16 | run        (16 bytes, 4 in a cache line)
+    table   [size, 2] uint64   open addressing, all orders: key | head << 32 | total << 8 | run         (16 bytes, 4 in a cache line)
     tokens  [cap] int32        ring of the last tokens
     links   [cap, K] int32     per event and order: the previous event of the same context
 
@@ -26,8 +26,10 @@ from numba.extending import intrinsic
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Context lengths in tokens; order n of the literature has a context of n - 1."""
-MAX_HISTORY = 60_000
-"""`total` and `run` have 16 bits each."""
+MAX_HISTORY = (1 << 24) - 1
+"""`total` has 24 bits."""
+LONG_RUN = 64
+"""`run` is not counted further."""
 REACH = 8
 """Latest events of a context that are counted."""
 
@@ -37,11 +39,13 @@ GAP_REACH = 3
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_ZERO, _ONE, _BYTE, _HALF = np.uint64(0), np.uint64(1), np.uint64(0xFF), np.uint64(0xFFFF)
+_ZERO, _ONE, _BYTE, _COUNT = np.uint64(0), np.uint64(1), np.uint64(0xFF), np.uint64(0xFFFFFF)
 _8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
 
 # columns of the per-sequence state, int64
-TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED, STATE_COLUMNS = range(14)
+(TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED) = range(13)
+PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, ANSWERS, STATE_COLUMNS = range(13, 20)
+"""Address and length of the predicted output, the place in it, tokens agreed and missed there; the row of the shared answers' tables."""
 
 SCAN_AHEAD, SCAN_BACK = 24, 8
 """How far around the place being copied a departed text is looked for again."""
@@ -113,7 +117,7 @@ def _find(table, shift, key):
 
 @njit(cache=True, nogil=True, inline="always")
 def _pack(head, total, run):
-    return (np.uint64(head) << _32) | (np.uint64(total) << _16) | np.uint64(run)
+    return (np.uint64(head) << _32) | (np.uint64(total) << _8) | np.uint64(run)
 
 
 @njit(cache=True, nogil=True)
@@ -174,8 +178,8 @@ def _add_event(state, seq, position, keys):
         else:
             value = seq.table[2 * s + 1]
             head = np.int64(value >> _32)
-            run = np.int64(value & _HALF) + 1 if seq.tokens[head & mask] == token else 1
-            seq.table[2 * s + 1] = _pack(position, np.int64((value >> _16) & _HALF) + 1, run)
+            run = min(np.int64(value & _BYTE) + 1, LONG_RUN) if seq.tokens[head & mask] == token else 1
+            seq.table[2 * s + 1] = _pack(position, np.int64((value >> _8) & _COUNT) + 1, run)
             seq.links[row + k] = head
 
 
@@ -188,12 +192,12 @@ def _forget_event(state, seq, position, keys):
             continue
         s = _find(seq.table, state[SHIFT], keys[k])
         value = seq.table[2 * s + 1]
-        total = np.int64((value >> _16) & _HALF) - 1
+        total = np.int64((value >> _8) & _COUNT) - 1
         if total == 0:
             _remove(seq.table, state[SHIFT], s)
             state[ENTRIES] -= 1
         else:
-            seq.table[2 * s + 1] = _pack(value >> _32, total, min(np.int64(value & _HALF), total))
+            seq.table[2 * s + 1] = _pack(value >> _32, total, min(np.int64(value & _BYTE), total))
 
 
 @njit(cache=True, nogil=True)
@@ -230,6 +234,15 @@ def seed(state, contexts, tokens, history):
 
 
 @njit(cache=True, nogil=True)
+def extend(state, contexts, tokens, history):
+    """Append tokens [n] int32 for which there is room."""
+    seq = arrays(state, contexts)
+    keys = np.empty(len(contexts) + 1, np.uint64)
+    for token in tokens:
+        push(state, seq, token, history, keys)
+
+
+@njit(cache=True, nogil=True)
 def move(old, new, contexts):
     """Copy a sequence into a larger, zeroed buffer."""
     a, b = arrays(old, contexts), arrays(new, contexts)
@@ -246,24 +259,39 @@ def move(old, new, contexts):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def look_up(state, seq, recent, n_recent, heads, totals, runs):
-    """Entries of the contexts that end in `recent` (newest first) -> how many orders, shortest first, were seen before."""
-    h, n = FNV_OFFSET, 0
-    for k in range(len(seq.contexts)):
-        if seq.contexts[k] > n_recent:
-            return k
+def _read(table, s, heads, totals, runs, k):
+    value = table[2 * s + 1]
+    heads[k] = np.int64(value >> _32)
+    totals[k] = np.int64((value >> _8) & _COUNT)
+    runs[k] = np.int64(value & _BYTE)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, runs):
+    """Entries of the contexts that end in `recent` (newest first), in a sequence's tables and in another's -> how many orders each knows.
+
+    Shortest context first; the other's entries stand `len(contexts) + 1` further on, behind the place of the gapped context.
+    """
+    h, n, K = FNV_OFFSET, 0, len(seq.contexts)
+    mine, theirs = 0, 0
+    for k in range(K):
+        if seq.contexts[k] > n_recent or (mine < k and theirs < k):
+            break
         while n < seq.contexts[k]:
             h = _fnv_token(h, recent[n])
             n += 1
         key = h if h != _ZERO else _ONE
-        s = _find(seq.table, state[SHIFT], key)
-        if seq.table[2 * s] == _ZERO:
-            return k
-        value = seq.table[2 * s + 1]
-        heads[k] = np.int64(value >> _32)
-        totals[k] = np.int64((value >> _16) & _HALF)
-        runs[k] = np.int64(value & _HALF)
-    return len(seq.contexts)
+        if mine == k:
+            s = _find(seq.table, state[SHIFT], key)
+            if seq.table[2 * s] != _ZERO:
+                _read(seq.table, s, heads, totals, runs, k)
+                mine = k + 1
+        if theirs == k:
+            s = _find(other.table, other_state[SHIFT], key)
+            if other.table[2 * s] != _ZERO:
+                _read(other.table, s, heads, totals, runs, K + 1 + k)
+                theirs = k + 1
+    return mine, theirs
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -271,10 +299,7 @@ def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
     if n_recent < GAP_REACH or len(seq.contexts) == 0:
         return False
     s = _find(seq.table, state[SHIFT], _gap_key(recent[1], recent[2]))
-    value = seq.table[2 * s + 1]
-    heads[k] = np.int64(value >> _32)
-    totals[k] = np.int64((value >> _16) & _HALF)
-    runs[k] = np.int64(value & _HALF)
+    _read(seq.table, s, heads, totals, runs, k)
     return seq.table[2 * s] != _ZERO
 
 
@@ -286,9 +311,10 @@ def continuations(state, contexts, recent, tokens, counts, lasts):
     """
     seq = arrays(state, contexts)
     K, mask = len(contexts), len(seq.tokens) - 1
-    heads, totals, runs = np.zeros(K, np.int64), np.zeros(K, np.int64), np.zeros(K, np.int64)
+    heads, totals, runs = np.zeros(2 * K + 2, np.int64), np.zeros(2 * K + 2, np.int64), np.zeros(2 * K + 2, np.int64)
     n = np.zeros(K, np.int64)
-    for k in range(look_up(state, seq, recent, len(recent), heads, totals, runs)):
+    found, _ = look_up(state, seq, state, seq, recent, len(recent), heads, totals, runs)
+    for k in range(found):
         p = heads[k]
         for _ in range(min(totals[k], REACH)):
             x, j = seq.tokens[p & mask], 0
@@ -329,22 +355,44 @@ def chain(state, contexts, length):
 
 
 @njit(cache=True, nogil=True)
-def follow(seq, length, at, matched, misses, token):
+def follow(tokens, mask, oldest, length, at, matched, misses, token):
     """Advance the place that the text is being copied from by one token -> (at, matched, misses).
 
-    `at` is the position whose token is expected next (-1: nowhere), `matched` how many tokens in a row agreed, `misses` a bit per
-    token, newest lowest. After a departure the token is looked for around the place, so that copying resumes behind an edit.
+    `tokens` [mask + 1] is a ring that holds positions oldest .. length - 1. `at` is the position whose token is expected next (-1:
+    nowhere), `matched` how many tokens in a row agreed, `misses` a bit per token, newest lowest. After a departure the token is looked
+    for around the place, so that copying resumes behind an edit.
     """
     if at < 0:
         return at, matched, misses
-    mask = len(seq.tokens) - 1
-    oldest = max(length - mask, 0)
-    if at < length and seq.tokens[at & mask] == token:
+    if at < length and tokens[at & mask] == token:
         return at + 1, matched + 1, (misses << 1) & 0xFFFF
     misses = ((misses << 1) | 1) & 0xFFFF
     for d in range(1, SCAN_AHEAD + 1):
-        if at + d < length and seq.tokens[(at + d) & mask] == token:
+        if at + d < length and tokens[(at + d) & mask] == token:
             return at + d + 1, 1, misses
-        if d <= SCAN_BACK and at - d >= oldest and seq.tokens[(at - d) & mask] == token:
+        if d <= SCAN_BACK and at - d >= oldest and tokens[(at - d) & mask] == token:
             return at - d + 1, 1, misses
     return at + 1 if misses & 2 == 0 else at, 0, misses
+
+
+@njit(cache=True, nogil=True)
+def predicted(state):
+    """The predicted output [n] int32 of a sequence, as an array."""
+    return carray(_pointer(state[PREDICTION]), state[PREDICTED], np.int32)
+
+
+@njit(cache=True, nogil=True)
+def resume(tokens, at, recent, n):
+    """Where a predicted output goes on after it was lost: behind the place nearest to `at` (what lies ahead counts as nearer) at which the
+    latest n tokens stand -> position, -1 if nowhere. recent [>= n] newest first; tokens [N].
+    """
+    best, where = np.int64(1) << 60, np.int64(-1)
+    for i in range(n, len(tokens) + 1):
+        if tokens[i - 1] == recent[0]:
+            k = 1
+            while k < n and tokens[i - 1 - k] == recent[k]:
+                k += 1
+            away = i - at if i >= at else 3 * (at - i)
+            if k == n and away < best:
+                best, where = away, i
+    return where

@@ -22,9 +22,12 @@ log = logging.getLogger(__name__)
 WEIGHTS = Path(__file__).with_name("weights.npz")
 MAX_ORDER = ngram.LADDER[-1] + 1
 HISTORY = 32_000
+ANSWERS = 200_000
+TENANTS = 16
+PAIRS = 1 << 16
 SPEC_LENGTH = 64
 SPEC_ROWS = 64
-RATES = (0.02, 0.02)
+RATES = (0.02, 0.05)
 """Online learning rates of mix and states."""
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -40,9 +43,18 @@ def cold_weights() -> Weights:
             states[context_groups, 1 << visits | seen] = np.log((hits + 0.05) / (visits - hits + 0.4)) + 0.3 * (seen & 1)
     states[context_groups, 2 << ngram.REACH :] = -2.0
     states[context_groups, (2 << ngram.REACH) + 2 * ngram.REACH + 2 :] = 3.0
-    states[evidence.EXTERNAL :, 2:22] = np.log((np.arange(20) + 0.5) / (19.5 - np.arange(20)))
+    context_groups = [*range(evidence.ANSWERS, evidence.ANSWERS + evidence.ORDERS + 1)]
+    states[context_groups] = states[0]
+    states[evidence.EXTERNAL :, 2:258] = np.log((np.arange(256) + 0.5) / (255.5 - np.arange(256)))
+    for rank in range(evidence.KEPT):
+        for level in range(len(evidence.GAPS) + 1):
+            far = (*evidence.GAPS, 8.0)[level]
+            states[[evidence.RECYCLED, evidence.RECYCLED_PAIR], 2 + rank * (len(evidence.GAPS) + 1) + level] = (
+                far - 1 if rank == 0 else -1 - far
+            )
     mix = np.full((evidence.SETS, evidence.GROUPS + 1), 0.25, np.float32)
     mix[:, evidence.BIAS] = 0.0
+    mix[:, evidence.EXTERNAL : evidence.BIAS] = 0.5
     mix[: 3 * evidence.MODES, evidence.EXTERNAL : evidence.BIAS] = 1.0
     return Weights(states, mix)
 
@@ -69,8 +81,10 @@ def _power_of_two(n: int) -> int:
 class Proposer:
     """Draft trees for up to `max_seqs` sequences at a time. Not thread-safe: one caller, the engine's loop.
 
-    `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they remember (16 to 60000);
+    `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they remember, `answers` the latest tokens
+    of finished answers that a tenant's sequences share (0: none), `recycle` whether the model's own candidates are kept (`recycle`);
     a tree has at most `spec_rows` nodes and `spec_length` levels. `source_names[tree.sources[i]]` says who proposed node i.
+    `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their probabilities.
     """
 
     source_names: list[str]
@@ -84,7 +98,10 @@ class Proposer:
         spec_length: int = SPEC_LENGTH,
         spec_rows: int = SPEC_ROWS,
         max_seqs: int = 64,
+        datastore: Drafter | None = None,
         drafters: Sequence[Drafter] = (),
+        answers: int = ANSWERS,
+        recycle: bool = True,
         use_ngram: bool = True,
         weights: Weights | None = None,
         rates: tuple[float, float] = RATES,
@@ -93,22 +110,32 @@ class Proposer:
             ("vocab_size", vocab_size, 1, 2**31 - 1),
             ("max_order", max_order, 2, MAX_ORDER),
             ("history", history, 16, ngram.MAX_HISTORY),
+            ("answers", answers, 0, ngram.MAX_HISTORY),
             ("spec_length", spec_length, 0, 4096),
             ("spec_rows", spec_rows, 0, 4096),
             ("max_seqs", max_seqs, 1, 65536),
-            ("number of drafters", len(drafters), 0, evidence.MAX_DRAFTERS),
+            ("number of drafters", len(drafters), 0, evidence.MAX_DRAFTERS - 1),
         ):
             if not lo <= value <= hi:
                 raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
         self.vocab_size, self.history, self.spec_length = vocab_size, history, spec_length
-        self.drafters: list[Drafter | None] = list(drafters)
-        self.source_names = ["ngram"] * use_ngram + [d.name for d in drafters]
-        self._first_source = int(use_ngram)
+        self.drafters: list[Drafter | None] = [datastore, *drafters]
+        self.source_names = [*SOURCES, "datastore", *(d.name for d in drafters)]
+        self._sources = np.zeros(evidence.GROUPS, np.uint8)
+        for source, groups in enumerate(_GROUPS):
+            self._sources[list(groups)] = source
+        self._sources[evidence.EXTERNAL :] = len(SOURCES) + np.arange(evidence.MAX_DRAFTERS)
         self._rates = np.array(rates, np.float64)
         self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else cold_weights()
         self._contexts = np.array([n for n in ngram.LADDER if n < max_order and use_ngram], np.int32)
-        self._states = np.zeros((max_seqs, ngram.STATE_COLUMNS), np.int64)
-        self._buffers: list[np.ndarray | None] = [None] * max_seqs
+        self._own = _Tables(max_seqs, history, len(self._contexts))
+        self._states, self._buffers = self._own.states, self._own.buffers
+        self._answers = _Tables(1 + (TENANTS if answers else 0), max(answers, 16), len(self._contexts))
+        self._answers.allocate(0, cap=2, entries=1)  # the tables of a tenant that knows nothing
+        self._tenants: dict[str, int] = {}
+        self._predictions: dict[int, np.ndarray] = {}
+        self.recycles = recycle and use_ngram
+        self._recycled = evidence.new_recycled(vocab_size, PAIRS) if self.recycles else evidence.new_recycled(0, 0)
         self._guard = Guard(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         rows = max_seqs * (spec_rows + 1)
         self._nodes = Nodes(
@@ -117,7 +144,7 @@ class Proposer:
             depth=np.zeros(rows, np.int32),
             prob=np.zeros(rows, np.float64),
             source=np.zeros(rows, np.uint8),
-            place=np.zeros((rows, 3), np.int64),
+            place=np.zeros((rows, 6), np.int64),
             hits=np.zeros(rows, np.int64),
             top=np.zeros(rows, np.int32),
             outside=np.full((rows, evidence.MAX_DRAFTERS), -2, np.int32),
@@ -131,17 +158,41 @@ class Proposer:
         self._work = evidence.new_work()
         self._last_trees: dict[int, DraftTree] = {}
 
-    def begin(self, slot: int, tokens: np.ndarray, *, banned: Sequence[int] = (), stops: Sequence[int] = ()) -> None:
-        """A sequence starts, or resumes after preemption, with these committed tokens [n] int32.
+    def begin(
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        *,
+        banned: Sequence[int] = (),
+        stops: Sequence[int] = (),
+        similar: np.ndarray | None = None,
+        prediction: np.ndarray | None = None,
+        n_output: int = 0,
+        tenant: str | None = "",
+    ) -> None:
+        """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
 
-        `banned` tokens are never drafted; a stop may be drafted, but nothing behind it.
+        `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `similar` [n] int32 is text that the output may
+        repeat, weaker than the sequence's own; `prediction` [n] int32 the output that is expected. Answers are shared within a `tenant`;
+        None shares nothing.
         """
         if self._buffers[slot] is not None:
             self.end(slot)
         tokens = np.ascontiguousarray(tokens, np.int32)
         kept = tokens[-(self.history + ngram.LADDER[-1]) :]
-        self._allocate(slot, cap=len(kept) + 64, entries=(len(kept) + 64) * (len(self._contexts) + 1))
-        ngram.seed(self._states[slot], self._contexts, kept, self.history)
+        if similar is not None and len(similar):
+            room = max(self.history + ngram.LADDER[-1] - len(kept), 0)
+            kept = np.concatenate([np.asarray(similar, np.int32)[:room], kept])
+        self._own.allocate(slot, cap=len(kept) + 64, entries=(len(kept) + 64) * (len(self._contexts) + 1))
+        state = self._states[slot]
+        ngram.seed(state, self._contexts, kept, self.history)
+        state[ngram.ANSWERS] = self._tenants.get(tenant, 0) if tenant is not None else 0
+        state[ngram.AHEAD] = -1
+        if prediction is not None and len(prediction):
+            self._predictions[slot] = foreseen = np.ascontiguousarray(prediction, np.int32)
+            state[ngram.PREDICTION], state[ngram.PREDICTED], state[ngram.AHEAD] = foreseen.ctypes.data, len(foreseen), 0
+            if n_output:
+                merge.foresee(state, tokens[len(tokens) - n_output :])
         codes = np.unique([2 * t for t in stops if t not in set(banned)] + [2 * t + 1 for t in banned]).astype(np.int64)
         if len(codes) > self._guard.codes.shape[1]:
             wider = np.zeros((len(self._buffers), _power_of_two(len(codes))), np.int64)
@@ -162,6 +213,7 @@ class Proposer:
         outside, n_drafters = self._outside(slots, max_nodes)
         start, tokens, parents, probs, sources = merge.grow(
             self._states,
+            self._answers.states,
             self._contexts,
             slots,
             np.ascontiguousarray(max_depth, np.int32),
@@ -174,7 +226,8 @@ class Proposer:
             self._guard,
             outside,
             n_drafters,
-            self._first_source,
+            self._recycled,
+            self._sources,
             self._work,
         )
         cuts = start.tolist()
@@ -212,7 +265,7 @@ class Proposer:
             )
             if b == len(slots):
                 break
-            self._grow_buffer(int(slots[b]), int(new_start[b + 1] - new_start[b]))
+            self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
         for d, drafter in enumerate(self.drafters):
             if drafter is not None:
                 for b, slot in enumerate(slots.tolist()):
@@ -223,11 +276,39 @@ class Proposer:
         """Free the slot's memory. Unknown or free slots are left alone."""
         if self._buffers[slot] is None:
             return
-        self._buffers[slot] = None
-        self._states[slot] = 0
+        self._own.free(slot)
+        self._predictions.pop(slot, None)
         self._last_trees.pop(slot, None)
         for d in range(len(self.drafters)):
             self._ask(d, "end", slot)
+
+    def remember(self, answer: np.ndarray, tenant: str = "") -> None:
+        """A sequence has finished with this output [n] int32: from now on it speaks in all of the tenant's sequences that begin.
+
+        At most `answers` tokens are kept, and the tenants that were not heard of for longest are forgotten.
+        """
+        if len(self._answers.buffers) == 1 or len(self._contexts) == 0:
+            return
+        row = self._tenants.pop(tenant, 0)
+        if not row:
+            free = [i for i in range(1, len(self._answers.buffers)) if self._answers.buffers[i] is None]
+            if not free:
+                forgotten = next(iter(self._tenants))
+                free = [self._tenants.pop(forgotten)]
+                self._states[self._states[:, ngram.ANSWERS] == free[0], ngram.ANSWERS] = 0
+            row = free[0]
+            self._answers.allocate(row, cap=1024, entries=1024 * (len(self._contexts) + 1))
+        self._tenants[tenant] = row
+        answer = np.append(np.asarray(answer, np.int32), np.int32(-1))  # -1: contexts do not reach from one answer into the next
+        answer = answer[-self._answers.history :]
+        if not ngram.fits(self._answers.states[row], self._contexts, self._answers.history, len(answer)):
+            self._answers.grow(row, len(answer), self._contexts)
+        ngram.extend(self._answers.states[row], self._contexts, answer, self._answers.history)
+
+    def recycle(self, before: np.ndarray, last: np.ndarray, rows: np.ndarray) -> None:
+        """The model's logits rows [n, V] float32 behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing)."""
+        if self.recycles:
+            evidence.keep_likeliest(self._recycled, before, last, rows, _BOUNDS)
 
     def chain(self, slot: int, length: int) -> np.ndarray:
         """The tables' own prediction, without probabilities: [n] int32, n <= length, the longest context's most frequent continuations."""
@@ -237,31 +318,6 @@ class Proposer:
         """Bytes that the tables of a slot take."""
         buffer = self._buffers[slot]
         return 0 if buffer is None else buffer.nbytes
-
-    def _allocate(self, slot: int, cap: int, entries: int) -> None:
-        """A fresh zeroed buffer with room for `cap` tokens and so many table entries; the state row starts over."""
-        K = len(self._contexts) + 1
-        cap, size = _power_of_two(cap), _power_of_two(entries + (entries >> 1) + 4)
-        buffer = np.zeros(2 * size + 8 + (cap * (K + 1) + 1) // 2, np.uint64)
-        address = (buffer.ctypes.data + 63) & ~63
-        state = self._states[slot]
-        state[:] = 0
-        state[ngram.TABLE], state[ngram.SHIFT] = address, 65 - size.bit_length()
-        state[ngram.TOKENS], state[ngram.CAP] = address + 16 * size, cap
-        state[ngram.LINKS] = state[ngram.TOKENS] + 4 * cap
-        state[ngram.FOLLOW], state[ngram.DRAFTED], state[ngram.HITS] = -1, -1, 1
-        self._buffers[slot] = buffer
-
-    def _grow_buffer(self, slot: int, n: int) -> None:
-        old, keep = self._states[slot].copy(), self._buffers[slot]
-        assert keep is not None, f"slot {slot} was never begun"
-        length = min(int(old[ngram.LENGTH]), self.history + ngram.LADDER[-1]) + n
-        entries = int(old[ngram.ENTRIES]) + n * (len(self._contexts) + 1)
-        self._allocate(slot, cap=length + length // 8, entries=entries + entries // 8)
-        new = self._states[slot]
-        for column in (ngram.LENGTH, ngram.START, ngram.ENTRIES, ngram.FOLLOW, ngram.MATCHED, ngram.MISSES, ngram.HITS, ngram.DRAFTED):
-            new[column] = old[column]
-        ngram.move(old, new, self._contexts)
 
     def _ask(self, d: int, what: str, *args: object) -> object:
         """Call drafter d; one that raises is switched off."""
@@ -290,7 +346,7 @@ class Proposer:
         start[1:] = np.cumsum([len(t.tokens) for t in trees])
         tokens = np.concatenate([np.asarray(t.tokens, np.int32) for t in trees])
         parents = np.concatenate([np.asarray(t.parents, np.int32) for t in trees])
-        return Outside(start, tokens, parents, np.concatenate([np.asarray(t.probs, np.float32) for t in trees])), D
+        return Outside(start, tokens, parents, np.concatenate([_codes(t) for t in trees])), D
 
     def _sound(self, d: int, tree: Candidates) -> bool:
         """Whether an external tree can be trusted as far as its shape goes; if not, its drafter is switched off."""
@@ -302,7 +358,7 @@ class Proposer:
         except Exception:
             ok = False
         if not ok and self.drafters[d] is not None:
-            log.error("drafter %r gave a malformed tree and is switched off", self.source_names[self._first_source + d])
+            log.error("drafter %r gave a malformed tree and is switched off", self.source_names[len(SOURCES) + d])
             self.drafters[d] = None
         return ok
 
@@ -310,13 +366,67 @@ class Proposer:
         tree = self._last_trees.get(slot)
         if tree is None:
             return _NO_TOKENS
-        mine = tree.sources == self._first_source + d
+        mine = tree.sources == len(SOURCES) + d
         mine[np.asarray(path, np.int64)] = False
         return tree.tokens[mine]
 
 
+def _codes(tree: Candidates) -> np.ndarray:
+    """[N] int16: the drafter's own codes, or else what it gives a node under the condition of its parent, in equal steps."""
+    if tree.codes is not None:
+        return np.asarray(tree.codes, np.int16)
+    probs, parents = np.asarray(tree.probs, np.float32), np.asarray(tree.parents, np.int32)
+    above = np.where(parents >= 0, probs[parents], np.float32(1.0)) if len(probs) else probs
+    return (np.clip(probs / np.maximum(above, 1e-9), 0.0, 1.0) * evidence.MAX_CODE).astype(np.int16)
+
+
+class _Tables:
+    """N-gram tables of several sequences, each a row of states and the buffer that it points into."""
+
+    def __init__(self, n: int, history: int, n_contexts: int) -> None:
+        self.states = np.zeros((n, ngram.STATE_COLUMNS), np.int64)
+        self.buffers: list[np.ndarray | None] = [None] * n
+        self.history, self.n_links = history, n_contexts + 1
+
+    def allocate(self, row: int, cap: int, entries: int) -> None:
+        """A fresh zeroed buffer with room for `cap` tokens and so many table entries; the state row starts over."""
+        cap, size = _power_of_two(cap), _power_of_two(entries + (entries >> 1) + 4)
+        buffer = np.zeros(2 * size + 8 + (cap * (self.n_links + 1) + 1) // 2, np.uint64)
+        address = (buffer.ctypes.data + 63) & ~63
+        state = self.states[row]
+        state[:] = 0
+        state[ngram.TABLE], state[ngram.SHIFT] = address, 65 - size.bit_length()
+        state[ngram.TOKENS], state[ngram.CAP] = address + 16 * size, cap
+        state[ngram.LINKS] = state[ngram.TOKENS] + 4 * cap
+        state[ngram.FOLLOW], state[ngram.AHEAD], state[ngram.DRAFTED], state[ngram.HITS] = -1, -1, -1, 1
+        self.buffers[row] = buffer
+
+    def grow(self, row: int, n: int, contexts: np.ndarray) -> None:
+        """Room for n tokens more."""
+        old, keep = self.states[row].copy(), self.buffers[row]
+        assert keep is not None, f"slot {row} was never begun"
+        length = min(int(old[ngram.LENGTH]), self.history + ngram.LADDER[-1]) + n
+        entries = int(old[ngram.ENTRIES]) + n * self.n_links
+        self.allocate(row, cap=length + length // 8, entries=entries + entries // 8)
+        moved = [i for i in range(ngram.STATE_COLUMNS) if i not in (ngram.TABLE, ngram.TOKENS, ngram.LINKS, ngram.SHIFT, ngram.CAP)]
+        self.states[row, moved] = old[moved]
+        ngram.move(old, self.states[row], contexts)
+
+    def free(self, row: int) -> None:
+        self.buffers[row] = None
+        self.states[row] = 0
+
+
+_BOUNDS = np.array(evidence.GAPS, np.float32)
+SOURCES = ("ngram", "answers", "prediction", "recycled")
+_GROUPS = (
+    range(evidence.ANSWERS),
+    range(evidence.ANSWERS, evidence.PREDICTED),
+    (evidence.PREDICTED,),
+    (evidence.RECYCLED, evidence.RECYCLED_PAIR),
+)
 _NO_CANDIDATES = Candidates(_NO_TOKENS, _NO_TOKENS, np.empty(0, np.float32))
-_NO_OUTSIDE = Outside(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, np.empty(0, np.float32))
+_NO_OUTSIDE = Outside(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, np.empty(0, np.int16))
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -330,7 +440,9 @@ def warmup() -> None:
     """Compile, or load from the cache on disk, everything that a step needs. Safe to call from another thread."""
     proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=cold_weights())
     slots, cost = np.zeros(1, np.int32), np.ones(8)
-    proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5])
+    proposer.recycle(np.array([-1, 1], np.int32), np.array([1, 2], np.int32), np.zeros((2, 16), np.float32))
+    proposer.remember(np.array([1, 2, 3], np.int32))
+    proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
     trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)
     proposer.observe(slots, [np.full(40, 3, np.int32)], [np.arange(min(len(trees[0]), 1), dtype=np.int32)])
     proposer.observe(slots, [np.full(400, 3, np.int32)], [_NO_TOKENS])

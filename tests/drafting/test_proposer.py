@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.drafting import Candidates, Drafter, Proposer, budget, merge, warmup
-from ngramspec.drafting.proposer import cold_weights, load_weights, save_weights
+from ngramspec.drafting import Candidates, Drafter, Proposer, budget, evidence, merge, warmup
+from ngramspec.drafting.proposer import SOURCES, TENANTS, cold_weights, load_weights, save_weights
 
 FREE = np.ones(600)  # rows cost nothing
 FLAT = 1 + 0.005 * np.arange(600.0)
@@ -230,13 +230,13 @@ def test_an_external_tree_merges_into_the_same_tree():
     drafter = Scripted([3, 20, 4, 21], [-1, -1, 0, 1], [0.9, 0.05, 0.8, 0.04])
     assert isinstance(drafter, Drafter)
     proposer = Proposer(vocab_size=100, max_seqs=1, drafters=[drafter], weights=cold_weights())
-    assert proposer.source_names == ["ngram", "scripted"]
+    assert proposer.source_names == [*SOURCES, "datastore", "scripted"]
     proposer.begin(0, ints(1, 2, 3, 9, 1, 2))
     tree = propose(proposer, cost=FREE)[0]
-    check(tree, 2)
+    check(tree, len(proposer.source_names))
     found = {tuple(p): s for p, s in zip(paths(tree), tree.sources.tolist(), strict=True)}
     assert {(3,), (3, 4), (3, 9), (20,), (20, 21)} <= set(found)
-    assert found[3, 4] == found[20,] == 1
+    assert found[3, 4] == found[20,] == proposer.source_names.index("scripted")
     assert found[3, 9] == 0
     by_path = {tuple(p): v for p, v in zip(paths(tree), tree.probs.tolist(), strict=True)}
     assert by_path[3,] > by_path[20,]
@@ -252,11 +252,10 @@ def test_an_external_tree_merges_into_the_same_tree():
 def test_external_drafters_work_without_tables():
     drafter = Scripted([5, 6], [-1, 0], [0.9, 0.8])
     proposer = Proposer(vocab_size=100, max_seqs=1, drafters=[drafter], use_ngram=False, weights=cold_weights())
-    assert proposer.source_names == ["scripted"]
     proposer.begin(0, ints(5, 6, 5, 6, 5))
     tree = propose(proposer)[0]
     assert paths(tree) == [[5], [5, 6]]
-    assert tree.sources.tolist() == [0, 0]
+    assert [proposer.source_names[i] for i in tree.sources] == ["scripted", "scripted"]
     for _ in range(100):
         proposer.observe(ints(0), [ints(5, 6, 7)], [ints()])
 
@@ -292,7 +291,7 @@ def test_a_malformed_external_tree_switches_its_drafter_off(tree, caplog):
         check(propose(proposer)[0], 2)
         check(propose(proposer)[0], 2)
     assert len(caplog.records) == 1
-    assert proposer.drafters == [None]
+    assert proposer.drafters == [None, None]
 
 
 @pytest.mark.parametrize("method", ["begin", "propose", "observe", "end"])
@@ -355,7 +354,7 @@ def test_shipped_weights_load():
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_order": 1}, {"max_order": 99}, {"history": 3}, {"history": 10**6}, {"spec_rows": -1}, {"max_seqs": 0}, {"vocab_size": 0}],
+    [{"max_order": 1}, {"max_order": 99}, {"history": 3}, {"history": 10**8}, {"spec_rows": -1}, {"max_seqs": 0}, {"vocab_size": 0}],
 )
 def test_bad_settings_are_refused(options):
     (name,) = options
@@ -365,3 +364,133 @@ def test_bad_settings_are_refused(options):
 
 def test_warmup_compiles_all_of_it():
     warmup()
+
+
+def sources(proposer, tree):
+    return {tuple(p): proposer.source_names[i] for p, i in zip(paths(tree), tree.sources.tolist(), strict=True)}
+
+
+def test_finished_answers_speak_in_later_sequences_of_the_same_tenant():
+    proposer = Proposer(vocab_size=100, max_seqs=2, weights=cold_weights())
+    proposer.remember(ints(*range(10, 40)), "a")
+    proposer.begin(0, ints(1, 2, 12, 13, 14), tenant="a")
+    proposer.begin(1, ints(1, 2, 12, 13, 14), tenant="b")
+    mine, others = propose(proposer, (0, 1), cost=FREE)
+    assert [15, 16, 17, 18] in paths(mine)
+    assert sources(proposer, mine)[15, 16] == "answers"
+    assert len(others) == 0
+    proposer.begin(1, ints(1, 2, 12, 13, 14), tenant=None)
+    assert len(propose(proposer, (1,), cost=FREE)[0]) == 0
+
+
+def test_answers_do_not_run_into_each_other():
+    proposer = Proposer(vocab_size=100, max_seqs=1, weights=cold_weights())
+    proposer.remember(ints(1, 2, 3))
+    proposer.remember(ints(4, 5, 6))
+    proposer.begin(0, ints(9, 2, 3))
+    assert len(propose(proposer, cost=FREE)[0]) == 0
+    proposer.begin(0, ints(9, 4, 5))
+    assert paths(propose(proposer, cost=FREE)[0]) == [[6]]
+
+
+def test_answers_are_bounded_and_can_be_off():
+    proposer = Proposer(vocab_size=10**6, max_seqs=1, answers=500, weights=cold_weights())
+    for i in range(40):
+        proposer.remember(np.arange(1000 * i, 1000 * i + 100, dtype=np.int32))
+    size = proposer._answers.buffers[1].nbytes
+    for i in range(40, 200):
+        proposer.remember(np.arange(1000 * i, 1000 * i + 100, dtype=np.int32))
+    assert proposer._answers.buffers[1].nbytes == size
+    proposer.begin(0, ints(199_010, 199_011))
+    assert propose(proposer, cost=FREE)[0].tokens[0] == 199_012
+    proposer.begin(0, ints(10_010, 10_011))
+    assert len(propose(proposer, cost=FREE)[0]) == 0
+    proposer.remember(np.arange(5000, dtype=np.int32))  # longer than what is kept: its end stays
+    proposer.begin(0, ints(4990, 4991))
+    assert propose(proposer, cost=FREE)[0].tokens[0] == 4992
+    off = Proposer(vocab_size=100, max_seqs=1, answers=0, weights=cold_weights())
+    off.remember(ints(*range(10, 40)))
+    off.begin(0, ints(12, 13))
+    assert len(propose(off, cost=FREE)[0]) == 0
+
+
+def test_the_tenant_not_heard_of_for_longest_is_forgotten():
+    proposer = Proposer(vocab_size=1000, max_seqs=1, weights=cold_weights())
+    proposer.begin(0, ints(1, 2), tenant="t0")
+    for i in range(TENANTS + 1):
+        proposer.remember(ints(1, 2, 3), f"t{i}")
+    propose(proposer, cost=FREE)  # t0 is gone under a running sequence: nothing is read from freed tables
+    drafted = []
+    for i in range(TENANTS + 1):
+        proposer.begin(0, ints(1, 2), tenant=f"t{i}")
+        drafted.append(len(propose(proposer, cost=FREE)[0]))
+    assert drafted == [0] + [1] * TENANTS
+
+
+def test_a_prediction_is_followed_from_its_first_token_and_again_after_a_departure():
+    proposer = Proposer(vocab_size=1000, max_seqs=1)
+    foreseen = np.arange(100, 160, dtype=np.int32)
+    proposer.begin(0, ints(1, 2, 3), prediction=foreseen)
+    tree = propose(proposer)[0]
+    assert paths(tree)[:3] == [[100], [100, 101], [100, 101, 102]]
+    assert set(sources(proposer, tree).values()) == {"prediction"}
+    text = [*range(100, 120), 7, 8, 9, *range(130, 160)]  # ten tokens replaced by three others
+    made = passes = 0
+    while made < len(text):
+        tree = propose(proposer)[0]
+        path = walk(tree, text[made:])
+        new = text[made : made + len(path) + 1]
+        proposer.observe(ints(0), [ints(*new)], [ints(*path)])
+        made, passes = made + len(new), passes + 1
+    assert passes <= 12
+
+
+def test_a_sequence_resumes_in_the_middle_of_its_prediction():
+    proposer = Proposer(vocab_size=1000, max_seqs=1)
+    proposer.begin(0, ints(1, 2, 3, *range(100, 110)), prediction=np.arange(100, 160, dtype=np.int32), n_output=10)
+    assert paths(propose(proposer)[0])[0] == [110]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.lists(st.integers(0, 6), min_size=1, max_size=60), st.data())
+def test_any_prediction_is_harmless(foreseen, text, data):
+    proposer = Proposer(vocab_size=7, max_seqs=1, weights=cold_weights())
+    proposer.begin(0, ints(0), prediction=ints(*foreseen))
+    made = 0
+    while made < len(text):
+        tree = propose(proposer, cost=FREE)[0]
+        check(tree, 7)
+        path = walk(tree, text[made:])
+        new = text[made : made + len(path) + 1]
+        proposer.observe(ints(0), [ints(*new)], [ints(*path)])
+        made += len(new)
+
+
+def test_the_models_own_candidates_are_drafted():
+    proposer = Proposer(vocab_size=200, max_seqs=1, weights=cold_weights())
+    rows = np.zeros((2, 200), np.float32)
+    rows[0, [50, 60]], rows[1, 70] = (9.0, 8.8), 9.0
+    proposer.recycle(ints(4, 5), ints(5, 50), rows)
+    proposer.begin(0, ints(9, 5))
+    tree = propose(proposer, cost=FREE)[0]
+    assert {(50,), (60,), (50, 70)} <= {tuple(p) for p in paths(tree)}
+    assert set(sources(proposer, tree).values()) == {"recycled"}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 4), st.integers(0, 2**31))
+def test_kept_candidates_are_the_likeliest(vocab_size, n, seed):
+    rows = np.random.default_rng(seed).permutation(vocab_size * n).reshape(n, vocab_size).astype(np.float32) / 50
+    kept = evidence.new_recycled(vocab_size, 16)
+    bounds = np.array(evidence.GAPS, np.float32)
+    last = np.arange(n, dtype=np.int32) % vocab_size
+    evidence.keep_likeliest(kept, np.full(n, -1, np.int32), last, rows, bounds)
+    if vocab_size < evidence.KEPT:
+        assert (kept.tokens == -1).all()
+        return
+    i = n - 1  # a later row overwrites an earlier one of the same token
+    order = np.argsort(-rows[i])[: evidence.KEPT]
+    far = rows[i, order[0]] - rows[i, order]
+    want = [int(t) for t, d in zip(order, far, strict=True) if d < bounds[-1]]
+    assert kept.tokens[last[i], : len(want)].tolist() == want
+    assert (kept.tokens[last[i], len(want) : len(want) + 1] == -1).all()
