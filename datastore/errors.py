@@ -1,0 +1,38 @@
+"""What can go wrong with a datastore, one type each, so that a caller can tell bad input from a damaged or busy store.
+
+Knows nothing of files. Every message names the offending value and what would be accepted.
+"""
+
+from __future__ import annotations
+
+
+class DatastoreError(Exception):
+    """Base of all errors of a datastore."""
+
+
+class DatastoreNotFoundError(DatastoreError):
+    """There is no datastore at this path."""
+
+
+class DatastoreFormatError(DatastoreError):
+    """The store has another format version; the message says which program reads it."""
+
+
+class DatastoreCorruptError(DatastoreError):
+    """A file of the store is damaged, truncated or forged; the message names the file, its section and what is wrong."""
+
+
+class TokenizerMismatchError(DatastoreError):
+    """The store was made with another tokenizer; the message names both."""
+
+
+class EmptyCorpusError(DatastoreError):
+    """Nothing was found to put into a store."""
+
+
+class DatastoreLockedError(DatastoreError):
+    """Another process writes to this store."""
+
+
+class DatastoreFullError(DatastoreError):
+    """The disk has no room. The old generation is as it was, and nothing half-written is left."""

@@ -1,0 +1,505 @@
+"""Drafts from datastores: for every sequence of a batch the continuations of its longest contexts, as one small tree. One compiled call.
+
+Contexts (token ids, newest first) enter, `Trees` leave. It knows snapshots by their rows of addresses (search.py) and nothing of files,
+models or how a draft is judged. Per sequence and step:
+
+1. Each segment is searched for the context; entries around that place are collected outward, in falling order of match length over all
+   segments, until there are `occurrences`. Where those of one length are too many, an even sample of them is taken: counts stay
+   representative and work bounded. Dead documents are passed over.
+2. What was collected is kept. When tokens were appended that some of the longest matches go on with, these are the longest
+   matches now, for a longer one would have been among them; so a text that is being copied costs a comparison and no search.
+3. The continuations are merged into a tree, nodes taken best-first by the product of w / (w + 1) · share along the path, where w is
+   the weight of the occurrences under a node, growing with their match length.
+
+All state lies in arrays that are allocated once. Other compiled code calls `propose_batch(work, slots, contexts, fresh)` itself and reads
+the outputs at the addresses in `work`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray, njit
+
+from .pointers import load_i32, load_i64, pointer, prefetch
+from .reader import Location, Snapshot
+from .search import (
+    LANE,
+    LENGTH,
+    LO,
+    N_SUFFIXES,
+    N_TOKENS,
+    QUERY,
+    ROW,
+    SHARED_HI,
+    SHARED_LO,
+    SUFFIXES,
+    TOKENS,
+    VOCAB,
+    WIDE,
+    WIDTH,
+    entry_agreement,
+    insertions,
+    is_dead,
+    position_at,
+    reach,
+    token_at,
+)
+
+PLACE_BITS = 40
+REUSES = 4
+"""Steps in a row without a search, at most: shorter matches that began meanwhile are only found by one."""
+LONG_MATCH, MANY = 16, 8
+"""What must be left of the last step's longest matches to do without a search: one so long, or so many."""
+
+(N_SEGMENTS, ROWS, MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH, FLOOR, WIDE_IDS, IDS) = range(11)
+(PLACES, MATCHES, STATE, LANES, CURSORS, TEXTS, ORDER, GROUPS, CANDIDATES, CHANCES, QUEUE, WEIGHTS) = range(11, 23)
+(OUT_START, OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE, WORK) = range(23, 30)
+"""Columns of `work`, int64: settings, then addresses of the arrays that `Matcher` owns."""
+
+_HELD, _COMPLETE, _AGE, _STATE = range(4)
+_INDEX, _SHARED, _FROM, _COUNT, _CURSOR = range(5)
+_TOKEN, _PARENT, _BEGIN, _END, _LEVEL, _NEXT, _CANDIDATE = range(7)
+_SLOTS = 256
+"""Of the hash table that groups occurrences by their next token: twice as many as there may be."""
+_BUCKETS = 128
+_LANES = 16
+"""Sequences that are searched at once."""
+_PREFETCH = 8
+_INSPECT = 8
+"""Entries looked at in one search, dead ones included, as a multiple of `occurrences`."""
+
+
+class Trees(NamedTuple):
+    """One draft tree per sequence, flat. Node i of sequence b is at start[b] + i."""
+
+    start: np.ndarray  # [B+1] int64
+    tokens: np.ndarray  # [N] int32
+    parents: np.ndarray  # [N] int32, index within the tree, -1 the root; a parent comes before its children
+    counts: np.ndarray  # [N] int32, occurrences under the node, of those collected
+    match: np.ndarray  # [N] int16, the longest context that one of them matched, without the path
+    place: np.ndarray  # [N] int64, segment << 40 | position of this token in the occurrence that matched longest
+
+
+class Matcher:
+    """The look-up state of up to `max_seqs` sequences over the segments of some snapshots. Not for several threads at once."""
+
+    def __init__(
+        self,
+        snapshots: Sequence[Snapshot],
+        max_seqs: int,
+        max_match: int = 64,
+        min_match: int = 2,
+        nodes: int = 64,
+        occurrences: int = 64,
+        depth: int = 24,
+        min_chance: float = 1 / 64,
+    ):
+        """At most `nodes` nodes and `depth` tokens deep a tree; nodes less likely than `min_chance` are left out."""
+        if not (max_seqs >= 1 and 1 <= min_match <= max_match <= 1024 and 1 <= nodes <= 4096 and 1 <= depth <= 1024):
+            raise ValueError(f"{max_seqs=}, {min_match=}, {max_match=}, {nodes=}, {depth=}: all must be from 1, min_match <= max_match")
+        if not 1 <= occurrences <= _SLOTS // 2:
+            raise ValueError(f"{occurrences=} must be from 1 to {_SLOTS // 2}")
+        if not 0.0 < min_chance <= 1.0:
+            raise ValueError(f"{min_chance=} must be above 0, at most 1")
+        self.max_match = max_match
+        self.work = np.zeros(WORK, np.int64)
+        self.work[[MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH]] = max_seqs, max_match, min_match, nodes, occurrences, depth
+        self.work[FLOOR] = min(int(np.ceil(-4 * np.log2(min_chance))) + 1, _BUCKETS)
+        n_candidates, n_nodes = occurrences * depth + 1, max_seqs * nodes
+        self._buffers: dict[int, np.ndarray] = {
+            PLACES: np.zeros((max_seqs, occurrences), np.int64),
+            MATCHES: np.zeros((max_seqs, occurrences), np.int32),
+            STATE: np.zeros((max_seqs, _STATE), np.int64),
+            LANES: np.zeros((_LANES, LANE), np.int64),
+            TEXTS: np.zeros((2, occurrences), np.int64),
+            ORDER: np.zeros((3, occurrences), np.int32),
+            GROUPS: np.full((2, _SLOTS), -1, np.int32),
+            CANDIDATES: np.zeros((n_candidates, _CANDIDATE), np.int32),
+            CHANCES: np.zeros(n_candidates, np.float64),
+            QUEUE: np.zeros(_BUCKETS, np.int32),
+            WEIGHTS: 0.25 * np.arange(max_match + depth + 1, dtype=np.float64) ** 1.5,
+            OUT_START: np.zeros(max_seqs + 1, np.int64),
+            OUT_TOKENS: np.zeros(n_nodes, np.int32),
+            OUT_PARENTS: np.zeros(n_nodes, np.int32),
+            OUT_COUNTS: np.zeros(n_nodes, np.int32),
+            OUT_MATCH: np.zeros(n_nodes, np.int16),
+            OUT_PLACE: np.zeros(n_nodes, np.int64),
+        }
+        self.reset(snapshots)
+
+    def reset(self, snapshots: Sequence[Snapshot]) -> None:
+        """Look up in these from now on. All sequences are searched anew; places count the segments of all snapshots, in order.
+
+        Raises ValueError where the snapshots are of different tokenizers.
+        """
+        kinds = {(s.manifest.tokenizer_name, s.manifest.vocab_size, s.manifest.tokenizer_fingerprint) for s in snapshots}
+        if len({kind[1:] for kind in kinds}) > 1:  # one token width is read for all
+            raise ValueError(f"stores of different tokenizers cannot be used together: {sorted(kinds)}")
+        rows = np.concatenate([np.zeros((0, ROW), np.int64), *(s.rows for s in snapshots)])
+        self.snapshots = tuple(snapshots)
+        self._buffers[ROWS] = np.ascontiguousarray(rows)
+        self._buffers[CURSORS] = np.zeros((_LANES, 2 * len(rows), _CURSOR), np.int64)
+        self._buffers[STATE][:] = 0
+        self.work[N_SEGMENTS] = len(rows)
+        self.work[[WIDE_IDS, IDS]] = rows[0, [WIDE, VOCAB]] if len(rows) else (0, 1)
+        for column, buffer in self._buffers.items():
+            self.work[column] = buffer.ctypes.data
+
+    def begin(self, slot: int) -> None:
+        """A new sequence uses this slot, 0 <= slot < max_seqs."""
+        self._buffers[STATE][slot] = 0
+
+    def end(self, slot: int) -> None:
+        """The sequence is over."""
+        self._buffers[STATE][slot] = 0
+
+    def propose(self, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> Trees:
+        """slots [B] int32, all different; contexts [B, max_match] int32, newest first, -1 pads; fresh [B] int32: tokens appended since
+        this slot's last call, -1 where unknown. A draft of what is not in the store is an empty tree."""
+        if len(slots) > self.work[MAX_SEQS] or contexts.shape != (len(slots), self.max_match) or fresh.shape != slots.shape:
+            raise ValueError(f"{slots.shape=}, {contexts.shape=}, {fresh.shape=}: [B], [B, {self.max_match}], [B] with B <= max_seqs")
+        contexts = np.ascontiguousarray(contexts, np.int32)
+        n = propose_batch(self.work, slots, contexts, fresh)
+        b = self._buffers
+        outputs = (b[column][:n].copy() for column in (OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE))
+        return Trees(b[OUT_START][: len(slots) + 1].copy(), *outputs)
+
+    def locate(self, place: int) -> Location:
+        """Where a node's token stands. Raises DatastoreCorruptError where the store has no such place, ValueError where it never had."""
+        number = place >> PLACE_BITS
+        for snapshot in self.snapshots:
+            if 0 <= number < len(snapshot.segments):
+                return snapshot.locate(number << PLACE_BITS | place & (1 << PLACE_BITS) - 1)
+            number -= len(snapshot.segments)
+        raise ValueError(f"{place} is in no segment of this matcher")
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def propose_batch(work, slots, contexts, fresh):
+    """`Matcher.propose` for compiled callers: `contexts` must be contiguous int32 [B, max_match] -> number of nodes written."""
+    rows = carray(pointer(work[ROWS]), (work[N_SEGMENTS], ROW), np.int64)
+    start = carray(pointer(work[OUT_START]), work[MAX_SEQS] + 1, np.int64)
+    lanes = carray(pointer(work[LANES]), (_LANES, LANE), np.int64)
+    cursors = carray(pointer(work[CURSORS]), (_LANES, 2 * work[N_SEGMENTS], _CURSOR), np.int64)
+    address = contexts.ctypes.data
+    n = 0
+    start[0] = 0
+    for first in range(0, len(slots), _LANES):
+        last = min(first + _LANES, len(slots))
+        n_lanes = 0
+        for b in range(first, last):
+            query = address + 4 * work[MAX_MATCH] * b
+            if _in_range(work, slots[b]) and not _follow(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
+                lanes[n_lanes, QUERY], lanes[n_lanes, LENGTH] = query, _length(work, query)
+                n_lanes += 1
+        for s in range(work[N_SEGMENTS]):
+            insertions(rows[s], lanes, n_lanes)
+            for i in range(n_lanes):
+                _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
+        lane = 0
+        for b in range(first, last):
+            if _in_range(work, slots[b]):
+                slot = np.int64(slots[b])
+                if lane < n_lanes and lanes[lane, QUERY] == address + 4 * work[MAX_MATCH] * b:
+                    _collect(work, rows, slot, lanes[lane, QUERY], cursors[lane])
+                    lane += 1
+                n += _grow(work, rows, slot, n)
+            start[b + 1] = n
+    return n
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _in_range(work, slot):
+    return slot >= 0 and slot < work[MAX_SEQS]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _length(work, query):
+    """Tokens of a context: up to the padding, or to an id that the vocabulary does not have."""
+    n = np.int64(0)
+    while n < work[MAX_MATCH] and load_i32(query + 4 * n) >= 0 and load_i32(query + 4 * n) < work[IDS]:
+        n += 1
+    return n
+
+
+# ---- occurrences
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _follow(work, rows, slot, query, fresh):
+    """Move a slot's occurrences over the appended tokens, drop those that go on otherwise -> whether that does without a search.
+
+    Lengths grow past `max_match` here, where equal ones would hide that entries that were shorter are not all known.
+    """
+    cap, wide = work[OCCURRENCES], work[WIDE_IDS] != 0
+    places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
+    state = carray(pointer(work[STATE] + 8 * _STATE * slot), _STATE, np.int64)
+    if fresh == 0 and state[_HELD] > 0:
+        return True
+    if fresh <= 0 or fresh > work[MAX_MATCH] or state[_HELD] == 0 or state[_AGE] >= REUSES:
+        return False
+    complete = state[_COMPLETE]
+    mask = (np.int64(1) << PLACE_BITS) - 1
+    kept, exact, longest = 0, 0, np.int64(0)
+    for i in range(state[_HELD]):
+        row, p = places[i] >> PLACE_BITS, places[i] & mask
+        if p + fresh >= rows[row, N_TOKENS]:
+            continue
+        tokens = rows[row, TOKENS]
+        k = 0
+        while k < fresh and token_at(tokens, wide, p + k) == load_i32(query + 4 * (fresh - 1 - k)):
+            k += 1
+        if k < fresh or token_at(tokens, wide, p + fresh) >= work[IDS]:
+            continue
+        exact += matches[i] >= complete
+        places[kept] = places[i] + fresh
+        matches[kept] = matches[i] + fresh
+        longest = max(longest, np.int64(matches[kept]))
+        kept += 1
+    if exact < MANY and (exact == 0 or longest < LONG_MATCH):
+        state[_HELD] = 0
+        return False
+    state[_HELD], state[_COMPLETE] = kept, complete + fresh
+    state[_AGE] += 1
+    return True
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _collect(work, rows, slot, query, cursors):
+    """Fill a slot with occurrences by falling match length, and keep from which length on they are all there are.
+
+    Two cursors per segment go outward from where the context belongs: the lengths they meet only fall.
+    """
+    cap, budget = work[OCCURRENCES], _INSPECT * work[OCCURRENCES]
+    places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
+    state = carray(pointer(work[STATE] + 8 * _STATE * slot), _STATE, np.int64)
+    taken = 0
+    state[_COMPLETE], state[_AGE] = work[MAX_MATCH] + 1, 0
+    while taken < cap:
+        best = np.int64(0)
+        for c in range(len(cursors)):
+            best = max(best, cursors[c, _SHARED])
+        if best < work[MIN_MATCH]:
+            break
+        for c in range(len(cursors)):
+            cursors[c, _FROM] = cursors[c, _INDEX] if cursors[c, _SHARED] == best else -1
+        first, more = taken, False
+        for c in range(len(cursors)):
+            row, step = rows[c >> 1], 2 * (c & 1) - 1
+            i, shared = cursors[c, _INDEX], cursors[c, _SHARED]
+            while shared == best and budget > 0 and not more:
+                p = position_at(row[SUFFIXES], row[WIDTH], i)
+                if not is_dead(row, p):
+                    if taken == cap:
+                        more = True
+                        break
+                    places[taken] = np.int64(c >> 1) << PLACE_BITS | p
+                    matches[taken] = best
+                    taken += 1
+                i += step
+                _look_ahead(row, i + step * _PREFETCH)
+                shared = entry_agreement(row, i, query, best)
+                budget -= 1
+            cursors[c, _INDEX], cursors[c, _SHARED] = i, shared
+            more |= shared == best
+        if more:
+            taken = _sample(rows, query, best, cursors, places, matches, first)
+            break
+        state[_COMPLETE] = best
+    state[_HELD] = taken
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _place_cursors(row, lane, least, left, right):
+    at = lane[LO] + 1
+    left[_INDEX], left[_SHARED], right[_INDEX], right[_SHARED] = at - 1, lane[SHARED_LO], at, lane[SHARED_HI]
+    if max(lane[SHARED_LO], lane[SHARED_HI]) >= least:
+        for i in range(1, _PREFETCH + 1):
+            _look_ahead(row, at - 1 - i)
+            _look_ahead(row, at + i)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _look_ahead(row, i):
+    if i >= 0 and i < row[N_SUFFIXES]:
+        p = position_at(row[SUFFIXES], row[WIDTH], i)
+        prefetch(row[TOKENS] + (p - 1) * (4 if row[WIDE] else 2))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _sample(rows, query, best, cursors, places, matches, first):
+    """From `first` on, put an even sample of all entries of length `best` in place of what was collected of them -> how many there are."""
+    total = np.int64(0)
+    for c in range(len(cursors)):
+        cursors[c, _COUNT] = 0
+        if cursors[c, _FROM] >= 0:
+            stride = 1
+            while stride < 1 << 18:  # where `reach` will look, all at once: it waits for one after the other
+                _look_ahead(rows[c >> 1], cursors[c, _FROM] + (2 * (c & 1) - 1) * stride)
+                stride = 8 * stride + 1
+            cursors[c, _COUNT] = reach(rows[c >> 1], cursors[c, _FROM], 2 * (c & 1) - 1, query, best, False)
+            total += cursors[c, _COUNT]
+    n = min(len(places) - first, total)
+    c, before = 0, np.int64(0)
+    for j in range(n):
+        x = (2 * j + 1) * total // (2 * n)
+        while x - before >= cursors[c, _COUNT]:
+            before += cursors[c, _COUNT]
+            c += 1
+        row = rows[c >> 1]
+        p = position_at(row[SUFFIXES], row[WIDTH], cursors[c, _FROM] + (2 * (c & 1) - 1) * (x - before))
+        prefetch(row[TOKENS] + p * (4 if row[WIDE] else 2))
+        places[first + j] = np.int64(c >> 1) << PLACE_BITS | p
+    taken = first
+    for j in range(first, first + n):
+        row, p = rows[places[j] >> PLACE_BITS], places[j] & ((np.int64(1) << PLACE_BITS) - 1)
+        if p > 0 and p < row[N_TOKENS] and not is_dead(row, p):
+            places[taken], matches[taken] = places[j], best
+            taken += 1
+    return taken
+
+
+# ---- the tree
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _grow(work, rows, slot, offset):
+    """Merge the continuations of a slot's occurrences into a tree, likely nodes first -> number of nodes, written from `offset` on.
+
+    No path is likelier than its beginning, so that candidates leave the queue in falling order: it is a row of buckets, a quarter of
+    an octave of chance each, and a pointer that only moves on. Equal chances leave it by match length.
+    """
+    cap, depth, max_match, width, floor = work[OCCURRENCES], work[DEPTH], work[MAX_MATCH], work[NODES], work[FLOOR]
+    places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
+    order = carray(pointer(work[ORDER]), (3, cap), np.int32)
+    weights = carray(pointer(work[WEIGHTS]), max_match + depth + 1, np.float64)
+    n_candidates = cap * depth + 1
+    candidates = carray(pointer(work[CANDIDATES]), (n_candidates, _CANDIDATE), np.int32)
+    chances = carray(pointer(work[CHANCES]), n_candidates, np.float64)
+    queue = carray(pointer(work[QUEUE]), _BUCKETS, np.int32)
+    tokens = carray(pointer(work[OUT_TOKENS] + 4 * offset), width, np.int32)
+    parents = carray(pointer(work[OUT_PARENTS] + 4 * offset), width, np.int32)
+    counts = carray(pointer(work[OUT_COUNTS] + 4 * offset), width, np.int32)
+    match = carray(pointer(work[OUT_MATCH] + 2 * offset), width, np.int16)
+    place = carray(pointer(work[OUT_PLACE] + 8 * offset), width, np.int64)
+    held = carray(pointer(work[STATE] + 8 * _STATE * slot), _STATE, np.int64)[_HELD]
+    wide, ids = work[WIDE_IDS] != 0, work[IDS]
+    texts = carray(pointer(work[TEXTS]), (2, cap), np.int64)
+    for i in range(held):
+        order[0, i] = i
+        row, p = places[i] >> PLACE_BITS, places[i] & ((np.int64(1) << PLACE_BITS) - 1)
+        texts[0, i] = rows[row, TOKENS] + (p << 2 if wide else p << 1)
+        texts[1, i] = rows[row, N_TOKENS] - p
+    queue[:] = -1
+    made = _children(work, slot, 0, 0, held, 0, -1, 1.0)
+    for c in range(made - 1, -1, -1):
+        bucket = _bucket(work, c)
+        candidates[c, _NEXT] = queue[bucket]
+        queue[bucket] = c
+    n, bucket = 0, 0
+    while n < width:
+        while bucket < floor and queue[bucket] < 0:
+            bucket += 1
+        if bucket >= floor:
+            break
+        best = np.int64(queue[bucket])
+        queue[bucket] = candidates[best, _NEXT]
+        begin, end, level = np.int64(candidates[best, _BEGIN]), np.int64(candidates[best, _END]), np.int64(candidates[best, _LEVEL])
+        o = order[0, begin]
+        tokens[n] = candidates[best, _TOKEN]
+        parents[n] = candidates[best, _PARENT]
+        counts[n] = end - begin
+        match[n] = min(np.int64(matches[o]), max_match)
+        place[n] = places[o] + level
+        n += 1
+        level += 1
+        if level == depth:
+            continue
+        more = 1
+        token = token_at(texts[0, o], wide, level) if level < texts[1, o] else ids
+        weight = weights[min(matches[o] + level, len(weights) - 1)]
+        for i in range(begin + 1, end):
+            o = order[0, i]
+            if level >= texts[1, o] or token_at(texts[0, o], wide, level) != token:
+                more = _children(work, slot, made, begin, end, level, n - 1, chances[best])
+                break
+            weight += weights[min(matches[o] + level, len(weights) - 1)]
+        else:  # all go on alike: most of a tree
+            if token >= ids:
+                continue
+            candidates[made, _TOKEN], candidates[made, _PARENT], candidates[made, _LEVEL] = token, n - 1, level
+            candidates[made, _BEGIN], candidates[made, _END] = begin, end
+            chances[made] = chances[best] * weight / (weight + 1.0)
+        for c in range(made + more - 1, made - 1, -1):
+            b = max(_bucket(work, c), bucket)
+            candidates[c, _NEXT] = queue[b]
+            queue[b] = c
+        made += more
+    return n
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _bucket(work, c):
+    """0 for a chance of 1, then 4 buckets an octave: exponent and two bits of the mantissa, read from the number's bits."""
+    return min(max((1023 << 2) - (load_i64(work[CHANCES] + 8 * c) >> 50), 0), _BUCKETS - 1)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _children(work, slot, made, begin, end, level, parent, chance):
+    """Group the occurrences order[0, begin:end] by their token at `level`, longest match first in each group; one candidate a group."""
+    cap, n_weights = work[OCCURRENCES], work[MAX_MATCH] + work[DEPTH] + 1
+    wide, ids = work[WIDE_IDS] != 0, work[IDS]
+    texts = carray(pointer(work[TEXTS]), (2, cap), np.int64)
+    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
+    order = carray(pointer(work[ORDER]), (3, cap), np.int32)
+    groups = carray(pointer(work[GROUPS]), (2, _SLOTS), np.int32)
+    weights = carray(pointer(work[WEIGHTS]), n_weights, np.float64)
+    candidates = carray(pointer(work[CANDIDATES]), (cap * work[DEPTH] + 1, _CANDIDATE), np.int32)
+    chances = carray(pointer(work[CHANCES]), cap * work[DEPTH] + 1, np.float64)
+    n = 0
+    whole = 1.0
+    for i in range(begin, end):
+        o = order[0, i]
+        weight = weights[min(matches[o] + level, n_weights - 1)]
+        whole += weight
+        order[1, i] = -1
+        if level >= texts[1, o]:
+            continue
+        token = token_at(texts[0, o], wide, level)
+        if token >= ids:  # the separator, or damage
+            continue
+        h = (token * 0x9E3779B1 >> 12) & (_SLOTS - 1)
+        while groups[0, h] >= 0 and groups[0, h] != token:
+            h = (h + 1) & (_SLOTS - 1)
+        if groups[0, h] < 0:
+            groups[0, h], groups[1, h] = token, n
+            candidates[made + n, _TOKEN], candidates[made + n, _PARENT], candidates[made + n, _LEVEL] = token, parent, level
+            candidates[made + n, _BEGIN], candidates[made + n, _END] = h, 0
+            chances[made + n] = 0.0
+            n += 1
+        g = groups[1, h]
+        order[1, i] = g
+        candidates[made + g, _END] += 1
+        chances[made + g] += weight
+    at = begin
+    scale = chance / whole
+    for c in range(made, made + n):
+        groups[0, candidates[c, _BEGIN]] = -1
+        candidates[c, _BEGIN] = at
+        at += candidates[c, _END]
+        candidates[c, _END] = candidates[c, _BEGIN]
+        chances[c] *= scale
+    for i in range(begin, end):
+        if order[1, i] >= 0:
+            c = made + order[1, i]
+            order[2, candidates[c, _END]] = order[0, i]
+            candidates[c, _END] += 1
+    for i in range(begin, at):
+        order[0, i] = order[2, i]
+    return n

@@ -1,0 +1,54 @@
+"""Reading memory by address from compiled code. Knows no format: who calls has checked the bounds.
+
+An address and an offset enter, a number leaves. Arrays as arguments of compiled functions cost reference counts and microseconds of
+unpacking at every call; a table of addresses costs one argument, and stays valid while its owner holds the arrays.
+"""
+
+from __future__ import annotations
+
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+
+def _loader(bits, signed):
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            raw = builder.load(builder.inttoptr(args[0], ir.IntType(bits).as_pointer()), align=1)
+            return (builder.sext if signed else builder.zext)(raw, ir.IntType(64)) if bits < 64 else raw
+
+        return types.int64(types.int64), codegen
+
+    return load
+
+
+load_u8 = _loader(8, False)
+load_u16 = _loader(16, False)
+load_u32 = _loader(32, False)
+load_i32 = _loader(32, True)
+load_i64 = _loader(64, True)
+
+
+@intrinsic
+def pointer(typingctx, address):
+    """An int64 as what `numba.carray` takes."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for a cache line that is read soon. Harmless for any address."""
+
+    def codegen(context, builder, signature, args):
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), i32, i32, i32])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], ir.IntType(8).as_pointer()), i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen

@@ -1,0 +1,351 @@
+"""An open datastore: one generation of its segments, what stands where, and the switch to the next generation.
+
+A folder enters, arrays and addresses for look-ups leave, and documents, paths and lines for people. It reads files through format.py
+alone and never writes. What was checked at open are manifest, headers, sizes and vocabulary; values in the bodies are checked here
+when they are used, so that the worst that a damaged body does is a typed error or a poor draft.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numba import njit
+
+from .errors import DatastoreCorruptError, DatastoreError, DatastoreNotFoundError, TokenizerMismatchError
+from .format import MANIFEST, Manifest, Segment, SegmentEntry, map_segment, read_manifest, read_vocabulary
+from .search import DEAD, N_DEAD, N_SUFFIXES, N_TOKENS, ROW, SUFFIXES, TOKENS, VOCAB, WIDE, WIDTH, insertion, is_dead, position_at, reach
+from .verify import verify_segment
+
+PLACE_BITS = 40
+_TALLY = 1 << 16
+"""Occurrences that one look-up for people reads at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a token stands."""
+
+    path: str
+    line: int
+    """From 1."""
+    offset: int
+    """Tokens of the document before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A live document of a snapshot."""
+
+    segment: int
+    number: int
+    path: str
+    hash: bytes
+    size: int
+    mtime_ns: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a look-up for people found."""
+
+    length: int
+    """Tokens of the context that agree, 0 where nothing does."""
+    count: int
+    """Live occurrences of them."""
+    continuations: list[tuple[int, int]]
+    """(token, how often it follows), by falling count."""
+    locations: list[Location]
+    complete: bool
+    """False where there are more occurrences than were counted."""
+
+
+class Snapshot:
+    """The immutable arrays of one generation. Its rows of addresses stay valid as long as somebody holds it."""
+
+    def __init__(self, manifest: Manifest, segments: Sequence[Segment], line_ends: np.ndarray):
+        """Raises DatastoreCorruptError where a document that the manifest calls dead does not exist."""
+        self.manifest = manifest
+        self.generation = manifest.generation
+        self.segments = tuple(segments)
+        self.line_ends = line_ends  # u8 [vocab_size]
+        self.n_tokens = sum(s.header.n_tokens for s in segments)
+        self._dead = [_dead_ranges(segment, entry) for segment, entry in zip(segments, manifest.segments, strict=True)]
+        self.rows = np.zeros((len(segments), ROW), np.int64)
+        for row, segment, dead in zip(self.rows, segments, self._dead, strict=True):
+            header = segment.header
+            row[TOKENS], row[N_TOKENS], row[WIDE] = segment.tokens.ctypes.data, header.n_tokens, header.token_width == 4
+            row[SUFFIXES], row[N_SUFFIXES], row[WIDTH] = segment.suffixes.ctypes.data, header.n_suffixes, header.suffix_width
+            row[DEAD], row[N_DEAD], row[VOCAB] = dead.ctypes.data, len(dead), header.vocab_size
+
+    def locate(self, place: int) -> Location:
+        """File, line and offset of a place (segment << 40 | position). Raises DatastoreCorruptError where no document has it."""
+        number, position = place >> PLACE_BITS, place & (1 << PLACE_BITS) - 1
+        if not (0 <= number < len(self.segments) and position < self.segments[number].header.n_tokens):
+            raise ValueError(f"place {place}: segment {number}, position {position} is outside this snapshot")
+        segment = self.segments[number]
+        lo, hi = 0, len(segment.docs)
+        while lo < hi:
+            mid = (lo + hi) >> 1
+            if int(segment.docs["start"][mid]) <= position:
+                lo = mid + 1
+            else:
+                hi = mid
+        start, end = _extent(segment, lo - 1) if lo else (0, 0)
+        if not start <= position < end:
+            raise DatastoreCorruptError(f"{segment.path}: docs: no document has position {position}")
+        line = 1 + int(_line_ends(segment.tokens[start:position], self.line_ends))
+        return Location(_path(segment, lo - 1), line, position - start)
+
+    def text_tokens(self, segment: int, doc: int) -> np.ndarray:
+        """Token ids of a document, u16|u32 [n]: a view. Raises DatastoreCorruptError."""
+        start, end = _extent(self.segments[segment], doc)
+        return self.segments[segment].tokens[start:end]
+
+    def documents(self) -> Iterator[Document]:
+        """All live documents, by segment and number. Raises DatastoreCorruptError at the first whose record is wrong."""
+        for number, (segment, entry) in enumerate(zip(self.segments, self.manifest.segments, strict=True)):
+            dead = set(entry.dead)
+            for doc in range(segment.header.n_docs):
+                if doc not in dead:
+                    start, end = _extent(segment, doc)
+                    record = segment.docs[doc]
+                    yield Document(
+                        number,
+                        doc,
+                        _path(segment, doc),
+                        record["hash"].tobytes(),
+                        int(record["size"]),
+                        int(record["mtime_ns"]),
+                        end - start,
+                    )
+
+
+class Datastore:
+    """An open store. `snapshot` is the generation in use; `refresh` switches it, and whoever holds the old one may go on using it."""
+
+    def __init__(self, path: Path, snapshot: Snapshot, stamp: tuple[int, ...], verify: str, copy: bool):
+        self.path = path
+        self.snapshot = snapshot
+        self._stamp, self._verify, self._copy = stamp, verify, copy
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        verify: Literal["header", "full"] = "header",
+        copy: bool = False,
+        tokenizer_fingerprint: str | None = None,
+        tokenizer_name: str | None = None,
+    ) -> Datastore:
+        """Open the current generation. verify="full" reads every byte; copy=True reads the segments into memory instead of mapping them.
+
+        Raises DatastoreNotFoundError, DatastoreFormatError, DatastoreCorruptError, and TokenizerMismatchError where a fingerprint (sha256,
+        hex) is given that is not the store's.
+        """
+        if verify not in ("header", "full"):
+            raise ValueError(f"verify must be 'header' or 'full', got {verify!r}")
+        folder = Path(path)
+        snapshot, stamp = _load(folder, verify, copy, None)
+        manifest = snapshot.manifest
+        if tokenizer_fingerprint is not None and tokenizer_fingerprint != manifest.tokenizer_fingerprint:
+            raise TokenizerMismatchError(
+                f"{folder} was made with the tokenizer of {manifest.tokenizer_name!r} ({manifest.tokenizer_fingerprint[:12]}…), the "
+                f"model's is that of {tokenizer_name or 'another model'!r} ({tokenizer_fingerprint[:12]}…): build a store with that one"
+            )
+        return cls(folder, snapshot, stamp, verify, copy)
+
+    @property
+    def generation(self) -> int:
+        return self.snapshot.generation
+
+    @property
+    def n_tokens(self) -> int:
+        """Of all segments, separators and dead documents included."""
+        return self.snapshot.n_tokens
+
+    def refresh(self) -> bool:
+        """Pick up a newer generation if there is one: one `stat` where there is none. Segments that both name stay mapped.
+
+        Raises as `open` does; then the generation in use stays in use, and the next call tries again.
+        """
+        if _stamp(self.path) == self._stamp:
+            return False
+        snapshot, stamp = _load(self.path, self._verify, self._copy, self.snapshot)
+        old = self.snapshot.manifest
+        if snapshot.manifest.tokenizer_fingerprint != old.tokenizer_fingerprint:
+            raise TokenizerMismatchError(
+                f"{self.path} was made anew with the tokenizer of {snapshot.manifest.tokenizer_name!r}, the open generation with that of "
+                f"{old.tokenizer_name!r}: open it again"
+            )
+        self._stamp = stamp
+        if snapshot.manifest == old:
+            return False
+        self.snapshot = snapshot
+        return True
+
+    def close(self) -> None:
+        """Let go of the files; they are unmapped once no snapshot is held elsewhere."""
+        empty = Manifest(**{name: getattr(self.snapshot.manifest, name) for name in Manifest.__slots__} | {"segments": ()})
+        self.snapshot = Snapshot(empty, (), self.snapshot.line_ends)
+
+    def __enter__(self) -> Datastore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def info(self) -> dict[str, Any]:
+        """What `ngramspec datastore info` prints; JSON values."""
+        manifest = self.snapshot.manifest
+        bodies = [s.header for s in self.snapshot.segments]
+        n_bytes = sum(s.bytes for s in manifest.segments) + manifest.vocabulary.bytes + self._stamp[2]
+        return {
+            "path": str(self.path),
+            "generation": manifest.generation,
+            "writer": manifest.writer,
+            "tokenizer": {"name": manifest.tokenizer_name, "fingerprint": manifest.tokenizer_fingerprint},
+            "vocab_size": manifest.vocab_size,
+            "segments": len(bodies),
+            "documents": sum(h.n_docs for h in bodies) - sum(len(s.dead) for s in manifest.segments),
+            "dead_documents": sum(len(s.dead) for s in manifest.segments),
+            "tokens": self.n_tokens,
+            "vectors": sum(h.n_vectors for h in bodies),
+            "bytes": n_bytes,
+            "bytes_per_token": n_bytes / max(self.n_tokens, 1),
+            "sources": manifest.sources,
+            "options": manifest.options,
+        }
+
+    def lookup(self, tokens: Sequence[int], max_match: int = 64, min_match: int = 1, limit: int = 10) -> Match:
+        """The longest end of `tokens` (at most max_match) that occurs in a live document, what follows it, and where: `limit` of each.
+
+        At most 65,536 occurrences are counted.
+        """
+        snapshot = self.snapshot
+        query = np.array(list(tokens)[: -max_match - 1 : -1], np.int32)
+        if len(query) and not 0 <= int(query.min()) <= int(query.max()) < snapshot.manifest.vocab_size:
+            raise ValueError(
+                f"token ids must be from 0 to {snapshot.manifest.vocab_size - 1}, got {int(query.min())} to {int(query.max())}"
+            )
+        places = np.empty(_TALLY + 1, np.int64)
+        length = len(query)
+        while length >= max(min_match, 1):
+            n, longest = _occurrences(snapshot.rows, query, length, places)
+            if n:
+                break
+            length = min(longest, length - 1)
+        else:
+            return Match(0, 0, [], [], True)
+        counts: Counter[int] = Counter()
+        found = places[: min(n, _TALLY)].tolist()
+        for place in found:
+            counts[int(snapshot.segments[place >> PLACE_BITS].tokens[place & (1 << PLACE_BITS) - 1])] += 1
+        continuations = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
+        return Match(length, len(found), continuations, [snapshot.locate(place) for place in found[:limit]], n <= _TALLY)
+
+
+# ---- loading
+
+
+def _load(folder: Path, verify: str, copy: bool, old: Snapshot | None) -> tuple[Snapshot, tuple[int, ...]]:
+    """The current generation and MANIFEST's stamp. A writer may replace it, and delete what it named, while it is being read."""
+    while True:
+        stamp = _stamp(folder)
+        try:
+            return _read_generation(folder, verify, copy, old), stamp
+        except DatastoreCorruptError:
+            if _stamp(folder) == stamp:
+                raise
+
+
+def _read_generation(folder: Path, verify: str, copy: bool, old: Snapshot | None) -> Snapshot:
+    manifest = read_manifest(folder)
+    mapped: dict[tuple[str, str], Segment] = {}
+    if old is not None:
+        mapped = {(e.name, e.checksum): s for e, s in zip(old.manifest.segments, old.segments, strict=True)}
+    segments = []
+    for entry in manifest.segments:
+        segment = mapped.get((entry.name, entry.checksum))
+        if segment is None:
+            segment = map_segment(folder, entry, copy)
+            if (segment.header.fingerprint.hex(), segment.header.vocab_size) != (manifest.tokenizer_fingerprint, manifest.vocab_size):
+                raise DatastoreCorruptError(f"{segment.path}: header: it was made with another tokenizer than {MANIFEST} names")
+            if verify == "full":
+                verify_segment(segment)
+        segments.append(segment)
+    return Snapshot(manifest, segments, read_vocabulary(folder, manifest.vocabulary))
+
+
+def _stamp(folder: Path) -> tuple[int, ...]:
+    """What changes when MANIFEST is replaced."""
+    try:
+        status = (folder / MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DatastoreNotFoundError(f"{folder} is not a datastore: it has no file {MANIFEST}") from error
+    except OSError as error:
+        raise DatastoreError(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+# ---- documents
+
+
+def _extent(segment: Segment, doc: int) -> tuple[int, int]:
+    """First token of a document and its end, within the tokens."""
+    if not 0 <= doc < len(segment.docs):
+        raise DatastoreCorruptError(f"{segment.path}: docs: there is no document {doc}, there are {len(segment.docs)}")
+    start, length = int(segment.docs["start"][doc]), int(segment.docs["length"][doc])
+    if not 0 < start <= start + length < segment.header.n_tokens:
+        raise DatastoreCorruptError(f"{segment.path}: docs: document {doc} from {start} to {start + length} is outside the tokens")
+    return start, start + length
+
+
+def _path(segment: Segment, doc: int) -> str:
+    offset, n = int(segment.docs["path_offset"][doc]), int(segment.docs["path_bytes"][doc])
+    if offset + n > segment.header.path_bytes:
+        raise DatastoreCorruptError(f"{segment.path}: docs: the path of document {doc} at {offset} is outside the section of paths")
+    return bytes(segment.paths[offset : offset + n]).decode(errors="replace")
+
+
+def _dead_ranges(segment: Segment, entry: SegmentEntry) -> np.ndarray:
+    """int64 [n, 2], first token and end of the dead documents, rising."""
+    ranges = np.array([_extent(segment, doc) for doc in entry.dead], np.int64).reshape(-1, 2)
+    return np.ascontiguousarray(ranges[np.argsort(ranges[:, 0], kind="stable")])
+
+
+@njit(cache=True, nogil=True)
+def _line_ends(tokens, line_ends):
+    n = 0
+    for token in tokens:
+        if token < len(line_ends):
+            n += line_ends[token]
+    return n
+
+
+@njit(cache=True, nogil=True)
+def _occurrences(rows, query, length, places):
+    """Live positions after the first `length` tokens of the query, as many as fit -> (how many, the longest that occurs at all)."""
+    n, longest = 0, 0
+    for s in range(len(rows)):
+        row = rows[s]
+        at, left, right = insertion(row, query.ctypes.data, length)
+        longest = max(longest, left, right)
+        if right < length:
+            continue
+        for i in range(at, at + reach(row, at, 1, query.ctypes.data, length, True)):
+            p = position_at(row[SUFFIXES], row[WIDTH], i)
+            if p < 1 or p >= row[N_TOKENS] or is_dead(row, p):
+                continue
+            if n == len(places):
+                return n, longest
+            places[n] = np.int64(s) << PLACE_BITS | p
+            n += 1
+    return n, longest

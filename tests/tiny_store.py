@@ -1,0 +1,65 @@
+"""Small datastores made of lists of token ids, for the tests of ngramspec.datastore. Knows the writer's side of format.py only."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ngramspec.datastore.format import (
+    DOC_DTYPE,
+    Manifest,
+    SegmentEntry,
+    separator,
+    suffix_width,
+    token_dtype,
+    write_manifest,
+    write_segment,
+    write_vocabulary,
+)
+from ngramspec.datastore.suffixes import sort_suffixes
+
+FINGERPRINT = hashlib.sha256(b"a tokenizer").hexdigest()
+
+
+def segment_arrays(documents: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """tokens [n], docs DOC_DTYPE, paths: document i is called `<i>/é.py`."""
+    dtype = token_dtype(vocab_size)
+    mark = separator(dtype.itemsize)
+    tokens, names = [mark], [f"{i}/é.py".encode() for i in range(len(documents))]
+    docs = np.zeros(len(documents), DOC_DTYPE)
+    for i, document in enumerate(documents):
+        name_at = sum(map(len, names[:i]))
+        digest = np.void(hashlib.blake2b(bytes(str(document), "ascii"), digest_size=16).digest())
+        docs[i] = (len(tokens), name_at, 3 * len(document), 1000 + i, digest, len(document), len(names[i]))
+        tokens += [*document, mark]
+    return np.array(tokens, dtype), docs, b"".join(names)
+
+
+def add_segment(folder: Path, documents: Sequence[Sequence[int]], vocab_size: int, dead: Sequence[int] = ()) -> SegmentEntry:
+    tokens, docs, paths = segment_arrays(documents, vocab_size)
+    suffixes = sort_suffixes(tokens, suffix_width(len(tokens)))
+    entry = write_segment(
+        folder, tokens=tokens, suffixes=suffixes, docs=docs, paths=paths, vectors=None, vocab_size=vocab_size, fingerprint=FINGERPRINT
+    )
+    return dataclasses.replace(entry, dead=tuple(dead))
+
+
+def write_store(
+    folder: Path,
+    segments: Sequence[Sequence[Sequence[int]]],
+    vocab_size: int,
+    dead: Sequence[Sequence[int]] | None = None,
+    generation: int = 1,
+) -> Manifest:
+    """A store with these segments of documents of token ids; every third token id has a line end."""
+    folder.mkdir(exist_ok=True)
+    marks = dead or [()] * len(segments)
+    entries = tuple(add_segment(folder, documents, vocab_size, d) for documents, d in zip(segments, marks, strict=True))
+    vocabulary = write_vocabulary(folder, np.arange(vocab_size) % 3 == 0)
+    manifest = Manifest(generation, "tiny", FINGERPRINT, vocab_size, vocabulary, entries, [{"path": "corpus"}], {"jobs": 2})
+    write_manifest(folder, manifest)
+    return manifest
