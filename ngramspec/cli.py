@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import __version__
+from . import __version__, cli_datastore
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine import Engine, Hints
     from .screen import View
     from .types import Completion, Delta, SamplingParams
 
@@ -34,6 +34,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+cli_datastore.register(app)
 
 
 class BadInputError(Exception):
@@ -125,6 +126,10 @@ def complete(
     spec_length: Annotated[int | None, _option(_SPECULATION, "Longest draft. What pays decides below it.", min=1)] = None,
     spec_rows: Annotated[int | None, _option(_SPECULATION, "Most draft tokens verified in one pass.", min=1)] = None,
     max_order: Annotated[int | None, _option(_SPECULATION, "Longest n-gram looked up.", min=2)] = None,
+    datastore: Annotated[
+        list[Path] | None, _option(_SPECULATION, "Draft from this datastore too; may be given several times.", "--datastore", "-d")
+    ] = None,
+    prediction: Annotated[Path | None, _option(_SPECULATION, "A file with the text that is expected, such as the unedited one.")] = None,
     history: Annotated[int | None, _option(_SPECULATION, "Tokens of a sequence that its n-gram tables remember.", min=1)] = None,
     logprobs: Annotated[int | None, _option(_OUTPUT, "Report log-probabilities of each token and of this many others.")] = None,
     as_json: Annotated[bool, _option(_OUTPUT, "Print one JSON document instead of the text.", "--json")] = False,
@@ -145,6 +150,7 @@ def complete(
     from .types import SamplingParams
 
     text = _read_prompt(prompt, file)
+    expected = _read_file(prediction, "the prediction") if prediction is not None else None
     try:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -170,11 +176,11 @@ def complete(
     from . import screen
 
     with screen.progress(quiet) as say:
-        engine = _open(model, device=device, dtype=dtype, speculation=not no_spec, progress=say, **settings)
+        engine = _open(model, device=device, dtype=dtype, speculation=not no_spec, datastore=datastore or (), progress=say, **settings)
     with engine:
         ids = _tokens(engine, text, chat, model)
         view = screen.View(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)
-        done, interrupted = _stream(engine, ids, params, view)
+        done, interrupted = _stream(engine, ids, params, view, expected)
     if as_json:
         print(json.dumps(_document(done, model)))
     if not quiet:
@@ -192,10 +198,11 @@ def _open(model: str, **settings: Any) -> Engine:
         raise BadInputError(str(error)) from error
 
 
-def _stream(engine: Engine, ids: list[int], params: SamplingParams, view: View) -> tuple[Completion, bool]:
+def _stream(engine: Engine, ids: list[int], params: SamplingParams, view: View, prediction: str | None) -> tuple[Completion, bool]:
     """Show the text as it comes. Returns what there is, and whether the user ended it."""
     pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
-    request = engine.submit(ids, params, deliver=pieces.put)
+    hints: Hints = {} if prediction is None else {"prediction": prediction}
+    request = engine.submit(ids, params, deliver=pieces.put, **hints)
     interrupted = False
     try:
         while True:
@@ -217,22 +224,27 @@ def _stream(engine: Engine, ids: list[int], params: SamplingParams, view: View) 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise BadInputError("give either a PROMPT or --file, not both")
-    try:
-        if file is not None:
-            text = file.read_bytes().decode()
-        elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-            text = sys.stdin.buffer.read().decode()
-        elif prompt is not None:
-            text = prompt
-        else:
-            raise BadInputError("there is no prompt: give a PROMPT, --file FILE, or - and text on standard input")
-    except OSError as error:
-        raise BadInputError(f"the prompt cannot be read from {file or 'standard input'}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"the prompt in {file or 'standard input'} is not UTF-8 text: byte {error.start} is invalid") from error
+    if file is not None:
+        text = _read_file(file, "the prompt")
+    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        text = _read_file(None, "the prompt")
+    elif prompt is not None:
+        text = prompt
+    else:
+        raise BadInputError("there is no prompt: give a PROMPT, --file FILE, or - and text on standard input")
     if not text:
         raise BadInputError("the prompt is empty")
     return text
+
+
+def _read_file(file: Path | None, what: str) -> str:
+    """The text of a file, or of standard input."""
+    try:
+        return (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode()
+    except OSError as error:
+        raise BadInputError(f"{what} cannot be read from {file or 'standard input'}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{what} in {file or 'standard input'} is not UTF-8 text: byte {error.start} is invalid") from error
 
 
 def _tokens(engine: Engine, text: str, chat: bool, model: str) -> list[int]:

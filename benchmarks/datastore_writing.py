@@ -1,0 +1,243 @@
+"""Build, update, crash: the subcommands of `benchmarks.datastore` that write.
+
+    python -m benchmarks.datastore build [--paths P...] [--megabytes 110] [--model M] [--repeat N]
+    python -m benchmarks.datastore update [--paths P...] [--files 10000] [--changed 10] [--model M] [--repeat N]
+    python -m benchmarks.datastore crash [--moments 200]
+
+The text is Python, by default that of the installed packages. `build` compares building with tokenizing alone (the tokenizer's own
+call on texts in memory) and sorting alone (of the tokens of one segment), in turns. `update` changes files of a store and brings it up to
+date in this process, by the command, and by a watcher, whose time runs from the save until an open reader has the new generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks import common
+from ngramspec.datastore import Datastore, corpus, pieces
+from ngramspec.datastore.build import BATCH_CHARS, build
+from ngramspec.datastore.format import separator, suffix_width
+from ngramspec.datastore.suffixes import sort_suffixes
+from ngramspec.datastore.tokens import Encoder
+from ngramspec.datastore.update import update
+from ngramspec.datastore.watch import watch
+from ngramspec.loading import load_tokenizer
+
+PYTHON = corpus.CorpusOptions(languages=("python",))
+
+
+def add_commands(commands: Any) -> None:
+    """Add the subcommands to an argparse parser's."""
+    for name, run in (("build", run_build), ("update", run_update), ("crash", run_crash)):
+        command = commands.add_parser(name, help=(run.__doc__ or "").split("\n")[0])
+        command.set_defaults(run=run, store=Path())
+        if name == "crash":
+            command.add_argument("--moments", type=common.positive, default=200, metavar="N")
+            command.add_argument("--seed", type=int, default=0)
+            continue
+        command.add_argument("--model", default="smollm2", help="whose tokenizer is used")
+        command.add_argument("--paths", type=Path, nargs="+", default=[Path(sysconfig.get_paths()["purelib"])], help="where the text is")
+        command.add_argument("--repeat", type=common.positive, default=1 if name == "build" else 5, metavar="N")
+        if name == "build":
+            command.add_argument("--megabytes", type=common.positive, default=110, metavar="N", help="of text")
+        else:
+            command.add_argument("--files", type=common.positive, default=10_000, metavar="N", help="of the store, the smallest there are")
+            command.add_argument("--changed", type=common.positive, default=10, metavar="N", help="files changed each time")
+
+
+def run_build(args: argparse.Namespace) -> dict[str, Any]:
+    """How long does building take, against tokenizing and sorting alone?"""
+    tokenizer = load_tokenizer(args.model).backend_tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        n_files = write_corpus(Path(folder) / "corpus", args.paths, megabytes=args.megabytes)
+        documents = list(corpus.walk(corpus.sources_of([Path(folder) / "corpus"]), PYTHON, corpus.Skipped()))
+        mb = sum(document.size for document in documents) / 1e6
+        encoder = Encoder(tokenizer, args.model)
+        tokens = np.concatenate([encoder.encode([d.text for d in batch])[0] for batch in pieces.batches(documents, BATCH_CHARS)])
+        tokens = np.concatenate([np.array([separator(tokens.itemsize)], tokens.dtype), tokens])
+        last: dict[str, Any] = {}
+
+        def whole() -> float:
+            with peak_memory(last):
+                seconds, summary = timed(
+                    lambda: build([Path(folder) / "corpus"], Path(folder) / "store", tokenizer, args.model, options=PYTHON)
+                )
+            last["summary"] = summary
+            return seconds
+
+        measures = {
+            "tokenizing": lambda: tokenize_alone(tokenizer, documents),
+            "sorting": lambda: timed(lambda: sort_suffixes(tokens, suffix_width(len(tokens))))[0],
+            "build": whole,
+        }
+        times: dict[str, list[float]] = {name: [] for name in measures}
+        for order in common.turns(list(measures), args.repeat):
+            for name in order:
+                times[name].append(measures[name]())
+                print(f"{name}: {times[name][-1]:.1f} s", file=sys.stderr, flush=True)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    ratio = seconds["build"] / (seconds["tokenizing"] + seconds["sorting"])
+    summary = last["summary"]
+    rows = [[name, value, mb / value] for name, value in seconds.items()]
+    common.print_table(["", "seconds", "MB/s"], rows)
+    print(f"build / (tokenizing + sorting) = {ratio:.3f}; {summary.bytes / summary.tokens:.2f} bytes per token, peak {last['peak_mb']} MB")
+    return {
+        "mb": round(mb, 2),
+        "files": n_files,
+        "documents": len(documents),
+        "tokens": summary.tokens,
+        "segments": summary.segments,
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "stages": summary.as_json()["seconds"],
+        "mb_s": round(mb / seconds["build"], 3),
+        "ratio": round(ratio, 4),
+        "bytes_per_token": round(summary.bytes / summary.tokens, 4),
+        "peak_mb": last["peak_mb"],
+        "settings": {"model": args.model, "repeat": args.repeat},
+    }
+
+
+def run_update(args: argparse.Namespace) -> dict[str, Any]:
+    """How long after a change has the store seen it?"""
+    tokenizer = load_tokenizer(args.model).backend_tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        home, store = Path(folder) / "corpus", Path(folder) / "store"
+        n_files = write_corpus(home, args.paths, files=args.files)
+        built, summary = timed(lambda: build([home], store, tokenizer, args.model, options=PYTHON))
+        print(f"{n_files} files, {summary.files} documents, {summary.tokens} tokens: {built:.1f} s", file=sys.stderr, flush=True)
+        files = sorted(home.rglob("*.py"))
+        edits = itertools.count()
+
+        def change() -> None:
+            for n in range(args.changed):
+                with files[(next(edits) * 7919 + n) % len(files)].open("a") as file:
+                    file.write(f"\nEDIT_{next(edits)} = {n}\n")
+
+        def once() -> float:
+            change()
+            seconds, done = timed(lambda: update(store, tokenizer, args.model))
+            if done.added != args.changed:
+                raise SystemExit(f"{args.changed} files changed, the update saw {done.added}")
+            return seconds
+
+        here = [once() for _ in range(args.repeat)]
+        merged = Datastore.open(store).info()["segments"]
+        change()
+        by_command, _ = timed(
+            lambda: subprocess.run([sys.executable, "-m", "ngramspec", "build-datastore", "-u", "-q", "-o", store], check=True)
+        )
+        refreshes = watch_latencies(store, tokenizer, args.model, files, args.repeat)
+    rows = [["update", statistics.median(here), max(here)], ["by the command", by_command, by_command]]
+    rows.append(["from saving a file to a reader that has it", statistics.median(refreshes), max(refreshes)])
+    common.print_table(["", "median s", "max s"], rows)
+    return {
+        "files": n_files,
+        "documents": summary.files,
+        "tokens": summary.tokens,
+        "changed": args.changed,
+        "update_s": round(statistics.median(here), 4),
+        "update_max_s": round(max(here), 4),
+        "command_s": round(by_command, 3),
+        "watch_s": round(statistics.median(refreshes), 4),
+        "watch_max_s": round(max(refreshes), 4),
+        "build_s": round(built, 2),
+        "segments": merged,
+        "settings": {"model": args.model, "repeat": args.repeat},
+    }
+
+
+def run_crash(args: argparse.Namespace) -> dict[str, Any]:
+    """Does a store survive kill -9 of its writer?"""
+    command = [sys.executable, "-m", "benchmarks.datastore_crash", "--moments", str(args.moments), "--seed", str(args.seed)]
+    # a process of its own: it forks, and this one has threads
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    *table, last = done.stdout.splitlines()
+    print("\n".join(table))
+    if done.returncode:
+        raise SystemExit(last)
+    document: dict[str, Any] = json.loads(last)
+    return document
+
+
+def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None, files: int | None = None) -> int:
+    """Copy documents into a folder: evenly spaced ones until they have so many megabytes, or the smallest so many -> how many."""
+    found = list(corpus.walk(corpus.sources_of(paths), PYTHON, corpus.Skipped()))
+    if files is not None:
+        chosen = sorted(found, key=lambda document: len(document.text))[:files]
+    else:
+        share = min(1.0, (megabytes or 1) * 1e6 / sum(document.size for document in found))
+        chosen = [d for n, d in enumerate(found) if int((n + 1) * share) > int(n * share)]
+    for n, document in enumerate(chosen):
+        path = home / f"{n % 100:02}" / f"{n}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(document.text.encode())
+    return len(chosen)
+
+
+def tokenize_alone(tokenizer: Tokenizer, documents: list[corpus.Document]) -> float:
+    """Seconds of the tokenizer's own call over all texts, in batches of a megabyte, nothing done with what it returns."""
+    started = time.perf_counter()
+    for batch in pieces.batches(documents, 1 << 20):
+        tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
+    return time.perf_counter() - started
+
+
+def watch_latencies(store: Path, tokenizer: Tokenizer, name: str, files: list[Path], repeat: int) -> list[float]:
+    """Seconds from the end of a save to a reader's having the generation with it."""
+    stop, ready = threading.Event(), threading.Event()
+    watcher = threading.Thread(target=watch, args=(store, tokenizer, name), kwargs={"stop": stop, "ready": lambda sources: ready.set()})
+    watcher.start()
+    seconds = []
+    try:
+        if not ready.wait(60):
+            raise SystemExit("the watcher did not begin")
+        reader = Datastore.open(store)
+        for n in range(repeat):
+            with files[n * 31].open("a") as file:
+                file.write(f"\nSAVED_{n} = {time.time_ns()}\n")
+            started = time.perf_counter()
+            while not reader.refresh():
+                if time.perf_counter() - started > 30:
+                    raise SystemExit("a saved file was not seen within 30 s")
+                time.sleep(0.005)
+            seconds.append(time.perf_counter() - started)
+    finally:
+        stop.set()
+        watcher.join()
+    return seconds
+
+
+@contextlib.contextmanager
+def peak_memory(out: dict[str, Any]) -> Iterator[None]:
+    """The process's largest resident memory meanwhile, out["peak_mb"]; its largest ever where the system does not forget."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    yield
+    out["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    with contextlib.suppress(OSError):
+        if match := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            out["peak_mb"] = int(match[1]) >> 10
+
+
+def timed(call: Any) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = call()
+    return time.perf_counter() - started, result

@@ -1,0 +1,82 @@
+"""What a build tells while it runs and when it is done: plain counts, no drawing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a build stands. One object, changed in place; the callback looks at it when it is told to."""
+
+    stage: str = "looking"
+    """looking, reading (with tokenizing), sorting, writing, done."""
+    files: int = 0
+    n_files: int = 0
+    bytes: int = 0
+    """Of the files read so far."""
+    n_bytes: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def mb_s(self) -> float:
+        elapsed = time.monotonic() - self.started
+        return self.bytes / 1e6 / elapsed if elapsed > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of reading and tokenizing, at the mean rate so far."""
+        if not self.bytes:
+            return None
+        return (self.n_bytes - self.bytes) * (time.monotonic() - self.started) / self.bytes
+
+
+Tell = Callable[[Progress], None]
+"""Called from the thread that builds, often; it must be quick."""
+
+
+def silent(progress: Progress) -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a writer did."""
+
+    generation: int
+    """That stands now."""
+    committed: bool
+    """False where nothing had changed."""
+    files: int = 0
+    """Documents that live in the store."""
+    tokens: int = 0
+    """Without separators; those of dead documents are counted until a merge drops them."""
+    segments: int = 0
+    bytes: int = 0
+    """Of the store on disk."""
+    added: int = 0
+    """Documents written by this call, changed ones among them."""
+    removed: int = 0
+    """Documents that this call marked dead, or left out when it merged."""
+    unchanged: int = 0
+    mb: float = 0.0
+    """Text tokenized by this call, in 10^6 bytes of the files it lies in."""
+    merged: int = 0
+    """Segments that were merged into fewer."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    named: list[tuple[str, str]] = field(default_factory=list)
+    """(path, why) of what could not be read."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By stage, `total` among them. Stages overlap: tokenizing runs while files are read, sorting while the next are tokenized."""
+
+    def as_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        document["skipped"] = dict(self.skipped.most_common())
+        document["named"] = [list(item) for item in self.named]
+        document["seconds"] = {stage: round(value, 4) for stage, value in self.seconds.items()}
+        return document

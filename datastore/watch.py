@@ -1,0 +1,121 @@
+"""Following a corpus: a saved file is in the store a moment later.
+
+Changes of files enter, by watchfiles; each time the store is brought up to date by `update`, and what that did, or why it failed, is handed
+to the caller. A failure is tried again and never ends the watching. The lock is held only while something is written.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import watchfiles
+from tokenizers import Tokenizer
+
+from . import filters
+from .corpus import Source
+from .errors import DatastoreError
+from .format import read_manifest
+from .pieces import Vectors
+from .progress import Summary
+from .tokens import Encoder
+from .update import update
+
+DEBOUNCE_MS = 250  # an editor's several writes of one save; a checkout of many files takes as long as it takes
+POLL_MS = 1000
+Outcome = Summary | DatastoreError | OSError
+
+
+def watch(
+    store: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    name: str,
+    paths: Sequence[str | os.PathLike[str]] = (),
+    *,
+    vectors: Vectors | None = None,
+    max_memory: int | None = None,
+    writer: str = "ngramspec",
+    stop: threading.Event | None = None,
+    ready: Callable[[Sequence[Source]], None] = lambda sources: None,
+    say: Callable[[Outcome], None] = lambda outcome: None,
+) -> None:
+    """Keep a store up to date until `stop` is set or KeyboardInterrupt comes, which is raised. `paths` are added to its corpus.
+
+    `ready` is called when changes are being watched for, with what is watched; `say` with the Summary of each update that changed something
+    and with each new error. Raises what `update` raises only where the very first one fails.
+    """
+    encoder = Encoder(tokenizer, name)
+    folder = Path(store)
+    stop = stop or threading.Event()
+
+    def bring_up_to_date(paths: Sequence[str | os.PathLike[str]] = ()) -> Summary:
+        return update(folder, encoder, name, paths, vectors=vectors, max_memory=max_memory, writer=writer)
+
+    first = bring_up_to_date(paths)
+    if first.committed:
+        say(first)
+    sources = [Source(**source) for source in read_manifest(folder).sources]
+    single = [source.path for source in sources if not source.folder]
+    wanted = _Filter(folder, sources)
+    changes = watchfiles.watch(
+        *(source.path for source in sources if source.folder),
+        watch_filter=wanted,
+        debounce=DEBOUNCE_MS,
+        step=50,
+        rust_timeout=POLL_MS,
+        yield_on_timeout=True,
+        stop_event=stop,
+        ignore_permission_denied=True,
+    )
+    before = _stamps(single)
+    pending, told, started = True, "", False  # something may have changed between the first update and the watching
+    for changed in changes if any(source.folder for source in sources) else _ticks(stop):
+        now = _stamps(single)  # editors replace a file by another, so that a watch on the file itself would end
+        if changed or now != before or pending:
+            try:
+                outcome = bring_up_to_date()
+                pending, told = False, ""
+                before = now
+                if outcome.committed:
+                    say(outcome)
+            except (DatastoreError, OSError) as error:
+                pending = True
+                if str(error) != told:
+                    say(error)
+                    told = str(error)
+        if not started:
+            started = True
+            ready(sources)
+
+
+class _Filter:
+    """Which changes matter: not the store's own files nor those of tools, but git's index, for a file may be tracked from now on."""
+
+    def __init__(self, store: Path, sources: Sequence[Source]) -> None:
+        self.store = os.path.realpath(store) + "/"
+        self.roots = sorted((source.path for source in sources if source.folder), key=len, reverse=True)
+
+    def __call__(self, change: watchfiles.Change, path: str) -> bool:
+        if path.startswith(self.store):
+            return False
+        root = next((root for root in self.roots if path.startswith(root + "/")), "")
+        inner = path[len(root) + 1 :]
+        return inner.endswith(".git/index") or not filters.SKIPPED_FOLDERS.intersection(inner.split("/"))
+
+
+def _stamps(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
+    stamps: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            status = os.lstat(path)
+            stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        except OSError:
+            stamps.append(None)
+    return stamps
+
+
+def _ticks(stop: threading.Event) -> Iterator[set[watchfiles.main.FileChange]]:
+    while not stop.wait(POLL_MS / 1000):
+        yield set()
