@@ -24,10 +24,24 @@ from benchmarks import common
 from benchmarks.common import Prompt
 from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task, open_peer
 from ngramspec import Engine, SamplingParams, Stats
+from ngramspec.cost import CostModel
 from ngramspec.loading import load_model
 
+SLOPES = {"flat": 0.005, "steep": 0.04}
+"""Cost of a row as a share of a pass, as in `benchmarks.replay`."""
+SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost")
 LOCAL_VLLM = Path(".venv-vllm/bin/python")
 """Where `make peers` puts it."""
+
+
+class FixedCost(CostModel):
+    """A cost that is given, whatever a pass takes."""
+
+    def __init__(self, slope: float, max_rows: int) -> None:
+        super().__init__([1, max_rows], [1.0, 1.0 + slope * (max_rows - 1)], max_rows)
+
+    def observe(self, rows: int, ms: float) -> None:
+        pass
 
 
 class Ours:
@@ -52,7 +66,19 @@ class Ours:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     vllm_python = args.vllm_python or (LOCAL_VLLM if LOCAL_VLLM.exists() else None)
-    with Engine(args.model, threads=args.threads, max_seqs=max(64, args.concurrency), progress=say) as engine:
+    options = {"spec_rows": args.spec_rows} if args.spec_rows else {}
+    with Engine(
+        args.model,
+        threads=args.threads,
+        max_seqs=max(64, args.concurrency),
+        datastore=args.datastore,
+        recycle=not args.no_recycle,
+        progress=say,
+        **options,
+        **({"answers": 0} if args.no_answers else {}),
+    ) as engine:
+        if args.cost != "measured":
+            engine.core.cost = FixedCost(SLOPES[args.cost], engine.cost.max_rows)
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
         prompts, skipped = choose_prompts(args, engine)
         contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params, True)}
@@ -82,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             **figures(runs, absent, sampled=args.temperature > 0),
             "settings": {
                 "prompts": "random" if args.random_prompts else str(args.prompts.name) if args.prompts else "library",
-                **{name: getattr(args, name) for name in ("limit", "max_tokens", "temperature", "seed", "concurrency")},
+                **{name: getattr(args, name) for name in SETTINGS},
+                "datastore": [Path(path).name for path in args.datastore],
             },
             "exactness": engine.props()["exactness"],
             "dtype": engine.props()["dtype"],
@@ -116,10 +143,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vllm-python", type=Path, metavar="PATH", help=f"interpreter of an environment with vLLM; default {LOCAL_VLLM} if it is there"
     )
     parser.add_argument("--threads", type=common.positive, metavar="N", help="of everybody; default all cores")
-    parser.add_argument("--datastore", metavar="D", help="not there yet")
+    parser.add_argument("--datastore", action="append", default=[], metavar="D", help="draft from this datastore too; may be repeated")
+    parser.add_argument("--spec-rows", type=common.positive, metavar="N", help="most draft tokens of a sequence in a pass")
+    parser.add_argument("--no-answers", action="store_true", help="do not draft from the answers to earlier prompts")
+    parser.add_argument("--no-recycle", action="store_true", help="do not draft from the model's own candidates")
+    parser.add_argument(
+        "--cost", choices=["measured", *SLOPES], default="measured", help="what the drafts are told a row costs; not measured: as in replay"
+    )
     args = parser.parse_args(argv)
-    if args.datastore is not None:
-        parser.error("--datastore: there are no datastores yet")
     if args.prompts is not None and not args.prompts.is_file():
         parser.error(f"--prompts: there is no file {str(args.prompts)!r}")
     if args.temperature is None:

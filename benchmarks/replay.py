@@ -22,6 +22,7 @@ import json
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,12 +33,16 @@ import numpy as np
 from numba import njit
 
 from benchmarks.common import environment, print_document, print_table
+from ngramspec.datastore import Datastore
+from ngramspec.datastore.router import Router
 from ngramspec.drafting import ngram
 from ngramspec.drafting.proposer import ANSWERS, Proposer, warmup
+from ngramspec.drafting.suffix import SuffixDrafter
 from ngramspec.types import DraftTree
 
 SLOPES = {"flat": 0.005, "steep": 0.04}
 MAX_ROWS = 64
+REST_ROWS = (4, 8, 16, 24, 32, 48, 64)
 FIGURES = ("tokens_per_pass", "rows_per_pass", "us_per_pass", "speed_flat", "speed_steep")
 
 
@@ -101,22 +106,42 @@ class Replayed(Protocol):
 class Ours:
     """`Proposer` with one sequence, under a pass cost of 1 + slope * rows."""
 
-    def __init__(self, slope: float, stops: tuple[int, ...], answers: bool = False, predicted: bool = False) -> None:
-        self.proposer = Proposer(vocab_size=2**31 - 1, max_seqs=1, spec_rows=MAX_ROWS, recycle=False, answers=ANSWERS if answers else 0)
+    def __init__(
+        self,
+        slope: float,
+        stops: tuple[int, ...],
+        answers: bool = False,
+        predicted: bool = False,
+        stores: Sequence[Datastore] = (),
+        router: Router | None = None,
+    ) -> None:
+        self.proposer = Proposer(
+            vocab_size=2**31 - 1,
+            max_seqs=1,
+            spec_rows=MAX_ROWS,
+            recycle=False,
+            answers=ANSWERS if answers else 0,
+            datastore=SuffixDrafter(stores, 1) if stores else None,
+        )
         self.cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1)
         self.slots, self.depth, self.stops = np.zeros(1, np.int32), np.full(1, MAX_ROWS, np.int32), stops
-        self.predicted, self.output = predicted, list[np.ndarray]()
+        self.predicted, self.router, self.output = predicted, router, list[np.ndarray]()
+        self.accepted_by_source = dict.fromkeys(self.proposer.source_names, 0)
 
     def begin(self, trace: Trace) -> None:
         prediction = np.array(trace.prediction, np.int32) if self.predicted and trace.prediction else None
-        self.proposer.begin(0, np.array(trace.prompt, np.int32), stops=self.stops, prediction=prediction)
+        prompt = np.array(trace.prompt, np.int32)
+        similar = self.router.similar(prompt) if self.router is not None else None
+        self.proposer.begin(0, prompt, stops=self.stops, prediction=prediction, similar=similar)
         self.output = []
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
-        tree = self.proposer.propose(self.slots, self.depth, self.cost_ms, 1, MAX_ROWS)[0]
-        return tree.tokens.tolist(), tree.parents.tolist()
+        self.tree = self.proposer.propose(self.slots, self.depth, self.cost_ms, 1, MAX_ROWS)[0]
+        return self.tree.tokens.tolist(), self.tree.parents.tolist()
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        for source in self.tree.sources[path].tolist():
+            self.accepted_by_source[self.proposer.source_names[source]] += 1
         self.proposer.observe(self.slots, [new], [path])
         self.output.append(new)
 
@@ -135,6 +160,10 @@ class Chain(Ours):
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
         tokens = self.proposer.chain(0, self.length).tolist()
         return tokens, range(-1, len(tokens) - 1)
+
+    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        self.proposer.observe(self.slots, [new], [path])
+        self.output.append(new)
 
 
 class FirstMatch:
@@ -198,24 +227,97 @@ class Arctic:
         self.cache.stop_request(self.request)
 
 
-def drafters(stops: tuple[int, ...], predicted: bool = False) -> dict[str, Callable[[], Replayed]]:
+class Rest:
+    """REST's retriever over the documents of a datastore: contexts of 16 down to 2 tokens, at most `rows` drafted tokens."""
+
+    SPANS = range(16, 1, -1)
+
+    def __init__(self, index: Path, rows: int) -> None:
+        import draftretriever
+
+        self.reader, self.rows = draftretriever.Reader(str(index)), rows
+
+    def begin(self, trace: Trace) -> None:
+        pass
+
+    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
+        recent = text[-self.SPANS[0] :].tolist()
+        for span in self.SPANS:
+            if span <= len(recent):
+                found = self.reader.search(recent[-span:], choices=self.rows)[0]
+                if found:
+                    return self._tree(found)
+        return (), ()
+
+    def _tree(self, candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: dict[tuple[int, int], int] = {}
+        for candidate in candidates:
+            node = -1
+            for token in candidate:
+                if token < 0:
+                    break
+                if (node, token) not in nodes:
+                    nodes[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = nodes[node, token]
+        return tokens, parents
+
+    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def rest_index(stores: Sequence[Datastore], folder: Path) -> Path:
+    """REST's index of the same documents."""
+    import draftretriever
+
+    path = folder / "rest.idx"
+    writer = draftretriever.Writer(str(path), vocab_size=stores[0].snapshot.manifest.vocab_size)
+    for store in stores:
+        for doc in store.snapshot.documents():
+            writer.add_entry(store.snapshot.text_tokens(doc.segment, doc.number).tolist())
+    writer.finalize()
+    return path
+
+
+def drafters(stops: tuple[int, ...], predicted: bool = False, stores: Sequence[Datastore] = ()) -> dict[str, Callable[[], Replayed]]:
+    stored: dict[str, Callable[[], Replayed]] = {
+        "ngramspec+datastore-flat": lambda: Ours(SLOPES["flat"], stops, stores=stores),
+        "ngramspec+datastore-steep": lambda: Ours(SLOPES["steep"], stops, stores=stores),
+    }
+    routed: dict[str, Callable[[], Replayed]] = {}
+    if any(segment.header.n_vectors for store in stores for segment in store.snapshot.segments):
+        router = Router([store.snapshot for store in stores])
+        router.load()  # an engine does it beside loading the model
+        for name, slope in SLOPES.items():
+            routed[f"ngramspec+similar-{name}"] = lambda slope=slope: Ours(slope, stops, router=router)  # type: ignore[misc]
+            routed[f"ngramspec+datastore+similar-{name}"] = lambda slope=slope: Ours(slope, stops, stores=stores, router=router)  # type: ignore[misc]
     foreseen: dict[str, Callable[[], Replayed]] = {
         "ngramspec+prediction-flat": lambda: Ours(SLOPES["flat"], stops, predicted=True),
         "ngramspec+prediction-steep": lambda: Ours(SLOPES["steep"], stops, predicted=True),
         "ngramspec+both-flat": lambda: Ours(SLOPES["flat"], stops, answers=True, predicted=True),
         "ngramspec+both-steep": lambda: Ours(SLOPES["steep"], stops, answers=True, predicted=True),
     }
-    return (foreseen if predicted else {}) | {
-        "ngramspec-flat": lambda: Ours(SLOPES["flat"], stops),
-        "ngramspec-steep": lambda: Ours(SLOPES["steep"], stops),
-        "ngramspec+answers-flat": lambda: Ours(SLOPES["flat"], stops, answers=True),
-        "ngramspec+answers-steep": lambda: Ours(SLOPES["steep"], stops, answers=True),
-        "ngram-chain": lambda: Chain(),
-    }
+    return (
+        (foreseen if predicted else {})
+        | (stored | routed if stores else {})
+        | {
+            "ngramspec-flat": lambda: Ours(SLOPES["flat"], stops),
+            "ngramspec-steep": lambda: Ours(SLOPES["steep"], stops),
+            "ngramspec+answers-flat": lambda: Ours(SLOPES["flat"], stops, answers=True),
+            "ngramspec+answers-steep": lambda: Ours(SLOPES["steep"], stops, answers=True),
+            "ngram-chain": lambda: Chain(),
+        }
+    )
 
 
-def peers() -> tuple[dict[str, Callable[[], Replayed]], dict[str, str]]:
-    """The peers that can run here, and for those that cannot, why."""
+def peers(stores: Sequence[Datastore], folder: Path) -> tuple[dict[str, Callable[[], Replayed]], dict[str, str]]:
+    """The peers that can run here, and for those that cannot, why. `folder` holds what they keep on disk."""
     found: dict[str, Callable[[], Replayed]] = {"pld-hf": lambda: FirstMatch(3, 1, 10), "ngram-vllm": lambda: FirstMatch(4, 2, 7)}
     arctic: dict[str, Callable[[], Replayed]] = {
         "arctic": lambda: Arctic(tree=False, cache=False),
@@ -225,9 +327,17 @@ def peers() -> tuple[dict[str, Callable[[], Replayed]], dict[str, str]]:
         "arctic-tree+cache": lambda: Arctic(tree=True, cache=True),
         "arctic-tree-f4+cache": lambda: Arctic(tree=True, cache=True, factor=4.0, rows=32, depth=64),
     }
-    if importlib.util.find_spec("arctic_inference") is None:
-        return found, dict.fromkeys(arctic, "arctic_inference is not installed (make peers)")
-    return found | arctic, {}
+    rest: dict[str, Callable[[], Replayed]] = {}
+    if stores:
+        index = rest_index(stores, folder) if importlib.util.find_spec("draftretriever") else folder
+        rest = {f"rest-{rows}": lambda rows=rows: Rest(index, rows) for rows in REST_ROWS}  # type: ignore[misc]
+    absent: dict[str, str] = {}
+    for package, some in (("arctic_inference", arctic), ("draftretriever", rest)):
+        if importlib.util.find_spec(package) is None:
+            absent |= dict.fromkeys(some, f"{package} is not installed (make peers)")
+        else:
+            found |= some
+    return found, absent
 
 
 def follow(tokens: Sequence[int], parents: Sequence[int], output: Sequence[int]) -> list[int]:
@@ -242,7 +352,7 @@ def follow(tokens: Sequence[int], parents: Sequence[int], output: Sequence[int])
     return path
 
 
-def replay(drafter: Replayed, traces: list[Trace]) -> dict[str, float]:
+def replay(drafter: Replayed, traces: list[Trace]) -> dict[str, Any]:
     """Follow all traces -> the figures."""
     passes = tokens = rows = 0
     busy = 0.0
@@ -265,7 +375,10 @@ def replay(drafter: Replayed, traces: list[Trace]) -> dict[str, float]:
             n += len(new)
             passes, tokens, rows = passes + 1, tokens + len(new), rows + len(drafted)
         drafter.end()
-    return figures(tokens / passes, rows / passes, busy / passes * 1e6)
+    found: dict[str, Any] = dict(figures(tokens / passes, rows / passes, busy / passes * 1e6))
+    if by_source := getattr(drafter, "accepted_by_source", None):
+        found["accepted_by_source"] = {name: n for name, n in by_source.items() if n}
+    return found
 
 
 def figures(tokens_per_pass: float, rows_per_pass: float, us_per_pass: float) -> dict[str, float]:
@@ -359,7 +472,7 @@ def library_traces(n: int = 64) -> list[Trace]:
     return [Trace(words[i * size : i * size + size - 256], words[i * size + size - 256 : i * size + size]) for i in range(n)]
 
 
-def mean_of(sets: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+def mean_of(sets: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
     return {name: {key: round(statistics.mean(s[name][key] for s in sets), 4) for key in FIGURES} for name in sets[0]}
 
 
@@ -371,6 +484,7 @@ def main() -> None:
     parser.add_argument("--max-out", type=int, default=512, help="tokens of an output that are followed")
     parser.add_argument("--peers", action="store_true", help="also prompt lookup, vLLM's n-gram rule and arctic-inference")
     parser.add_argument("--drafters", help="only these, separated by commas")
+    parser.add_argument("--datastore", action="append", default=[], metavar="STORE", help="also with this datastore; REST gets its text")
     parser.add_argument(
         "--prediction-from",
         choices=["reference-minus-edit"],
@@ -397,6 +511,7 @@ def main() -> None:
         "max_rows": MAX_ROWS,
         "stops": stops,
         "prediction_from": args.prediction_from,
+        "datastore": [Path(path).name for path in args.datastore],
     }
     document: dict[str, Any] = {
         "benchmark": "replay",
@@ -413,10 +528,12 @@ def main() -> None:
         print_document(document)
         return
 
-    chosen = drafters(stops, args.prediction_from is not None)
+    stores = [Datastore.open(path) for path in args.datastore]
+    chosen = drafters(stops, args.prediction_from is not None, stores)
     absent: dict[str, str] = {}
     if args.peers:
-        others, absent = peers()
+        scratch = tempfile.TemporaryDirectory()
+        others, absent = peers(stores, Path(scratch.name))
         chosen |= others
     if args.drafters:
         names = [name.strip() for name in args.drafters.split(",")]
@@ -426,10 +543,10 @@ def main() -> None:
     print(f"Replaying recorded outputs through {', '.join(chosen)}.", flush=True)
     for name, why in absent.items():
         print(f"absent: {name}: {why}", flush=True)
-    sets: dict[str, dict[str, dict[str, float]]] = {}
+    sets: dict[str, dict[str, dict[str, Any]]] = {}
     for path in args.traces:
         traces = read_traces(path, tokenizer, args.limit, args.max_out, args.prediction_from is not None)
-        results: dict[str, dict[str, float]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for name, make in chosen.items():
             print(f"{path.stem}: {name}", file=sys.stderr, flush=True)
             results[name] = replay(make(), traces)

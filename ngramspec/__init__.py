@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .datastore import Datastore
     from .engine import Engine
     from .errors import (
         EngineClosedError,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Engine",
+    "Datastore",
     "SamplingParams",
     "Completion",
     "Choice",
@@ -54,7 +56,7 @@ _TYPES = ("SamplingParams", "Completion", "Choice", "Delta", "Stats", "TokenLogp
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "engine" if name == "Engine" else "types" if name in _TYPES else "errors"
+    home = "engine" if name == "Engine" else "datastore" if name == "Datastore" else "types" if name in _TYPES else "errors"
     value = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value

@@ -14,6 +14,7 @@ import torch
 
 from ngramspec.cost import CostModel
 from ngramspec.drafting.proposer import Proposer
+from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.pack import Span, depths, pack
 from ngramspec.runner import Runner
 from ngramspec.scheduler import Scheduler, Work
@@ -90,7 +91,10 @@ class Core:
             n = len(tree)
             while n and not pool.reserve(seq.slot, seq.n_tokens + n):  # a full pool: fewer guesses
                 n //= 2
-            seq.tree = DraftTree(tree.tokens[:n], tree.parents[:n], tree.probs[:n], tree.sources[:n]) if n else None
+            if n < len(tree):
+                places = tree.places[:n] if tree.places is not None else None
+                tree = DraftTree(tree.tokens[:n], tree.parents[:n], tree.probs[:n], tree.sources[:n], places)
+            seq.tree = tree if n else None
 
     def _commit(self, work: list[Work], spans: list[Span], logits: torch.Tensor) -> list[Sequence]:
         rows = logits.numpy()
@@ -152,7 +156,7 @@ class Core:
         names = self.proposer.source_names if self.proposer is not None else []
         tokens, path = [], []
         for token, node in walk(tree, pick):
-            source = names[tree.sources[node]] if tree is not None and node >= 0 else None
+            source = self._name(tree, node) if tree is not None and node >= 0 else None
             tokens.append(token)
             if node >= 0:
                 path.append(node)
@@ -167,6 +171,14 @@ class Core:
             stats.accepted += len(path)
         seq.tree = None
         return np.array(tokens, np.int32), np.array(path, np.int32) if path else NO_NODES
+
+    def _name(self, tree: DraftTree, node: int) -> str:
+        """The source of a draft token, with file and line where it comes from a datastore."""
+        assert self.proposer is not None
+        name = self.proposer.source_names[tree.sources[node]]
+        if name == DATASTORE and tree.places is not None and tree.places[node] >= 0 and self.proposer.datastore is not None:
+            return f"{name}:{self.proposer.datastore.locate(int(tree.places[node]))}"
+        return name
 
 
 def _banned(seq: Sequence) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ results leave through a queue per request. Knows tokenizers and threads; what a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import queue
@@ -18,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
-from typing import Any, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, NamedTuple, Self, TypeAlias, TypedDict, Unpack, overload
 
 import numba
 import numpy as np
@@ -28,8 +27,11 @@ from transformers import PreTrainedModel
 from ngramspec import sampling
 from ngramspec.core import Core
 from ngramspec.cost import CostModel
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.tokens import fingerprint
 from ngramspec.drafting import proposer as drafting
 from ngramspec.drafting.base import Drafter
+from ngramspec.drafting.suffix import SuffixDrafter
 from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError, TokenizerError
 from ngramspec.loading import LoadedModel, available_memory, eos_token_ids, load_model
 from ngramspec.runner import COST_ROWS, Runner
@@ -41,8 +43,8 @@ from ngramspec.types import MAX_SEED, Completion, Delta, SamplingParams
 log = logging.getLogger(__name__)
 
 Prompt = str | Several[int]
+Store: TypeAlias = str | os.PathLike[str] | Datastore
 Progress = Callable[[str], None]
-Result = TypeVar("Result")
 
 
 Deliver = Callable[[Delta | Exception], None]
@@ -103,6 +105,16 @@ class Request:
         self._done.set()
 
 
+class _Limits(NamedTuple):
+    """What bounds an engine; see `Engine`."""
+
+    max_model_len: int | None
+    kv_memory: int | None
+    max_seqs: int
+    max_rows: int
+    spec_rows: int
+
+
 class Hints(TypedDict, total=False):
     """What a request may say beside its prompt. None of it changes a token."""
 
@@ -136,6 +148,7 @@ class Engine:
         max_seqs: int = 64,
         max_rows: int = 256,
         kv_memory: int | None = None,
+        datastore: Store | Several[Store] = (),
         answers: int = drafting.ANSWERS,
         recycle: bool = True,
         drafters: Several[Drafter] = (),
@@ -145,6 +158,7 @@ class Engine:
         """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded float32 model (which the engine takes over and changes).
 
         `spec_length`, `spec_rows`: deepest and largest draft of a sequence; `max_order`, `history`: of the n-gram tables;
+        `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s;
         `answers`: tokens of finished answers that later requests draw on, 0 for none; `recycle`: draft from the model's own candidates;
         `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
         prompts and sequences a pass; `kv_memory`: bytes; `threads`: default all cores; `progress` is told of the stages of loading.
@@ -157,32 +171,28 @@ class Engine:
         self._wake = threading.Condition()
         self._closed = False
 
-        def load() -> None:
-            self._load(
-                model,
-                tokenizer,
-                progress or (lambda _: None),
-                max_model_len,
-                kv_memory,
-                max_seqs,
-                max_rows,
-                spec_rows,
-                lambda: (
-                    drafting.Proposer(
-                        vocab_size=self.vocab_size,
-                        max_order=max_order,
-                        history=history,
-                        spec_length=spec_length,
-                        spec_rows=spec_rows,
-                        max_seqs=max_seqs,
-                        answers=answers,
-                        recycle=recycle,
-                        drafters=drafters,
-                    )
-                    if speculation
-                    else None
-                ),
+        stores = [datastore] if isinstance(datastore, (str, os.PathLike, Datastore)) else list(datastore)
+        limits = _Limits(max_model_len, kv_memory, max_seqs, max_rows, spec_rows)
+
+        def make_proposer() -> drafting.Proposer | None:
+            if not speculation:
+                return None
+            opened = [self._open_store(store) for store in stores]
+            return drafting.Proposer(
+                vocab_size=self.vocab_size,
+                max_order=max_order,
+                history=history,
+                spec_length=spec_length,
+                spec_rows=spec_rows,
+                max_seqs=max_seqs,
+                datastore=SuffixDrafter(opened, max_seqs) if opened else None,
+                answers=answers,
+                recycle=recycle,
+                drafters=drafters,
             )
+
+        def load() -> None:
+            self._load(model, tokenizer, progress or (lambda _: None), limits, make_proposer)
 
         # The model is loaded in the thread that runs it. OpenMP keeps a team of workers for every thread that ever computed, and once teams
         # outnumber the cores they no longer wait awake: a pass from a second thread took 23 ms instead of 13.
@@ -196,11 +206,7 @@ class Engine:
         model: str | PreTrainedModel,
         tokenizer: Any,
         say: Progress,
-        max_model_len: int | None,
-        kv_memory: int | None,
-        max_seqs: int,
-        max_rows: int,
-        spec_rows: int,
+        limits: _Limits,
         make_proposer: Callable[[], drafting.Proposer | None],
     ) -> None:
         warmer = threading.Thread(target=_warm_up, daemon=True)
@@ -209,21 +215,31 @@ class Engine:
         self.name, self.tokenizer, self.eos_token_ids = loaded.name, loaded.tokenizer, loaded.eos_token_ids
         config = loaded.model.config.get_text_config()
         trained = int(getattr(config, "max_position_embeddings", 0) or 4096)
-        if max_model_len is not None and not 2 <= max_model_len <= trained:
-            raise ValueError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {max_model_len}")
-        self.max_model_len = max_model_len or trained
-        kv_bytes = kv_memory if kv_memory is not None else _default_kv_bytes()
+        if limits.max_model_len is not None and not 2 <= limits.max_model_len <= trained:
+            raise ValueError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {limits.max_model_len}")
+        self.max_model_len = limits.max_model_len or trained
+        kv_bytes = limits.kv_memory if limits.kv_memory is not None else _default_kv_bytes()
+        max_seqs, max_rows = limits.max_seqs, limits.max_rows
         # Draft nodes stand behind the last token: room for them past the longest text.
-        max_len = self.max_model_len + spec_rows + 1
+        max_len = self.max_model_len + limits.spec_rows + 1
         self.runner = Runner(loaded.model, max_len=max_len, max_seqs=max_seqs, max_rows=max_rows, kv_bytes=kv_bytes, progress=say)
         self.max_model_len = min(self.max_model_len, self.runner.pool.n_tokens)
         self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
         say("measuring what a pass costs")
         warmer.join()
         counts = [c for c in COST_ROWS if c <= self.runner.pool.n_tokens // 2]
-        self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(max_rows, spec_rows))
+        self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(max_rows, limits.spec_rows))
         self.core = Core(self.runner, make_proposer(), self.cost, self._failed_alone)
         log.info("%s: exactness %s, %d tokens of KV", self.name, self.exactness, self.runner.pool.n_tokens)
+
+    def _open_store(self, store: Store) -> Datastore:
+        """Raises DatastoreError, TokenizerMismatchError where it was made with another tokenizer than the model's."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TokenizerError("a datastore needs the model's tokenizer, one of the `tokenizers` library")
+        path = store.path if isinstance(store, Datastore) else store
+        opened = Datastore.open(path, tokenizer_fingerprint=fingerprint(backend), tokenizer_name=self.name)
+        return store if isinstance(store, Datastore) else opened
 
     # ------------------------------------------------------------------ faces
 
@@ -388,12 +404,19 @@ class Engine:
             "dtype": "float32",
             "threads": self.threads,
             "speculation": self.core.proposer is not None,
+            "datastores": [store.info() for store in self.stores],
             "max_model_len": self.max_model_len,
             "max_seqs": len(self.runner.pool.held),
             "kv_tokens": self.runner.pool.n_tokens,
             "cost_ms": {c: round(float(self.cost.table[c]), 3) for c in counts if c <= self.cost.max_rows},
             "linear_policies": {f"{n}x{k}": str(policy) for (n, k), policy in self.runner.policies.items()},
         }
+
+    @property
+    def stores(self) -> list[Datastore]:
+        """The datastores in use."""
+        proposer = self.core.proposer
+        return list(proposer.datastore.stores) if proposer is not None and proposer.datastore is not None else []
 
     def close(self) -> None:
         """Stop; requests under way end with EngineClosedError. Any number of times."""
@@ -410,25 +433,6 @@ class Engine:
         self.close()
 
     # ------------------------------------------------------------------ the engine's thread
-
-    def call(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in the engine's thread, between two steps, and return its result: for measurements on the runner.
-
-        Raises what `work` raises, or EngineClosedError.
-        """
-        future: Future[Result] = Future()
-
-        def answer() -> None:
-            try:
-                future.set_result(work())
-            except Exception as e:
-                future.set_exception(e)
-
-        open_ = self._post(answer)
-        while open_ and self._thread.is_alive():
-            with contextlib.suppress(TimeoutError):
-                return future.result(timeout=1.0)
-        raise EngineClosedError("the engine is closed")
 
     def _post(self, message: Callable[[], None]) -> bool:
         """Have the engine's thread do something before its next step; False where there will be none."""

@@ -37,6 +37,25 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda message: print(f"ngramspec: {message}", file=sys.stderr)
 
 
+def verbatim(sources: Sequence[str | None]) -> list[tuple[str, int]]:
+    """Runs of tokens that one file of a datastore proposed, as (path:first-last line, tokens), longest first. Other tokens in a run, such
+    as the model's own at the end of each pass, neither end nor count in it while the file stays the same and at most one stands alone.
+    """
+    runs: list[list[Any]] = []  # path, first line, last line, tokens, place of the last one
+    for i, source in enumerate(sources):
+        if source is None or not source.startswith("datastore:"):
+            continue
+        path, _, line = source.removeprefix("datastore:").rpartition(":")
+        if not path:
+            continue
+        if runs and runs[-1][0] == path and i - runs[-1][4] <= 2 and 0 <= int(line) - runs[-1][2] <= 2:
+            runs[-1][2:] = int(line), runs[-1][3] + 1, i
+        else:
+            runs.append([path, int(line), int(line), 1, i])
+    runs.sort(key=lambda run: -run[3])
+    return [(f"{path}:{first}" + (f"-{last}" if last > first else ""), n) for path, first, last, n, _ in runs]
+
+
 class View:
     """Shows the deltas of one request as they come; several choices one after the other, at the end."""
 
@@ -94,6 +113,9 @@ class View:
             name = Text(f"  {source}", style=self._colour(source) if self._drafts else "")
             table.add_row(name, f"{drafted}", f"{accepted} accepted, {share:.0%}")
         table.add_row("seed", f"{done.seed}", f"exactness {done.exactness}")
+        for choice in done.choices if self._drafts else []:
+            for where, n in verbatim(choice.draft_sources)[:8]:
+                table.add_row(Text(f"  {n} tokens", style=self._colour("datastore")), "", Text(where))
         self._err.print(table)
         if not self._silent:
             for choice in done.choices:
@@ -117,7 +139,7 @@ class View:
         self._out.print(Text(piece.translate(_VISIBLE), style=self._colour(source) if source else "", tab_size=4), end="")
 
     def _colour(self, source: str) -> str:
-        return self._colours.setdefault(source, COLOURS[len(self._colours) % len(COLOURS)])
+        return self._colours.setdefault(source.split(":")[0], COLOURS[len(self._colours) % len(COLOURS)])
 
     def _logprobs(self, logprobs: Any) -> None:
         if not logprobs:

@@ -136,6 +136,7 @@ class DraftTree:
     parents: np.ndarray  # [N] int32, index of the parent node; -1: a child of the root (the last known token)
     probs: np.ndarray  # [N] float32, estimated probability that the model takes the whole path to the node
     sources: np.ndarray  # [N] uint8, index into the proposer's `source_names`
+    places: np.ndarray | None = None  # [N] int64, where the datastore has the node; -1: nowhere
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -223,7 +224,8 @@ class Choice:
     """"stop" (a stop token or string), "length", "cancelled", or None while running."""
     logprobs: list[TokenLogprob] | None = None
     draft_sources: list[str | None] = field(default_factory=list)
-    """Per token: the source whose draft the model confirmed, or None where the model wrote it unaided."""
+    """Per token: the source whose draft the model confirmed, or None where the model wrote it unaided. A token that the datastore
+    proposed says where from: "datastore:path/of/file.py:12"."""
     stats: Stats = field(default_factory=Stats)
 
 

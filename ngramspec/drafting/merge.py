@@ -335,6 +335,13 @@ def grow(
         r, token = first + drafted[b], nodes.cand_token[ref]
         nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
         nodes.source[r] = _source(nodes, above, j, n_drafters, weights, sources)
+        for d in range(n_drafters):
+            nodes.outside[r, d] = -2
+            here, tree = nodes.outside[above, d], b * n_drafters + d
+            for i in range(outside.start[tree] + here + 1 if here > -2 else outside.start[tree + 1], outside.start[tree + 1]):
+                if outside.parents[i] == here and outside.tokens[i] == token:
+                    nodes.outside[r, d] = i - outside.start[tree]
+                    break
         nodes.n[r] = -1
         ok, reach = worth(p, expected, taken, rate, hull, reach)
         if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (guard.n[slot] and _guarded(guard, slot, token)):
@@ -345,13 +352,6 @@ def grow(
         at, matched, misses = _foresee(state, nodes.place[above, 3], nodes.place[above, 4], nodes.place[above, 5], token)
         nodes.place[r, 3], nodes.place[r, 4], nodes.place[r, 5] = at, matched, misses
         nodes.hits[r] = hit_into(nodes.hits[above], nodes.top[above] == j)
-        for d in range(n_drafters):
-            nodes.outside[r, d] = -2
-            here, tree = nodes.outside[above, d], b * n_drafters + d
-            for i in range(outside.start[tree] + here + 1 if here > -2 else outside.start[tree + 1], outside.start[tree + 1]):
-                if outside.parents[i] == here and outside.tokens[i] == token:
-                    nodes.outside[r, d] = i - outside.start[tree]
-                    break
         _look(
             state, seq, known, arrays(known, contexts), recycled,
             nodes, r, first, outside, b * n_drafters, n_drafters, weights, work,

@@ -17,6 +17,8 @@ from . import evidence, merge, ngram
 from .base import Candidates, Drafter
 from .evidence import Nodes, Outside
 from .merge import Guard, Weights
+from .suffix import NAME as DATASTORE
+from .suffix import Drafts, SuffixDrafter
 
 log = logging.getLogger(__name__)
 WEIGHTS = Path(__file__).with_name("weights.npz")
@@ -98,7 +100,7 @@ class Proposer:
         spec_length: int = SPEC_LENGTH,
         spec_rows: int = SPEC_ROWS,
         max_seqs: int = 64,
-        datastore: Drafter | None = None,
+        datastore: SuffixDrafter | None = None,
         drafters: Sequence[Drafter] = (),
         answers: int = ANSWERS,
         recycle: bool = True,
@@ -119,8 +121,9 @@ class Proposer:
             if not lo <= value <= hi:
                 raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
         self.vocab_size, self.history, self.spec_length = vocab_size, history, spec_length
-        self.drafters: list[Drafter | None] = [datastore, *drafters]
-        self.source_names = [*SOURCES, "datastore", *(d.name for d in drafters)]
+        self.datastore = datastore
+        self.drafters: list[Drafter | None] = list(drafters)
+        self.source_names = [*SOURCES, DATASTORE, *(d.name for d in drafters)]
         self._sources = np.zeros(evidence.GROUPS, np.uint8)
         for source, groups in enumerate(_GROUPS):
             self._sources[list(groups)] = source
@@ -157,6 +160,7 @@ class Proposer:
         )
         self._work = evidence.new_work()
         self._last_trees: dict[int, DraftTree] = {}
+        self._n_outside = 0
 
     def begin(
         self,
@@ -200,6 +204,8 @@ class Proposer:
             self._guard = Guard(self._guard.n, wider)
         self._guard.n[slot] = len(codes)
         self._guard.codes[slot, : len(codes)] = codes
+        if self.datastore is not None:
+            self.datastore.begin(slot, tokens)
         for d in range(len(self.drafters)):
             self._ask(d, "begin", slot, tokens)
 
@@ -210,7 +216,8 @@ class Proposer:
         index T; base_rows, the rows that the pass carries without drafts.
         """
         slots = np.ascontiguousarray(slots, np.int32)
-        outside, n_drafters = self._outside(slots, max_nodes)
+        stored = self.datastore.propose(slots) if self.datastore is not None else _nothing(len(slots))
+        outside, n_drafters = self._outside(slots, max_nodes, stored)
         start, tokens, parents, probs, sources = merge.grow(
             self._states,
             self._answers.states,
@@ -232,7 +239,9 @@ class Proposer:
         )
         cuts = start.tolist()
         trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
-        if n_drafters:
+        if len(stored.tokens):
+            self._set_places(slots, trees, stored)
+        if n_drafters > 1:
             self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
         return trees
 
@@ -258,7 +267,7 @@ class Proposer:
                 path,
                 self.history,
                 self._nodes,
-                len(self.drafters),
+                self._n_outside,
                 self.weights,
                 self._rates,
                 self._work,
@@ -266,6 +275,8 @@ class Proposer:
             if b == len(slots):
                 break
             self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
+        if self.datastore is not None:
+            self.datastore.observe(slots, new_start, new)
         for d, drafter in enumerate(self.drafters):
             if drafter is not None:
                 for b, slot in enumerate(slots.tolist()):
@@ -279,6 +290,8 @@ class Proposer:
         self._own.free(slot)
         self._predictions.pop(slot, None)
         self._last_trees.pop(slot, None)
+        if self.datastore is not None:
+            self.datastore.end(slot)
         for d in range(len(self.drafters)):
             self._ask(d, "end", slot)
 
@@ -331,22 +344,32 @@ class Proposer:
             self.drafters[d] = None
             return None
 
-    def _outside(self, slots: np.ndarray, budget: int) -> tuple[Outside, int]:
-        """Every drafter's trees, laid out sequence by sequence, and the number of drafters (0 if none is on)."""
-        if not any(d is not None for d in self.drafters):
-            return _NO_OUTSIDE, 0
-        D, seqs = len(self.drafters), slots.tolist()
-        trees: list[Candidates] = [_NO_CANDIDATES] * (D * len(seqs))
-        for d in range(D):
+    def _outside(self, slots: np.ndarray, budget: int, stored: Drafts) -> tuple[Outside, int]:
+        """All trees that come from outside the tables, sequence by sequence, and how many each sequence has (0 if there are none)."""
+        active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
+        self._n_outside = 1 + len(self.drafters) if active else int(self.datastore is not None)
+        if not active:
+            return Outside(stored.start, stored.tokens, stored.parents, stored.codes), self._n_outside
+        D, seqs, start = self._n_outside, slots.tolist(), stored.start.tolist()
+        trees: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(_NO_TOKENS, _NO_TOKENS, _NO_CODES)] * (D * len(seqs))
+        for b, (first, end) in enumerate(itertools.pairwise(start)):
+            trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
+        for d in active:
             answer = self._ask(d, "propose", seqs, budget)
             for b, tree in enumerate(answer if isinstance(answer, (list, tuple)) else ()):
                 if b < len(seqs) and self._sound(d, tree):
-                    trees[b * D + d] = tree
-        start = np.zeros(len(trees) + 1, np.int64)
-        start[1:] = np.cumsum([len(t.tokens) for t in trees])
-        tokens = np.concatenate([np.asarray(t.tokens, np.int32) for t in trees])
-        parents = np.concatenate([np.asarray(t.parents, np.int32) for t in trees])
-        return Outside(start, tokens, parents, np.concatenate([_codes(t) for t in trees])), D
+                    trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _codes(tree)
+        bounds = np.zeros(len(trees) + 1, np.int64)
+        bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in trees])
+        return Outside(bounds, *(np.concatenate(parts) for parts in zip(*trees, strict=True))), D
+
+    def _set_places(self, slots: np.ndarray, trees: list[DraftTree], stored: Drafts) -> None:
+        """Tell the nodes that the datastore has too where it has them."""
+        R = len(self._nodes.token) // len(self._states)
+        for b, (slot, tree) in enumerate(zip(slots.tolist(), trees, strict=True)):
+            node = self._nodes.outside[slot * R + 1 : slot * R + 1 + len(tree), evidence.DATASTORE]
+            if stored.start[b + 1] > stored.start[b]:
+                tree.places = np.where(node >= 0, stored.places[stored.start[b] + np.maximum(node, 0)], -1)
 
     def _sound(self, d: int, tree: Candidates) -> bool:
         """Whether an external tree can be trusted as far as its shape goes; if not, its drafter is switched off."""
@@ -358,7 +381,7 @@ class Proposer:
         except Exception:
             ok = False
         if not ok and self.drafters[d] is not None:
-            log.error("drafter %r gave a malformed tree and is switched off", self.source_names[len(SOURCES) + d])
+            log.error("drafter %r gave a malformed tree and is switched off", self.source_names[len(SOURCES) + 1 + d])
             self.drafters[d] = None
         return ok
 
@@ -366,7 +389,7 @@ class Proposer:
         tree = self._last_trees.get(slot)
         if tree is None:
             return _NO_TOKENS
-        mine = tree.sources == len(SOURCES) + d
+        mine = tree.sources == len(SOURCES) + 1 + d
         mine[np.asarray(path, np.int64)] = False
         return tree.tokens[mine]
 
@@ -425,8 +448,13 @@ _GROUPS = (
     (evidence.PREDICTED,),
     (evidence.RECYCLED, evidence.RECYCLED_PAIR),
 )
-_NO_CANDIDATES = Candidates(_NO_TOKENS, _NO_TOKENS, np.empty(0, np.float32))
-_NO_OUTSIDE = Outside(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, np.empty(0, np.int16))
+_NO_CODES = np.empty(0, np.int16)
+_NO_OUTSIDE = Outside(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
+
+
+def _nothing(n_seqs: int) -> Drafts:
+    """What a store would say that knows nothing."""
+    return Drafts(np.zeros(n_seqs + 1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES, np.empty(0, np.int64))
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

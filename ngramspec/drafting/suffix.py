@@ -1,0 +1,139 @@
+"""Drafts from suffix datastores: what followed this context in the user's repository.
+
+Committed tokens come in, one flat tree per sequence goes out, each node with a code for how sure the store is and the place that it was
+read from. Opens no store and knows no weights: `ngramspec.datastore` looks up, the mix decides what a code is worth. A store that has
+changed on disk is picked up between two steps; one that has become unreadable keeps its last generation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from ngramspec.datastore import DatastoreError, Matcher
+from ngramspec.datastore.reader import Datastore
+
+from .evidence import MAX_CODE
+
+log = logging.getLogger(__name__)
+
+NAME = "datastore"
+MAX_MATCH = 64
+REFRESH_S = 0.25
+"""How often the stores are asked for a newer generation: one `stat` each."""
+
+_LENGTHS = np.searchsorted(np.array((3, 4, 5, 7, 9, 13, 19, 32, 64)), np.arange(65), side="right").astype(np.int64)  # 10 levels
+_SHARES = np.array((0.08, 0.25, 0.5, 0.75, 0.95, 1.0))  # 7 levels
+_COUNTS = np.array((2, 5))  # 3 levels
+assert 10 * (len(_SHARES) + 1) * (len(_COUNTS) + 1) <= MAX_CODE + 1
+
+
+class Drafts(NamedTuple):
+    """One tree per sequence, flat: node i of sequence b is at start[b] + i."""
+
+    start: np.ndarray  # [B + 1] int64
+    tokens: np.ndarray  # [N] int32
+    parents: np.ndarray  # [N] int32, within the tree; -1: the root
+    codes: np.ndarray  # [N] int16
+    places: np.ndarray  # [N] int64, for `locate`
+
+
+@njit(cache=True, nogil=True)
+def _codes(start, parents, counts, match, lengths, shares, levels, out):
+    """How sure: levels of the match with the path to the node, of its share among its siblings, of how many occurrences there are."""
+    depth = np.zeros(len(parents), np.int64)
+    total = np.zeros(len(parents) + 1, np.int64)
+    for b in range(len(start) - 1):
+        a, z = start[b], start[b + 1]
+        total[a : z + 1] = 0  # of the children of node i at a + 1 + i, of the root's at a; read before the next tree begins
+        for i in range(a, z):
+            total[a + 1 + parents[i]] += counts[i]
+            depth[i] = depth[a + parents[i]] + 1 if parents[i] >= 0 else 0
+        for i in range(a, z):
+            share, s, c = counts[i] / total[a + 1 + parents[i]], 0, 0
+            while s < len(shares) and share >= shares[s]:
+                s += 1
+            while c < len(levels) and counts[i] >= levels[c]:
+                c += 1
+            length = lengths[min(match[i] + depth[i], len(lengths) - 1)]
+            out[i] = (length * (len(shares) + 1) + s) * (len(levels) + 1) + c
+
+
+@njit(cache=True, nogil=True)
+def _append(recent, fresh, slots, start, tokens):
+    """Put new tokens in front of what each slot remembers, newest first."""
+    M = recent.shape[1]
+    for b in range(len(slots)):
+        slot, n = slots[b], start[b + 1] - start[b]
+        fresh[slot] = fresh[slot] + n if fresh[slot] >= 0 else -1
+        kept = min(n, M)
+        for i in range(M - 1, kept - 1, -1):
+            recent[slot, i] = recent[slot, i - kept]
+        for i in range(kept):
+            recent[slot, i] = tokens[start[b + 1] - 1 - i]
+
+
+class SuffixDrafter:
+    """The stores' drafts for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
+
+    def __init__(self, stores: Sequence[Datastore], max_seqs: int) -> None:
+        self.stores = list(stores)
+        self._matcher = Matcher([store.snapshot for store in stores], max_seqs, max_match=MAX_MATCH)
+        self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
+        self._fresh = np.full(max_seqs, -1, np.int32)
+        self._asked_s = time.monotonic()
+        self._unreadable: set[int] = set()
+
+    def begin(self, slot: int, tokens: np.ndarray) -> None:
+        """A sequence starts with these committed tokens [n] int32."""
+        latest = tokens[-MAX_MATCH:][::-1]
+        self._recent[slot] = -1
+        self._recent[slot, : len(latest)] = latest
+        self._fresh[slot] = -1
+        self._matcher.begin(slot)
+
+    def propose(self, slots: np.ndarray) -> Drafts:
+        """slots [B] int32."""
+        self.refresh()
+        trees = self._matcher.propose(slots, self._recent[slots], self._fresh[slots])
+        self._fresh[slots] = 0
+        codes = np.empty(len(trees.tokens), np.int16)
+        _codes(trees.start, trees.parents, trees.counts, trees.match, _LENGTHS, _SHARES, _COUNTS, codes)
+        return Drafts(trees.start, trees.tokens, trees.parents, codes, trees.place)
+
+    def observe(self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray) -> None:
+        """tokens [N] int32 were appended, those of sequence b at start[b] .. start[b + 1]."""
+        _append(self._recent, self._fresh, slots, start, tokens)
+
+    def end(self, slot: int) -> None:
+        self._matcher.end(slot)
+
+    def refresh(self) -> None:
+        """Look up in the newest generations from now on; asks the disk at most every REFRESH_S."""
+        if (now := time.monotonic()) - self._asked_s < REFRESH_S:
+            return
+        self._asked_s = now
+        changed = False
+        for i, store in enumerate(self.stores):
+            try:
+                changed |= store.refresh()
+                self._unreadable.discard(i)
+            except DatastoreError as error:
+                if i not in self._unreadable:
+                    self._unreadable.add(i)
+                    log.error("datastore %s: %s; its generation %d stays in use", store.path, error, store.generation)
+        if changed:
+            self._matcher.reset([store.snapshot for store in self.stores])
+
+    def locate(self, place: int) -> str:
+        """path:line of a place of the latest drafts."""
+        try:
+            where = self._matcher.locate(place)
+        except (DatastoreError, ValueError):  # a damaged body
+            return ""
+        return f"{where.path}:{where.line}"
