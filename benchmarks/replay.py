@@ -34,7 +34,6 @@ from numba import njit
 
 from benchmarks.common import environment, print_document, print_table
 from ngramspec.datastore import Datastore
-from ngramspec.datastore.router import Router
 from ngramspec.drafting import ngram
 from ngramspec.drafting.proposer import ANSWERS, Proposer, warmup
 from ngramspec.drafting.suffix import SuffixDrafter
@@ -53,6 +52,8 @@ class Trace:
     prompt: list[int]
     output: list[int]
     prediction: list[int] | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """The model's own likeliest tokens at each output position [n, KEPT] int64 and their logits [n, KEPT] float32, where recorded."""
 
 
 def edited_text(row: dict[str, Any]) -> str:
@@ -88,7 +89,8 @@ def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int, pre
             else:
                 prompt, output = encode(row["prompt"]), encode(str(row.get("model_output") or row["reference"]))
             if len(output) >= 8:
-                traces.append(Trace(prompt, output[:max_out], encode(edited_text(row)) if predicted else None))
+                top = (np.array(row["top_ids"], np.int64), np.array(row["top_logprobs"], np.float32)) if "top_ids" in row else None
+                traces.append(Trace(prompt, output[:max_out], encode(edited_text(row)) if predicted else None, top))
     if not traces:
         raise ValueError(f"{path} has no usable traces")
     return traces
@@ -113,33 +115,41 @@ class Ours:
         answers: bool = False,
         predicted: bool = False,
         stores: Sequence[Datastore] = (),
-        router: Router | None = None,
+        similar: bool = True,
+        vocab_size: int = 0,
     ) -> None:
+        """`vocab_size` above 0: with the model's own candidates, where the traces have them."""
         self.proposer = Proposer(
-            vocab_size=2**31 - 1,
+            vocab_size=vocab_size or 2**31 - 1,
             max_seqs=1,
             spec_rows=MAX_ROWS,
-            recycle=False,
+            recycle=vocab_size > 0,
             answers=ANSWERS if answers else 0,
-            datastore=SuffixDrafter(stores, 1) if stores else None,
+            datastore=SuffixDrafter(stores, 1, similar=similar) if stores else None,
         )
         self.cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1)
         self.slots, self.depth, self.stops = np.zeros(1, np.int32), np.full(1, MAX_ROWS, np.int32), stops
-        self.predicted, self.router, self.output = predicted, router, list[np.ndarray]()
+        self.predicted, self.output = predicted, list[np.ndarray]()
         self.accepted_by_source = dict.fromkeys(self.proposer.source_names, 0)
 
     def begin(self, trace: Trace) -> None:
         prediction = np.array(trace.prediction, np.int32) if self.predicted and trace.prediction else None
         prompt = np.array(trace.prompt, np.int32)
-        similar = self.router.similar(prompt) if self.router is not None else None
-        self.proposer.begin(0, prompt, stops=self.stops, prediction=prediction, similar=similar)
+        self.proposer.begin(0, prompt, stops=self.stops, prediction=prediction)
         self.output = []
+        self.text, self.n_prompt, self.top = trace.prompt + trace.output, len(trace.prompt), trace.top
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
         self.tree = self.proposer.propose(self.slots, self.depth, self.cost_ms, 1, MAX_ROWS)[0]
         return self.tree.tokens.tolist(), self.tree.parents.tolist()
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        if self.proposer.recycles and self.top is not None:  # of accepted rows only: a replay has no others
+            made = sum(map(len, self.output))
+            for at in range(made, made + len(new)):
+                last = self.n_prompt + at - 1
+                before = self.text[last - 1] if last else -1
+                self.proposer.keep(before, self.text[last], self.top[0][at], self.top[1][at])
         for source in self.tree.sources[path].tolist():
             self.accepted_by_source[self.proposer.source_names[source]] += 1
         self.proposer.observe(self.slots, [new], [path])
@@ -285,18 +295,15 @@ def rest_index(stores: Sequence[Datastore], folder: Path) -> Path:
     return path
 
 
-def drafters(stops: tuple[int, ...], predicted: bool = False, stores: Sequence[Datastore] = ()) -> dict[str, Callable[[], Replayed]]:
+def drafters(
+    stops: tuple[int, ...], predicted: bool = False, stores: Sequence[Datastore] = (), vocab_size: int = 0
+) -> dict[str, Callable[[], Replayed]]:
     stored: dict[str, Callable[[], Replayed]] = {
         "ngramspec+datastore-flat": lambda: Ours(SLOPES["flat"], stops, stores=stores),
         "ngramspec+datastore-steep": lambda: Ours(SLOPES["steep"], stops, stores=stores),
+        "ngramspec+lookup-flat": lambda: Ours(SLOPES["flat"], stops, stores=stores, similar=False),
+        "ngramspec+lookup-steep": lambda: Ours(SLOPES["steep"], stops, stores=stores, similar=False),
     }
-    routed: dict[str, Callable[[], Replayed]] = {}
-    if any(segment.header.n_vectors for store in stores for segment in store.snapshot.segments):
-        router = Router([store.snapshot for store in stores])
-        router.load()  # an engine does it beside loading the model
-        for name, slope in SLOPES.items():
-            routed[f"ngramspec+similar-{name}"] = lambda slope=slope: Ours(slope, stops, router=router)  # type: ignore[misc]
-            routed[f"ngramspec+datastore+similar-{name}"] = lambda slope=slope: Ours(slope, stops, stores=stores, router=router)  # type: ignore[misc]
     foreseen: dict[str, Callable[[], Replayed]] = {
         "ngramspec+prediction-flat": lambda: Ours(SLOPES["flat"], stops, predicted=True),
         "ngramspec+prediction-steep": lambda: Ours(SLOPES["steep"], stops, predicted=True),
@@ -305,12 +312,14 @@ def drafters(stops: tuple[int, ...], predicted: bool = False, stores: Sequence[D
     }
     return (
         (foreseen if predicted else {})
-        | (stored | routed if stores else {})
+        | (stored if stores else {})
         | {
             "ngramspec-flat": lambda: Ours(SLOPES["flat"], stops),
             "ngramspec-steep": lambda: Ours(SLOPES["steep"], stops),
             "ngramspec+answers-flat": lambda: Ours(SLOPES["flat"], stops, answers=True),
             "ngramspec+answers-steep": lambda: Ours(SLOPES["steep"], stops, answers=True),
+            "ngramspec+recycled-flat": lambda: Ours(SLOPES["flat"], stops, answers=True, vocab_size=vocab_size),
+            "ngramspec+recycled-steep": lambda: Ours(SLOPES["steep"], stops, answers=True, vocab_size=vocab_size),
             "ngram-chain": lambda: Chain(),
         }
     )
@@ -529,7 +538,7 @@ def main() -> None:
         return
 
     stores = [Datastore.open(path) for path in args.datastore]
-    chosen = drafters(stops, args.prediction_from is not None, stores)
+    chosen = drafters(stops, args.prediction_from is not None, stores, len(tokenizer))
     absent: dict[str, str] = {}
     if args.peers:
         scratch = tempfile.TemporaryDirectory()

@@ -129,6 +129,10 @@ def complete(
     datastore: Annotated[
         list[Path] | None, _option(_SPECULATION, "Draft from this datastore too; may be given several times.", "--datastore", "-d")
     ] = None,
+    no_similar: Annotated[
+        bool, _option(_SPECULATION, "Do not draft from the datastores' files that are most like the prompt.", "--no-similar")
+    ] = False,
+    no_recycle: Annotated[bool, _option(_SPECULATION, "Do not draft from the model's own candidates.", "--no-recycle")] = False,
     prediction: Annotated[Path | None, _option(_SPECULATION, "A file with the text that is expected, such as the unedited one.")] = None,
     history: Annotated[int | None, _option(_SPECULATION, "Tokens of a sequence that its n-gram tables remember.", min=1)] = None,
     logprobs: Annotated[int | None, _option(_OUTPUT, "Report log-probabilities of each token and of this many others.")] = None,
@@ -171,12 +175,13 @@ def complete(
     except ValueError as error:
         raise BadInputError(str(error)) from error
     bounds = {"spec_length": spec_length, "spec_rows": spec_rows, "max_order": max_order, "history": history}
+    sources = {"datastore": datastore or (), "similar": not no_similar, "recycle": not no_recycle}
     settings = {name: value for name, value in (bounds | {"threads": threads, "max_model_len": max_model_len}).items() if value is not None}
 
     from . import screen
 
     with screen.progress(quiet) as say:
-        engine = _open(model, device=device, dtype=dtype, speculation=not no_spec, datastore=datastore or (), progress=say, **settings)
+        engine = _open(model, device=device, dtype=dtype, speculation=not no_spec, progress=say, **sources, **settings)
     with engine:
         ids = _tokens(engine, text, chat, model)
         view = screen.View(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)

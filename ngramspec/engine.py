@@ -149,6 +149,7 @@ class Engine:
         max_rows: int = 256,
         kv_memory: int | None = None,
         datastore: Store | Several[Store] = (),
+        similar: bool = True,
         answers: int = drafting.ANSWERS,
         recycle: bool = True,
         drafters: Several[Drafter] = (),
@@ -158,10 +159,12 @@ class Engine:
         """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded float32 model (which the engine takes over and changes).
 
         `spec_length`, `spec_rows`: deepest and largest draft of a sequence; `max_order`, `history`: of the n-gram tables;
-        `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s;
-        `answers`: tokens of finished answers that later requests draw on, 0 for none; `recycle`: draft from the model's own candidates;
         `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
         prompts and sequences a pass; `kv_memory`: bytes; `threads`: default all cores; `progress` is told of the stages of loading.
+
+        `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s; `similar`: draft
+        from their files that are most like a request; `answers`: tokens of finished answers that later requests draw on, 0 for none;
+        `recycle`: draft from the model's own candidates; `drafters`: further sources.
         """
         _check_settings(device, dtype, threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
         self.threads = threads or torch.get_num_threads()
@@ -185,7 +188,7 @@ class Engine:
                 spec_length=spec_length,
                 spec_rows=spec_rows,
                 max_seqs=max_seqs,
-                datastore=SuffixDrafter(opened, max_seqs) if opened else None,
+                datastore=SuffixDrafter(opened, max_seqs, similar=similar) if opened else None,
                 answers=answers,
                 recycle=recycle,
                 drafters=drafters,

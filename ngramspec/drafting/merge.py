@@ -22,6 +22,7 @@ from .evidence import (
     BIAS,
     EXTERNAL,
     GAP,
+    GROUPS,
     ORDERS,
     PREDICTED,
     RECYCLED,
@@ -44,6 +45,7 @@ from .ngram import (
     LENGTH,
     MATCHED,
     MISSES,
+    SIMILAR,
     STRAYED,
     arrays,
     fits,
@@ -56,6 +58,7 @@ from .ngram import (
 from .ngram import ANSWERS as ANSWERS_ROW
 from .ngram import PREDICTED as N_PREDICTED
 
+SIMILAR_SOURCE = GROUPS
 RESUME = 3
 """Tokens by which a predicted output that was lost is found again."""
 FLOOR = 0.002
@@ -187,8 +190,10 @@ def _guarded(guard, slot, token):
 
 
 @njit(cache=True, nogil=True)
-def _source(nodes, r, j, n_drafters, weights, sources):
-    """Who spoke up most for candidate j of node r, among those that proposed it -> its number; sources [GROUPS] uint8 by group."""
+def _source(state, seq, nodes, r, j, n_drafters, weights, sources):
+    """Who spoke up most for candidate j of node r, among those that proposed it -> its number; sources [GROUPS + 1] uint8 by group,
+    the last for what is copied from similar files.
+    """
     w, best, who = weights.mix[nodes.set[r]], -1e9, 0
     for g in range(EXTERNAL + n_drafters):
         s = nodes.cand_state[r * WIDTH + j, g]
@@ -202,6 +207,9 @@ def _source(nodes, r, j, n_drafters, weights, sources):
             proposed = s & 1 == 0  # a place: even states agree with it
         if proposed and w[g] * weights.states[g, s] > best:
             best, who = w[g] * weights.states[g, s], sources[g]
+    at = nodes.place[r, 0]
+    if who == sources[0] and 0 <= at < state[SIMILAR] and seq.tokens[at & (len(seq.tokens) - 1)] == nodes.cand_token[r * WIDTH + j]:
+        return sources[SIMILAR_SOURCE]
     return who
 
 
@@ -334,7 +342,7 @@ def grow(
             rate, kept = expected / costs[taken], taken
         r, token = first + drafted[b], nodes.cand_token[ref]
         nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
-        nodes.source[r] = _source(nodes, above, j, n_drafters, weights, sources)
+        nodes.source[r] = _source(state, arrays(state, contexts), nodes, above, j, n_drafters, weights, sources)
         for d in range(n_drafters):
             nodes.outside[r, d] = -2
             here, tree = nodes.outside[above, d], b * n_drafters + d

@@ -124,10 +124,11 @@ class Proposer:
         self.datastore = datastore
         self.drafters: list[Drafter | None] = list(drafters)
         self.source_names = [*SOURCES, DATASTORE, *(d.name for d in drafters)]
-        self._sources = np.zeros(evidence.GROUPS, np.uint8)
+        self._sources = np.zeros(evidence.GROUPS + 1, np.uint8)
         for source, groups in enumerate(_GROUPS):
             self._sources[list(groups)] = source
-        self._sources[evidence.EXTERNAL :] = len(SOURCES) + np.arange(evidence.MAX_DRAFTERS)
+        self._sources[evidence.EXTERNAL : -1] = len(SOURCES) + np.arange(evidence.MAX_DRAFTERS)
+        self._sources[merge.SIMILAR_SOURCE] = SOURCES.index("similar")
         self._rates = np.array(rates, np.float64)
         self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else cold_weights()
         self._contexts = np.array([n for n in ngram.LADDER if n < max_order and use_ngram], np.int32)
@@ -169,29 +170,32 @@ class Proposer:
         *,
         banned: Sequence[int] = (),
         stops: Sequence[int] = (),
-        similar: np.ndarray | None = None,
         prediction: np.ndarray | None = None,
         n_output: int = 0,
         tenant: str | None = "",
     ) -> None:
         """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
 
-        `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `similar` [n] int32 is text that the output may
-        repeat, weaker than the sequence's own; `prediction` [n] int32 the output that is expected. Answers are shared within a `tenant`;
-        None shares nothing.
+        `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `prediction` [n] int32 is the output that is
+        expected. Answers are shared within a `tenant`; None shares nothing.
         """
         if self._buffers[slot] is not None:
             self.end(slot)
         tokens = np.ascontiguousarray(tokens, np.int32)
         kept = tokens[-(self.history + ngram.LADDER[-1]) :]
-        if similar is not None and len(similar):
-            room = max(self.history + ngram.LADDER[-1] - len(kept), 0)
-            kept = np.concatenate([np.asarray(similar, np.int32)[:room], kept])
+        n_similar = 0
+        if self.datastore is not None:  # older than the sequence's own text, and so weaker
+            self.datastore.begin(slot, tokens)
+            similar = self.datastore.similar(tokens[: len(tokens) - n_output])
+            room = self.history + ngram.LADDER[-1] - len(kept)
+            if similar is not None and len(similar) and room > 0:
+                n_similar = len(similar[-room:])
+                kept = np.concatenate([similar[-room:], kept])
         self._own.allocate(slot, cap=len(kept) + 64, entries=(len(kept) + 64) * (len(self._contexts) + 1))
         state = self._states[slot]
         ngram.seed(state, self._contexts, kept, self.history)
         state[ngram.ANSWERS] = self._tenants.get(tenant, 0) if tenant is not None else 0
-        state[ngram.AHEAD] = -1
+        state[ngram.AHEAD], state[ngram.SIMILAR] = -1, n_similar
         if prediction is not None and len(prediction):
             self._predictions[slot] = foreseen = np.ascontiguousarray(prediction, np.int32)
             state[ngram.PREDICTION], state[ngram.PREDICTED], state[ngram.AHEAD] = foreseen.ctypes.data, len(foreseen), 0
@@ -204,8 +208,6 @@ class Proposer:
             self._guard = Guard(self._guard.n, wider)
         self._guard.n[slot] = len(codes)
         self._guard.codes[slot, : len(codes)] = codes
-        if self.datastore is not None:
-            self.datastore.begin(slot, tokens)
         for d in range(len(self.drafters)):
             self._ask(d, "begin", slot, tokens)
 
@@ -322,6 +324,10 @@ class Proposer:
         """The model's logits rows [n, V] float32 behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing)."""
         if self.recycles:
             evidence.keep_likeliest(self._recycled, before, last, rows, _BOUNDS)
+
+    def keep(self, before: int, last: int, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """`recycle` for recorded candidates: tokens [KEPT] int64 and logits [KEPT] float32, most likely first."""
+        evidence.keep(self._recycled, before, last, tokens, logits, _BOUNDS)
 
     def chain(self, slot: int, length: int) -> np.ndarray:
         """The tables' own prediction, without probabilities: [n] int32, n <= length, the longest context's most frequent continuations."""
@@ -441,7 +447,7 @@ class _Tables:
 
 
 _BOUNDS = np.array(evidence.GAPS, np.float32)
-SOURCES = ("ngram", "answers", "prediction", "recycled")
+SOURCES = ("ngram", "answers", "prediction", "recycled", "similar")
 _GROUPS = (
     range(evidence.ANSWERS),
     range(evidence.ANSWERS, evidence.PREDICTED),

@@ -1,4 +1,4 @@
-"""Drafts from suffix datastores: what followed this context in the user's repository.
+"""Drafts from suffix datastores: what followed this context in the user's repository, and which of its files are like the request.
 
 Committed tokens come in, one flat tree per sequence goes out, each node with a code for how sure the store is and the place that it was
 read from. Opens no store and knows no weights: `ngramspec.datastore` looks up, the mix decides what a code is worth. A store that has
@@ -17,6 +17,7 @@ from numba import njit
 
 from ngramspec.datastore import DatastoreError, Matcher
 from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.router import Router
 
 from .evidence import MAX_CODE
 
@@ -81,8 +82,13 @@ def _append(recent, fresh, slots, start, tokens):
 class SuffixDrafter:
     """The stores' drafts for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
 
-    def __init__(self, stores: Sequence[Datastore], max_seqs: int) -> None:
+    def __init__(self, stores: Sequence[Datastore], max_seqs: int, *, similar: bool = True) -> None:
+        """`similar`: with the files that are like a request, where a store has their vectors; their index is made now."""
         self.stores = list(stores)
+        self._router: Router | None = None
+        if similar and any(segment.header.n_vectors for store in stores for segment in store.snapshot.segments):
+            self._router = Router([store.snapshot for store in stores])
+            self._router.load()
         self._matcher = Matcher([store.snapshot for store in stores], max_seqs, max_match=MAX_MATCH)
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
         self._fresh = np.full(max_seqs, -1, np.int32)
@@ -92,10 +98,22 @@ class SuffixDrafter:
     def begin(self, slot: int, tokens: np.ndarray) -> None:
         """A sequence starts with these committed tokens [n] int32."""
         latest = tokens[-MAX_MATCH:][::-1]
+        self.refresh()
         self._recent[slot] = -1
         self._recent[slot, : len(latest)] = latest
         self._fresh[slot] = -1
         self._matcher.begin(slot)
+
+    def similar(self, prompt: np.ndarray) -> np.ndarray | None:
+        """Tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None where there are none."""
+        if self._router is None:
+            return None
+        try:
+            return self._router.similar(prompt)
+        except DatastoreError as error:
+            log.error("similar files: %s; requests go without", error)
+            self._router = None
+            return None
 
     def propose(self, slots: np.ndarray) -> Drafts:
         """slots [B] int32."""
@@ -128,7 +146,10 @@ class SuffixDrafter:
                     self._unreadable.add(i)
                     log.error("datastore %s: %s; its generation %d stays in use", store.path, error, store.generation)
         if changed:
-            self._matcher.reset([store.snapshot for store in self.stores])
+            snapshots = [store.snapshot for store in self.stores]
+            self._matcher.reset(snapshots)
+            if self._router is not None:
+                self._router.reset(snapshots)
 
     def locate(self, place: int) -> str:
         """path:line of a place of the latest drafts."""
