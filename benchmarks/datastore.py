@@ -338,7 +338,8 @@ def write_store(folder: Path, corpus: Corpus, n_tokens: int) -> None:
         folder, tokens=tokens, suffixes=suffixes, docs=docs, paths=b"".join(names), vocab_size=vocab_size, fingerprint=fingerprint
     )
     vocabulary = layout.write_vocabulary(folder, corpus.line_ends)
-    layout.write_manifest(folder, layout.Manifest(1, "benchmark", fingerprint, vocab_size, vocabulary, (entry,)))
+    tokenizer = layout.write_tokenizer(folder, b"benchmark")
+    layout.write_manifest(folder, layout.Manifest(1, "benchmark", fingerprint, vocab_size, vocabulary, tokenizer, (entry,)))
 
 
 if __name__ == "__main__":

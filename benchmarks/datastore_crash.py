@@ -161,7 +161,7 @@ def state(store: Path) -> State:
 def untidy(store: Path) -> list[str]:
     """Files of a store that its generation does not name."""
     manifest = stored.read_manifest(store)
-    named = {"MANIFEST", "LOCK", manifest.vocabulary.name, *(segment.name for segment in manifest.segments)}
+    named = {"MANIFEST", "LOCK", manifest.vocabulary.name, manifest.tokenizer.name, *(segment.name for segment in manifest.segments)}
     return sorted({path.name for path in store.iterdir()} - named)
 
 

@@ -133,7 +133,7 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
 
         def once() -> float:
             change()
-            seconds, done = timed(lambda: update(store, tokenizer, args.model))
+            seconds, done = timed(lambda: update(store))
             if done.added != args.changed:
                 raise SystemExit(f"{args.changed} files changed, the update saw {done.added}")
             return seconds

@@ -1,9 +1,10 @@
 """A suffix datastore on disk: text that a model is likely to repeat, found by what was written last.
 
 Installed as `ngramspec.datastore`. A datastore is a folder: a JSON `MANIFEST` (format version, tokenizer
-fingerprint, vocabulary size, segments with their checksums, what was walked) and immutable segments of tokens
-with their suffixes sorted. Token ids of a context enter, the continuations of its longest suffix that occurs in
-the corpus leave, with their counts and where they come from.
+fingerprint, vocabulary size, segments with their checksums, what was walked), immutable segments of tokens
+with their suffixes sorted, and the tokenizer itself, so that only building needs a model's. Token ids of a
+context enter, the continuations of its longest suffix that occurs in the corpus leave, with their counts and
+where they come from.
 
 Opening maps files and checks headers, so it costs the same for any size. An update writes new segments and
 switches the manifest by an atomic rename; an open reader keeps the generation it opened. A damaged file is a
@@ -15,9 +16,11 @@ bad datastore can do is draft badly.
     from ngramspec.datastore.update import merge, prune, update
 
     build(["src"], "store", tokenizer, "my-model")  # a tokenizers.Tokenizer, and what users call it
+    update("store")
     Datastore.open("store").lookup(ids)
 
-This package imports neither torch nor the rest of ngramspec. Names are imported on first use.
+This package imports neither torch, nor transformers, nor the rest of ngramspec. Names are imported on first use,
+the compiler (numba) where something is looked up.
 """
 
 from __future__ import annotations

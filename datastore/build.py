@@ -26,7 +26,7 @@ from . import corpus, pieces
 from .commit import Writer, writing
 from .corpus import CorpusOptions, Document, Found, Skipped, Source
 from .errors import EmptyCorpusError
-from .format import Manifest, SegmentEntry, write_vocabulary
+from .format import Manifest, SegmentEntry, write_tokenizer, write_vocabulary
 from .pieces import Gate, Piece, Recipe, Vectors
 from .progress import Progress, Summary, Tell, silent
 from .tokens import Encoder
@@ -97,13 +97,14 @@ def make_manifest(
     router: bool,
     writer: str,
 ) -> Manifest:
-    """The manifest of segments built anew; writes the vocabulary that it names."""
+    """The manifest of segments built anew; writes the vocabulary and the tokenizer that it names."""
     return Manifest(
         generation=writer_.next_generation,
         tokenizer_name=encoder.name,
         tokenizer_fingerprint=encoder.fingerprint,
         vocab_size=encoder.vocab_size,
         vocabulary=write_vocabulary(folder, encoder.line_ends()),
+        tokenizer=write_tokenizer(folder, encoder.json),
         segments=tuple(entries),
         sources=[asdict(source) for source in sources],
         options=options_as_json(options) | {"router": router},
@@ -210,7 +211,7 @@ def summarize(manifest: Manifest, skipped: Skipped, seconds: dict[str, float]) -
         files=sum(entry.docs - len(entry.dead) for entry in manifest.segments),
         tokens=sum(entry.tokens - entry.docs - 1 for entry in manifest.segments),
         segments=len(manifest.segments),
-        bytes=sum(entry.bytes for entry in manifest.segments) + manifest.vocabulary.bytes,
+        bytes=sum(entry.bytes for entry in manifest.segments) + manifest.vocabulary.bytes + manifest.tokenizer.bytes,
         skipped=skipped.counts,
         named=skipped.named,
         seconds=seconds,

@@ -26,6 +26,7 @@ FLOOR = 64 << 20  # a container may always hold this many bytes
 MAX_MEMBERS = 1 << 20
 
 _KINDS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".zip": "zip", ".whl": "zip", ".tar.gz": "tar", ".tgz": "tar"}
+_ENDINGS = tuple(_KINDS)
 _MEMBER = re.compile(r"(.*?\.(?:zip|whl|tar\.gz|tgz))!/|(.*\.jsonl(?:\.gz)?)#\d+$", re.IGNORECASE | re.DOTALL)
 _DAMAGE = (
     *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, struct.error),
@@ -49,6 +50,8 @@ class OverLimitError(Exception):
 def kind_of(name: str) -> str | None:
     """jsonl, zip or tar by a file's name, None for a plain file."""
     lower = name.lower()
+    if not lower.endswith(_ENDINGS):
+        return None
     return next((kind for ending, kind in _KINDS.items() if lower.endswith(ending) and lower != ending), None)
 
 
@@ -59,7 +62,7 @@ def member_path(container: str, member: str, kind: str) -> str:
 
 def container_of(path: str) -> str:
     """The file on disk that a document's path lies in: itself, unless it is a member."""
-    found = _MEMBER.match(path)
+    found = _MEMBER.match(path) if "!/" in path or "#" in path else None  # few are, and an update asks for each document
     return (found[1] or found[2]) if found else path
 
 

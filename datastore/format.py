@@ -5,8 +5,12 @@ Arrays and plain records enter, files leave, and the other way round. A store is
     MANIFEST         canonical JSON of `Manifest` and its checksum; the only file that is ever replaced
     seg-<16 hex>.ngs immutable segments
     vocab-<16 hex>   u8 per token id: how many line ends its text has
+    tokenizer-<16 hex>
+                     zlib: the tokenizer as JSON of the `tokenizers` library, canonical (sorted keys, no blanks, ASCII), without
+                     truncation and padding; sha256 of the JSON is the fingerprint. Read by who turns text into tokens, not at open
 
-and whatever else begins with `seg-`, `vocab-` or `MANIFEST.tmp-` is rubbish of an interrupted writer. A segment, little-endian:
+and whatever else begins with `seg-`, `vocab-`, `tokenizer-` or `MANIFEST.tmp-` is rubbish of an interrupted writer. MANIFEST names each
+file with its size and checksum. A segment, little-endian:
 
     header    [320] bytes, see `_HEADER`: sizes, widths, the table of sections, a checksum of all that
     tokens    u16 or u32 [n_tokens]: a separator, then every document followed by one; the separator is all ones
@@ -33,6 +37,7 @@ import re
 import secrets
 import stat
 import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,10 +54,14 @@ MANIFEST_MAGIC = "ngramspec datastore"
 SECTIONS = ("tokens", "suffixes", "docs", "paths", "vectors")
 HEADER_BYTES = 320
 ALIGNMENT = 64
-MAX_TOKENS = 1 << 40
-"""Of one segment: a place is segment << 40 | position, and five bytes hold a position."""
+PLACE_BITS = 40
+"""A place is segment << PLACE_BITS | position."""
+MAX_TOKENS = 1 << PLACE_BITS
+"""Of one segment; five bytes hold a position."""
 MAX_MANIFEST_BYTES = 4 << 20
 """JSON takes some twenty times its size in memory. Half a million dead documents fit, and a writer merges long before."""
+MAX_TOKENIZER_BYTES = 64 << 20
+"""Of its JSON; the largest that are published have half of it."""
 CHECKSUM_BYTES = 16
 
 # magic, format, header bytes, flags, token width, suffix width, (2 reserved), vocab_size, vector dim,
@@ -61,7 +70,8 @@ _HEADER = struct.Struct("<8sIIIBBHIIQQQQQ32s")
 _SECTION = struct.Struct(f"<QQ{CHECKSUM_BYTES}s")
 _SEGMENT_NAME = re.compile(r"seg-[0-9a-f]{16}\.ngs\Z")
 _VOCABULARY_NAME = re.compile(r"vocab-[0-9a-f]{16}\Z")
-_RUBBISH_NAME = re.compile(r"(seg-[0-9a-f]{16}\.ngs|vocab-[0-9a-f]{16}|MANIFEST\.tmp-\d+)\Z")
+_TOKENIZER_NAME = re.compile(r"tokenizer-[0-9a-f]{16}\Z")
+_RUBBISH_NAME = re.compile(r"(seg-[0-9a-f]{16}\.ngs|(vocab|tokenizer)-[0-9a-f]{16}|MANIFEST\.tmp-\d+)\Z")
 _CHUNK = 1 << 22
 
 DOC_DTYPE = np.dtype(
@@ -117,10 +127,13 @@ class SegmentEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyEntry:
+class FileEntry:
+    """Any other file as MANIFEST names it."""
+
     name: str
     bytes: int
     checksum: str
+    """Of all of it, hex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +145,8 @@ class Manifest:
     tokenizer_fingerprint: str
     """sha256, hex."""
     vocab_size: int
-    vocabulary: VocabularyEntry
+    vocabulary: FileEntry
+    tokenizer: FileEntry
     segments: tuple[SegmentEntry, ...]
     sources: list[Any] = field(default_factory=list)
     """What a build walked and how, JSON values; `sources` and `options` belong to the writer."""
@@ -309,25 +323,53 @@ def read_header(path: Path, raw: bytes, size: int) -> Header:
     return Header(token_width, width, vocab_size, dim, n_tokens, n_suffixes, n_docs, path_bytes, n_vectors, fingerprint, sections)
 
 
-# ---- the vocabulary's line ends
+# ---- the tokenizer, and the line ends of its vocabulary
 
 
-def write_vocabulary(folder: Path, line_ends: np.ndarray) -> VocabularyEntry:
+def write_vocabulary(folder: Path, line_ends: np.ndarray) -> FileEntry:
     """line_ends u8 [vocab_size]: how many line ends the text of each token has. Raises DatastoreFullError."""
-    raw = np.ascontiguousarray(line_ends, np.uint8).tobytes()
-    name = f"vocab-{secrets.token_hex(8)}"
+    return _write_whole(folder, "vocab", np.ascontiguousarray(line_ends, np.uint8).tobytes())
+
+
+def read_vocabulary(folder: Path, entry: FileEntry) -> np.ndarray:
+    """u8 [vocab_size], checked whole. Raises DatastoreCorruptError."""
+    return np.frombuffer(_read_whole(folder, entry), np.uint8)
+
+
+def write_tokenizer(folder: Path, text: bytes) -> FileEntry:
+    """`text`: the JSON of which the manifest has the fingerprint. Raises DatastoreFullError, DatastoreError for one that is too large."""
+    if len(text) > MAX_TOKENIZER_BYTES:
+        raise DatastoreError(f"a tokenizer of {len(text)} bytes of JSON; at most {MAX_TOKENIZER_BYTES} are read")
+    return _write_whole(folder, "tokenizer", zlib.compress(text))
+
+
+def read_tokenizer(folder: Path, manifest: Manifest) -> bytes:
+    """The tokenizer's JSON, checked whole and against the fingerprint. Raises DatastoreCorruptError."""
+    path = folder / manifest.tokenizer.name
+    raw = _read_whole(folder, manifest.tokenizer)
+    unpacking = zlib.decompressobj()
+    try:
+        text = unpacking.decompress(raw, MAX_TOKENIZER_BYTES + 1)
+    except zlib.error as error:
+        raise DatastoreCorruptError(f"{path}: {error}") from error
+    if not unpacking.eof or unpacking.unused_data or hashlib.sha256(text).hexdigest() != manifest.tokenizer_fingerprint:
+        raise DatastoreCorruptError(f"{path}: it is not the tokenizer of which {MANIFEST} has the fingerprint")
+    return text
+
+
+def _write_whole(folder: Path, kind: str, raw: bytes) -> FileEntry:
+    name = f"{kind}-{secrets.token_hex(8)}"
     with _new_file(folder / name) as file:
         file.write(raw)
-    return VocabularyEntry(name, len(raw), digest(raw).hex())
+    return FileEntry(name, len(raw), digest(raw).hex())
 
 
-def read_vocabulary(folder: Path, entry: VocabularyEntry) -> np.ndarray:
-    """u8 [vocab_size], checked whole. Raises DatastoreCorruptError."""
+def _read_whole(folder: Path, entry: FileEntry) -> bytes:
     path = folder / entry.name
     raw = _read_file(path, entry.bytes)
     if len(raw) != entry.bytes or digest(raw).hex() != entry.checksum:
         raise DatastoreCorruptError(f"{path}: {len(raw)} bytes that are not the {entry.bytes} of which {MANIFEST} has the checksum")
-    return np.frombuffer(raw, np.uint8)
+    return raw
 
 
 # ---- the manifest
@@ -362,9 +404,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "format": FORMAT,
         "writer": manifest.writer,
         "generation": manifest.generation,
-        "tokenizer": {"name": manifest.tokenizer_name, "fingerprint": manifest.tokenizer_fingerprint},
+        "tokenizer": {
+            "name": manifest.tokenizer_name,
+            "fingerprint": manifest.tokenizer_fingerprint,
+            "file": {name: getattr(manifest.tokenizer, name) for name in FileEntry.__slots__},
+        },
         "vocab_size": manifest.vocab_size,
-        "vocabulary": {name: getattr(manifest.vocabulary, name) for name in VocabularyEntry.__slots__},
+        "vocabulary": {name: getattr(manifest.vocabulary, name) for name in FileEntry.__slots__},
         "segments": [{name: getattr(s, name) for name in SegmentEntry.__slots__} for s in manifest.segments],
         "sources": manifest.sources,
         "options": manifest.options,
@@ -388,7 +434,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def rubbish(folder: Path, manifest: Manifest | None) -> list[Path]:
     """Files that look like a store's and belong to no generation. To be deleted by the holder of the lock alone."""
-    named = {s.name for s in manifest.segments} | {manifest.vocabulary.name} if manifest else set()
+    named = {manifest.vocabulary.name, manifest.tokenizer.name, *(s.name for s in manifest.segments)} if manifest else set()
     return sorted(path for path in folder.iterdir() if _RUBBISH_NAME.match(path.name) and path.name not in named)
 
 
@@ -403,11 +449,8 @@ def sync_folder(folder: Path) -> None:
 
 def _parse_manifest(document: dict[str, Any]) -> Manifest:
     vocab_size = _integer(document["vocab_size"], 1, 1 << 32)
-    vocabulary = VocabularyEntry(
-        _matching(document["vocabulary"]["name"], _VOCABULARY_NAME),
-        _integer(document["vocabulary"]["bytes"], vocab_size, vocab_size + 1),
-        _matching(document["vocabulary"]["checksum"], _HEX32),
-    )
+    vocabulary = _parse_file(document["vocabulary"], _VOCABULARY_NAME, vocab_size, vocab_size + 1)
+    tokenizer = _parse_file(document["tokenizer"]["file"], _TOKENIZER_NAME, 1, MAX_TOKENIZER_BYTES)
     segments = []
     for item in document["segments"]:
         docs = _integer(item["docs"], 0, 1 << 40)
@@ -434,11 +477,16 @@ def _parse_manifest(document: dict[str, Any]) -> Manifest:
         tokenizer_fingerprint=_matching(document["tokenizer"]["fingerprint"], _HEX64),
         vocab_size=vocab_size,
         vocabulary=vocabulary,
+        tokenizer=tokenizer,
         segments=tuple(segments),
         sources=document["sources"],
         options=document["options"],
         writer=_matching(document["writer"], _ANY),
     )
+
+
+def _parse_file(item: dict[str, Any], names: re.Pattern[str], least: int, end: int) -> FileEntry:
+    return FileEntry(_matching(item["name"], names), _integer(item["bytes"], least, end), _matching(item["checksum"], _HEX32))
 
 
 _HEX32, _HEX64, _ANY = re.compile(r"[0-9a-f]{32}\Z"), re.compile(r"[0-9a-f]{64}\Z"), re.compile(r"(?s).*\Z")

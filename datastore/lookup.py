@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, njit
 
+from .format import PLACE_BITS
 from .pointers import load_i32, load_i64, pointer, prefetch
 from .reader import Location, Snapshot
 from .search import (
@@ -48,7 +49,6 @@ from .search import (
     token_at,
 )
 
-PLACE_BITS = 40
 REUSES = 4
 """Steps in a row without a search, at most: shorter matches that began meanwhile are only found by one."""
 LONG_MATCH, MANY = 16, 8

@@ -11,18 +11,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numba import njit
 
 from .errors import DatastoreCorruptError, DatastoreError, DatastoreNotFoundError, TokenizerMismatchError
-from .format import MANIFEST, Manifest, Segment, SegmentEntry, map_segment, read_manifest, read_vocabulary
-from .search import DEAD, N_DEAD, N_SUFFIXES, N_TOKENS, ROW, SUFFIXES, TOKENS, VOCAB, WIDE, WIDTH, insertion, is_dead, position_at, reach
-from .verify import verify_segment
+from .format import MANIFEST, PLACE_BITS, Manifest, Segment, SegmentEntry, map_segment, read_manifest, read_tokenizer, read_vocabulary
 
-PLACE_BITS = 40
 _TALLY = 1 << 16
 """Occurrences that one look-up for people reads at most."""
 
@@ -77,15 +74,25 @@ class Snapshot:
         self.line_ends = line_ends  # u8 [vocab_size]
         self.n_tokens = sum(s.header.n_tokens for s in segments)
         self._dead = [_dead_ranges(segment, entry) for segment, entry in zip(segments, manifest.segments, strict=True)]
-        self.rows = np.zeros((len(segments), ROW), np.int64)
-        for row, segment, dead in zip(self.rows, segments, self._dead, strict=True):
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """What `search` reads of each segment, int64 [segments, ROW]."""
+        from . import search  # here: only look-ups wait for the compiler's import
+
+        rows = np.zeros((len(self.segments), search.ROW), np.int64)
+        for row, segment, dead in zip(rows, self.segments, self._dead, strict=True):
             header = segment.header
-            row[TOKENS], row[N_TOKENS], row[WIDE] = segment.tokens.ctypes.data, header.n_tokens, header.token_width == 4
-            row[SUFFIXES], row[N_SUFFIXES], row[WIDTH] = segment.suffixes.ctypes.data, header.n_suffixes, header.suffix_width
-            row[DEAD], row[N_DEAD], row[VOCAB] = dead.ctypes.data, len(dead), header.vocab_size
+            row[search.TOKENS], row[search.N_TOKENS] = segment.tokens.ctypes.data, header.n_tokens
+            row[search.WIDE], row[search.VOCAB] = header.token_width == 4, header.vocab_size
+            row[search.SUFFIXES], row[search.N_SUFFIXES] = segment.suffixes.ctypes.data, header.n_suffixes
+            row[search.WIDTH], row[search.DEAD], row[search.N_DEAD] = header.suffix_width, dead.ctypes.data, len(dead)
+        return rows
 
     def locate(self, place: int) -> Location:
         """File, line and offset of a place (segment << 40 | position). Raises DatastoreCorruptError where no document has it."""
+        from .search import line_ends_of
+
         number, position = place >> PLACE_BITS, place & (1 << PLACE_BITS) - 1
         if not (0 <= number < len(self.segments) and position < self.segments[number].header.n_tokens):
             raise ValueError(f"place {place}: segment {number}, position {position} is outside this snapshot")
@@ -100,7 +107,7 @@ class Snapshot:
         start, end = _extent(segment, lo - 1) if lo else (0, 0)
         if not start <= position < end:
             raise DatastoreCorruptError(f"{segment.path}: docs: no document has position {position}")
-        line = 1 + int(_line_ends(segment.tokens[start:position], self.line_ends))
+        line = 1 + int(line_ends_of(segment.tokens[start:position], self.line_ends))
         return Location(_path(segment, lo - 1), line, position - start)
 
     def text_tokens(self, segment: int, doc: int) -> np.ndarray:
@@ -206,7 +213,7 @@ class Datastore:
         """What `ngramspec datastore info` prints; JSON values."""
         manifest = self.snapshot.manifest
         bodies = [s.header for s in self.snapshot.segments]
-        n_bytes = sum(s.bytes for s in manifest.segments) + manifest.vocabulary.bytes + self._stamp[2]
+        n_bytes = sum(s.bytes for s in manifest.segments) + manifest.vocabulary.bytes + manifest.tokenizer.bytes + self._stamp[2]
         return {
             "path": str(self.path),
             "generation": manifest.generation,
@@ -229,6 +236,8 @@ class Datastore:
 
         At most 65,536 occurrences are counted.
         """
+        from .search import occurrences
+
         snapshot = self.snapshot
         query = np.array(list(tokens)[: -max_match - 1 : -1], np.int32)
         if len(query) and not 0 <= int(query.min()) <= int(query.max()) < snapshot.manifest.vocab_size:
@@ -238,7 +247,7 @@ class Datastore:
         places = np.empty(_TALLY + 1, np.int64)
         length = len(query)
         while length >= max(min_match, 1):
-            n, longest = _occurrences(snapshot.rows, query, length, places)
+            n, longest = occurrences(snapshot.rows, query, length, places)
             if n:
                 break
             length = min(longest, length - 1)
@@ -279,8 +288,12 @@ def _read_generation(folder: Path, verify: str, copy: bool, old: Snapshot | None
             if (segment.header.fingerprint.hex(), segment.header.vocab_size) != (manifest.tokenizer_fingerprint, manifest.vocab_size):
                 raise DatastoreCorruptError(f"{segment.path}: header: it was made with another tokenizer than {MANIFEST} names")
             if verify == "full":
+                from .verify import verify_segment
+
                 verify_segment(segment)
         segments.append(segment)
+    if verify == "full":
+        read_tokenizer(folder, manifest)
     return Snapshot(manifest, segments, read_vocabulary(folder, manifest.vocabulary))
 
 
@@ -319,33 +332,3 @@ def _dead_ranges(segment: Segment, entry: SegmentEntry) -> np.ndarray:
     """int64 [n, 2], first token and end of the dead documents, rising."""
     ranges = np.array([_extent(segment, doc) for doc in entry.dead], np.int64).reshape(-1, 2)
     return np.ascontiguousarray(ranges[np.argsort(ranges[:, 0], kind="stable")])
-
-
-@njit(cache=True, nogil=True)
-def _line_ends(tokens, line_ends):
-    n = 0
-    for token in tokens:
-        if token < len(line_ends):
-            n += line_ends[token]
-    return n
-
-
-@njit(cache=True, nogil=True)
-def _occurrences(rows, query, length, places):
-    """Live positions after the first `length` tokens of the query, as many as fit -> (how many, the longest that occurs at all)."""
-    n, longest = 0, 0
-    for s in range(len(rows)):
-        row = rows[s]
-        at, left, right = insertion(row, query.ctypes.data, length)
-        longest = max(longest, left, right)
-        if right < length:
-            continue
-        for i in range(at, at + reach(row, at, 1, query.ctypes.data, length, True)):
-            p = position_at(row[SUFFIXES], row[WIDTH], i)
-            if p < 1 or p >= row[N_TOKENS] or is_dead(row, p):
-                continue
-            if n == len(places):
-                return n, longest
-            places[n] = np.int64(s) << PLACE_BITS | p
-            n += 1
-    return n, longest

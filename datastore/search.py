@@ -3,12 +3,15 @@
 A segment is a row of addresses and sizes (`ROW` columns), a context an address of int32 token ids, newest first. Whatever the files
 hold, no read leaves them: an index is bounded by the row's counts, a position read from `suffixes` is checked before it is used, and every
 loop shrinks a range of indices. Unsorted or invalid positions give poor matches, nothing else.
+The last two functions are for people's look-ups.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
+from .format import PLACE_BITS
 from .pointers import load_i32, load_i64, load_u8, load_u16, load_u32, prefetch
 
 (TOKENS, N_TOKENS, WIDE, SUFFIXES, N_SUFFIXES, WIDTH, DEAD, N_DEAD, VOCAB, ROW) = range(10)
@@ -158,3 +161,34 @@ def insertions(row, lanes, n):
             if hi - lo > 1:
                 prefetch(suffixes + width * ((lo + hi) >> 1))
         left = (left + 1) >> 1
+
+
+@njit(cache=True, nogil=True)
+def occurrences(rows, query, length, places):
+    """Live positions after the first `length` tokens of the query, as many as fit -> (how many, the longest that occurs at all)."""
+    n, longest = 0, 0
+    for s in range(len(rows)):
+        row = rows[s]
+        at, left, right = insertion(row, query.ctypes.data, length)
+        longest = max(longest, left, right)
+        if right < length:
+            continue
+        for i in range(at, at + reach(row, at, 1, query.ctypes.data, length, True)):
+            p = position_at(row[SUFFIXES], row[WIDTH], i)
+            if p < 1 or p >= row[N_TOKENS] or is_dead(row, p):
+                continue
+            if n == len(places):
+                return n, longest
+            places[n] = np.int64(s) << PLACE_BITS | p
+            n += 1
+    return n, longest
+
+
+@njit(cache=True, nogil=True)
+def line_ends_of(tokens, line_ends):
+    """Line ends in a text: u16|u32 [n], u8 [vocab_size] -> their sum. Ids beyond the vocabulary have none."""
+    n = 0
+    for token in tokens:
+        if token < len(line_ends):
+            n += line_ends[token]
+    return n

@@ -1,4 +1,4 @@
-"""The order of a segment's suffixes: made by pydivsufsort, checked in linear time. Knows arrays, no files.
+"""The order of a segment's suffixes, made by pydivsufsort. Knows arrays, no files.
 
 Tokens with separators enter, positions leave: every p whose token and whose predecessor are no separators, sorted by the text
 before p read backwards (tokens[p-1], tokens[p-2], ... as unsigned numbers; the separator is the largest). So "what came after
@@ -9,7 +9,8 @@ two texts agree up to it; look-ups never compare that far.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+_CHUNK = 1 << 18  # of what was sorted: stays in the cache while it is packed
 
 
 def sort_suffixes(tokens: np.ndarray, width: int) -> np.ndarray:
@@ -28,11 +29,6 @@ def sort_memory(n_tokens: int, token_width: int) -> int:
     """Upper bound, in bytes, of what `sort_suffixes` takes beyond the tokens."""
     n_bytes = n_tokens * token_width
     return n_bytes * (5 if n_bytes < 1 << 31 else 9) + 5 * n_tokens
-
-
-def read_positions(suffixes: np.ndarray, start: int = 0, end: int | None = None) -> np.ndarray:
-    """Positions [end - start] int64 of packed ones, u8 [n, width]."""
-    return unpack(suffixes[start : len(suffixes) if end is None else end])
 
 
 def pack_positions(positions: np.ndarray, width: int) -> np.ndarray:
@@ -56,81 +52,23 @@ def _reversed_bytes(tokens: np.ndarray) -> np.ndarray:
 
 def pack_order(order: np.ndarray, tokens: np.ndarray, n_bytes: int, width: int) -> np.ndarray:
     """Suffix array of the reversed bytes [n * n_bytes] -> positions u8 [m, width]: only those between two tokens of one document."""
-    mark = int(np.iinfo(tokens.dtype).max)
-    out = np.empty((_count_entries(tokens, mark), width), np.uint8)
-    _pack_order(order, tokens, mark, n_bytes, out)
+    real = tokens != np.iinfo(tokens.dtype).max
+    wanted = np.zeros(len(tokens) + 1, bool)  # position n, after the last token, is one of the sorted, and none of these
+    wanted[1:-1] = real[1:] & real[:-1]
+    out = np.empty((np.count_nonzero(wanted), width), np.uint8)
+    done = 0
+    for at in range(0, len(order), _CHUNK):
+        starts = order[at : at + _CHUNK]
+        starts = starts[starts % n_bytes == 0]
+        positions = len(tokens) - starts // n_bytes
+        positions = positions[wanted[positions]]
+        out[done : done + len(positions)] = pack_positions(positions, width)
+        done += len(positions)
     return out
 
 
-@njit(cache=True, nogil=True)
-def _count_entries(tokens, mark):
-    count = 0
-    for p in range(1, len(tokens)):
-        count += tokens[p] != mark and tokens[p - 1] != mark
-    return count
-
-
-@njit(cache=True, nogil=True)
-def _pack_order(order, tokens, mark, n_bytes, out):
-    n = len(tokens)
-    k = 0
-    for r in order:
-        if r % n_bytes:
-            continue
-        p = n - r // n_bytes
-        if p < n and p > 0 and tokens[p] != mark and tokens[p - 1] != mark:
-            x = np.int64(p)
-            for b in range(out.shape[1]):
-                out[k, b] = x & 0xFF
-                x >>= 8
-            k += 1
-
-
-@njit(cache=True, nogil=True)
-def unpack(suffixes):
+def unpack(suffixes: np.ndarray) -> np.ndarray:
     """u8 [n, width] -> int64 [n]."""
-    out = np.empty(len(suffixes), np.int64)
-    for i in range(len(suffixes)):
-        out[i] = _position(suffixes, i)
-    return out
-
-
-def first_disorder(tokens: np.ndarray, suffixes: np.ndarray) -> int:
-    """Index of the first entry that is no position, is there twice or is out of order; n_suffixes where only some are missing; else -1.
-
-    Two neighbours are in order if their last tokens are, or if these agree and the texts before them are, which their own ranks
-    tell (Burkhardt & Kärkkäinen, Fast lightweight suffix array construction and checking, 2003, section 6). Texts that agree up to a
-    separator may stand in any order. Takes 4 or 8 bytes a token.
-    """
-    rank = np.full(len(tokens), -1, np.int32 if len(tokens) <= 0x7FFFFFFF else np.int64)
-    return int(_first_disorder(tokens, int(np.iinfo(tokens.dtype).max), suffixes, rank))
-
-
-@njit(cache=True, nogil=True)
-def _position(suffixes, i):
-    x = np.int64(0)
-    for b in range(suffixes.shape[1]):
-        x |= np.int64(suffixes[i, b]) << (8 * b)
-    return x
-
-
-@njit(cache=True, nogil=True)
-def _first_disorder(tokens, mark, suffixes, rank):
-    n, m = len(tokens), len(suffixes)
-    for i in range(m):
-        p = _position(suffixes, i)
-        if p < 1 or p >= n or tokens[p] == mark or tokens[p - 1] == mark or rank[p] >= 0:
-            return i
-        rank[p] = i
-    if m != _count_entries(tokens, mark):
-        return m
-    for i in range(1, m):
-        p, q = _position(suffixes, i - 1), _position(suffixes, i)
-        if tokens[p - 1] > tokens[q - 1]:
-            return i
-        if tokens[p - 1] == tokens[q - 1]:
-            # rank is -1 right after a separator, which is larger than every token
-            before, after = rank[p - 1], rank[q - 1]
-            if after >= 0 and (before < 0 or before > after):
-                return i
-    return -1
+    wide = np.zeros((len(suffixes), 8), np.uint8)
+    wide[:, : suffixes.shape[1]] = suffixes
+    return wide.view("<i8").reshape(-1)

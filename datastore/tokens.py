@@ -1,7 +1,8 @@
 """User text as token ids: no text can inject a control token, whatever it contains.
 
 Texts enter, ids leave, [n] u16 or u32, as `format` stores them. Works on a copy of the model's tokenizer that knows no control
-tokens; the fingerprint is that of the original. Knows `tokenizers`, nothing of files.
+tokens; the fingerprint is that of the original, whose JSON a store carries, so that nobody needs the model to update it. Knows
+`tokenizers`, nothing of models or of a corpus.
 """
 
 from __future__ import annotations
@@ -9,40 +10,55 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from .format import separator, token_dtype
+from .errors import DatastoreCorruptError
+from .format import Manifest, read_tokenizer, separator, token_dtype
 
 _STATE = ("truncation", "padding")  # set by whoever used the tokenizer last; they are no part of what it means
 
 
+def canonical(tokenizer: Tokenizer) -> bytes:
+    """The tokenizer's JSON with sorted keys, without truncation and padding: what the fingerprint is of, and what a store keeps."""
+    lasting = {name: value for name, value in json.loads(tokenizer.to_str()).items() if name not in _STATE}
+    return json.dumps(lasting, sort_keys=True, separators=(",", ":")).encode()
+
+
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """sha256, hex, of the tokenizer's JSON with sorted keys, without truncation and padding."""
-    return _fingerprint(json.loads(tokenizer.to_str()))
+    """sha256, hex, of the canonical JSON."""
+    return hashlib.sha256(canonical(tokenizer)).hexdigest()
 
 
-def _fingerprint(parts: dict[str, Any]) -> str:
-    lasting = {name: value for name, value in parts.items() if name not in _STATE}
-    return hashlib.sha256(json.dumps(lasting, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def stored_encoder(folder: Path, manifest: Manifest) -> Encoder:
+    """The encoder of a store, by the tokenizer that it carries. Raises DatastoreCorruptError."""
+    text = read_tokenizer(folder, manifest)
+    try:
+        encoder = Encoder(text, manifest.tokenizer_name)
+    except Exception as error:  # the library raises nothing more particular
+        raise DatastoreCorruptError(f"{folder / manifest.tokenizer.name} is no tokenizer: {error}") from error
+    if encoder.vocab_size != manifest.vocab_size:
+        raise DatastoreCorruptError(
+            f"{folder / manifest.tokenizer.name} has {encoder.vocab_size} tokens, the store was made with {manifest.vocab_size}"
+        )
+    return encoder
 
 
 class Encoder:
     """A tokenizer for text of the corpus. Threads may share it; `tokenizers` spreads a batch over the cores."""
 
-    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
-        """`tokenizer` is copied through its JSON and not changed; `name` is what users call it."""
+    def __init__(self, tokenizer: Tokenizer | bytes, name: str) -> None:
+        """`tokenizer`, or its canonical JSON, is copied and not changed; `name` is what users call it."""
         self.name = name
-        self._json = tokenizer.to_str()
-        parts = json.loads(self._json)
-        self.fingerprint = _fingerprint(parts)
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        self.json = canonical(tokenizer) if isinstance(tokenizer, Tokenizer) else tokenizer
+        self.fingerprint = hashlib.sha256(self.json).hexdigest()
+        self._full = Tokenizer.from_str(self.json.decode())
+        self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values(), default=0) + 1
         self.dtype = token_dtype(self.vocab_size)
-        self._plain, self._control = plain(parts, set(tokenizer.get_vocab(with_added_tokens=False)), self.vocab_size)
-        self._full = tokenizer
+        self._plain, self._control = plain(self._full, self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Texts, end to end, each followed by a separator -> tokens [n] u16|u32, lengths [texts] int64 without the separators."""
@@ -69,35 +85,43 @@ class Encoder:
         texts = self._full.decode_batch([[token] for token in range(self.vocab_size)], skip_special_tokens=False)
         return np.fromiter((min(text.count("\n"), 255) for text in texts), np.uint8, self.vocab_size)
 
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return _from_json, (self._json, self.name)
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, control tokens included."""
+        text: str = self._full.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def __reduce__(self) -> tuple[object, tuple[bytes, str]]:
+        return Encoder, (self.json, self.name)
 
 
-def _from_json(text: str, name: str) -> Encoder:
-    return Encoder(Tokenizer.from_str(text), name)
-
-
-def plain(parts: dict[str, Any], words: Container[str], vocab_size: int) -> tuple[Tokenizer, np.ndarray]:
-    """A copy that knows no control tokens, and which ids are control tokens: bool [vocab_size].
-
-    `parts`: the tokenizer's JSON; `words`: its model's vocabulary, without what was added.
+def plain(tokenizer: Tokenizer, vocab_size: int) -> tuple[Tokenizer, np.ndarray]:
+    """One that knows no control tokens and shares the model of `tokenizer`, and which ids are control tokens: bool [vocab_size].
 
     Every added token is one, flagged special or not, but for those that consist of blanks and line ends: GPT-NeoX, Phi and Gemma
     write indentation with them, and text without them would match nothing that the model reads. No post-processor, truncation or padding.
     """
-    added = parts["added_tokens"]
-    blank = [token["id"] for token in added if not token["special"] and token["content"].strip(" \t\r\n▁") == ""]
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    blank = {number for number, token in added if not token.special and token.content.strip(" \t\r\n▁") == ""}
     control = np.zeros(vocab_size, bool)
-    control[[token["id"] for token in added]] = True
-    control[blank] = False
-    kept = []
-    for token in added if blank else []:
-        if token["id"] in blank:
-            kept.append(token)
-        elif token["content"] not in words:  # ids are given in turn: something that no text has must take this one
-            kept.append(token | {"content": f"\U0010fffe{secrets.token_hex(16)}", "special": False, "normalized": False})
-    parts = parts | {"added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
-    copy = Tokenizer.from_str(json.dumps(parts))
-    if any(copy.token_to_id(token["content"]) != token["id"] for token in kept):
-        copy = Tokenizer.from_str(json.dumps(parts | {"added_tokens": []}))
+    control[[number for number, _ in added if number not in blank]] = True
+    kept: list[tuple[int, AddedToken]] = []
+    words = tokenizer.get_vocab(with_added_tokens=False) if blank else {}
+    for number, token in added if blank else []:
+        if number in blank:
+            kept.append((number, token))
+        elif token.content not in words:  # ids are given in turn: something that no text has must take this one
+            kept.append((number, AddedToken(f"\U0010fffe{secrets.token_hex(16)}", normalized=False, special=False)))
+    copy = _without_added(tokenizer)
+    copy.add_tokens([token for _, token in kept])
+    if any(copy.token_to_id(token.content) != number for number, token in kept):
+        copy = _without_added(tokenizer)
     return copy, control
+
+
+def _without_added(tokenizer: Tokenizer) -> Tokenizer:
+    copy = Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        copy.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        copy.pre_tokenizer = tokenizer.pre_tokenizer
+    return copy

@@ -27,7 +27,7 @@ from .errors import DatastoreCorruptError, EmptyCorpusError, TokenizerMismatchEr
 from .format import Manifest, SegmentEntry, map_segment
 from .pieces import Recipe, Vectors
 from .progress import Progress, Summary, Tell, silent
-from .tokens import Encoder
+from .tokens import Encoder, stored_encoder
 
 Key = tuple[int, int]
 """Number of a segment in the manifest, number of a document in it."""
@@ -63,8 +63,8 @@ class _Changes:
 
 def update(
     store: str | os.PathLike[str],
-    tokenizer: Tokenizer | Encoder,
-    name: str,
+    tokenizer: Tokenizer | Encoder | None = None,
+    name: str | None = None,
     paths: Sequence[str | os.PathLike[str]] = (),
     *,
     options: CorpusOptions | None = None,
@@ -76,8 +76,8 @@ def update(
 ) -> Summary:
     """Bring a store up to date with its corpus.
 
-    `tokenizer`: an Encoder saves half a second a call. `paths` are added to what the store was built from, `options` replace those it
-    was built with.
+    `tokenizer` is not needed, the store has its own: one that is given must be the same, `name` is what users call it, and an Encoder
+    saves the reading. `paths` are added to what the store was built from, `options` replace those it was built with.
     Small segments are merged afterwards, in a commit of their own, when they have become many or mostly dead. Raises as `build`
     does, and DatastoreNotFoundError, TokenizerMismatchError; EmptyCorpusError where no document would be left.
     """
@@ -89,12 +89,7 @@ def update(
     with writing(folder) as writer_:
         old = writer_.manifest
         assert old is not None
-        encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer, name)
-        if encoder.fingerprint != old.tokenizer_fingerprint:
-            raise TokenizerMismatchError(
-                f"{folder} was made with the tokenizer of {old.tokenizer_name!r}, not that of {name!r}: give --tokenizer "
-                f"{old.tokenizer_name}, or build it anew"
-            )
+        encoder = encoder_of(folder, old, tokenizer, name)
         tell(progress)
         sources = _with_sources(old, added)
         before = options_of(old)
@@ -229,6 +224,19 @@ def known_documents(folder: Path, manifest: Manifest) -> Iterator[Known]:
             except UnicodeDecodeError as error:
                 raise DatastoreCorruptError(f"{segment.path}: paths: document {doc} has a path that is not UTF-8") from error
             yield Known((number, doc), path, size, mtime_ns, hashes[16 * doc : 16 * doc + 16])
+
+
+def encoder_of(folder: Path, manifest: Manifest, tokenizer: Tokenizer | Encoder | None = None, name: str | None = None) -> Encoder:
+    """The encoder for a store: by its own tokenizer, or by one that is the same. Raises TokenizerMismatchError, DatastoreCorruptError."""
+    if tokenizer is None:
+        return stored_encoder(folder, manifest)
+    encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer, name or "another model")
+    if encoder.fingerprint != manifest.tokenizer_fingerprint:
+        raise TokenizerMismatchError(
+            f"{folder} was made with the tokenizer of {manifest.tokenizer_name!r}, not that of {name or encoder.name!r}: leave the "
+            "tokenizer out, for the store has its own, or build it anew"
+        )
+    return encoder
 
 
 def options_of(manifest: Manifest) -> CorpusOptions:

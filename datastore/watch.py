@@ -20,8 +20,7 @@ from .errors import DatastoreError
 from .format import read_manifest
 from .pieces import Vectors
 from .progress import Summary
-from .tokens import Encoder
-from .update import update
+from .update import encoder_of, update
 
 DEBOUNCE_MS = 250  # an editor's several writes of one save; a checkout of many files takes as long as it takes
 POLL_MS = 1000
@@ -30,8 +29,8 @@ Outcome = Summary | DatastoreError | OSError
 
 def watch(
     store: str | os.PathLike[str],
-    tokenizer: Tokenizer,
-    name: str,
+    tokenizer: Tokenizer | None = None,
+    name: str | None = None,
     paths: Sequence[str | os.PathLike[str]] = (),
     *,
     vectors: Vectors | None = None,
@@ -43,11 +42,11 @@ def watch(
 ) -> None:
     """Keep a store up to date until `stop` is set or KeyboardInterrupt comes, which is raised. `paths` are added to its corpus.
 
-    `ready` is called when changes are being watched for, with what is watched; `say` with the Summary of each update that changed something
-    and with each new error. Raises what `update` raises only where the very first one fails.
+    `tokenizer` and `name` are as for `update`. `ready` is called when changes are being watched for, with what is watched; `say` with the
+    Summary of each update that changed something and with each new error. Raises what `update` raises only where the very first one fails.
     """
-    encoder = Encoder(tokenizer, name)
     folder = Path(store)
+    encoder = encoder_of(folder, read_manifest(folder), tokenizer, name)
     stop = stop or threading.Event()
 
     def bring_up_to_date(paths: Sequence[str | os.PathLike[str]] = ()) -> Summary:

@@ -14,14 +14,11 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from . import __version__
-
-if TYPE_CHECKING:
-    import tokenizers
 
 TERMINATED = 143
 _WRITER = f"ngramspec {__version__}"
@@ -42,7 +39,10 @@ Memory = Annotated[
 Tokenizer = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", "-t", metavar="M", help="The model whose tokenizer is used: a folder, a .gguf file, a hub name, or smollm2."
+        "--tokenizer",
+        "-t",
+        metavar="M",
+        help="The model whose tokenizer is used: a folder, a .gguf file, a hub name, or smollm2. A store that is there has its own.",
     ),
 ]
 
@@ -139,7 +139,7 @@ def build_datastore(
             raise cli.BadInputError("name the model that the datastore is for: --tokenizer M, such as --tokenizer smollm2")
         else:
             options, name = corpus.CorpusOptions(**given), tokenizer
-        backend = _backend(name)
+        backend = _backend(tokenizer)
         with screen_datastore.progress(quiet) as tell:
             if update:
                 summary = updating.update(
@@ -225,25 +225,18 @@ def lookup(
     written = cli._read_prompt(text, file)
     with _failures():
         from .datastore.reader import Datastore
-        from .datastore.tokens import Encoder
+        from .datastore.update import encoder_of
 
         with Datastore.open(store) as opened:
-            manifest = opened.snapshot.manifest
-            name = tokenizer or manifest.tokenizer_name
-            backend = _backend(name)
-            encoder = Encoder(backend, name)
-            Datastore.open(store, tokenizer_fingerprint=encoder.fingerprint, tokenizer_name=name).close()
+            encoder = encoder_of(store, opened.snapshot.manifest, _backend(tokenizer), tokenizer)
             tokens, lengths = encoder.encode([written])
             found = opened.lookup(tokens[: int(lengths[0])].tolist(), max_match=max_match, limit=limit)
             matched = tokens[int(lengths[0]) - found.length : int(lengths[0])].tolist()
     document = {
-        "match": {"tokens": found.length, "text": backend.decode(matched, skip_special_tokens=False)},
+        "match": {"tokens": found.length, "text": encoder.decode(matched)},
         "count": found.count,
         "complete": found.complete,
-        "continuations": [
-            {"token": token, "text": backend.decode([token], skip_special_tokens=False), "count": count}
-            for token, count in found.continuations
-        ],
+        "continuations": [{"token": token, "text": encoder.decode([token]), "count": count} for token, count in found.continuations],
         "locations": [{"path": place.path, "line": place.line} for place in found.locations],
     }
     if as_json:
@@ -301,15 +294,13 @@ def watch(
     """Keep a datastore up to date while its files change, until Ctrl-C. A running engine picks the changes up."""
     with _failures(), _terminable():
         from . import screen_datastore
-        from .datastore.format import read_manifest
         from .datastore.watch import watch as watching
 
-        name = tokenizer or read_manifest(store).tokenizer_name
         with contextlib.suppress(KeyboardInterrupt):
             watching(
                 store,
-                _backend(name),
-                name,
+                _backend(tokenizer),
+                tokenizer,
                 paths or (),
                 max_memory=_size(max_memory, "--max-memory"),
                 writer=_WRITER,
@@ -358,7 +349,10 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _backend(name: str) -> tokenizers.Tokenizer:
+def _backend(name: str | None) -> Any:
+    """The `tokenizers.Tokenizer` of a model, which takes seconds to import and load; None where none is named."""
+    if name is None:
+        return None
     from . import cli
     from .loading import load_tokenizer
 

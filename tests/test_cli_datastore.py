@@ -217,12 +217,74 @@ def test_watching_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert second.endswith("failed, will be tried again: it is broken")
 
 
+WITHOUT_A_MODEL = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "huggingface_hub", "safetensors", "faiss", *sys.argv[1].split(",")):
+            raise ImportError(f"{name} is not to be imported")
+sys.meta_path.insert(0, Absent())
+from ngramspec import cli
+if "watch" in sys.argv:
+    import signal
+    from ngramspec import screen_datastore
+    screen_datastore.print_watched = lambda sources: signal.raise_signal(signal.SIGINT)
+sys.argv = ["ngramspec", *sys.argv[2:]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("router", ["--router", "--no-router"])
+def test_a_store_needs_no_model(corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch, router: str) -> None:
+    """All but building works where no model, and none of what loads one, is installed."""
+    build(monkeypatch, model, router)
+    model.rename(model.parent / "gone")
+
+    def command(*arguments: str, absent: str = "") -> str:
+        done = subprocess.run([sys.executable, "-c", WITHOUT_A_MODEL, absent, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        (corpus / "c.py").write_text("c = 1\n")
+        # nothing is compiled where no record of the router is made
+        updated = command("build-datastore", "-u", "-o", "store", "-q", "--json", absent="numba" if router == "--no-router" else "")
+        assert json.loads(updated)["added"] == 1
+        assert json.loads(command("datastore", "info", "store", "--json", absent="numba,tokenizers"))["documents"] == 3
+        assert json.loads(command("datastore", "lookup", "store", "c =", "--json"))["continuations"][0]["text"] == " "
+        (corpus / "c.py").write_text("c = 22\n")
+        command("datastore", "watch", "store")
+        assert json.loads(command("datastore", "merge", "store", "--json"))["segments"] == 1
+        assert json.loads(command("datastore", "prune", "store", "b.py", "--json"))["removed"] == 1
+        assert "build-datastore" in command("--help", absent="numba,tokenizers,numpy")
+        assert "2 documents" in command("datastore", "verify", "store")
+        assert (Datastore.open("store").info()["vectors"] > 0) == (router == "--router")
+    finally:
+        (model.parent / "gone").rename(model)
+
+
+def test_a_damaged_tokenizer_is_named(
+    corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(monkeypatch, model)
+    path = Path("store") / read_manifest(Path("store")).tokenizer.name
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run(monkeypatch, "datastore", "info", "store") == 0
+    capsys.readouterr()
+    for command in (["build-datastore", "-u", "-o", "store"], ["datastore", "lookup", "store", "x"], ["datastore", "verify", "store"]):
+        assert run(monkeypatch, *command) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert path.name in err
+    assert run(monkeypatch, "build-datastore", "-u", "-o", "store", "-t", model, "-q") == 0, "a model's own may stand in for it"
+
+
 BUILD = """
 import sys
 from ngramspec import cli, cli_datastore
 from ngramspec.datastore import pieces
 from tokenizers import Tokenizer
-cli_datastore._backend = lambda name: Tokenizer.from_file(name + "/tokenizer.json")
+cli_datastore._backend = lambda name: name and Tokenizer.from_file(name + "/tokenizer.json")
 real = pieces.sort_suffixes
 def slow(*arguments):
     print("sorting", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ from ngramspec.datastore import update as updating
 from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import writing
 from ngramspec.datastore.corpus import CorpusError
-from ngramspec.datastore.tokens import Encoder
+from ngramspec.datastore.tokens import Encoder, stored_encoder
 from ngramspec.datastore.update import due_for_merge, merge, prune, update
 from ngramspec.datastore.watch import watch
 
@@ -87,7 +90,8 @@ def files_of(store: Path) -> set[str]:
 
 def is_tidy(store: Path) -> bool:
     manifest = stored.read_manifest(store)
-    return files_of(store) == {"MANIFEST", "LOCK", manifest.vocabulary.name, *(s.name for s in manifest.segments)}
+    named = {manifest.vocabulary.name, manifest.tokenizer.name, *(s.name for s in manifest.segments)}
+    return files_of(store) == {"MANIFEST", "LOCK", *named}
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -482,6 +486,83 @@ def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path, backend: Tok
         update(tmp_path / "store", tiny.word_tokenizer().backend_tokenizer, "second")
 
 
+@pytest.mark.parametrize("make", [tiny.byte_tokenizer, tiny.word_tokenizer])
+def test_a_store_carries_its_tokenizer(corpus: Path, tmp_path: Path, make: Callable[[], Any]) -> None:
+    store = tmp_path / "store"
+    given = make().backend_tokenizer
+    given.enable_truncation(3)
+    build([corpus], store, given, "model")
+    kept = stored.read_manifest(store).tokenizer
+    ours, theirs = stored_encoder(store, stored.read_manifest(store)), Encoder(given, "model")
+    assert (ours.fingerprint, ours.vocab_size, ours.name) == (theirs.fingerprint, theirs.vocab_size, "model")
+    lines = ["a b <bos> the .\n\t c", "日本", ""]
+    for mine, other in zip(ours.encode(lines), theirs.encode(lines), strict=True):
+        assert mine.tolist() == other.tolist()
+    assert ours.line_ends().tolist() == theirs.line_ends().tolist()
+    assert "<eos>" in ours.decode([tiny.EOS])
+    fill(corpus, {"new.py": "def new():\n    return 'new'\n"})
+    assert update(store).added == 1
+    (corpus / "0.py").unlink()
+    assert update(store, theirs).removed == 1
+    assert merge(store).committed
+    assert prune(store, ["1.py"]).committed
+    assert stored.read_manifest(store).tokenizer == kept
+    assert is_tidy(store)
+    build([corpus], tmp_path / "whole", given, "model", options=CorpusOptions(exclude=("1.py",)))
+    assert tokens_of(store) == tokens_of(tmp_path / "whole")
+
+
+def tokens_of(store: Path) -> dict[str, list[int]]:
+    with Datastore.open(store, verify="full") as opened:
+        return {d.path: opened.snapshot.text_tokens(d.segment, d.number).tolist() for d in opened.snapshot.documents()}
+
+
+def test_a_damaged_tokenizer_is_named_by_those_who_read_it(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
+    store = tmp_path / "store"
+    build([corpus], store, backend, "bytes")
+    path = store / stored.read_manifest(store).tokenizer.name
+    raw = path.read_bytes()
+    fill(corpus, {"0.py": "changed\n"})
+    before = stored.read_manifest(store)
+    flipped = bytearray(raw)
+    flipped[len(raw) // 2] ^= 1
+    for damaged in (bytes(flipped), raw[:-1], raw + b"x", b"", None):
+        path.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        for call in (lambda: update(store), lambda: watch(store), lambda: Datastore.open(store, verify="full")):
+            with pytest.raises(DatastoreCorruptError, match=path.name):
+                call()
+        assert Datastore.open(store).lookup(list(b"def f")).count == 10, "a look-up needs no tokenizer"
+        assert stored.read_manifest(store) == before
+        path.touch()
+    path.write_bytes(raw)
+    assert update(store).added == 1
+
+
+def test_a_forged_tokenizer_is_refused(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
+    store = tmp_path / "store"
+    build([corpus], store, backend, "bytes")
+    manifest = stored.read_manifest(store)
+    other = tiny.word_tokenizer().backend_tokenizer
+    other.add_tokens(["one more"])
+    texts_ = [Encoder(other, "other").json, b"{}", b"[" * 100_000, b'{"version":"1.0"}', b"\xff"]
+    bomb = zlib.compress(bytes(stored.MAX_TOKENIZER_BYTES + 1))
+    for forged in (*map(zlib.compress, texts_), b"no zlib", zlib.compress(Encoder(backend, "bytes").json) + b"x", bomb):
+        entry = stored._write_whole(store, "tokenizer", forged)
+        stored.write_manifest(store, replace(manifest, tokenizer=entry))
+        with pytest.raises(DatastoreCorruptError, match=entry.name):
+            update(store)
+    for text in texts_:  # even the fingerprint agrees
+        entry = stored.write_tokenizer(store, text)
+        print_ = hashlib.sha256(text).hexdigest()
+        stored.write_manifest(store, replace(manifest, tokenizer=entry, tokenizer_fingerprint=print_))
+        with pytest.raises(DatastoreCorruptError, match=entry.name):
+            update(store)
+    with pytest.raises(DatastoreError, match="at most"):
+        stored.write_tokenizer(store, bytes(stored.MAX_TOKENIZER_BYTES + 1))
+
+
 def test_two_writers_are_kept_apart(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     store = tmp_path / "store"
     build([corpus], store, backend, "bytes")
@@ -501,7 +582,8 @@ def test_two_writers_are_kept_apart(corpus: Path, tmp_path: Path, backend: Token
 
 def test_rubbish_of_a_killed_writer_is_removed(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     store = tmp_path / "store"
-    rubbish = {"seg-0123456789abcdef.ngs": "x", "vocab-0123456789abcdef": "x", "MANIFEST.tmp-123": "x"}
+    rubbish = {f"{kind}-0123456789abcdef{end}": "x" for kind, end in (("seg", ".ngs"), ("vocab", ""), ("tokenizer", ""))}
+    rubbish["MANIFEST.tmp-123"] = "x"
     fill(store, rubbish)
     with pytest.raises(DatastoreNotFoundError):
         Datastore.open(store)

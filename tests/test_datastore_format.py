@@ -24,7 +24,8 @@ from ngramspec.datastore.errors import (
     TokenizerMismatchError,
 )
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.suffixes import first_disorder, pack_positions, sort_suffixes, unpack
+from ngramspec.datastore.suffixes import pack_positions, sort_suffixes, unpack
+from ngramspec.datastore.verify import first_disorder
 
 VOCABULARIES = [3, 300, 65535, 65536, 1 << 25]
 
@@ -116,9 +117,11 @@ def test_the_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert layout.rubbish(tmp_path, manifest) == []
     left = tmp_path / "seg-0123456789abcdef.ngs"
     left.touch()
+    (tmp_path / "tokenizer-0123456789abcdef").touch()
     (tmp_path / "MANIFEST.tmp-12").touch()
     (tmp_path / "notes.txt").touch()
-    assert layout.rubbish(tmp_path, manifest) == [tmp_path / "MANIFEST.tmp-12", left]
+    assert layout.rubbish(tmp_path, manifest) == [tmp_path / "MANIFEST.tmp-12", left, tmp_path / "tokenizer-0123456789abcdef"]
+    assert layout.read_tokenizer(tmp_path, manifest) == tiny_store.TOKENIZER
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,9 @@ def test_the_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"generation": -1},
         {"vocab_size": 0},
         {"tokenizer_fingerprint": "abc"},
+        {"tokenizer": layout.FileEntry("../tokenizer-0123456789abcdef", 10, "0" * 32)},
+        {"tokenizer": layout.FileEntry("tokenizer-0123456789abcdef", 0, "0" * 32)},
+        {"tokenizer": layout.FileEntry("tokenizer-0123456789abcdef", 1 << 40, "0" * 32)},
         {"segments": (layout.SegmentEntry("../etc/passwd", 400, "0" * 32, 3, 1),)},
         {"segments": (layout.SegmentEntry("seg-0123456789abcdef.ngs", 400, "0" * 32, 3, 1, (1,)),)},
         {"segments": (layout.SegmentEntry("seg-0123456789abcdef.ngs", 400, "0" * 32, 3, 3, (1, 1)),)},

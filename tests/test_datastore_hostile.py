@@ -21,8 +21,8 @@ import tiny_store
 from ngramspec.datastore import format as layout
 from ngramspec.datastore.errors import DatastoreCorruptError, DatastoreError
 from ngramspec.datastore.lookup import ROWS, Matcher
-from ngramspec.datastore.reader import Datastore, _occurrences
-from ngramspec.datastore.search import N_SUFFIXES, N_TOKENS, SUFFIXES, TOKENS, WIDTH
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.search import N_SUFFIXES, N_TOKENS, SUFFIXES, TOKENS, WIDTH, occurrences
 from ngramspec.datastore.suffixes import pack_positions
 
 VOCAB = 500
@@ -364,8 +364,8 @@ def test_no_read_leaves_the_arrays(tmp_path: Path, vocab_size: int, kind: str, w
             trees = matcher.propose(slots, contexts, np.full(2, fresh, np.int32))
             assert (trees.tokens == 7).all()
             assert ((trees.place >= 1) & (trees.place < n)).all()
-        assert _occurrences(row[None], contexts[1], 5, np.empty(100, np.int64))[0] <= 100
-        assert _occurrences(row[None], longest, 64, np.empty(100, np.int64))[0] <= 100
+        assert occurrences(row[None], contexts[1], 5, np.empty(100, np.int64))[0] <= 100
+        assert occurrences(row[None], longest, 64, np.empty(100, np.int64))[0] <= 100
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict], None]) -> None:

@@ -18,11 +18,13 @@ from ngramspec.datastore.format import (
     token_dtype,
     write_manifest,
     write_segment,
+    write_tokenizer,
     write_vocabulary,
 )
 from ngramspec.datastore.suffixes import sort_suffixes
 
-FINGERPRINT = hashlib.sha256(b"a tokenizer").hexdigest()
+TOKENIZER = b"a tokenizer"
+FINGERPRINT = hashlib.sha256(TOKENIZER).hexdigest()
 
 
 def segment_arrays(documents: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
@@ -60,6 +62,7 @@ def write_store(
     marks = dead or [()] * len(segments)
     entries = tuple(add_segment(folder, documents, vocab_size, d) for documents, d in zip(segments, marks, strict=True))
     vocabulary = write_vocabulary(folder, np.arange(vocab_size) % 3 == 0)
-    manifest = Manifest(generation, "tiny", FINGERPRINT, vocab_size, vocabulary, entries, [{"path": "corpus"}], {"jobs": 2})
+    tokenizer = write_tokenizer(folder, TOKENIZER)
+    manifest = Manifest(generation, "tiny", FINGERPRINT, vocab_size, vocabulary, tokenizer, entries, [{"path": "corpus"}], {"jobs": 2})
     write_manifest(folder, manifest)
     return manifest
