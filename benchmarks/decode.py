@@ -151,6 +151,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--cost", choices=["measured", *SLOPES], default="measured", help="what the drafts are told a row costs; not measured: as in replay"
     )
     args = parser.parse_args(argv)
+    for store in args.datastore:
+        if not (Path(store) / "MANIFEST").is_file():
+            parser.error(f"--datastore: {store} is not a datastore")
     if args.prompts is not None and not args.prompts.is_file():
         parser.error(f"--prompts: there is no file {str(args.prompts)!r}")
     if args.temperature is None:

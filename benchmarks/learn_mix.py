@@ -10,6 +10,7 @@ No model and no benchmark data: files of the folders given are turned into promp
     revise     documentation in a chat prompt -> the same with words replaced, sentences dropped or moved
     chat       a paragraph as the user's message -> the paragraphs after it
     dialogue   a long system text and several turns of paragraphs -> the next turn
+    noise      random words -> others: text that never repeats is a request too
 
 Every output position, and the end of the output, gives one sample per candidate: the states of all groups of evidence and whether the
 candidate was right. State values and mixing factors are fitted together, by the log loss. Only those numbers are written.
@@ -45,7 +46,7 @@ from numba import njit
 from benchmarks.common import environment, print_document, print_table
 from ngramspec.drafting import evidence, merge, ngram, proposer
 
-KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "recorded")
+KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "noise", "recorded")
 SESSION = 20
 POOLS = (3, 6, 12, 40)
 """Traces of a session, and from how many neighbouring files they are drawn."""
@@ -166,6 +167,10 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
         piece = text[at : at + rng.randrange(500, 2500)]
         return CHAT.format(rng.choice(("Rewrite this: ", "Improve the text below.\n\n", "Shorten:\n")) + piece), revised(piece, rng), piece
     text = rng.choice(code)
+    if kind == "noise":
+        words = list(set(re.findall(r"[A-Za-z]{2,}|\d+", text)))
+        drawn = [rng.choice(words) for _ in range(240)]
+        return " ".join(drawn[:100]), " ".join(drawn[100:])
     lines = text.splitlines()
     if kind == "resume":
         i = rng.randrange(10, max(len(lines) - 20, 11))

@@ -82,8 +82,10 @@ class Core:
         seqs = [w.seq for w in work if w.picks and w.seq.max_depth > 0]
         if self.proposer is None or not seqs:
             return
+        for seq in seqs:
+            seq.resting = not seq.resting and self.proposer.hopeless(seq.slot)
         slots = np.array([seq.slot for seq in seqs], np.int32)
-        limits = np.array([seq.max_depth for seq in seqs], np.int32)
+        limits = np.array([0 if seq.resting else seq.max_depth for seq in seqs], np.int32)
         base = sum(w.n_rows for w in work)
         trees = self.proposer.propose(slots, limits, self.cost.table, base, self.cost.max_rows - base)
         pool = self.runner.pool
@@ -107,7 +109,7 @@ class Core:
                 seq.computed += w.n_rows
                 continue
             n_rows = 1 + span.n_rows - w.n_rows
-            if self._recycles and seq.speculation:
+            if self._recycles and seq.speculation and not seq.resting:
                 self._recycle(seq, rows[row : row + n_rows])
             try:
                 accepted, path = self._walk(seq, rows[row : row + n_rows])

@@ -59,6 +59,8 @@ class Sequence:
         self.computed = 0
         """Tokens whose KV is in the pool."""
         self.tree: DraftTree | None = None
+        self.resting = False
+        """No draft in this pass: the text is not to be foreseen, and looking costs time."""
         self.new_text = ""
         """Text not yet handed out."""
         self.n_shown = 0

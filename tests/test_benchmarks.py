@@ -195,7 +195,7 @@ def test_decode_random_prompts(folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--datastore", "d"], "no datastores yet"),
+        (["--datastore", "nowhere"], "nowhere is not a datastore"),
         (["--against", "hf,llama"], "'llama' is none of hf"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--concurrency", "0"], "integer from 1"),

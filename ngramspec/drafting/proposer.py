@@ -320,6 +320,11 @@ class Proposer:
             self._answers.grow(row, len(answer), self._contexts)
         ngram.extend(self._answers.states[row], self._contexts, answer, self._answers.history)
 
+    def hopeless(self, slot: int) -> bool:
+        """Whether next to nothing of a sequence's latest tokens was foreseen, so that it need not be looked at in every pass."""
+        hits = int(self._states[slot, ngram.HITS])
+        return hits.bit_length() > 32 and hits.bit_count() <= 2
+
     def recycle(self, before: np.ndarray, last: np.ndarray, rows: np.ndarray) -> None:
         """The model's logits rows [n, V] float32 behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing)."""
         if self.recycles:
