@@ -26,7 +26,7 @@ from . import corpus, pieces
 from .commit import Writer, writing
 from .corpus import CorpusOptions, Document, Found, Skipped, Source
 from .errors import EmptyCorpusError
-from .format import Manifest, SegmentEntry, write_tokenizer, write_vocabulary
+from .format import Manifest, SegmentEntry, token_dtype, write_tokenizer, write_vocabulary
 from .pieces import Gate, Piece, Recipe, Vectors
 from .progress import Progress, Summary, Tell, silent
 from .tokens import Encoder
@@ -74,42 +74,49 @@ def build(
         encoder = Encoder(tokenizer, name)
         documents = unique(read_all(found, options, skipped, progress, tell), skipped, set())
         recipe = Recipe(encoder.vocab_size, encoder.fingerprint, vectors or vectors_for(router))
-        limit = pieces.most_tokens(max_memory or free_memory() // 2, encoder.dtype.itemsize)
+        limit = segment_limit(encoder.vocab_size, max_memory)
         entries = write_segments(documents, encoder, folder, recipe, limit, jobs, progress, tell, seconds)
-        if not any(entry.tokens > entry.docs + 1 for entry in entries):
-            raise EmptyCorpusError(nothing_found(sources, skipped))
-        manifest = make_manifest(writer_, folder, encoder, entries, sources, options, router, writer)
-        commit(writer_, manifest, seconds)
-    progress.stage = "done"
-    tell(progress)
-    seconds["total"] = time.perf_counter() - clock
-    summary = summarize(manifest, skipped, seconds)
-    return replace(summary, added=summary.files, mb=progress.bytes / 1e6)
+        manifest = commit_anew(writer_, encoder, entries, sources, options, router, writer, skipped, seconds)
+    return done(manifest, skipped, progress, tell, clock, seconds)
 
 
-def make_manifest(
+def commit_anew(
     writer_: Writer,
-    folder: Path,
     encoder: Encoder,
     entries: Sequence[SegmentEntry],
     sources: Sequence[Source],
     options: CorpusOptions,
     router: bool,
     writer: str,
+    skipped: Skipped,
+    seconds: dict[str, float],
 ) -> Manifest:
-    """The manifest of segments built anew; writes the vocabulary and the tokenizer that it names."""
-    return Manifest(
+    """Make segments built anew the store, with vocabulary and tokenizer. Raises EmptyCorpusError where no text is in them."""
+    if not any(entry.tokens > entry.docs + 1 for entry in entries):
+        raise EmptyCorpusError(nothing_found(sources, skipped))
+    manifest = Manifest(
         generation=writer_.next_generation,
         tokenizer_name=encoder.name,
         tokenizer_fingerprint=encoder.fingerprint,
         vocab_size=encoder.vocab_size,
-        vocabulary=write_vocabulary(folder, encoder.line_ends()),
-        tokenizer=write_tokenizer(folder, encoder.json),
+        vocabulary=write_vocabulary(writer_.folder, encoder.line_ends()),
+        tokenizer=write_tokenizer(writer_.folder, encoder.json),
         segments=tuple(entries),
         sources=[asdict(source) for source in sources],
         options=options_as_json(options) | {"router": router},
         writer=writer,
     )
+    commit(writer_, manifest, seconds)
+    return manifest
+
+
+def done(manifest: Manifest, skipped: Skipped, progress: Progress, tell: Tell, clock: float, seconds: dict[str, float]) -> Summary:
+    """What a build anew, begun at `clock`, did."""
+    progress.stage = "done"
+    tell(progress)
+    seconds["total"] = time.perf_counter() - clock
+    summary = summarize(manifest, skipped, seconds)
+    return replace(summary, added=summary.files, mb=progress.bytes / 1e6)
 
 
 def vectors_for(router: bool) -> Vectors | None:
@@ -119,6 +126,11 @@ def vectors_for(router: bool) -> Vectors | None:
     from .router import embed  # here: a build without a router need not wait for the compiler's import
 
     return embed
+
+
+def segment_limit(vocab_size: int, max_memory: int | None) -> int:
+    """Tokens of a segment. `max_memory`: bytes, None for half of what is free."""
+    return pieces.most_tokens(max_memory or free_memory() // 2, token_dtype(vocab_size).itemsize)
 
 
 def read_all(found: Sequence[Found], options: CorpusOptions, skipped: Skipped, progress: Progress, tell: Tell) -> Iterator[Document]:

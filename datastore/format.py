@@ -38,7 +38,7 @@ import secrets
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,15 @@ def map_segment(folder: Path, entry: SegmentEntry, copy: bool = False) -> Segmen
         vectors=bodies["vectors"].view(vector_dtype(header.vector_dim)) if header.n_vectors else np.empty(0, vector_dtype(0)),
         data=data,
     )
+
+
+def check_bodies(segment: Segment, sections: Iterable[str]) -> None:
+    """Compare sections with their checksums. Raises DatastoreCorruptError."""
+    for name in sections:
+        section = segment.header.sections[name]
+        end = section.offset + section.n_bytes
+        if digest(segment.data[section.offset : end + -end % ALIGNMENT]) != section.checksum:
+            raise DatastoreCorruptError(f"{segment.path}: {name}: its checksum is wrong")
 
 
 def read_header(path: Path, raw: bytes, size: int) -> Header:

@@ -17,11 +17,10 @@ import numpy as np
 from .corpus import Document
 from .errors import DatastoreCorruptError
 from .format import (
-    ALIGNMENT,
     DOC_DTYPE,
     Segment,
     SegmentEntry,
-    digest,
+    check_bodies,
     separator,
     suffix_width,
     token_dtype,
@@ -183,15 +182,6 @@ def most_tokens(max_memory: int, token_width: int) -> int:
     """Tokens of a segment that can be gathered, sorted and written in `max_memory` bytes while the next one is gathered."""
     per_token = 4 * token_width + -(-sort_memory(1 << 20, token_width) >> 20)
     return max(1 << 16, min(max_memory // per_token, _SHORT_INDEX // token_width))
-
-
-def check_bodies(segment: Segment, sections: Iterable[str]) -> None:
-    """Compare sections with their checksums. Raises DatastoreCorruptError."""
-    for name in sections:
-        section = segment.header.sections[name]
-        end = section.offset + section.n_bytes
-        if digest(segment.data[section.offset : end + -end % ALIGNMENT]) != section.checksum:
-            raise DatastoreCorruptError(f"{segment.path}: {name}: its checksum is wrong")
 
 
 class _Clock:

@@ -18,10 +18,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from . import corpus, pieces
-from .build import commit, make_manifest, nothing_found, summarize, unique
+from .build import commit_anew, done, unique, vectors_for
 from .commit import writing
 from .corpus import CorpusError, CorpusOptions, Found, Skipped
-from .errors import DatastoreError, DatastoreFullError, EmptyCorpusError
+from .errors import DatastoreError, DatastoreFullError
 from .format import SegmentEntry, map_segment
 from .pieces import Vectors
 from .progress import Progress, Summary, Tell, silent
@@ -66,7 +66,7 @@ def build(
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False)
         encoder = Encoder(tokenizer, name)
-        arguments = {"folder": folder, "encoder": [ray.put(encoder)], "options": options, "vectors": vectors}
+        arguments = {"folder": folder, "encoder": [ray.put(encoder)], "options": options, "vectors": vectors or vectors_for(router)}
         n_blocks = blocks or max(int(ray.cluster_resources().get("CPU", 1)), -(-progress.n_bytes // BLOCK_BYTES))
         rows = [
             {"block": n, "files": json.dumps([dataclasses.asdict(file) for file in block])}
@@ -92,15 +92,8 @@ def build(
             skipped.named += [(path, why) for path, why in result["named"]]
         entries = [SegmentEntry(**result["entry"]) for result in results if result["entry"]]
         entries = without_duplicates(folder, entries, skipped)
-        if not any(entry.tokens > entry.docs + 1 for entry in entries):
-            raise EmptyCorpusError(nothing_found(sources, skipped))
-        manifest = make_manifest(writer_, folder, encoder, entries, sources, options, router, writer)
-        commit(writer_, manifest, seconds)
-    progress.stage = "done"
-    tell(progress)
-    seconds["total"] = time.perf_counter() - clock
-    summary = summarize(manifest, skipped, seconds)
-    return dataclasses.replace(summary, added=summary.files, mb=progress.bytes / 1e6)
+        manifest = commit_anew(writer_, encoder, entries, sources, options, router, writer, skipped, seconds)
+    return done(manifest, skipped, progress, tell, clock, seconds)
 
 
 def _task(row: dict[str, Any], folder: Path, encoder: Any, options: CorpusOptions, vectors: Vectors | None) -> dict[str, Any]:

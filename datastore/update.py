@@ -19,12 +19,12 @@ from pathspec import GitIgnoreSpec
 from tokenizers import Tokenizer
 
 from . import corpus, pieces
-from .build import commit, free_memory, nothing_found, options_as_json, read_all, summarize, vectors_for, write_segments
+from .build import commit, nothing_found, options_as_json, read_all, segment_limit, summarize, vectors_for, write_segments
 from .commit import Writer, writing
 from .containers import container_of
 from .corpus import CorpusError, CorpusOptions, Document, Found, Skipped, Source
 from .errors import DatastoreCorruptError, EmptyCorpusError, TokenizerMismatchError
-from .format import Manifest, SegmentEntry, map_segment
+from .format import Manifest, SegmentEntry, check_bodies, map_segment
 from .pieces import Recipe, Vectors
 from .progress import Progress, Summary, Tell, silent
 from .tokens import Encoder, stored_encoder
@@ -98,8 +98,7 @@ def update(
         to_read = _changed(found, known_documents(folder, old), walked == before, changes)
         seconds["looking"] = time.perf_counter() - clock
         documents = _new_documents(to_read, walked, skipped, changes, progress, tell)
-        recipe = Recipe(encoder.vocab_size, encoder.fingerprint, vectors or vectors_for(routed(old)))
-        limit = pieces.most_tokens(max_memory or free_memory() // 2, encoder.dtype.itemsize)
+        recipe, limit = _recipe(old, vectors), segment_limit(old.vocab_size, max_memory)
         entries = write_segments(documents, encoder, folder, recipe, limit, jobs, progress, tell, seconds)
         new = replace(
             old,
@@ -148,12 +147,11 @@ def merge(
     with writing(Path(store)) as writer_:
         manifest = writer_.manifest
         assert manifest is not None
-        limit = pieces.most_tokens(max_memory or free_memory() // 2, 2 if manifest.vocab_size <= 0xFFFF else 4)
+        recipe, limit = _recipe(manifest, vectors), segment_limit(manifest.vocab_size, max_memory)
         chosen = list(range(len(manifest.segments))) if how == "all" else due_for_merge(manifest)
         if len(chosen) == 1 and not manifest.segments[chosen[0]].dead:
             chosen = []
         removed = sum(len(manifest.segments[number].dead) for number in chosen)
-        recipe = Recipe(manifest.vocab_size, manifest.tokenizer_fingerprint, vectors or vectors_for(routed(manifest)))
         n_merged = _merge(writer_, chosen, recipe, limit, writer, seconds) if chosen else 0
         assert writer_.manifest is not None
         seconds["total"] = time.perf_counter() - clock
@@ -182,15 +180,14 @@ def prune(
     with writing(folder) as writer_:
         old = writer_.manifest
         assert old is not None
-        sources = [Source(**source) for source in old.sources]
+        sources = sources_in(old)
         matched = {d.key for d in known_documents(folder, old) if _matches(spec, d.path, sources)}
         before = sum(len(entry.dead) for entry in old.segments)
         excluded = [*old.options.get("exclude", []), *(p for p in patterns if p not in old.options.get("exclude", []))]
         marked = _with_dead(old.segments, matched)
         if not marked:
             raise EmptyCorpusError(f"no document of {folder} would be left; delete the folder instead")
-        limit = pieces.most_tokens(max_memory or free_memory() // 2, 2 if old.vocab_size <= 0xFFFF else 4)
-        recipe = Recipe(old.vocab_size, old.tokenizer_fingerprint, vectors or vectors_for(routed(old)))
+        recipe, limit = _recipe(old, vectors), segment_limit(old.vocab_size, max_memory)
         segments: list[SegmentEntry] = []
         for entry in marked:
             segments += _rewrite(folder, [entry], recipe, limit, seconds) if entry.dead else [entry]
@@ -210,7 +207,7 @@ def known_documents(folder: Path, manifest: Manifest) -> Iterator[Known]:
     """The live documents of a generation. Raises DatastoreCorruptError: what is read here decides what is kept."""
     for number, entry in enumerate(manifest.segments):
         segment = map_segment(folder, entry)
-        pieces.check_bodies(segment, ("docs", "paths"))
+        check_bodies(segment, ("docs", "paths"))
         paths = segment.paths.tobytes()
         dead = set(entry.dead)
         records = segment.docs
@@ -252,9 +249,18 @@ def options_of(manifest: Manifest) -> CorpusOptions:
         raise DatastoreCorruptError(f"the manifest's options are not a build's: {error}") from error
 
 
-def routed(manifest: Manifest) -> bool:
-    """Whether a store was built with records for the router."""
-    return bool(manifest.options.get("router"))
+def sources_in(manifest: Manifest) -> list[Source]:
+    """What a store was built from. Raises DatastoreCorruptError for sources that no build writes."""
+    try:
+        return [Source(**source) for source in manifest.sources]
+    except TypeError as error:
+        raise DatastoreCorruptError(f"the manifest's sources are not a build's: {error}") from error
+
+
+def _recipe(manifest: Manifest, vectors: Vectors | None) -> Recipe:
+    """What a store's segments carry; with records for the router, made by `vectors` or by default, where it was built with them."""
+    router = bool(manifest.options.get("router"))
+    return Recipe(manifest.vocab_size, manifest.tokenizer_fingerprint, vectors or vectors_for(router))
 
 
 def due_for_merge(manifest: Manifest) -> list[int]:
@@ -274,10 +280,7 @@ def due_for_merge(manifest: Manifest) -> list[int]:
 
 
 def _with_sources(manifest: Manifest, added: Iterable[Source]) -> list[Source]:
-    try:
-        sources = [Source(**source) for source in manifest.sources]
-    except TypeError as error:
-        raise DatastoreCorruptError(f"the manifest's sources are not a build's: {error}") from error
+    sources = sources_in(manifest)
     for source in sources:
         if not Path(source.path).parent.exists() or (source.folder and not Path(source.path).exists()):
             raise CorpusError(

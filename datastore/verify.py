@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from .errors import DatastoreCorruptError
-from .format import ALIGNMENT, Segment, digest, separator
+from .format import Segment, check_bodies, separator
 
 
 def verify_segment(segment: Segment) -> None:
@@ -20,9 +20,7 @@ def verify_segment(segment: Segment) -> None:
             raise DatastoreCorruptError(f"{segment.path}: {section}: {what}")
 
     header, tokens, docs = segment.header, segment.tokens, segment.docs
-    for name, section in header.sections.items():
-        covered = segment.data[section.offset : section.offset + section.n_bytes + -section.n_bytes % ALIGNMENT]
-        check(digest(covered) == section.checksum, name, "its checksum is wrong")
+    check_bodies(segment, header.sections)
     mark = separator(header.token_width)
     wrong = int(_first_wrong_token(tokens, mark, header.vocab_size))
     check(wrong < 0, "tokens", f"token {tokens[wrong]} at {wrong}, the vocabulary has {header.vocab_size}")

@@ -20,7 +20,7 @@ from .errors import DatastoreError
 from .format import read_manifest
 from .pieces import Vectors
 from .progress import Summary
-from .update import encoder_of, update
+from .update import encoder_of, sources_in, update
 
 DEBOUNCE_MS = 250  # an editor's several writes of one save; a checkout of many files takes as long as it takes
 POLL_MS = 1000
@@ -55,7 +55,7 @@ def watch(
     first = bring_up_to_date(paths)
     if first.committed:
         say(first)
-    sources = [Source(**source) for source in read_manifest(folder).sources]
+    sources = sources_in(read_manifest(folder))
     single = [source.path for source in sources if not source.folder]
     wanted = _Filter(folder, sources)
     changes = watchfiles.watch(

@@ -156,7 +156,6 @@ def build_datastore(
                     options=options,
                     blocks=blocks,
                     router=routed,
-                    vectors=build.vectors_for(routed),
                     writer=_WRITER,
                     tell=tell,
                 )
