@@ -12,6 +12,7 @@ import errno
 import hashlib
 import io
 import os
+import re
 import stat
 import subprocess
 import time
@@ -31,6 +32,8 @@ TEXT_FIELDS = ("text", "content", "code")
 MAX_NAMED = 1000
 RACY_NS = 100_000_000
 """A file changed within this time before it was read may change again and keep its time: it is not taken for unchanged later."""
+_ALL_BELOW = re.compile(r"/\*\*(/?)\s*$")
+"""A pattern `a/**` is about what lies in `a`, not about `a` itself; for pathspec it would match "a/" too, for which `a/**/*` does not."""
 _NO_CODE_OF_THEIRS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.untrackedCache=false")
 
 
@@ -309,7 +312,8 @@ def _ignored(path: str, is_folder: bool, ignores: list[tuple[str, GitIgnoreSpec]
 def _read_ignores(path: str) -> GitIgnoreSpec:
     try:
         with open_regular(path) as file:
-            return GitIgnoreSpec.from_lines(file.read(MAX_FILE_SIZE).decode("utf-8", "surrogateescape").splitlines())
+            lines = file.read(MAX_FILE_SIZE).decode("utf-8", "surrogateescape").splitlines()
+        return GitIgnoreSpec.from_lines(_ALL_BELOW.sub(r"/**/*\1", line) for line in lines)
     except (OSError, ValueError):  # git passes over what it cannot read, too
         return GitIgnoreSpec.from_lines([])
 

@@ -161,7 +161,7 @@ def test_gitignore_files_of_every_level(tmp_path: Path) -> None:
 def test_ignoring_agrees_with_git(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     patterns = st.lists(
         st.sampled_from(
-            ["*.py", "a", "/a", "a/", "b/c.py", "**/c.py", "!c.py", "!b/", "b/*", "!*.py", "a/**", "?.py", "[ab].py", "# x", ""]
+            ["*.py", "a", "/a", "a/", "b/c.py", "**/c.py", "!c.py", "!b/", "b/*", "!*.py", "a/**", "!a/**", "?.py", "[ab].py", "# x", ""]
         ),
         max_size=4,
     )
