@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from pathspec import GitIgnoreSpec
+from pathspec import GitIgnoreSpec, Pattern
 
 from . import containers, filters
 from .errors import DatastoreError
@@ -302,11 +302,22 @@ def _walk_folder(
 def _ignored(path: str, is_folder: bool, ignores: list[tuple[str, GitIgnoreSpec]]) -> bool:
     """git's rule: the innermost .gitignore that says anything about a path decides, and within it the last pattern."""
     for folder, spec in reversed(ignores):
-        inner = path[len(folder) + 1 :] if folder else path
-        verdict = spec.check_file(inner + "/" if is_folder else inner).include
-        if verdict is not None:
-            return verdict
+        inner = (path[len(folder) + 1 :] if folder else path) + "/" * is_folder
+        for pattern in reversed(spec.patterns):
+            if pattern.include is not None and _is_about(pattern, inner):
+                return bool(pattern.include)
     return False
+
+
+def _is_about(pattern: Pattern, path: str) -> bool:
+    """Whether a pattern matches the path itself. pathspec's own verdict goes for all that lies in a folder, too: a later, inner file's
+    `!b/` would bring back what an outer `*.py` excludes, which git does not do.
+    """
+    found = pattern.match_file(path)
+    if found is None:
+        return False
+    mark = found.match.groupdict().get("ps_d")  # pathspec's name for the slash behind a folder that the pattern names
+    return mark is None or found.match.end("ps_d") == len(path)
 
 
 def _read_ignores(path: str) -> GitIgnoreSpec:
