@@ -331,7 +331,8 @@ class Engine:
         ids = self.encode(prompt)
         if unknown := set(hints) - set(Hints.__annotations__):
             raise TypeError(f"unknown hint {', '.join(sorted(unknown))}; there are {', '.join(Hints.__annotations__)}")
-        prediction = self._encode_prediction(hints.get("prediction"))
+        expected = hints.get("prediction")
+        prediction = None if expected is None else self._token_ids(expected, "prediction", add_special_tokens=False)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)
         request = Request(self, ids.tolist(), params, seed, deliver)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
@@ -365,36 +366,27 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Token ids [n] int32 of a prompt, as the model will see them. Raises ValueError, PromptTooLongError, TokenizerError."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TokenizerError("a text prompt needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
-            ids = np.asarray(self.tokenizer(prompt)["input_ids"], np.int64)
-        else:
-            ids = np.asarray(prompt)
-            if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-                raise ValueError(f"a prompt must be text or a flat list of token ids, got {prompt!r:.80}")
+        ids = self._token_ids(prompt, "prompt")
         if len(ids) == 0:
             raise ValueError("the prompt is empty: at least one token is needed")
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
         if len(ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens; with max_model_len {self.max_model_len}, at most {self.max_model_len - 1} fit"
             )
-        return ids.astype(np.int32)
+        return ids
 
-    def _encode_prediction(self, prediction: Prompt | None) -> np.ndarray | None:
-        """Token ids [n] int32, None for none. Raises ValueError, TokenizerError."""
-        if prediction is None:
-            return None
-        if isinstance(prediction, str):
+    def _token_ids(self, text: Prompt, what: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        """[n] int32 of a text, or of ids that are checked. `what` it is called in errors. Raises ValueError, TokenizerError."""
+        if isinstance(text, str):
             if self.tokenizer is None:
-                raise TokenizerError("a text prediction needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
-            ids = np.asarray(self.tokenizer(prediction, add_special_tokens=False)["input_ids"], np.int64)
+                raise TokenizerError(f"a text {what} needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
+            ids = np.asarray(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], np.int64)
         else:
-            ids = np.asarray(prediction, np.int64)
-        if ids.ndim != 1 or (len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size)):
-            raise ValueError(f"a prediction must be text or token ids from 0 to {self.vocab_size - 1}, got {prediction!r:.80}")
+            ids = np.asarray(text)
+            if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+                raise ValueError(f"a {what} must be text or a flat list of token ids, got {text!r:.80}")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
         return ids.astype(np.int32)
 
     def props(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_a_prediction_changes_no_token(truth: list[int], drafts: str) -> None:
 def test_a_text_prediction_and_bad_hints(truth: list[int]) -> None:
     with build() as engine:
         assert engine.complete(PROMPT, PARAMS, prediction="some text").token_ids == truth
-        with pytest.raises(ValueError, match="prediction must be"):
+        with pytest.raises(ValueError, match="token ids must be 0 to"):
             engine.complete(PROMPT, PARAMS, prediction=[tiny.VOCAB])
         with pytest.raises(TypeError, match="unknown hint predict"):
             engine.complete(PROMPT, PARAMS, predict="x")  # type: ignore[call-overload]
