@@ -29,6 +29,8 @@ import torch
 
 import ngramspec
 
+SLOPES = {"flat": 0.005, "steep": 0.04}
+"""Cost of a row as a share of a pass: a large GPU, a CPU of two cores."""
 PACKAGES = ("torch", "transformers", "numpy", "numba")
 
 

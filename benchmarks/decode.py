@@ -25,10 +25,9 @@ from benchmarks.common import Prompt
 from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task, open_peer
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.cost import CostModel
+from ngramspec.datastore.format import MANIFEST
 from ngramspec.loading import load_model
 
-SLOPES = {"flat": 0.005, "steep": 0.04}
-"""Cost of a row as a share of a pass, as in `benchmarks.replay`."""
 SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost")
 LOCAL_VLLM = Path(".venv-vllm/bin/python")
 """Where `make peers` puts it."""
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         **({"answers": 0} if args.no_answers else {}),
     ) as engine:
         if args.cost != "measured":
-            engine.core.cost = FixedCost(SLOPES[args.cost], engine.cost.max_rows)
+            engine.core.cost = FixedCost(common.SLOPES[args.cost], engine.cost.max_rows)
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
         prompts, skipped = choose_prompts(args, engine)
         contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params, True)}
@@ -148,11 +147,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-answers", action="store_true", help="do not draft from the answers to earlier prompts")
     parser.add_argument("--no-recycle", action="store_true", help="do not draft from the model's own candidates")
     parser.add_argument(
-        "--cost", choices=["measured", *SLOPES], default="measured", help="what the drafts are told a row costs; not measured: as in replay"
+        "--cost",
+        choices=["measured", *common.SLOPES],
+        default="measured",
+        help="what drafts are told a row costs; not measured: as in replay",
     )
     args = parser.parse_args(argv)
     for store in args.datastore:
-        if not (Path(store) / "MANIFEST").is_file():
+        if not (Path(store) / MANIFEST).is_file():
             parser.error(f"--datastore: {store} is not a datastore")
     if args.prompts is not None and not args.prompts.is_file():
         parser.error(f"--prompts: there is no file {str(args.prompts)!r}")

@@ -32,14 +32,13 @@ from typing import Any, Protocol
 import numpy as np
 from numba import njit
 
-from benchmarks.common import environment, print_document, print_table
+from benchmarks.common import SLOPES, environment, print_document, print_table
 from ngramspec.datastore import Datastore
 from ngramspec.drafting import ngram
 from ngramspec.drafting.proposer import ANSWERS, Proposer, warmup
 from ngramspec.drafting.suffix import SuffixDrafter
 from ngramspec.types import DraftTree
 
-SLOPES = {"flat": 0.005, "steep": 0.04}
 MAX_ROWS = 64
 REST_ROWS = (4, 8, 16, 24, 32, 48, 64)
 FIGURES = ("tokens_per_pass", "rows_per_pass", "us_per_pass", "speed_flat", "speed_steep")

@@ -19,7 +19,6 @@ class Candidates:
     tokens: np.ndarray  # [N] int32
     parents: np.ndarray  # [N] int32, index of the parent node; -1: directly after the last known token
     probs: np.ndarray  # [N] float32, the drafter's own estimate that the model takes the whole path to the node
-    codes: np.ndarray | None = None  # [N] int16, 0 to 255: instead of `probs`, how sure the drafter is, in terms that the mix learns
 
     def __len__(self) -> int:
         return len(self.tokens)

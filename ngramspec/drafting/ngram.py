@@ -21,8 +21,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import carray, njit
+
+from ngramspec.datastore.pointers import pointer
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Context lengths in tokens; order n of the literature has a context of n - 1."""
@@ -61,26 +62,18 @@ class View(NamedTuple):
     contexts: np.ndarray  # [K] int32: the context lengths in use, a prefix of LADDER
 
 
-@intrinsic
-def _pointer(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), codegen
-
-
 @njit(cache=True, nogil=True)
 def lent(a):
     """The same array without its reference count, whose atomic updates at every call cost more than the work itself."""
-    return carray(_pointer(np.int64(a.ctypes.data)), a.shape, a.dtype)
+    return carray(pointer(np.int64(a.ctypes.data)), a.shape, a.dtype)
 
 
 @njit(cache=True, nogil=True)
 def arrays(state, contexts):
     """The arrays behind one row of the state. Safe while the owner (`proposer`) holds the buffer that the row points into."""
-    table = carray(_pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
-    tokens = carray(_pointer(state[TOKENS]), state[CAP], np.int32)
-    links = carray(_pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
+    table = carray(pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
+    tokens = carray(pointer(state[TOKENS]), state[CAP], np.int32)
+    links = carray(pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
     return View(table, tokens, links, contexts)
 
 
@@ -379,7 +372,7 @@ def follow(tokens, mask, oldest, length, at, matched, misses, token):
 @njit(cache=True, nogil=True)
 def predicted(state):
     """The predicted output [n] int32 of a sequence, as an array."""
-    return carray(_pointer(state[PREDICTION]), state[PREDICTED], np.int32)
+    return carray(pointer(state[PREDICTION]), state[PREDICTED], np.int32)
 
 
 @njit(cache=True, nogil=True)

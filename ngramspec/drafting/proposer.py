@@ -218,7 +218,7 @@ class Proposer:
         index T; base_rows, the rows that the pass carries without drafts.
         """
         slots = np.ascontiguousarray(slots, np.int32)
-        stored = self.datastore.propose(slots) if self.datastore is not None else _nothing(len(slots))
+        stored = self.datastore.propose(slots) if self.datastore is not None else None
         outside, n_drafters = self._outside(slots, max_nodes, stored)
         start, tokens, parents, probs, sources = merge.grow(
             self._states,
@@ -241,7 +241,7 @@ class Proposer:
         )
         cuts = start.tolist()
         trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
-        if len(stored.tokens):
+        if stored is not None and len(stored.tokens):
             self._set_places(slots, trees, stored)
         if n_drafters > 1:
             self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
@@ -355,16 +355,17 @@ class Proposer:
             self.drafters[d] = None
             return None
 
-    def _outside(self, slots: np.ndarray, budget: int, stored: Drafts) -> tuple[Outside, int]:
+    def _outside(self, slots: np.ndarray, budget: int, stored: Drafts | None) -> tuple[Outside, int]:
         """All trees that come from outside the tables, sequence by sequence, and how many each sequence has (0 if there are none)."""
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
         self._n_outside = 1 + len(self.drafters) if active else int(self.datastore is not None)
         if not active:
-            return Outside(stored.start, stored.tokens, stored.parents, stored.codes), self._n_outside
-        D, seqs, start = self._n_outside, slots.tolist(), stored.start.tolist()
+            return _NO_OUTSIDE if stored is None else Outside(stored.start, stored.tokens, stored.parents, stored.codes), self._n_outside
+        D, seqs = self._n_outside, slots.tolist()
         trees: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(_NO_TOKENS, _NO_TOKENS, _NO_CODES)] * (D * len(seqs))
-        for b, (first, end) in enumerate(itertools.pairwise(start)):
-            trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
+        if stored is not None:
+            for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
+                trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
         for d in active:
             answer = self._ask(d, "propose", seqs, budget)
             for b, tree in enumerate(answer if isinstance(answer, (list, tuple)) else ()):
@@ -406,9 +407,7 @@ class Proposer:
 
 
 def _codes(tree: Candidates) -> np.ndarray:
-    """[N] int16: the drafter's own codes, or else what it gives a node under the condition of its parent, in equal steps."""
-    if tree.codes is not None:
-        return np.asarray(tree.codes, np.int16)
+    """[N] int16: what the drafter gives a node under the condition of its parent, in equal steps."""
     probs, parents = np.asarray(tree.probs, np.float32), np.asarray(tree.parents, np.int32)
     above = np.where(parents >= 0, probs[parents], np.float32(1.0)) if len(probs) else probs
     return (np.clip(probs / np.maximum(above, 1e-9), 0.0, 1.0) * evidence.MAX_CODE).astype(np.int16)
@@ -461,11 +460,6 @@ _GROUPS = (
 )
 _NO_CODES = np.empty(0, np.int16)
 _NO_OUTSIDE = Outside(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
-
-
-def _nothing(n_seqs: int) -> Drafts:
-    """What a store would say that knows nothing."""
-    return Drafts(np.zeros(n_seqs + 1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES, np.empty(0, np.int64))
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -85,11 +85,12 @@ class SuffixDrafter:
     def __init__(self, stores: Sequence[Datastore], max_seqs: int, *, similar: bool = True) -> None:
         """`similar`: with the files that are like a request, where a store has their vectors; their index is made now."""
         self.stores = list(stores)
+        snapshots = [store.snapshot for store in stores]
         self._router: Router | None = None
-        if similar and any(segment.header.n_vectors for store in stores for segment in store.snapshot.segments):
-            self._router = Router([store.snapshot for store in stores])
+        if similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
+            self._router = Router(snapshots)
             self._router.load()
-        self._matcher = Matcher([store.snapshot for store in stores], max_seqs, max_match=MAX_MATCH)
+        self._matcher = Matcher(snapshots, max_seqs, max_match=MAX_MATCH)
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
         self._fresh = np.full(max_seqs, -1, np.int32)
         self._asked_s = time.monotonic()
