@@ -169,7 +169,7 @@ class Runner:
         """Largest difference of the logits, over their size."""
         slot = self._slot_for_tests(len(tokens))
         try:
-            got = self.run([Span(slot, tokens[:-1], 0, logits=False), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
+            got = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
         finally:
             self.pool.release(slot)
         return float((got - expected[-1]).abs().max() / expected[-1].abs().max().clamp(min=1e-6))
@@ -183,28 +183,23 @@ class Runner:
         tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
         parents = np.array([-1, -1, 0, 1, 3, 2, 4, 6], np.int32)
         tree = DraftTree(tokens[n:], parents, np.ones(8, np.float32), np.zeros(8, np.uint8))
-        slots = []
+        slot = self._slot_for_tests(n + 8)
         try:
-            a = self._slot_for_tests(n + 8)
-            slots.append(a)
-            b = self._slot_for_tests(n + 8)
-            slots.append(b)
-            self.run([Span(a, tokens[: n // 2], 0, logits=False)])
-            whole = self.run([Span(a, tokens[n // 2 : n], n // 2, tree)])
+            self.run([Span(slot, tokens[: n // 2], 0, logits=0)])
+            whole = self.run([Span(slot, tokens[n // 2 : n], n // 2, tree)])
             for i in range(n):
-                last = self.run([Span(b, tokens[i : i + 1], i)])
+                last = self.run([Span(slot, tokens[i : i + 1], i)])
             same = torch.equal(last[0], whole[0])
             for leaf in range(8):
                 path = [leaf]
                 while parents[path[0]] >= 0:
                     path.insert(0, int(parents[path[0]]))
                 for depth, node in enumerate(path):
-                    last = self.run([Span(b, tree.tokens[node : node + 1], n + depth)])
+                    last = self.run([Span(slot, tree.tokens[node : node + 1], n + depth)])
                 same = same and torch.equal(last[0], whole[1 + leaf])
             return same
         finally:
-            for slot in slots:
-                self.pool.release(slot)
+            self.pool.release(slot)
 
     def time_pass(self, rows: int, context: int) -> float:
         """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
