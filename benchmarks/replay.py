@@ -124,7 +124,7 @@ class Ours:
             spec_rows=MAX_ROWS,
             recycle=vocab_size > 0,
             answers=ANSWERS if answers else 0,
-            datastore=SuffixDrafter(stores, 1, similar=similar) if stores else None,
+            datastore=SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None,
         )
         self.cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1)
         self.slots, self.depth, self.stops = np.zeros(1, np.int32), np.full(1, MAX_ROWS, np.int32), stops

@@ -30,6 +30,7 @@ from .search import (
     LANE,
     LENGTH,
     LO,
+    MAY,
     N_SUFFIXES,
     N_TOKENS,
     QUERY,
@@ -56,7 +57,7 @@ LONG_MATCH, MANY = 16, 8
 
 (N_SEGMENTS, ROWS, MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH, FLOOR, WIDE_IDS, IDS) = range(11)
 (PLACES, MATCHES, STATE, LANES, CURSORS, TEXTS, ORDER, GROUPS, CANDIDATES, CHANCES, QUEUE, WEIGHTS) = range(11, 23)
-(OUT_START, OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE, WORK) = range(23, 30)
+(OUT_START, OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE, STORES, ALLOWED, WORK) = range(23, 32)
 """Columns of `work`, int64: settings, then addresses of the arrays that `Matcher` owns."""
 
 _HELD, _COMPLETE, _AGE, _STATE = range(4)
@@ -68,6 +69,9 @@ _BUCKETS = 128
 _LANES = 16
 """Sequences that are searched at once."""
 _PREFETCH = 8
+MAX_STORES = 63
+"""A sequence's stores are bits of an int64 that is not negative."""
+ALL_STORES = (1 << MAX_STORES) - 1
 _INSPECT = 8
 """Entries looked at in one search, dead ones included, as a multiple of `occurrences`."""
 
@@ -120,6 +124,7 @@ class Matcher:
             CANDIDATES: np.zeros((n_candidates, _CANDIDATE), np.int32),
             CHANCES: np.zeros(n_candidates, np.float64),
             QUEUE: np.zeros(_BUCKETS, np.int32),
+            ALLOWED: np.zeros(max_seqs, np.int64),
             WEIGHTS: 0.25 * np.arange(max_match + depth + 1, dtype=np.float64) ** 1.5,
             OUT_START: np.zeros(max_seqs + 1, np.int64),
             OUT_TOKENS: np.zeros(n_nodes, np.int32),
@@ -131,10 +136,11 @@ class Matcher:
         self.reset(snapshots)
 
     def reset(self, snapshots: Sequence[Snapshot]) -> None:
-        """Look up in these from now on. All sequences are searched anew; places count the segments of all snapshots, in order.
-
-        Raises ValueError where the snapshots are of different tokenizers.
+        """Look up in these from now on, for all sequences in all of them. They are searched anew; places count the segments of all
+        snapshots, in order. Raises ValueError, with nothing changed, for different tokenizers or more than MAX_STORES snapshots.
         """
+        if len(snapshots) > MAX_STORES:
+            raise ValueError(f"at most {MAX_STORES} stores can be used together, got {len(snapshots)}")
         kinds = {(s.manifest.tokenizer_name, s.manifest.vocab_size, s.manifest.tokenizer_fingerprint) for s in snapshots}
         if len({kind[1:] for kind in kinds}) > 1:  # one token width is read for all
             raise ValueError(f"stores of different tokenizers cannot be used together: {sorted(kinds)}")
@@ -142,15 +148,18 @@ class Matcher:
         self.snapshots = tuple(snapshots)
         self._buffers[ROWS] = np.ascontiguousarray(rows)
         self._buffers[CURSORS] = np.zeros((_LANES, 2 * len(rows), _CURSOR), np.int64)
+        self._buffers[STORES] = np.repeat(1 << np.arange(len(snapshots), dtype=np.int64), [len(s.segments) for s in snapshots])
         self._buffers[STATE][:] = 0
+        self._buffers[ALLOWED][:] = ALL_STORES
         self.work[N_SEGMENTS] = len(rows)
         self.work[[WIDE_IDS, IDS]] = rows[0, [WIDE, VOCAB]] if len(rows) else (0, 1)
         for column, buffer in self._buffers.items():
             self.work[column] = buffer.ctypes.data
 
-    def begin(self, slot: int) -> None:
-        """A new sequence uses this slot, 0 <= slot < max_seqs."""
+    def begin(self, slot: int, stores: int = ALL_STORES) -> None:
+        """A new sequence uses this slot, 0 <= slot < max_seqs, or others than before: snapshot i where bit i is in `stores`."""
         self._buffers[STATE][slot] = 0
+        self._buffers[ALLOWED][slot] = stores
 
     def end(self, slot: int) -> None:
         """The sequence is over."""
@@ -194,11 +203,16 @@ def propose_batch(work, slots, contexts, fresh):
             query = address + 4 * work[MAX_MATCH] * b
             if _in_range(work, slots[b]) and not _follow(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
                 lanes[n_lanes, QUERY], lanes[n_lanes, LENGTH] = query, _length(work, query)
+                lanes[n_lanes, MAY] = load_i64(work[ALLOWED] + 8 * slots[b])
                 n_lanes += 1
         for s in range(work[N_SEGMENTS]):
-            insertions(rows[s], lanes, n_lanes)
+            store = load_i64(work[STORES] + 8 * s)
+            insertions(rows[s], lanes, n_lanes, store)
             for i in range(n_lanes):
-                _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
+                if lanes[i, MAY] & store:
+                    _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
+                else:
+                    cursors[i, 2 * s, _SHARED] = cursors[i, 2 * s + 1, _SHARED] = 0
         lane = 0
         for b in range(first, last):
             if _in_range(work, slots[b]):

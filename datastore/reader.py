@@ -161,13 +161,19 @@ class Datastore:
             raise ValueError(f"verify must be 'header' or 'full', got {verify!r}")
         folder = Path(path)
         snapshot, stamp = _load(folder, verify, copy, None)
-        manifest = snapshot.manifest
-        if tokenizer_fingerprint is not None and tokenizer_fingerprint != manifest.tokenizer_fingerprint:
+        store = cls(folder, snapshot, stamp, verify, copy)
+        if tokenizer_fingerprint is not None:
+            store.check_tokenizer(tokenizer_fingerprint, tokenizer_name)
+        return store
+
+    def check_tokenizer(self, fingerprint: str, name: str | None = None) -> None:
+        """Raises TokenizerMismatchError where the store was made with another tokenizer than that of this fingerprint (sha256, hex)."""
+        manifest = self.snapshot.manifest
+        if fingerprint != manifest.tokenizer_fingerprint:
             raise TokenizerMismatchError(
-                f"{folder} was made with the tokenizer of {manifest.tokenizer_name!r} ({manifest.tokenizer_fingerprint[:12]}…), the "
-                f"model's is that of {tokenizer_name or 'another model'!r} ({tokenizer_fingerprint[:12]}…): build a store with that one"
+                f"{self.path} was made with the tokenizer of {manifest.tokenizer_name!r} ({manifest.tokenizer_fingerprint[:12]}…), the "
+                f"model's is that of {name or 'another model'!r} ({fingerprint[:12]}…): build a store with that one"
             )
-        return cls(folder, snapshot, stamp, verify, copy)
 
     @property
     def generation(self) -> int:

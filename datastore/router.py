@@ -122,46 +122,54 @@ def embed_request(tokens: np.ndarray) -> np.ndarray:
 class Router:
     """The similar text of one or several stores. Not thread-safe; opens nothing and reads no vector before the first request."""
 
-    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
-        self._indices: dict[int, _Index] = {}
-        self.reset(snapshots)
+    def __init__(self, snapshots: Sequence[Snapshot], ready: Sequence[Index] = ()) -> None:
+        self._indices: dict[int, Index] = {}
+        self.reset(snapshots, ready)
 
-    def reset(self, snapshots: Sequence[Snapshot]) -> None:
-        """Other generations: what is known of segments that they share with the old ones stays."""
+    def reset(self, snapshots: Sequence[Snapshot], ready: Sequence[Index] = ()) -> None:
+        """Other stores or generations: what is known of segments that they share with the old ones, or by `ready`, stays."""
         self.snapshots = list(snapshots)
+        known = self._indices | {id(index.segment): index for index in ready}
         named = {id(segment) for snapshot in snapshots for segment in snapshot.segments}
-        self._indices = {key: index for key, index in self._indices.items() if key in named}
+        self._indices = {key: index for key, index in known.items() if key in named}
 
     def load(self) -> int:
-        """Index what is not indexed yet -> chunks of all segments. A request does it too, if nobody has."""
+        """Index what is not indexed yet -> chunks of all segments. A request does it too for the stores it may use, if nobody has."""
         for snapshot in self.snapshots:
             for segment in snapshot.segments:
-                if id(segment) not in self._indices:
-                    self._indices[id(segment)] = _Index(segment)
+                self._index(segment)
         return sum(int(index.sound.sum()) for index in self._indices.values())
 
-    def nearest(self, tokens: np.ndarray, n: int = _NEAREST) -> list[Hit]:
-        """The `n` chunks of live documents most like the end of a prompt [n] int32, best first."""
+    def _index(self, segment: Segment) -> Index:
+        index = self._indices.get(id(segment))
+        if index is None:
+            index = self._indices[id(segment)] = Index(segment)
+        return index
+
+    def nearest(self, tokens: np.ndarray, n: int = _NEAREST, stores: int = -1) -> list[Hit]:
+        """The `n` chunks of live documents most like the end of a prompt [n] int32, best first; of snapshot i if bit i is in `stores`."""
         if not len(tokens):
             return []
-        self.load()
         query = embed_request(tokens)
         hits = []
         for s, snapshot in enumerate(self.snapshots):
+            if not stores >> s & 1:
+                continue
             for number, (segment, entry) in enumerate(zip(snapshot.segments, snapshot.manifest.segments, strict=True)):
-                for score, chunk in self._indices[id(segment)].search(query, n, entry.dead):
+                for score, chunk in self._index(segment).search(query, n, entry.dead):
                     record = segment.vectors[chunk]
                     hits.append(Hit(score, s, number, int(record["doc"]), int(record["start"])))
         return sorted(hits, key=lambda hit: -hit.score)[:n]
 
-    def similar(self, tokens: np.ndarray, budget_tokens: int = BUDGET, least: float = LIKE) -> np.ndarray:
+    def similar(self, tokens: np.ndarray, budget_tokens: int = BUDGET, least: float = LIKE, stores: int = -1) -> np.ndarray:
         """Text of the files most like a prompt [n] int32 -> int32 [at most budget_tokens], the nearest file last, each followed by -1.
 
         A file that is longer than the room that nearer ones leave is cut to what is around its nearest chunk. Empty where no chunk's
-        cosine is `least` or more, or the stores hold no vectors. Raises DatastoreCorruptError for a damaged record of a document.
+        cosine is `least` or more, or the `stores` (see `nearest`) hold no vectors. Raises DatastoreCorruptError for a damaged record of
+        a document.
         """
         room, parts, taken = budget_tokens, list[np.ndarray](), set[tuple[int, int, int]]()
-        for hit in self.nearest(tokens):
+        for hit in self.nearest(tokens, stores=stores):
             key = hit.snapshot, hit.segment, hit.doc
             if key in taken or room < 2 or hit.score < least:
                 continue
@@ -181,7 +189,12 @@ def around(text: np.ndarray, start: int, length: int) -> np.ndarray:
     return text[first : first + length]
 
 
-class _Index:
+def indices(snapshots: Sequence[Snapshot]) -> list[Index]:
+    """What a router would make of these snapshots' vectors on first use, made now: for `ready`. From any thread."""
+    return [Index(segment) for snapshot in snapshots for segment in snapshot.segments if segment.header.n_vectors]
+
+
+class Index:
     """What FAISS knows of one segment: the same for every generation that has it."""
 
     def __init__(self, segment: Segment) -> None:

@@ -120,20 +120,21 @@ def reach(row, start, step, query, length, exact):
     return inside + 1
 
 
-(QUERY, LENGTH, LO, HI, SHARED_LO, SHARED_HI, POSITION, LANE) = range(8)
+(QUERY, LENGTH, LO, HI, SHARED_LO, SHARED_HI, POSITION, MAY, LANE) = range(9)
 """Columns of a lane of `insertions`."""
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def insertions(row, lanes, n):
-    """`insertion` of n contexts at once, to LO + 1, SHARED_LO and SHARED_HI of lanes [n, LANE], which hold QUERY and LENGTH.
+def insertions(row, lanes, n, store):
+    """`insertion` of n contexts at once, to LO + 1, SHARED_LO and SHARED_HI of lanes [n, LANE], which hold QUERY and LENGTH; those whose
+    MAY lacks the bit `store` are passed over.
 
     One step of all, then the next: each waits for memory while the others go on. Far quicker than one after the other.
     """
     tokens, wide, suffixes, width, n_tokens = row[TOKENS], row[WIDE] != 0, row[SUFFIXES], row[WIDTH], row[N_TOKENS]
     shift = 2 if wide else 1
     for i in range(n):
-        lanes[i, LO], lanes[i, HI], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = -1, row[N_SUFFIXES], 0, 0
+        lanes[i, LO], lanes[i, HI], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = -1, row[N_SUFFIXES] if lanes[i, MAY] & store else 0, 0, 0
     # all ranges begin alike, and halve alike but for one entry
     left = row[N_SUFFIXES] + 1
     while left > 1:

@@ -7,19 +7,23 @@ Not thread-safe: `engine` calls it from one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 
 import numpy as np
 import torch
 
 from ngramspec.cost import CostModel
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.router import Index, indices
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.suffix import NAME as DATASTORE
+from ngramspec.drafting.suffix import SuffixDrafter
 from ngramspec.pack import Span, depths, pack
 from ngramspec.runner import Runner
 from ngramspec.scheduler import Scheduler, Work
 from ngramspec.sequence import Sequence
-from ngramspec.types import DraftTree
+from ngramspec.types import BLOCK, DraftTree
 from ngramspec.verify import walk
 
 NO_NODES = np.empty(0, np.int32)
@@ -31,6 +35,9 @@ class Core:
         """`proposer` None: no speculation. `on_error` is told of a sequence that failed alone; the others go on."""
         self.runner, self.proposer, self.cost = runner, proposer, cost
         self.on_error = on_error
+        self.similar = True
+        """Draft from the datastores' files that are most like a request."""
+        self.n_passes = 0
         self._recycles = proposer is not None and proposer.recycles
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
 
@@ -44,6 +51,25 @@ class Core:
         slot = self.scheduler.remove(seq)
         if slot >= 0 and self.proposer is not None:
             self.proposer.end(slot)
+
+    def index(self, store: Datastore) -> list[Index]:
+        """What `draft_from` would have to make for a store, made now. From any thread."""
+        return [] if self.proposer is None or not self.similar else indices([store.snapshot])
+
+    def draft_from(self, stores: Mapping[str, Datastore], ready: Several[Index] | None = None) -> None:
+        """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
+        if self.proposer is None:
+            return
+        if not stores:
+            self.proposer.datastore = None
+        elif self.proposer.datastore is not None:
+            self.proposer.datastore.use(stores, ready or ())
+        else:
+            drafter = SuffixDrafter(stores, len(self.runner.pool.held), similar=self.similar, ready=ready)
+            for seq in self.scheduler.running:
+                if seq.speculation:
+                    drafter.begin(seq.slot, seq.tokens, seq.datastores)
+            self.proposer.datastore = drafter
 
     def step(self) -> list[Sequence]:
         """One pass of the model; returns the sequences that got tokens. Finished ones have been removed."""
@@ -61,16 +87,16 @@ class Core:
                         prediction=seq.prediction,
                         n_output=seq.n_output,
                         tenant=seq.tenant,
+                        datastores=seq.datastores,
                     )
         if not work:
             return []
         self._draft(work)
-        spans = [
-            Span(w.seq.slot, w.seq.tokens[w.seq.computed : w.seq.computed + w.n_rows], w.seq.computed, w.seq.tree, w.picks) for w in work
-        ]
+        spans = [_span(w) for w in work]
         batch = pack(spans, self.runner.pool)
         started = time.perf_counter()
         logits = self.runner.forward(batch)
+        self.n_passes += 1
         if all(w.n_rows == 1 for w in work):
             self.cost.observe(len(batch.input_ids), (time.perf_counter() - started) * 1e3)
         return self._commit(work, spans, logits)
@@ -105,29 +131,33 @@ class Core:
         row = 0
         for w, span in zip(work, spans, strict=True):
             seq = w.seq
-            if not w.picks:
-                seq.computed += w.n_rows
-                continue
-            n_rows = 1 + span.n_rows - w.n_rows
-            if self._recycles and seq.speculation and not seq.resting:
-                self._recycle(seq, rows[row : row + n_rows])
+            mine = rows[row : row + span.n_logits]
+            row += span.n_logits
+            first = span.start + w.n_rows
             try:
-                accepted, path = self._walk(seq, rows[row : row + n_rows])
+                if seq.lacks_prompt_logprobs:
+                    seq.score_prompt(span.start, mine[: w.n_rows])
+                if not w.picks:
+                    seq.computed = first
+                    self._register(seq)
+                    continue
+                mine = mine[span.logits - 1 :]
+                if self._recycles and seq.speculation and not seq.resting:
+                    self._recycle(seq, mine)
+                accepted, path = self._walk(seq, mine)
             except Exception as e:  # this sequence alone: its logits, its text
                 self.remove(seq)
                 self.on_error(seq, e)
                 continue
-            finally:
-                row += n_rows
             changed.append(seq)
+            self.runner.pool.commit(seq.slot, first, first + path)
+            seq.computed = first + len(path)
+            self._register(seq)
             if seq.finished:
                 self.remove(seq)
                 if self.proposer is not None and seq.speculation and seq.tenant is not None:
                     self.proposer.remember(seq.tokens[seq.n_prompt :], seq.tenant)
                 continue
-            first = span.start + w.n_rows
-            self.runner.pool.commit(seq.slot, first, first + path)
-            seq.computed = first + len(path)
             self.runner.pool.truncate_to(seq.slot, seq.computed)
             if seq.speculation:
                 observed.append((seq.slot, accepted, path))
@@ -135,6 +165,13 @@ class Core:
             slots, tokens, paths = zip(*observed, strict=True)
             self.proposer.observe(np.array(slots, np.int32), list(tokens), list(paths))
         return changed
+
+    def _register(self, seq: Sequence) -> None:
+        """Let others take over the blocks that are full of the sequence's tokens."""
+        n_full = seq.computed // BLOCK
+        if seq.chain is not None and n_full > self.runner.pool.registered[seq.slot]:
+            seq.chain.extend(seq.tokens)
+            self.runner.pool.register(seq.slot, seq.chain.names[:n_full])
 
     def _recycle(self, seq: Sequence, rows: np.ndarray) -> None:
         """Let the proposer keep the model's own candidates behind every row's token; rows [1 + nodes, V]."""
@@ -171,6 +208,9 @@ class Core:
             _count(stats.accepted_by_source, stats.accepted_by_depth, tree, np.array(path, np.int64), names)
             stats.drafted += len(tree)
             stats.accepted += len(path)
+            stats.drafts += 1
+            stats.accepted_lengths.extend([0] * (len(path) + 1 - len(stats.accepted_lengths)))
+            stats.accepted_lengths[len(path)] += 1
         seq.tree = None
         return np.array(tokens, np.int32), np.array(path, np.int32) if path else NO_NODES
 
@@ -181,6 +221,12 @@ class Core:
         if name == DATASTORE and tree.places is not None and tree.places[node] >= 0 and self.proposer.datastore is not None:
             return f"{name}:{self.proposer.datastore.locate(int(tree.places[node]))}"
         return name
+
+
+def _span(work: Work) -> Span:
+    seq, first = work.seq, work.seq.computed
+    logits = work.n_rows if seq.lacks_prompt_logprobs else int(work.picks)
+    return Span(seq.slot, seq.tokens[first : first + work.n_rows], first, seq.tree, logits)
 
 
 def _banned(seq: Sequence) -> tuple[int, ...]:

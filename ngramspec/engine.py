@@ -12,12 +12,11 @@ import os
 import queue
 import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Self, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, NamedTuple, Self, Unpack, overload
 
 import numba
 import numpy as np
@@ -28,81 +27,23 @@ from ngramspec import sampling
 from ngramspec.core import Core
 from ngramspec.cost import CostModel
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.tokens import fingerprint
 from ngramspec.drafting import proposer as drafting
 from ngramspec.drafting.base import Drafter
-from ngramspec.drafting.suffix import SuffixDrafter
-from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError, TokenizerError
+from ngramspec.encoding import Encoding, Prompt
+from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
+from ngramspec.kv import Chain
 from ngramspec.loading import LoadedModel, available_memory, eos_token_ids, load_model
+from ngramspec.requests import Deliver, Hints, Request
 from ngramspec.runner import COST_ROWS, Runner
 from ngramspec.sampling import Picker
 from ngramspec.sequence import Sequence
-from ngramspec.text import TextStream
-from ngramspec.types import MAX_SEED, Completion, Delta, SamplingParams
+from ngramspec.stores import Store, named, open_store
+from ngramspec.text import NoText, TextStream
+from ngramspec.types import BLOCK, MAX_SEED, Completion, Delta, EngineStatus, SamplingParams
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Several[int]
-Store: TypeAlias = str | os.PathLike[str] | Datastore
 Progress = Callable[[str], None]
-
-
-Deliver = Callable[[Delta | Exception], None]
-
-
-class Request:
-    """A submitted prompt. Made by `Engine.submit`; `result()` waits, `cancel()` frees what it holds."""
-
-    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams, seed: int, deliver: Deliver) -> None:
-        self.params = params
-        self.completion = Completion(prompt, [], seed, engine.exactness)
-        self._engine, self._deliver = engine, deliver
-        self._seqs: list[Sequence] = []
-        self._unfinished = params.n
-        self._started = time.perf_counter()
-        self._done = threading.Event()
-        self._error: Exception | None = None
-
-    def cancel(self) -> None:
-        """Free the request's sequences before the next step; its result is what was written so far. From any thread, at any time."""
-        self._engine._post(lambda: self._engine._cancel(self))
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end. Raises the request's error, or TimeoutError (the request goes on)."""
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"the request did not end within {timeout} s")
-        if self._error is not None:
-            raise self._error
-        return self.completion
-
-    # Called by the engine's thread only.
-
-    def _emit(self, seq: Sequence) -> None:
-        """Hand out what the sequence gained since the last time."""
-        choice = seq.choice
-        now = time.perf_counter() - self._started
-        if not self.completion.ttft_s and choice.token_ids:
-            self.completion.ttft_s = now
-        delta = Delta(
-            choice.index, seq.new_text, choice.token_ids[seq.n_shown :], choice.draft_sources[seq.n_shown :], choice.finish_reason
-        )
-        seq.new_text, seq.n_shown = "", len(choice.token_ids)
-        self._unfinished -= seq.finished
-        if self._unfinished == 0:
-            self.completion.duration_s = now
-            delta.completion = self.completion
-        self._deliver(delta)
-        if self._unfinished == 0:
-            self._done.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._deliver(error)
-        self._done.set()
 
 
 class _Limits(NamedTuple):
@@ -113,17 +54,6 @@ class _Limits(NamedTuple):
     max_seqs: int
     max_rows: int
     spec_rows: int
-
-
-class Hints(TypedDict, total=False):
-    """What a request may say beside its prompt. None of it changes a token."""
-
-    speculation: bool
-    """False: one token per pass."""
-    prediction: Prompt
-    """The output that is expected, text or token ids: an edited file's old text."""
-    tenant: str | None
-    """Finished answers are drafts for later requests of the same tenant; None keeps this one's to itself."""
 
 
 class Engine:
@@ -148,7 +78,8 @@ class Engine:
         max_seqs: int = 64,
         max_rows: int = 256,
         kv_memory: int | None = None,
-        datastore: Store | Several[Store] = (),
+        datastore: Store | Several[Store] | Mapping[str, Store] = (),
+        prefix_cache: bool = True,
         similar: bool = True,
         answers: int = drafting.ANSWERS,
         recycle: bool = True,
@@ -162,9 +93,10 @@ class Engine:
         `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
         prompts and sequences a pass; `kv_memory`: bytes; `threads`: default all cores; `progress` is told of the stages of loading.
 
-        `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s; `similar`: draft
-        from their files that are most like a request; `answers`: tokens of finished answers that later requests draw on, 0 for none;
-        `recycle`: draft from the model's own candidates; `drafters`: further sources.
+        `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s, by name or named by
+        their folders; `prefix_cache`: keep what was computed for a text, as long as there is room, for others that begin alike;
+        `similar`: draft from the datastores' files that are most like a request; `answers`: tokens of finished answers that later
+        requests draw on, 0 for none; `recycle`: draft from the model's own candidates; `drafters`: further sources.
         """
         _check_settings(device, dtype, threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
         self.threads = threads or torch.get_num_threads()
@@ -173,14 +105,15 @@ class Engine:
         self._requests: dict[Sequence, Request] = {}
         self._wake = threading.Condition()
         self._closed = False
-
-        stores = [datastore] if isinstance(datastore, (str, os.PathLike, Datastore)) else list(datastore)
+        self._n_arriving = 0  # sequences of requests that the engine's thread has not seen
+        self._calls: set[Future[None]] = set()
+        self._datastores: dict[str, Datastore] = {}  # replaced as a whole, never changed
+        self.prefix_cache = prefix_cache
         limits = _Limits(max_model_len, kv_memory, max_seqs, max_rows, spec_rows)
 
         def make_proposer() -> drafting.Proposer | None:
             if not speculation:
                 return None
-            opened = [self._open_store(store) for store in stores]
             return drafting.Proposer(
                 vocab_size=self.vocab_size,
                 max_order=max_order,
@@ -188,7 +121,6 @@ class Engine:
                 spec_length=spec_length,
                 spec_rows=spec_rows,
                 max_seqs=max_seqs,
-                datastore=SuffixDrafter(opened, max_seqs, similar=similar) if opened else None,
                 answers=answers,
                 recycle=recycle,
                 drafters=drafters,
@@ -196,6 +128,8 @@ class Engine:
 
         def load() -> None:
             self._load(model, tokenizer, progress or (lambda _: None), limits, make_proposer)
+            self.core.similar = similar
+            self._use_datastores({name: open_store(store, self._encoding, self.name) for name, store in named(datastore).items()})
 
         # The model is loaded in the thread that runs it. OpenMP keeps a team of workers for every thread that ever computed, and once teams
         # outnumber the cores they no longer wait awake: a pass from a second thread took 23 ms instead of 13.
@@ -228,6 +162,7 @@ class Engine:
         self.runner = Runner(loaded.model, max_len=max_len, max_seqs=max_seqs, max_rows=max_rows, kv_bytes=kv_bytes, progress=say)
         self.max_model_len = min(self.max_model_len, self.runner.pool.n_tokens)
         self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
+        self._encoding = Encoding(loaded.tokenizer, self.vocab_size)
         say("measuring what a pass costs")
         warmer.join()
         counts = [c for c in COST_ROWS if c <= self.runner.pool.n_tokens // 2]
@@ -235,14 +170,44 @@ class Engine:
         self.core = Core(self.runner, make_proposer(), self.cost, self._failed_alone)
         log.info("%s: exactness %s, %d tokens of KV", self.name, self.exactness, self.runner.pool.n_tokens)
 
-    def _open_store(self, store: Store) -> Datastore:
-        """Raises DatastoreError, TokenizerMismatchError where it was made with another tokenizer than the model's."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise TokenizerError("a datastore needs the model's tokenizer, one of the `tokenizers` library")
-        path = store.path if isinstance(store, Datastore) else store
-        opened = Datastore.open(path, tokenizer_fingerprint=fingerprint(backend), tokenizer_name=self.name)
-        return store if isinstance(store, Datastore) else opened
+    # ------------------------------------------------------------------ datastores
+
+    @property
+    def datastores(self) -> dict[str, Datastore]:
+        """The datastores in use, by name: as they are now."""
+        return dict(self._datastores)
+
+    @property
+    def stores(self) -> list[Datastore]:
+        """The datastores in use."""
+        return list(self._datastores.values())
+
+    def add_datastore(self, name: str, store: Store) -> None:
+        """Draft from one more datastore, or from another one under a name that is in use, for requests under way too.
+
+        From any thread; returns when it is in force. Raises DatastoreError, ValueError, TokenizerError, EngineClosedError.
+        """
+        ((name, _),) = named({name: store}).items()
+        opened = open_store(store, self._encoding, self.name)
+        ready = self.core.index(opened)  # here: it can take seconds, in which passes go on
+        self._call(lambda: self._use_datastores(self._datastores | {name: opened}, ready))
+
+    def remove_datastore(self, name: str) -> None:
+        """Draft from a datastore no longer, for requests under way neither; they go on without.
+
+        From any thread; returns when it is in force. Raises KeyError, EngineClosedError.
+        """
+
+        def remove() -> None:
+            if name not in self._datastores:
+                raise KeyError(name)
+            self._use_datastores({other: store for other, store in self._datastores.items() if other != name})
+
+        self._call(remove)
+
+    def _use_datastores(self, stores: dict[str, Datastore], ready: Several[Any] | None = None) -> None:
+        self.core.draft_from(stores, ready)
+        self._datastores = stores
 
     # ------------------------------------------------------------------ faces
 
@@ -332,16 +297,23 @@ class Engine:
         if unknown := set(hints) - set(Hints.__annotations__):
             raise TypeError(f"unknown hint {', '.join(sorted(unknown))}; there are {', '.join(Hints.__annotations__)}")
         expected = hints.get("prediction")
-        prediction = None if expected is None else self._token_ids(expected, "prediction", add_special_tokens=False)
+        prediction = None if expected is None else self._encoding.ids(expected, "prediction", add_special_tokens=False)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)
-        request = Request(self, ids.tolist(), params, seed, deliver)
+        chosen = hints.get("datastores")
+        if chosen is not None and (isinstance(chosen, str) or (unknown := set(chosen) - self._datastores.keys())):
+            raise ValueError(f"datastores must be among {sorted(self._datastores)}, got {chosen if isinstance(chosen, str) else unknown!r}")
+        tenant = hints.get("tenant", "")
+        shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
+        chain = Chain(tenant or "", ids) if shares else None
+        completion = Completion(ids.tolist(), [], seed, self.exactness)
+        request = Request(completion, params, deliver, self._ask_to_cancel)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
         for index in range(params.n):
             picker = Picker(params, sample=index, seed=seed, prompt=ids, vocab_size=self.vocab_size, stop_ids=stop_ids)
             text = (
-                TextStream(self.tokenizer, request.completion.prompt_token_ids, params.stop, params.min_tokens)
+                TextStream(self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens)
                 if self.tokenizer is not None
-                else _NoText()
+                else NoText()
             )
             seq = Sequence(
                 ids,
@@ -353,12 +325,17 @@ class Engine:
                 max_len=self.max_model_len,
                 speculation=hints.get("speculation", True),
                 prediction=prediction,
-                tenant=hints.get("tenant", ""),
+                tenant=tenant,
+                datastores=None if chosen is None else frozenset(chosen),
+                chain=None if chain is None else chain.copy(),
             )
             request._seqs.append(seq)
-            request.completion.choices.append(seq.choice)
+            completion.choices.append(seq.choice)
+        if params.prompt_logprobs is not None:
+            completion.prompt_logprobs = request._seqs[0].prompt_logprobs = [None]
         with self._wake:
             self._unfinished.add(request)
+            self._n_arriving += params.n
         if not self._post(lambda: self._add(request)):
             self._unfinished.discard(request)
             raise EngineClosedError("the engine is closed")
@@ -366,7 +343,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Token ids [n] int32 of a prompt, as the model will see them. Raises ValueError, PromptTooLongError, TokenizerError."""
-        ids = self._token_ids(prompt, "prompt")
+        ids = self._encoding.ids(prompt, "prompt")
         if len(ids) == 0:
             raise ValueError("the prompt is empty: at least one token is needed")
         if len(ids) >= self.max_model_len:
@@ -375,19 +352,12 @@ class Engine:
             )
         return ids
 
-    def _token_ids(self, text: Prompt, what: str, *, add_special_tokens: bool = True) -> np.ndarray:
-        """[n] int32 of a text, or of ids that are checked. `what` it is called in errors. Raises ValueError, TokenizerError."""
-        if isinstance(text, str):
-            if self.tokenizer is None:
-                raise TokenizerError(f"a text {what} needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
-            ids = np.asarray(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], np.int64)
-        else:
-            ids = np.asarray(text)
-            if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-                raise ValueError(f"a {what} must be text or a flat list of token ids, got {text!r:.80}")
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
-        return ids.astype(np.int32)
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text in which nothing is a control token: "<|im_end|>" in it is spelled out. Nothing is put before or behind it.
+
+        From any thread. Raises TokenizerError.
+        """
+        return self._encoding.plain(text)
 
     def props(self) -> dict[str, Any]:
         """What this engine is: model, exactness, limits, measured costs."""
@@ -399,7 +369,8 @@ class Engine:
             "dtype": "float32",
             "threads": self.threads,
             "speculation": self.core.proposer is not None,
-            "datastores": [store.info() for store in self.stores],
+            "datastores": [{"name": name, **store.info()} for name, store in self._datastores.items()],
+            "prefix_cache": self.prefix_cache,
             "max_model_len": self.max_model_len,
             "max_seqs": len(self.runner.pool.held),
             "kv_tokens": self.runner.pool.n_tokens,
@@ -408,10 +379,26 @@ class Engine:
         }
 
     @property
-    def stores(self) -> list[Datastore]:
-        """The datastores in use."""
-        proposer = self.core.proposer
-        return list(proposer.datastore.stores) if proposer is not None and proposer.datastore is not None else []
+    def closed(self) -> bool:
+        """Whether it takes no requests any more: it was closed, or it died."""
+        return self._closed
+
+    def status(self) -> EngineStatus:
+        """What the engine is doing now. From any thread, and in no time: it waits for nothing."""
+        scheduler, pool = self.core.scheduler, self.runner.pool
+        n_cached = len(pool.cached)
+        return EngineStatus(
+            waiting=len(scheduler.waiting) + self._n_arriving,
+            running=len(scheduler.running),
+            kv_tokens=pool.n_tokens,
+            kv_used=(pool.n_blocks - len(pool.free) - n_cached) * BLOCK,
+            kv_cached=n_cached * BLOCK,
+            prefix_queries=scheduler.n_sought,
+            prefix_hits=scheduler.n_found,
+            cached_tokens=scheduler.n_spared,
+            preemptions=scheduler.n_preempted,
+            passes=self.core.n_passes,
+        )
 
     def close(self) -> None:
         """Stop; requests under way end with EngineClosedError. Any number of times."""
@@ -436,6 +423,27 @@ class Engine:
                 self._inbox.append(message)
                 self._wake.notify()
             return not self._closed
+
+    def _call(self, what: Callable[[], None]) -> None:
+        """Have the engine's thread do something before its next step, and wait for it. Raises what it raises, EngineClosedError."""
+        if threading.current_thread() is self._thread:
+            return what()
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                what()
+            except Exception as e:
+                done.set_exception(e)
+            else:
+                done.set_result(None)
+            self._calls.discard(done)
+
+        with self._wake:
+            self._calls.add(done)
+        if not self._post(run):
+            raise EngineClosedError("the engine is closed")
+        return done.result()
 
     def _loop(self, load: Callable[[], None], ready: Future[None]) -> None:
         error = EngineClosedError("the engine was closed")
@@ -468,6 +476,8 @@ class Engine:
                 self._closed = True
             for request in list(self._unfinished):
                 self._end(request, error)
+            for call in list(self._calls):
+                call.set_exception(error)
 
     def _end(self, request: Request, error: Exception) -> None:
         self._unfinished.discard(request)
@@ -490,9 +500,14 @@ class Engine:
             self._emit(request, seq)
 
     def _add(self, request: Request) -> None:
+        with self._wake:
+            self._n_arriving -= request.params.n
         for seq in request._seqs:
             self._requests[seq] = request
             self.core.add(seq)
+
+    def _ask_to_cancel(self, request: Request) -> None:
+        self._post(lambda: self._cancel(request))
 
     def _cancel(self, request: Request) -> None:
         for seq in request._seqs:
@@ -518,18 +533,6 @@ class Engine:
     def _use_threads(self) -> None:
         torch.set_num_threads(self.threads)
         numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))
-
-
-class _NoText:
-    """Stands in for a text stream where there is no tokenizer."""
-
-    stopped = False
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 def _check_settings(device: str, dtype: str, threads: int | None, **at_least_one: int) -> None:

@@ -25,12 +25,16 @@ class Span:
     tokens: np.ndarray  # [n] int32
     start: int
     tree: DraftTree | None = None
-    logits: bool = True
-    """Logits are wanted for the last token and every node; False for a chunk that does not end its prompt."""
+    logits: int = 1
+    """Logits are wanted for so many of the last tokens and for every node; 0 for a chunk that does not end its prompt."""
 
     @property
     def n_rows(self) -> int:
         return len(self.tokens) + (len(self.tree) if self.tree else 0)
+
+    @property
+    def n_logits(self) -> int:
+        return self.logits + self.n_rows - len(self.tokens) if self.logits else 0
 
     @property
     def end(self) -> int:
@@ -80,7 +84,7 @@ def pack(spans: list[Span], tables: BlockTables) -> Batch:
             bases[rows] = positions[rows] + 1
         blocks[rows], offsets[rows] = tables.locate(span.slot, slots)
         if span.logits:
-            logits_rows.extend(range(row + n - 1, row + m))
+            logits_rows.extend(range(row + n - span.logits, row + m))
         for a in range(row, row + m, ROWS_PER_ITEM):
             items.append((a, min(a + ROWS_PER_ITEM, row + m)))
             owners.append(span.slot)

@@ -205,13 +205,20 @@ class Picker:
             raise NotFiniteError(f"the model's logits at output position {position} hold no finite maximum")
         return token
 
-    def logprob(self, row: np.ndarray, token: int) -> TokenLogprob:
-        """Log-probabilities under the model's own distribution, before any adjustment."""
-        wide = row.astype(np.float64)
-        top = wide.max()
-        norm = top + np.log(np.exp(wide - top).sum())
-        best = np.argsort(-row, kind="stable")[: self.params.logprobs]
-        return TokenLogprob(token, float(wide[token] - norm), [(int(i), float(wide[i] - norm)) for i in best])
+
+def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
+    """Log-probability of a token after logits row [V], and the n likeliest, under the model's own distribution, before any adjustment.
+
+    Raises NotFiniteError.
+    """
+    wide = row.astype(np.float64)
+    top = wide.max()
+    norm = top + np.log(np.exp(wide - top).sum())
+    if not np.isfinite(norm):
+        raise NotFiniteError("the model's logits hold no finite maximum")
+    likely = np.flatnonzero(row >= np.partition(row, -n)[-n]) if 0 < n < len(row) else np.arange(len(row) if n else 0)
+    best = likely[np.argsort(-row[likely], kind="stable")][:n]
+    return TokenLogprob(token, float(wide[token] - norm), [(int(i), float(wide[i] - norm)) for i in best])
 
 
 def warmup() -> None:

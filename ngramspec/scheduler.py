@@ -2,17 +2,20 @@
 
 Sequences wait in the order of their arrival and run in it. Every running sequence that lacks one token of KV gets its
 row; what is left of the row budget goes to prompts, oldest first. A sequence is admitted with blocks for all tokens it
-has; when a running one finds the pool full, the youngest gives its blocks back, waits, and computes its KV anew later:
-the same bits, since a row does not depend on how a text was cut into passes.
+has, and starts behind what is known of its prefix; when a running one finds the pool full, the youngest gives its blocks
+back, waits, and computes what is gone of its KV anew later: the same bits, since a row does not depend on how a text was
+cut into passes.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
 from ngramspec.kv import BlockTables
 from ngramspec.sequence import Sequence
+from ngramspec.types import BLOCK
 
 
 @dataclass(slots=True)
@@ -36,6 +39,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.slots = list(range(len(tables.held) - 1, -1, -1))
         self.n_preempted = 0
+        self.n_sought, self.n_found, self.n_spared = 0, 0, 0
+        """Tokens looked for in the prefix cache, found there, and of these those of new sequences."""
 
     @property
     def has_work(self) -> bool:
@@ -84,12 +89,27 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting and self.slots and left > 0 and not preempted:
             seq = self.waiting[0]
-            if not self.tables.reserve(self.slots[-1], seq.n_tokens):
+            if not self._admit(seq):
                 break
             self.waiting.popleft()
-            seq.slot = self.slots.pop()
             self.running.append(seq)
             admitted.append(seq)
-            work.append(Work(seq, min(seq.n_tokens, left)))
+            work.append(Work(seq, min(seq.n_tokens - seq.computed, left)))
             left -= work[-1].n_rows
         return work, admitted, preempted
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give the sequence a slot and blocks for all tokens it has, as many as possible with their KV; the last one is always computed."""
+        reads = seq.chain is not None and not seq.lacks_prompt_logprobs
+        names = seq.chain.names[: (seq.n_tokens - 1) // BLOCK] if seq.chain is not None and reads else ()
+        taken = self.tables.admit(self.slots[-1], names, seq.n_tokens)
+        if taken < 0:
+            return False
+        seq.slot, seq.computed = self.slots.pop(), taken * BLOCK
+        if reads:
+            self.n_sought += seq.n_tokens
+            self.n_found += seq.computed
+        if seq.admitted_s is None:
+            seq.admitted_s, seq.n_cached = time.perf_counter(), seq.computed
+            self.n_spared += seq.computed
+        return True

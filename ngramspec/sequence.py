@@ -10,7 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ngramspec.sampling import Picker
+from ngramspec.kv import Chain
+from ngramspec.sampling import Picker, token_logprob
 from ngramspec.types import Choice, DraftTree, SamplingParams, TokenLogprob
 
 
@@ -40,14 +41,17 @@ class Sequence:
         speculation: bool,
         prediction: np.ndarray | None = None,
         tenant: str | None = "",
+        datastores: frozenset[str] | None = None,
+        chain: Chain | None = None,
     ) -> None:
         """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text.
 
-        `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not.
+        `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not;
+        `datastores`: names of those that drafts may come from, None: all; `chain` names the prompt's blocks, None: no prefix cache.
         """
         self.params, self.picker, self.text = params, picker, text
         self.stop_ids, self.speculation = stop_ids, speculation
-        self.prediction, self.tenant = prediction, tenant
+        self.prediction, self.tenant, self.datastores, self.chain = prediction, tenant, datastores, chain
         self.n_prompt = len(prompt)
         self.limit = min(self.n_prompt + params.max_tokens, max_len)
         self.buffer = np.empty(self.limit, np.int32)
@@ -58,6 +62,12 @@ class Sequence:
         """Place in the pool and the proposer while running."""
         self.computed = 0
         """Tokens whose KV is in the pool."""
+        self.n_cached = 0
+        """Of these, tokens that were there when the sequence was first admitted."""
+        self.admitted_s: float | None = None
+        """When that was, by `time.perf_counter`."""
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        """Filled in as the prompt is computed, where a list is put here; the first token has none."""
         self.tree: DraftTree | None = None
         self.resting = False
         """No draft in this pass: the text is not to be foreseen, and looking costs time."""
@@ -80,6 +90,11 @@ class Sequence:
         return self.choice.finish_reason is not None
 
     @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Every row of the prompt is wanted with its logits."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.n_prompt
+
+    @property
     def max_depth(self) -> int:
         """Deepest useful draft node: one more token always comes from the model itself."""
         return self.limit - self.n_tokens - 1 if self.speculation else 0
@@ -87,7 +102,16 @@ class Sequence:
     def pick(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
         """The next token after logits row [V], and its log-probability where asked for."""
         token = self.picker.pick(row, self.n_output)
-        return token, None if self.params.logprobs is None else self.picker.logprob(row, token)
+        n = self.params.logprobs
+        return token, None if n is None else token_logprob(row, token, n)
+
+    def score_prompt(self, first: int, rows: np.ndarray) -> None:
+        """Log-probabilities of the prompt's tokens behind positions first, first + 1, … from their logits rows [n, V]."""
+        known, n = self.prompt_logprobs, self.params.prompt_logprobs
+        assert known is not None
+        assert n is not None
+        for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
+            known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
 
     def append(self, token: int, source: str | None, logprob: TokenLogprob | None) -> bool:
         """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""
@@ -97,6 +121,7 @@ class Sequence:
         choice = self.choice
         choice.token_ids.append(token)
         choice.draft_sources.append(source)
+        choice.texts.append("")
         if logprob is not None and choice.logprobs is not None:
             choice.logprobs.append(logprob)
         if token in self.stop_ids and self.n_output > self.params.min_tokens:
@@ -118,3 +143,5 @@ class Sequence:
     def _show(self, piece: str) -> None:
         self.choice.text += piece
         self.new_text += piece
+        if piece and self.choice.texts:
+            self.choice.texts[-1] += piece

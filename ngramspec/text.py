@@ -67,6 +67,18 @@ class TextStream:
         return text[:shown]
 
 
+class NoText:
+    """Stands in for a `TextStream` where there is no tokenizer."""
+
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 class _Matcher:
     """Knuth, Morris and Pratt's search for one stop string, a character at a time."""
 

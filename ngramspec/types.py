@@ -17,6 +17,8 @@ BLOCK = 32
 MAX_SEED = 2**64 - 1
 MAX_STOPS = 64
 MAX_LOGPROBS = 100
+LEAST_TEMPERATURE, LEAST_PENALTY = 1e-6, 1e-3
+"""Divisors of logits; with smaller ones what they divide would leave float32."""
 
 
 def _require(ok: bool, name: str, value: object, accepted: str) -> None:
@@ -44,7 +46,7 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop token or stop string ends the text before this many tokens."""
     temperature: float = 0.0
-    """0 picks the most likely token (ties: the lowest id); above, samples. 0 to 100."""
+    """0 picks the most likely token (ties: the lowest id); above, samples. 0, or 1e-6 to 100."""
     top_k: int = 0
     """Sample among the k most likely tokens; 0 or -1: all."""
     top_p: float = 1.0
@@ -52,7 +54,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides positive (multiplies negative) logits of tokens in prompt and output, in (0, 100]."""
+    """Divides positive (multiplies negative) logits of tokens in prompt and output, in [0.001, 100]."""
     presence_penalty: float = 0.0
     """Subtracted once from logits of tokens already in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -71,6 +73,8 @@ class SamplingParams:
     """The model's own end-of-sequence ids do not end the text."""
     logprobs: int | None = None
     """Report the log-probability of each token and of this many most likely ones, 0 to 100."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, all of which are then computed: no prefix cache."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -104,27 +108,29 @@ class SamplingParams:
             self.min_tokens,
             f"an integer from 0 to max_tokens ({self.max_tokens})",
         )
-        _require(_number(self.temperature, 0, 100), "temperature", self.temperature, "a number in [0, 100]")
+        _require(
+            _number(self.temperature, LEAST_TEMPERATURE, 100) or _number(self.temperature, 0, 0),
+            "temperature",
+            self.temperature,
+            f"0, or a number in [{LEAST_TEMPERATURE}, 100]",
+        )
         _require(_integer(self.top_k, -1, 2**31 - 1), "top_k", self.top_k, "an integer from -1 (0 and -1: all)")
         put(self, "top_k", max(int(self.top_k), 0))
         _require(_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "a number in (0, 1]")
         _require(_number(self.min_p, 0, 1), "min_p", self.min_p, "a number in [0, 1]")
         _require(
-            _number(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
+            _number(self.repetition_penalty, LEAST_PENALTY, 100),
             "repetition_penalty",
             self.repetition_penalty,
-            "a number in (0, 100]",
+            f"a number in [{LEAST_PENALTY}, 100]",
         )
         _require(_number(self.presence_penalty, -2, 2), "presence_penalty", self.presence_penalty, "a number in [-2, 2]")
         _require(_number(self.frequency_penalty, -2, 2), "frequency_penalty", self.frequency_penalty, "a number in [-2, 2]")
         _require(self.seed is None or _integer(self.seed, 0, MAX_SEED), "seed", self.seed, f"None or an integer from 0 to {MAX_SEED}")
         _require(_integer(self.n, 1, 128), "n", self.n, "an integer from 1 to 128")
-        _require(
-            self.logprobs is None or _integer(self.logprobs, 0, MAX_LOGPROBS),
-            "logprobs",
-            self.logprobs,
-            f"None or an integer from 0 to {MAX_LOGPROBS}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or _integer(value, 0, MAX_LOGPROBS), name, value, f"None or an integer from 0 to {MAX_LOGPROBS}")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
 
 
@@ -175,6 +181,10 @@ class Stats:
     """[d]: nodes verified at depth d + 1."""
     accepted_by_depth: list[int] = field(default_factory=list)
     """[d]: passes that accepted a node at depth d + 1."""
+    drafts: int = 0
+    """Passes that verified a draft."""
+    accepted_lengths: list[int] = field(default_factory=list)
+    """[k]: passes with a draft that accepted k of its nodes."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -190,22 +200,22 @@ class Stats:
         return self.drafted / self.passes if self.passes else 0.0
 
     def add(self, other: Stats) -> None:
-        for name in ("passes", "tokens", "drafted", "accepted"):
+        for name in ("passes", "tokens", "drafted", "accepted", "drafts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("drafted_by_source", "accepted_by_source"):
             mine = getattr(self, name)
             for key, count in getattr(other, name).items():
                 mine[key] = mine.get(key, 0) + count
-        for name in ("drafted_by_depth", "accepted_by_depth"):
+        for name in ("drafted_by_depth", "accepted_by_depth", "accepted_lengths"):
             mine, theirs = getattr(self, name), getattr(other, name)
             mine.extend([0] * (len(theirs) - len(mine)))
-            for depth, count in enumerate(theirs):
-                mine[depth] += count
+            for i, count in enumerate(theirs):
+                mine[i] += count
 
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability of a picked token under the model's own distribution, before any adjustment."""
+    """Log-probability of a token under the model's own distribution, before any adjustment."""
 
     token_id: int
     logprob: float
@@ -220,6 +230,8 @@ class Choice:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """The text of each token: what could be shown once it was there. They add up to `text`."""
     finish_reason: str | None = None
     """"stop" (a stop token or string), "length", "cancelled", or None while running."""
     logprobs: list[TokenLogprob] | None = None
@@ -238,8 +250,14 @@ class Completion:
     seed: int
     exactness: str
     """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype."""
+    queued_s: float = 0.0
+    """Until a pass first carried rows of it; for a request that was cancelled before, until then."""
     ttft_s: float = 0.0
     duration_s: float = 0.0
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values came from the prefix cache (for the first choice)."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One per token of the prompt where `SamplingParams.prompt_logprobs` asked for them; the first token has none."""
 
     @property
     def text(self) -> str:
@@ -276,3 +294,33 @@ class Delta:
     finish_reason: str | None = None
     completion: Completion | None = None
     """Set on the last piece of the request."""
+    texts: list[str] = field(default_factory=list)
+    """The text of each token of `token_ids`. They add up to `text`, but where cancelling gives out what an earlier token held back."""
+    logprobs: list[TokenLogprob] | None = None
+    """One per token of `token_ids`, where `SamplingParams.logprobs` asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What an engine is doing, and what it has done since it was started."""
+
+    waiting: int
+    """Sequences that have no place yet, or lost it to others (a request is `n` of them)."""
+    running: int
+    """Sequences that take part in passes."""
+    kv_tokens: int
+    """Tokens whose keys and values fit in the pool."""
+    kv_used: int
+    """Of these, in blocks that running sequences hold; a block that several share counts once."""
+    kv_cached: int
+    """Of these, in blocks that no sequence holds and whose prefix is known: reused, or given to others when needed."""
+    prefix_queries: int
+    """Tokens that were looked for in the prefix cache."""
+    prefix_hits: int
+    """Of these, tokens that were found there."""
+    cached_tokens: int
+    """Of these, tokens of new requests; the others are of preempted sequences that came back."""
+    preemptions: int
+    """Sequences that gave their blocks back to older ones."""
+    passes: int
+    """Passes of the model."""

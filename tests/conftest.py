@@ -71,4 +71,4 @@ def smollm2_engine(smollm2_folder: Path) -> Iterator[Engine]:
         yield engine
         assert not engine.core.scheduler.has_work
         engine.runner.pool.check_integrity()
-        assert len(engine.runner.pool.free) == engine.runner.pool.n_blocks
+        assert engine.runner.pool.n_available == engine.runner.pool.n_blocks

@@ -300,6 +300,36 @@ def test_more_sequences_than_are_searched_at_once(tmp_path: Path) -> None:
     assert len(many.propose(outside, contexts[1:4], fresh[:3]).tokens) == 0
 
 
+@pytest.mark.parametrize("n_stores", [2, 63])
+def test_a_sequence_finds_nothing_in_stores_that_it_may_not_use(tmp_path: Path, n_stores: int) -> None:
+    """Each sequence as with a matcher that has its stores alone: searched, followed, and after its stores have changed."""
+    rng = np.random.default_rng(n_stores)
+    documents = [rng.integers(0, 4, 60).tolist() for _ in range(n_stores)]
+    for i, document in enumerate(documents):
+        tiny_store.write_store(tmp_path / str(i), [[document[:20]], [document[20:]]] if i % 3 else [[document]], 9)
+    snapshots = [Datastore.open(tmp_path / str(i)).snapshot for i in range(n_stores)]
+    matcher = Matcher(snapshots, 20, max_match=MAX_MATCH)
+    slots = np.arange(20, dtype=np.int32)
+    for seed in range(4):
+        may = [set(rng.permutation(n_stores)[: rng.integers(0, n_stores + 1)].tolist()) for _ in range(20)]
+        alone = []
+        for slot, stores in enumerate(may):
+            matcher.begin(slot, sum(1 << i for i in stores))
+            alone.append(Matcher([s for i, s in enumerate(snapshots) if i in stores], 1, max_match=MAX_MATCH))
+        context, fresh = documents[seed % n_stores], np.full(20, -1, np.int32)
+        for end in (30, 31, 33, 40):
+            trees = matcher.propose(slots, np.repeat(row(context[:end]), 20, axis=0), fresh)
+            for slot in range(20):
+                single = propose(alone[slot], context[:end], int(fresh[slot]))
+                cut = slice(trees.start[slot], trees.start[slot + 1])
+                for name in ("tokens", "parents", "counts", "match"):
+                    assert getattr(trees, name)[cut].tolist() == getattr(single, name).tolist()
+                places = [matcher.locate(int(place)) for place in trees.place[cut]]
+                assert places == [alone[slot].locate(int(place)) for place in single.place]
+            fresh = np.full(20, {30: 1, 31: 2, 33: 7}.get(end, 0), np.int32)
+    assert len(matcher.propose(slots[:0], row([])[:0], fresh[:0]).tokens) == 0
+
+
 def test_what_a_matcher_cannot_do_is_refused(tmp_path: Path) -> None:
     tiny_store.write_store(tmp_path, [[[1, 2, 3]]], 9)
     snapshot = Datastore.open(tmp_path).snapshot
@@ -313,3 +343,7 @@ def test_what_a_matcher_cannot_do_is_refused(tmp_path: Path) -> None:
     tiny_store.write_store(tmp_path / "wide", [[[1, 2, 3]]], 70_000)
     with pytest.raises(ValueError, match="different tokenizers"):
         Matcher([snapshot, Datastore.open(tmp_path / "wide").snapshot], 1)
+    matcher = Matcher([snapshot] * 63, 1)
+    with pytest.raises(ValueError, match="at most 63 stores can be used together, got 64"):
+        matcher.reset([snapshot] * 64)
+    assert len(matcher.snapshots) == 63

@@ -178,8 +178,8 @@ def test_a_refresh_indexes_only_what_is_new_and_forgets_what_died(tmp_path: Path
     request = np.array(files[1][:400], np.int32)
     assert router.nearest(request)[0].doc == 1
     made: list[str] = []
-    real = routing._Index
-    monkeypatch.setattr(routing, "_Index", lambda segment: made.append(segment.path.name) or real(segment))
+    real = routing.Index
+    monkeypatch.setattr(routing, "Index", lambda segment: made.append(segment.path.name) or real(segment))
     new = routed_store(tmp_path / "s", [[files[1][:450]]], [[1], []], generation=2, old=entries)
     assert store.refresh()
     router.reset([store.snapshot])
@@ -200,6 +200,28 @@ def test_several_stores_compete(tmp_path: Path) -> None:
     assert hit.score > 0.99
     assert len(Router(snapshots[1:2]).similar(np.array(files[5], np.int32))) == 0
     assert len(Router([]).similar(np.array(files[5], np.int32))) == 0
+
+
+def test_stores_that_a_request_may_not_use_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [text(i, 300) for i in range(6)]
+    routed_store(tmp_path / "a", [files[:3]])
+    routed_store(tmp_path / "b", [files[3:]])
+    snapshots = [Datastore.open(tmp_path / name).snapshot for name in ("a", "b")]
+    request, made = np.array(files[4], np.int32), list[str]()
+    real = routing.Index
+    monkeypatch.setattr(routing, "Index", lambda segment: made.append(str(segment.path)) or real(segment))
+    router = Router(snapshots)
+    assert {hit.snapshot for hit in router.nearest(request, stores=0b01)} == {0}
+    assert [path.split("/")[-2] for path in made] == ["a"], "not even indexed for it"
+    assert router.nearest(request, stores=0) == []
+    assert len(router.similar(request, stores=0b01)) == 0
+    assert {hit.snapshot for hit in router.nearest(request, stores=0b10)} == {1}
+    assert router.similar(request, stores=0b10)[-301:-1].tolist() == files[4]
+    made.clear()
+    ready = routing.indices(snapshots)
+    assert len(made) == 2
+    assert Router(snapshots, ready).nearest(request) == router.nearest(request)
+    assert len(made) == 2, "what is ready is not made again"
 
 
 def test_inverted_lists_find_what_a_flat_index_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,11 +352,11 @@ def test_what_is_built_with_a_router_keeps_it(tmp_path: Path) -> None:
 
 
 def test_the_proposer_drafts_from_similar_text_but_never_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = SuffixDrafter([], 1)
+    drafter = SuffixDrafter({}, 1)
     proposer = Proposer(vocab_size=100, max_seqs=1, weights=cold_weights(), recycle=False, datastore=drafter)
     slots, depth, cost = np.zeros(1, np.int32), np.full(1, 8, np.int32), 1 + 0.001 * np.arange(64.0)
     similar = np.array([*range(20, 40), -1, *range(50, 60), -1], np.int32)
-    monkeypatch.setattr(drafter, "similar", lambda prompt: similar)
+    monkeypatch.setattr(drafter, "similar", lambda prompt, may: similar)
     drafted = {}
     for last in (28, 37, 57):
         proposer.begin(0, np.array([1, 2, last - 2, last - 1, last], np.int32))

@@ -17,7 +17,7 @@ from ngramspec import sequence
 from ngramspec.drafting.base import Candidates
 from ngramspec.engine import Engine
 from ngramspec.errors import EngineClosedError, PromptTooLongError, TokenizerError
-from ngramspec.types import SamplingParams
+from ngramspec.types import Delta, SamplingParams
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
@@ -38,7 +38,7 @@ def rig() -> Iterator[tuple[Engine, Perfect]]:
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=4, max_model_len=120, drafters=[oracle]) as engine:
         engine.core.cost = FreeRows()
         yield engine, oracle
-        assert len(engine.runner.pool.free) == engine.runner.pool.n_blocks
+        assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
 
 
 PROMPT = prompts(1)[0]
@@ -114,6 +114,68 @@ def test_stream_adds_up(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
     assert all(p.completion is None for p in pieces[:-1])
 
 
+def test_every_token_has_its_text_and_log_probability(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    engine, _ = rig
+    whole = engine.complete(PROMPT, LONG).text
+    for params in (
+        SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0, stop=(whole[20:22], "nothing of it")),
+        SamplingParams(max_tokens=60, stop_token_ids=(truth[30],), logprobs=1),
+    ):
+        pieces = list(engine.stream(PROMPT, params))
+        done = pieces[-1].completion
+        assert done is not None
+        for piece in pieces:
+            assert len(piece.texts) == len(piece.token_ids) == len(piece.draft_sources)
+            assert "".join(piece.texts) == piece.text
+            assert piece.logprobs is not None
+            assert [p.token_id for p in piece.logprobs] == piece.token_ids
+        assert [t for piece in pieces for t in piece.texts] == done.choices[0].texts
+        assert "".join(done.choices[0].texts) == done.text
+        assert len(done.choices[0].texts) == len(done.token_ids)
+        assert [p for piece in pieces for p in piece.logprobs or ()] == done.choices[0].logprobs
+    assert all(piece.logprobs is None for piece in engine.stream(PROMPT, LONG))
+
+
+def test_the_text_of_a_cancelled_choice_adds_up(rig: tuple[Engine, Perfect]) -> None:
+    engine, _ = rig
+    whole = engine.complete(PROMPT, LONG).text
+    held_back = whole[:40] + "\0"  # may be the beginning of a stop string, for long
+    done = threading.Event()
+    pieces: list[Delta | Exception] = []
+
+    def deliver(piece: Delta | Exception) -> None:
+        pieces.append(piece)
+        if len(pieces) == 2:
+            request.cancel()
+        if isinstance(piece, Exception) or piece.completion is not None:
+            done.set()
+
+    request = engine.submit(PROMPT, SamplingParams(max_tokens=80, ignore_eos=True, stop=held_back), deliver=deliver, speculation=False)
+    assert done.wait(60)
+    got = request.result(60)
+    assert got.finish_reason == "cancelled"
+    assert got.text == "".join(got.choices[0].texts) == "".join(p.text for p in pieces if isinstance(p, Delta))
+
+
+def test_statistics_of_drafts(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    stats = rig[0].complete(PROMPT, LONG).stats
+    assert 0 < stats.drafts <= stats.passes
+    assert sum(stats.accepted_lengths) == stats.drafts
+    assert sum(k * n for k, n in enumerate(stats.accepted_lengths)) == stats.accepted
+    assert len(stats.accepted_lengths) - 1 == len(stats.accepted_by_depth)
+    twice = rig[0].complete(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True, n=2)).stats
+    assert twice.drafts == sum(twice.accepted_lengths)
+    assert rig[0].complete(PROMPT, LONG, speculation=False).stats.drafts == 0
+
+
+def test_times_of_a_request(rig: tuple[Engine, Perfect]) -> None:
+    requests = [rig[0].submit(PROMPT, LONG, speculation=False) for _ in range(6)]  # there are four places
+    done = [request.result(60) for request in requests]
+    assert all(0 < c.queued_s < c.ttft_s < c.duration_s for c in done)
+    assert done[5].queued_s > done[0].ttft_s
+
+
 def test_n_choices_and_their_stream(rig: tuple[Engine, Perfect]) -> None:
     params = SamplingParams(max_tokens=12, n=6, temperature=1.0, seed=3, ignore_eos=True)
     whole = rig[0].complete(PROMPT, params)
@@ -131,7 +193,7 @@ def test_cancel_frees_blocks_at_once(rig: tuple[Engine, Perfect]) -> None:
     next(stream)
     stream.close()
     engine.complete(PROMPT, SamplingParams(max_tokens=1))  # a later message: the cancellation has been handled
-    assert len(pool.free) == pool.n_blocks
+    assert pool.n_available == pool.n_blocks
     request = engine.submit(PROMPT, SamplingParams(max_tokens=80, ignore_eos=True))
     request.cancel()
     request.cancel()
@@ -175,7 +237,7 @@ def test_async_faces(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
 
     asyncio.run(main())
     engine.complete(PROMPT, SamplingParams(max_tokens=1))
-    assert len(engine.runner.pool.free) == engine.runner.pool.n_blocks
+    assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
 
 
 def test_text_prompts_and_bad_ones(rig: tuple[Engine, Perfect]) -> None:
@@ -189,6 +251,15 @@ def test_text_prompts_and_bad_ones(rig: tuple[Engine, Perfect]) -> None:
         engine.complete([[1.5, 2.0]])
     with pytest.raises(PromptTooLongError, match="120 tokens"):
         engine.complete([1] * 120)
+
+
+def test_text_that_looks_like_control_tokens(rig: tuple[Engine, Perfect]) -> None:
+    engine, _ = rig
+    assert engine.encode_text("a<eos>") == list(b"a<eos>")
+    assert engine.encode("a<eos>").tolist() == [97, tiny.EOS]
+    assert engine.encode_text("") == []
+    assert engine.encode_text("é\n") == list("é\n".encode())
+    assert engine.tokenizer("a<eos>")["input_ids"] == [97, tiny.EOS], "the model's own is as it was"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +296,21 @@ def test_a_request_that_fails_ends_alone(rig: tuple[Engine, Perfect], truth: lis
     assert good.result(timeout=60).token_ids == truth
 
 
+def test_a_receiver_that_fails_hurts_its_own_request_only(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    engine, _ = rig
+    pieces: list[object] = []
+
+    def deliver(piece: object) -> None:
+        pieces.append(piece)
+        raise RuntimeError("the receiver is gone")
+
+    bad = engine.submit(PROMPT, LONG, deliver=deliver, speculation=False)
+    good = engine.submit(PROMPT, LONG)
+    assert bad.result(timeout=60).finish_reason == "cancelled"
+    assert len(pieces) == 1
+    assert good.result(timeout=60).token_ids == truth
+
+
 def test_closing() -> None:
     engine = Engine(tiny.tiny_model("llama"), max_seqs=2)
     running = engine.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
@@ -244,6 +330,10 @@ def test_no_tokenizer() -> None:
         assert [p.token_id for p in got.choices[0].logprobs] == got.token_ids
         with pytest.raises(TokenizerError):
             engine.complete("text")
+        with pytest.raises(TokenizerError):
+            engine.encode_text("text")
+        with pytest.raises(TokenizerError):
+            engine.add_datastore("name", "store")
 
 
 def test_a_drafter_that_raises_hurts_nobody() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
 from ngramspec.numeric import exp
-from ngramspec.sampling import NotFiniteError, Picker, _philox, uniform
+from ngramspec.sampling import NotFiniteError, Picker, _philox, token_logprob, uniform
 from ngramspec.types import SamplingParams
 
 V = 50
@@ -125,7 +125,7 @@ def test_min_tokens_bans_stops_until_then() -> None:
 
 def test_logprobs_are_the_models_own() -> None:
     logits = row(1)
-    got = picker(logprobs=3, temperature=0.5, logit_bias={0: 5.0}).logprob(logits, 17)
+    got = token_logprob(logits, 17, 3)
     reference = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     assert got.logprob == pytest.approx(reference[17])
     assert [i for i, _ in got.top] == np.argsort(-logits)[:3].tolist()
@@ -140,11 +140,11 @@ def test_not_a_number(temperature: float) -> None:
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("max_tokens", [1, 2**31 - 1], [0, -1, 2**31, 2**63, 1.5, True, None, "3"]),
     ("min_tokens", [0, 128], [-1, 129, 0.5]),
-    ("temperature", [0, 0.0, 100], [-0.1, 100.1, float("nan"), float("inf"), "hot"]),
+    ("temperature", [0, 0.0, 1e-6, 100], [1e-300, -0.1, 100.1, float("nan"), float("inf"), "hot"]),
     ("top_k", [-1, 0, 1, 2**31 - 1], [-2, 2**31, 1.5]),
     ("top_p", [1e-9, 1.0, 1], [0, -0.1, 1.01, float("nan")]),
     ("min_p", [0, 1], [-0.1, 1.1, float("nan")]),
-    ("repetition_penalty", [1e-9, 100], [0, -1, 100.1, float("inf")]),
+    ("repetition_penalty", [1e-3, 100], [5e-324, 1e-9, 0, -1, 100.1, float("inf")]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1, float("nan")]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1, float("nan")]),
     ("seed", [None, 0, 2**64 - 1], [-1, 2**64, 1.5]),

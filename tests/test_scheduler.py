@@ -97,7 +97,7 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
             finished.append(gone)
             check(scheduler)
     assert sorted(map(id, finished)) == sorted(map(id, alive))
-    assert len(tables.free) == n_blocks
+    assert tables.n_available == n_blocks
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:

@@ -173,11 +173,12 @@ class Proposer:
         prediction: np.ndarray | None = None,
         n_output: int = 0,
         tenant: str | None = "",
+        datastores: frozenset[str] | None = None,
     ) -> None:
         """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
 
         `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `prediction` [n] int32 is the output that is
-        expected. Answers are shared within a `tenant`; None shares nothing.
+        expected. Answers are shared within a `tenant`; None shares nothing. `datastores`: names of those to draft from, None: all.
         """
         if self._buffers[slot] is not None:
             self.end(slot)
@@ -185,8 +186,8 @@ class Proposer:
         kept = tokens[-(self.history + ngram.LADDER[-1]) :]
         n_similar = 0
         if self.datastore is not None:  # older than the sequence's own text, and so weaker
-            self.datastore.begin(slot, tokens)
-            similar = self.datastore.similar(tokens[: len(tokens) - n_output])
+            self.datastore.begin(slot, tokens, datastores)
+            similar = self.datastore.similar(tokens[: len(tokens) - n_output], datastores)
             room = self.history + ngram.LADDER[-1] - len(kept)
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])

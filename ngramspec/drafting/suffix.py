@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from ngramspec.datastore import DatastoreError, Matcher
+from ngramspec.datastore.lookup import ALL_STORES
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.router import Router
+from ngramspec.datastore.router import Index, Router, indices
 
 from .evidence import MAX_CODE
 
@@ -82,38 +83,64 @@ def _append(recent, fresh, slots, start, tokens):
 class SuffixDrafter:
     """The stores' drafts for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
 
-    def __init__(self, stores: Sequence[Datastore], max_seqs: int, *, similar: bool = True) -> None:
-        """`similar`: with the files that are like a request, where a store has their vectors; their index is made now."""
-        self.stores = list(stores)
-        snapshots = [store.snapshot for store in stores]
+    def __init__(
+        self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[Index] | None = None
+    ) -> None:
+        """`similar`: with the files that are like a request, where a store has their vectors; their index is made now, unless `ready`.
+
+        Raises ValueError for more than 63 stores.
+        """
+        self._similar = similar
         self._router: Router | None = None
-        if similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
-            self._router = Router(snapshots)
-            self._router.load()
-        self._matcher = Matcher(snapshots, max_seqs, max_match=MAX_MATCH)
+        self._matcher = Matcher([], max_seqs, max_match=MAX_MATCH)
+        self._may: dict[int, frozenset[str] | None] = {}
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
         self._fresh = np.full(max_seqs, -1, np.int32)
         self._asked_s = time.monotonic()
-        self._unreadable: set[int] = set()
+        self._unreadable: set[str] = set()
+        if similar and ready is None:
+            ready = indices([store.snapshot for store in stores.values()])
+        self.use(stores, ready or ())
 
-    def begin(self, slot: int, tokens: np.ndarray) -> None:
-        """A sequence starts with these committed tokens [n] int32."""
+    def use(self, stores: Mapping[str, Datastore], ready: Sequence[Index] = ()) -> None:
+        """Look up in these stores from now on, for running sequences too. Raises ValueError, with nothing changed."""
+        self._matcher.reset([store.snapshot for store in stores.values()])
+        self.stores = dict(stores)
+        self._unreadable &= self.stores.keys()
+        self._changed(ready)
+
+    def _changed(self, ready: Sequence[Index] = ()) -> None:
+        """The matcher has other snapshots: so has the router, and what a sequence may use stands elsewhere."""
+        for slot, may in self._may.items():
+            self._matcher.begin(slot, self._bits(may))
+        snapshots = self._matcher.snapshots
+        if self._router is not None:
+            self._router.reset(snapshots, ready)
+        elif self._similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
+            self._router = Router(snapshots, ready)
+
+    def _bits(self, names: frozenset[str] | None) -> int:
+        return ALL_STORES if names is None else sum(1 << i for i, name in enumerate(self.stores) if name in names)
+
+    def begin(self, slot: int, tokens: np.ndarray, may: frozenset[str] | None = None) -> None:
+        """A sequence starts with these committed tokens [n] int32; it may use the stores of these names, None: all."""
         latest = tokens[-MAX_MATCH:][::-1]
         self.refresh()
         self._recent[slot] = -1
         self._recent[slot, : len(latest)] = latest
         self._fresh[slot] = -1
-        self._matcher.begin(slot)
+        self._may[slot] = may
+        self._matcher.begin(slot, self._bits(may))
 
-    def similar(self, prompt: np.ndarray) -> np.ndarray | None:
+    def similar(self, prompt: np.ndarray, may: frozenset[str] | None = None) -> np.ndarray | None:
         """Tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None where there are none."""
         if self._router is None:
             return None
         try:
-            return self._router.similar(prompt)
+            return self._router.similar(prompt, stores=self._bits(may))
         except DatastoreError as error:
             log.error("similar files: %s; requests go without", error)
-            self._router = None
+            self._router, self._similar = None, False
             return None
 
     def propose(self, slots: np.ndarray) -> Drafts:
@@ -130,6 +157,7 @@ class SuffixDrafter:
         _append(self._recent, self._fresh, slots, start, tokens)
 
     def end(self, slot: int) -> None:
+        self._may.pop(slot, None)
         self._matcher.end(slot)
 
     def refresh(self) -> None:
@@ -138,19 +166,17 @@ class SuffixDrafter:
             return
         self._asked_s = now
         changed = False
-        for i, store in enumerate(self.stores):
+        for name, store in self.stores.items():
             try:
                 changed |= store.refresh()
-                self._unreadable.discard(i)
+                self._unreadable.discard(name)
             except DatastoreError as error:
-                if i not in self._unreadable:
-                    self._unreadable.add(i)
+                if name not in self._unreadable:
+                    self._unreadable.add(name)
                     log.error("datastore %s: %s; its generation %d stays in use", store.path, error, store.generation)
         if changed:
-            snapshots = [store.snapshot for store in self.stores]
-            self._matcher.reset(snapshots)
-            if self._router is not None:
-                self._router.reset(snapshots)
+            self._matcher.reset([store.snapshot for store in self.stores.values()])
+            self._changed()
 
     def locate(self, place: int) -> str:
         """path:line of a place of the latest drafts."""
