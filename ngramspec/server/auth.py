@@ -1,0 +1,179 @@
+"""Who asks, and what they may: keys, tenants, datastores, names of hosts.
+
+A request's headers enter, an `Identity` or an ApiError leaves. The application applies `identify` to every route; `OPEN` lists the routes
+that need no key, and there are no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader, HTTPBearer
+
+from ngramspec.server.errors import ApiError
+from ngramspec.server.settings import Key, ServerSettings
+
+OPEN = frozenset({("GET", "/health"), ("GET", "/"), ("GET", "/static/{name}")})
+"""(method, path template) of every route that answers without a key: nothing in them comes from a model or a store."""
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who sent a request."""
+
+    name: str
+    """The key's name, for logs; "" where the server has no keys."""
+    admin: bool
+    """May change datastores."""
+    tenant: str
+    """Answers and cached prompts are shared within a tenant, and never beyond."""
+    stores: frozenset[str] | None
+    """Names of the datastores that may be used; None: all."""
+    local: bool
+    """The request came from this machine, through no proxy."""
+
+    @property
+    def trusted(self) -> bool:
+        """May see where drafts come from, and detailed statistics: they tell what a store holds."""
+        return self.admin or self.local
+
+    def datastores(self, asked: str | Sequence[str] | None, known: Collection[str]) -> list[str] | None:
+        """Names to draft from for a request that asks for these (None: whatever it may use), of those that are `known`.
+
+        None stands for all of them. A store that this identity may not use is as unknown as one that is not there.
+        """
+        if asked is None:
+            return None if self.stores is None else sorted(self.stores & set(known))
+        names = [asked] if isinstance(asked, str) else list(dict.fromkeys(asked))
+        usable = set(known) if self.stores is None else self.stores & set(known)
+        if unknown := [name for name in names if name not in usable]:
+            there = f"; there are {', '.join(sorted(usable))}" if usable else "; there is none"
+            raise ApiError(400, f"unknown datastore {unknown[0][:100]!r}{there}", param="datastore", code="unknown_datastore")
+        return names
+
+
+class Keyring:
+    """The keys of a server, as digests."""
+
+    def __init__(self, keys: Iterable[Key]) -> None:
+        self._keys = [(_digest(key.key.get_secret_value().encode()), key) for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, given: bytes) -> Key | None:
+        """The key that was given. Compares with every one of them, in constant time each, whatever was given."""
+        digest, found = _digest(given), None
+        for known, key in self._keys:
+            if hmac.compare_digest(known, digest):
+                found = key
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+_bearer = HTTPBearer(auto_error=False, description="One of the server's keys.")
+_header = APIKeyHeader(name="X-Api-Key", auto_error=False, description="The same, for clients that cannot send a bearer token.")
+
+
+async def identify(
+    request: Request,
+    _: Annotated[object, Security(_bearer)] = None,  # these two stand for the key in the OpenAPI document
+    __: Annotated[object, Security(_header)] = None,
+) -> Identity:
+    """The dependency: who sends this request. Raises ApiError 401 where a key is needed and none of the server's is given."""
+    state = request.app.state.server
+    local = is_local(request)
+    route = request.scope.get("route")
+    if not len(state.keyring):
+        return _remember(request, Identity("", admin=local, tenant="", stores=None, local=local))
+    given = given_key(request)
+    key = state.keyring.find(given) if given is not None else None
+    if key is not None:
+        return _remember(request, Identity(key.name, key.admin, key.name, key.stores, local))
+    if (request.method, getattr(route, "path", None)) in OPEN:
+        return Identity("", admin=False, tenant="", stores=frozenset(), local=local)
+    state.metrics.refused("unauthorized")
+    problem = "needs a key: send it as `Authorization: Bearer KEY`" if given is None else "does not know this key"
+    raise ApiError(401, f"this server {problem}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+async def administrator(identity: Annotated[Identity, Depends(identify)]) -> Identity:
+    """The dependency of administrator's routes. Raises ApiError 403."""
+    if not identity.admin:
+        raise ApiError(403, "this needs an administrator's key")
+    return identity
+
+
+def given_key(request: Request) -> bytes | None:
+    """The key in a request's headers: one bearer token, else one X-Api-Key. Two of a kind are none, for proxies disagree which counts."""
+    raw = request.scope["headers"]
+    bearers = [value for name, value in raw if name == b"authorization"]
+    if len(bearers) == 1:
+        scheme, _, key = bearers[0].partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    others = [value for name, value in raw if name == b"x-api-key"]
+    if bearers or len(others) > 1:
+        return b""
+    return others[0].strip() if others else None
+
+
+def is_local(request: Request) -> bool:
+    """Whether a request comes from this machine. One that a proxy passed on does not, whoever sent it there."""
+    if any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip", "via")):
+        return False
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+
+
+class Hosts:
+    """Which `Host` a request may name. Without keys, a page of another site could else reach the server by a name that resolves to it."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.checked = not settings.api_keys
+        self.names = {name.lower() for name in (*LOOPBACK_NAMES, *settings.allowed_hosts)}
+        self.addresses = not is_loopback(settings.host)
+        """Bound to other addresses, any literal address is fine: no name is resolved for it."""
+        if settings.host not in ("0.0.0.0", "::", ""):
+            self.names.add(settings.host.lower())
+
+    def allow(self, host: bytes | None) -> bool:
+        if not self.checked:
+            return True
+        if host is None:
+            return False
+        name = host.decode("latin-1").lower()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        name = name.removesuffix(".")
+        if name in self.names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return self.addresses
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _remember(request: Request, identity: Identity) -> Identity:
+    request.state.caller = identity.name
+    return identity

@@ -1,0 +1,170 @@
+"""What Prometheus reads: counters of finished and refused requests, and gauges of the engine at the moment of the scrape.
+
+Completions enter as they finish, text leaves at `/metrics`. Names are vLLM's after our prefix, so that its dashboards need a new
+prefix and little else. Knows neither requests nor who sent them: every label has a fixed set of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+import ngramspec
+from ngramspec.engine import Engine
+from ngramspec.server.auth import Identity, identify
+from ngramspec.types import Completion
+
+if TYPE_CHECKING:
+    from ngramspec.server.app import State
+
+PREFIX = "ngramspec:"
+SOURCES = ("ngram", "datastore", "similar", "prediction", "answers", "recycled")
+FINISH_REASONS = ("stop", "length")
+REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid")
+OTHER = "other"
+"""What a label says where the value is none of its fixed set: a drafter of the user's own, say."""
+
+_PASS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+_WAIT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_WHOLE_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+
+class Metrics:
+    """The counters of one server. Thread-safe."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+        draft, accepted = "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
+        self._drafts = counter("spec_decode_num_drafts", "Passes that verified a draft.")
+        self._draft_tokens = counter(draft, "Draft tokens verified; a draft is a tree, so several may stand for one position.")
+        self._accepted_tokens = counter(accepted, "Draft tokens that the model confirmed.")
+        self._accepted_per_pos = counter(
+            f"{accepted}_per_pos", "Drafts of which the token at this depth, from 0, was confirmed.", "position"
+        )
+        self._draft_by_source = counter(f"{draft}_by_source", "Draft tokens verified, by who proposed them.", "source")
+        self._accepted_by_source = counter(f"{accepted}_by_source", "Draft tokens confirmed, by who proposed them.", "source")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, those from the prefix cache included.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._success = counter("request_success", "Texts that came to their end.", "finished_reason")
+        self._cancelled = counter("request_cancelled", "Requests that their client left, or that a timeout ended.")
+        self._failed = counter("request_failed", "Requests that an error of the server ended.")
+        self._refused = counter("request_refused", "Requests that were turned away before they reached the engine.", "reason")
+        self._ttft = histogram("time_to_first_token_seconds", "From the request's arrival at the engine to its first token.", _WAIT_S)
+        self._per_token = histogram("time_per_output_token_seconds", "Mean time between two tokens of a text, per request.", _PASS_S)
+        self._latency = histogram("e2e_request_latency_seconds", "From the request's arrival at the engine to its last token.", _WHOLE_S)
+        self._queued = histogram("request_queue_time_seconds", "From the request's arrival at the engine to its first pass.", _WAIT_S)
+
+        info = Gauge(f"{PREFIX}engine_info", "What serves: always 1.", ("model_name", "version", "exactness"), registry=self.registry)
+        info.labels(engine.name, ngramspec.__version__, engine.exactness).set(1)
+        for reason in FINISH_REASONS:
+            self._success.labels(reason)
+        for reason in (*REFUSALS, OTHER):
+            self._refused.labels(reason)
+        for source in SOURCES:
+            self._draft_by_source.labels(source)
+            self._accepted_by_source.labels(source)
+        self.registry.register(_Status(engine))
+
+    def finished(self, completion: Completion, outcome: str) -> None:
+        """Count a request that reached the engine. `outcome`: "done", "cancelled" or "error"."""
+        stats = completion.stats
+        self._drafts.inc(stats.drafts)
+        self._draft_tokens.inc(stats.drafted)
+        self._accepted_tokens.inc(stats.accepted)
+        for position, count in enumerate(stats.accepted_by_depth):
+            self._accepted_per_pos.labels(str(position)).inc(count)
+        for by_source, counter in (
+            (stats.drafted_by_source, self._draft_by_source),
+            (stats.accepted_by_source, self._accepted_by_source),
+        ):
+            for name, count in by_source.items():
+                source = name.partition(":")[0]
+                counter.labels(source if source in SOURCES else OTHER).inc(count)
+        self._prompt_tokens.inc(len(completion.prompt_token_ids))
+        self._generation_tokens.inc(stats.tokens)
+        if outcome == "cancelled":
+            self._cancelled.inc()
+        elif outcome == "error":
+            self._failed.inc()
+        else:
+            self._observe(completion)
+
+    def _observe(self, completion: Completion) -> None:
+        """Reasons and times of a request that came to its end; those of one that was cut short would be too good."""
+        for choice in completion.choices:
+            self._success.labels(choice.finish_reason if choice.finish_reason in FINISH_REASONS else OTHER).inc()
+        self._queued.observe(completion.queued_s)
+        self._ttft.observe(completion.ttft_s)
+        self._latency.observe(completion.duration_s)
+        if (longest := max(len(choice.token_ids) for choice in completion.choices)) > 1:
+            self._per_token.observe((completion.duration_s - completion.ttft_s) / (longest - 1))
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was turned away; `reason` is one of REFUSALS."""
+        self._refused.labels(reason if reason in REFUSALS else OTHER).inc()
+
+    def expose(self, accept: str = "") -> tuple[bytes, str]:
+        """Everything, in the format that an Accept header asks for -> (body, content type)."""
+        encode, content_type = choose_encoder(accept)
+        return encode(_WithoutCreated(self.registry)), content_type
+
+
+class _Status(Collector):
+    """What the engine says of itself, read when it is asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._engine.status()
+        for name, text, value in (
+            ("num_requests_running", "Sequences that take part in passes.", status.running),
+            ("num_requests_waiting", "Sequences that wait for a slot or for memory.", status.waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache that running sequences hold, 0 to 1.", status.kv_used / status.kv_tokens),
+            ("prefix_cache_tokens", "Tokens in the KV cache that no sequence holds and that later prompts may use.", status.kv_cached),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        for name, text, value in (
+            ("prefix_cache_queries", "Tokens that were looked for in the prefix cache.", status.prefix_queries),
+            ("prefix_cache_hits", "Tokens that were found there.", status.prefix_hits),
+            ("num_preemptions", "Sequences that gave up their memory and were computed anew.", status.preemptions),
+            ("engine_passes", "Passes of the model.", status.passes),
+        ):
+            yield CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+class _WithoutCreated(Collector):
+    """Leaves out the second series that the client library gives every counter, its time of birth; switching it off is global."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+def router(state: State) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/metrics", response_class=Response, tags=["operation"])
+    def metrics(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Response:
+        """Prometheus' text format."""
+        body, content_type = state.metrics.expose(request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
+
+    return routes

@@ -1,0 +1,140 @@
+"""What a server is told at its start: by options, by `NGRAMSPEC_…` variables of the environment, by a file of keys.
+
+Strings enter, checked values leave. Knows nothing of models; the engine has its own settings.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+MIN_KEY = 8
+"""Characters of a key: a shorter one is guessed."""
+
+
+class Key(BaseModel):
+    """A key and what it opens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: SecretStr
+    name: str = Field(default="", max_length=64, pattern=r"^[\w.@-]*$")
+    """For logs, and the tenant: keys of one name share answers and cached prompts. Default: key1, key2, … in order."""
+    admin: bool = False
+    stores: frozenset[str] | None = None
+    """Datastores that may be used; None: all."""
+
+    @field_validator("key")
+    @classmethod
+    def _sendable(cls, key: SecretStr) -> SecretStr:
+        text = key.get_secret_value()
+        if len(text) < MIN_KEY or not text.isascii() or not text.isprintable() or " " in text:
+            raise ValueError(f"a key must be {MIN_KEY} or more visible ASCII characters")
+        return key
+
+
+class Limits(BaseModel):
+    """The most that a request may ask for. Beyond it is a 4xx that says so."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    body_bytes: int = Field(default=2 << 20, ge=1024)
+    header_bytes: int = Field(default=32 << 10, ge=1024, le=128 << 10)
+    """All header lines together."""
+    depth: int = Field(default=64, ge=4, le=128)
+    """Of JSON."""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """None: what the model takes."""
+    output_tokens: int = Field(default=1 << 18, ge=1)
+    """Sequences times max_tokens, each counted up to the model's length."""
+    logprobs: int = Field(default=20, ge=0, le=100)
+    stops: int = Field(default=64, ge=1, le=64)
+    stop_chars: int = Field(default=1000, ge=1)
+    """Of one stop string."""
+    bias: int = Field(default=1024, ge=0, le=1 << 14)
+    """Entries of `logit_bias`."""
+
+
+def _several(value: Any) -> Any:
+    """`a,b` from the environment as a list."""
+    return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
+
+
+def _keys(value: Any) -> Any:
+    """Keys from the environment: JSON, or `key`s and `name:key`s with blanks, commas or line ends between them."""
+    if not isinstance(value, str):
+        return [_key(each) if isinstance(each, str) else each for each in value] if isinstance(value, (list, tuple)) else value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"the keys are not JSON: {error}") from None
+    return [_key(part) for part in value.replace(",", " ").split()]
+
+
+def _key(text: str) -> dict[str, str]:
+    name, colon, key = text.partition(":")
+    return {"name": name, "key": key} if colon else {"key": text}
+
+
+def read_keys(path: Path) -> list[Key]:
+    """The keys in a file: a JSON list of `Key`s, or a line `key` or `name:key` each; # begins a comment. Raises OSError, ValueError."""
+    text = path.read_text("utf-8")
+    if not text.lstrip().startswith("["):
+        text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    keys = [Key.model_validate(each) for each in _keys(text)]
+    if not keys:
+        raise ValueError(f"{path} holds no key")
+    return keys
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_several)]
+
+
+class ServerSettings(BaseSettings):
+    """Everything about serving. `NGRAMSPEC_PORT=8080` sets `port`; nested ones are `NGRAMSPEC_LIMITS__BODY_BYTES`."""
+
+    model_config = SettingsConfigDict(env_prefix="NGRAMSPEC_", env_nested_delimiter="__", frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
+    admin_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
+    """Keys of administrators; with them, `api_keys` holds all."""
+    api_key_file: Path | None = None
+    """Read once, at the start; its keys are added."""
+    allowed_hosts: Names = ()
+    """Names that a `Host` header may say while there are no keys, beside those of this machine."""
+    cors_origins: Names = ()
+    """Sites whose pages may ask, such as https://editor.example."""
+    limits: Limits = Limits()
+    max_queue: int = Field(default=64, ge=0)
+    """Sequences that wait beyond those that run; more are refused at once."""
+    max_connections: int = Field(default=2048, ge=1)
+    send_timeout: float = Field(default=20, gt=0)
+    """Seconds that a client may leave what was sent to it unread."""
+    receive_timeout: float = Field(default=30, gt=0)
+    """Seconds that a client may take to send a request."""
+    drain_timeout: float = Field(default=30, ge=0)
+    """Seconds that running requests have to end when the server is told to stop."""
+    pad_stream: float = Field(default=0, ge=0, le=10_000)
+    """Milliseconds per token of every answer, so that its pace does not tell what was drafted. 0: as soon as it is there."""
+    log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="after")
+    def _complete_keys(self) -> Self:
+        keys = [*self.api_keys, *(key.model_copy(update={"admin": True}) for key in self.admin_keys)]
+        if self.api_key_file is not None:
+            try:
+                keys += read_keys(self.api_key_file)
+            except OSError as error:
+                raise ValueError(f"the keys cannot be read from {self.api_key_file}: {error.strerror or error}") from None
+        if len({key.key.get_secret_value() for key in keys}) < len(keys):
+            raise ValueError("the same key is given twice")
+        named = tuple(key if key.name else key.model_copy(update={"name": f"key{i}"}) for i, key in enumerate(keys, 1))
+        object.__setattr__(self, "api_keys", named)
+        return self
