@@ -1,0 +1,112 @@
+"""Log-probabilities in OpenAI's two shapes: the lists of `/v1/completions`, and the objects of `/v1/chat/completions`.
+
+`TokenLogprob`s of the engine enter, dicts for an answer leave, with each token's own text and bytes. Knows the tokenizer, not requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from ngramspec.text import TextStream
+from ngramspec.types import TokenLogprob
+
+LEAST = -9999.0
+"""OpenAI's word for "very unlikely"; JSON has no infinity."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenTexts:
+    """What each token of a vocabulary says. Threads may share it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        if tokenizer is not None:
+            self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])  # a word's blank shows only behind another
+            self._before = self._decode([])
+        self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
+
+    def text(self, token: int) -> str:
+        r"""The token's text, control tokens' too; `bytes:\xe6` where it is not whole characters."""
+        raw = self.bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def running(self, tokens: Sequence[int]) -> list[str]:
+        """What each of a text's tokens adds to it: whole characters where they are complete, nothing for special tokens."""
+        if self._tokenizer is None or not tokens:
+            return [""] * len(tokens)
+        stream = TextStream(self._tokenizer)
+        added = [stream.push(token) for token in tokens]
+        return [*added[:-1], added[-1] + stream.finish()]
+
+    def _bytes(self, token: int) -> bytes:
+        if self._tokenizer is None:
+            return b""
+        text = self._decode([token])[len(self._before) :]
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if found := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):  # as SentencePiece spells bytes
+            return bytes([int(found[1], 16)])
+        if all(letter in _LETTERS for letter in piece):  # as GPT-2 does
+            return bytes(_LETTERS[letter] for letter in piece)
+        return text.encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        ids = self._anchor + tokens
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _letters() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: one that is no visible Latin-1 character has the next free one from 256."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return {chr(byte if byte in visible else next(spare)): byte for byte in range(256)}
+
+
+_LETTERS = _letters()
+
+
+def legacy(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprob | None, str]], offset: int) -> dict[str, Any]:
+    """Of /v1/completions. tokens: (id, its log-probability, what it added to the text); `offset`: length of the text before.
+
+    A prompt's first token has no log-probability. `top_logprobs` has the likeliest tokens and the one that was taken.
+    """
+    found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for token, logprob, added in tokens:
+        found["text_offset"].append(offset)
+        found["tokens"].append(texts.text(token))
+        found["token_logprobs"].append(None if logprob is None else _finite(logprob.logprob))
+        found["top_logprobs"].append(None if logprob is None else _top(texts, logprob))
+        offset += len(added)
+    return found
+
+
+def _top(texts: TokenTexts, logprob: TokenLogprob) -> dict[str, float]:
+    top: dict[str, float] = {}
+    for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+        top.setdefault(texts.text(token), _finite(value))  # of two with one text, the likelier
+    return top
+
+
+def chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Of /v1/chat/completions."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        return {"token": texts.text(token), "logprob": _finite(value), "bytes": list(texts.bytes(token))}
+
+    return {
+        "content": [
+            entry(each.token_id, each.logprob) | {"top_logprobs": [entry(token, value) for token, value in each.top]} for each in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def _finite(value: float) -> float:
+    return max(value, LEAST)
