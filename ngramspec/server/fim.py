@@ -1,0 +1,223 @@
+"""Fill-in-the-middle prompts: the text around a cursor, and further files, as the model was trained to see them.
+
+`Fim.detect` looks a format's control tokens up in a tokenizer's added vocabulary, never at a model's name. Texts enter, token
+ids leave: control tokens are put between the encoded texts, in which no control token exists, so a file that contains
+`<|fim_middle|>` injects nothing. Knows tokenizers; nothing of HTTP, nor of who asks for how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
+
+from ngramspec.datastore.tokens import plain
+
+PREFIX_SHARE = 0.75
+"""Of the room for both, what the text before the cursor gets when neither it nor the text after it fits."""
+STRIDES = 16
+"""What is cut off is a multiple of a sixteenth of the room. Cut by single tokens, a long file's prompt would begin one token later at
+every keystroke, and nothing of it could come from the prefix cache."""
+_MARK = "\N{WHITE SMILING FACE}"
+"""Stands before a text that must be encoded as if text came before it; no vocabulary merges it with anything."""
+_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|EOT|>", "▁<EOT>"),
+    *("<|im_start|>", "<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+)
+"""Tokens that end a text, a turn or a document in one model or another; none of them is ever part of a middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The control tokens of a family of models, and the order in which texts stand between them."""
+
+    name: str
+    prefix: str
+    suffix: str
+    middle: str | None
+    """None: the text goes on right behind the prefix."""
+    repo: str | None = None
+    """Before the repository's name."""
+    file: str | None = None
+    """Before every file's path. None: the model was not trained with a separator, and `heading` stands in for it."""
+    pad: str | None = None
+    suffix_first: bool = False
+    bos: bool = False
+    """The prompt begins with the beginning-of-sequence token even where the tokenizer would not add it."""
+    after_repo: str = "\n"
+    between_files: bool = False
+    """The separator is not written before the first file."""
+    path_behind_prefix: bool = False
+    """The path of the file being edited is the first line of the prefix."""
+    heading: str = "#{path}\n"
+    """A file's first line where there is no separator; such files stand in front of the prefix, behind its token."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(token for token in (self.prefix, self.suffix, self.middle, self.repo, self.file) if token is not None)
+
+
+def _pipes(name: str, repo: str | None, file: str | None, **more: Any) -> Format:
+    return Format(name, "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", repo, file, "<|fim_pad|>", **more)
+
+
+def _angles(name: str, repo: str | None, file: str | None, **more: Any) -> Format:
+    return Format(name, "<fim_prefix>", "<fim_suffix>", "<fim_middle>", repo, file, "<fim_pad>", **more)
+
+
+FORMATS = (
+    # arXiv:2409.12186, and the README's example at repository level.
+    _pipes("qwen", "<|repo_name|>", "<|file_sep|>"),
+    # arXiv:2406.11409, figure 2: a path and a line end before the prefix token, a separator between files.
+    _pipes("codegemma", None, "<|file_separator|>", bos=True, between_files=True),
+    _pipes("granite", "<|reponame|>", "<|filename|>", after_repo=""),
+    _pipes("pipes", None, None),
+    # arXiv:2402.19173, section 5.1: a repository is cut at <file_sep>, and each piece, path and all, is rearranged by itself.
+    _angles("starcoder2", "<repo_name>", "<file_sep>", after_repo="", path_behind_prefix=True),
+    # arXiv:2305.06161 and arXiv:2405.04324: StarCoder, and Granite Code, which has its tokenizer.
+    _angles("starcoder", "<reponame>", "<filename>", after_repo=""),
+    _angles("angles", None, None),
+    Format("santacoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>", pad="<fim-pad>"),
+    # arXiv:2401.14196; its README shows several files as "#path", a line end and the text.
+    Format("deepseek", "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", bos=True),
+    # arXiv:2308.12950, section 2.3: SentencePiece's implicit leading blank is there before the prefix, not before suffix and middle.
+    Format("codellama", "▁<PRE>", "▁<SUF>", "▁<MID>", bos=True),
+    # mistral-common: [SUFFIX] suffix [PREFIX] prefix; several files as "+++++ path", a line end and the text.
+    Format("codestral", "[PREFIX]", "[SUFFIX]", None, suffix_first=True, bos=True, heading="+++++ {path}\n"),
+    Format("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+)
+"""In the order in which they are tried: formats that share tokens go from the one that needs most to the one that needs least."""
+
+
+class Fim:
+    """One tokenizer's way to fill in the middle. Threads may share it."""
+
+    def __init__(self, form: Format, tokenizer: Any) -> None:
+        self.format = form
+        backend = tokenizer.backend_tokenizer
+        self._added = _added(tokenizer)
+        self._plain, self._control = plain(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
+        self._bos = _beginning(tokenizer, form.bos)
+        first = self._plain.encode("a", add_special_tokens=False).tokens[:1]
+        self._has_implicit_blank = bool(first) and first[0][:1] in ("▁", "Ġ")
+        ends = {*form.required, *_ENDS, *([form.pad] if form.pad is not None else [])}
+        self.stop_ids: tuple[int, ...] = tuple(sorted(self._added[token] for token in ends & self._added.keys()))
+        """Ids that the middle never contains: whatever ends a text, and the format's own control tokens."""
+
+    @classmethod
+    def detect(cls, tokenizer: Any) -> Self | None:
+        """The format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
+
+        `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None.
+        """
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            return None
+        added = _added(tokenizer)
+        return next((cls(form, tokenizer) for form in FORMATS if all(token in added for token in form.required)), None)
+
+    def prompt(
+        self,
+        prefix: str,
+        suffix: str,
+        extra: Iterable[tuple[str, str]] = (),
+        *,
+        limit: int | None = None,
+        path: str = "filename",
+        repo: str = "repository",
+    ) -> list[int]:
+        """Token ids that ask for the text between `prefix` and `suffix`.
+
+        `extra`: further files or parts of files, (path, text), the least useful first; `path`: of the file being edited, and `repo`:
+        the repository's name, both of which only a prompt with further files shows. `limit`: most tokens of the result. Where they do
+        not fit, further files are left out, the first first; then the beginning of the prefix and the end of the suffix are cut off,
+        so that prefix and suffix keep 3:1. Raises ValueError where not even the control tokens fit.
+        """
+        form = self.format
+        files = [(name, text if text.endswith("\n") else text + "\n") for name, text in extra]
+        fixed = len(self._bos) + sum(token is not None for token in (form.prefix, form.suffix, form.middle))
+        if limit is not None and limit < fixed:
+            raise ValueError(f"a prompt to fill in the middle has {fixed} control tokens; {limit} are not enough")
+        room = None if limit is None else limit - fixed
+        tail = self._encode(suffix, inner=True)
+        head = self._encode(prefix, inner=bool(files) and form.file is None)
+        lead, current = self._around(path, repo)
+        left = None if room is None else room - sum(map(len, (head, tail, lead, current)))
+        chunks = self._last_files(files, left)
+        if not chunks:
+            head, lead, current = self._encode(prefix), [], []
+        if room is not None and len(head) + len(tail) > room:
+            head, tail = _shares(head, tail, room)
+        return self._assemble(head, tail, [*lead, *chain.from_iterable(chunks)], current)
+
+    def _around(self, path: str, repo: str) -> tuple[list[int], list[int]]:
+        """Ids of what stands before all further files, and of what names the file being edited."""
+        form = self.format
+        if form.file is None:
+            return [], self._encode(form.heading.format(path=path), inner=True)
+        lead = [self._added[form.repo], *self._encode(repo + form.after_repo)] if form.repo is not None else []
+        return lead, [self._added[form.file], *self._encode(f"{path}\n")]
+
+    def _last_files(self, files: Sequence[tuple[str, str]], left: int | None) -> list[list[int]]:
+        """Ids of the last files, as many as have room in `left` tokens."""
+        form = self.format
+        chunks: list[list[int]] = []
+        total = -1 if form.between_files else 0
+        for name, text in reversed(files):
+            if form.file is None:
+                chunk = self._encode(form.heading.format(path=name) + text, inner=True)
+            else:
+                chunk = [self._added[form.file], *self._encode(f"{name}\n{text}")]
+            total += len(chunk)
+            if left is not None and total > left:
+                break
+            chunks.append(chunk)
+        if form.between_files and chunks:
+            chunks[-1] = chunks[-1][1:]
+        return chunks[::-1]
+
+    def _assemble(self, head: list[int], tail: list[int], context: list[int], current: list[int]) -> list[int]:
+        """The prompt. `context`: further files; `current`: what names the file being edited, where there are any."""
+        form = self.format
+        pre, suf = [self._added[form.prefix]], [self._added[form.suffix], *tail]
+        mid = [self._added[form.middle]] if form.middle is not None else []
+        if form.file is None:
+            pre, context = [*pre, *context, *current, *head], []
+        elif form.path_behind_prefix:
+            pre, context = [*pre, *current[1:], *head], [*context, *current[:1]]
+        else:
+            pre, context = [*pre, *head], [*context, *current]
+        return [*self._bos, *context, *(suf + pre if form.suffix_first else pre + suf), *mid]
+
+    def _encode(self, text: str, *, inner: bool = False) -> list[int]:
+        """Ids of a text in which no control token is known. `inner`: without a blank that the tokenizer puts before any text."""
+        marked = inner and self._has_implicit_blank
+        encoding = self._plain.encode(_MARK + text if marked else text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if marked:
+            ids = [number for number, (_, end) in zip(ids, encoding.offsets, strict=True) if end > len(_MARK)]
+        return [number for number in ids if not self._control[number]]
+
+
+def _shares(head: list[int], tail: list[int], room: int) -> tuple[list[int], list[int]]:
+    """The end of the one and the beginning of the other, together at most `room`, in multiples of a stride; see `STRIDES`."""
+    stride = max(room // STRIDES, 1)
+    for_tail = min(len(tail), max(room - int(room * PREFIX_SHARE), room - len(head)))
+    for_head = room - for_tail
+    cut = len(head) - for_head
+    if cut > 0:
+        head = head[min(-(-cut // stride) * stride, len(head)) :]
+    if for_tail < len(tail):
+        tail = tail[: for_tail // stride * stride if for_tail >= stride else for_tail]
+    return head, tail
+
+
+def _added(tokenizer: Any) -> dict[str, int]:
+    return {token.content: number for number, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()}
+
+
+def _beginning(tokenizer: Any, needed: bool) -> list[int]:
+    """What the tokenizer puts before every text, or the beginning-of-sequence token where one is needed and it puts nothing."""
+    text, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    found = next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
+    return found or ([tokenizer.bos_token_id] if needed and tokenizer.bos_token_id is not None else [])
