@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import __version__, cli_datastore
+from . import __version__, cli_datastore, cli_serve
 
 if TYPE_CHECKING:
     from .engine import Engine, Hints
@@ -35,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli_datastore.register(app)
+cli_serve.register(app)
 
 
 class BadInputError(Exception):

@@ -1,0 +1,144 @@
+"""Datastores at run time: listed, added, updated and taken away by an administrator, while requests go on.
+
+Names and paths enter, calls of the engine and of `ngramspec.datastore` leave, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Path
+from pydantic import BaseModel, ConfigDict, Field
+
+from ngramspec import __version__
+from ngramspec.datastore import Datastore, DatastoreError, DatastoreFullError, DatastoreLockedError
+from ngramspec.server.auth import Identity, administrator
+from ngramspec.server.errors import ApiError, ErrorBody, retry_after
+
+if TYPE_CHECKING:
+    from ngramspec.server.app import State
+
+Name = Annotated[str, Path(pattern=r"^[\w.-]{1,64}$", description="What requests call it.")]
+Administrator = Annotated[Identity, Depends(administrator)]
+
+
+class Folder(BaseModel):
+    """Where a datastore lies."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$", description="A folder on the server's machine.")
+
+
+class DatastoreInfo(BaseModel):
+    """A datastore in use."""
+
+    name: str
+    path: str
+    generation: int
+    documents: int
+    tokens: int
+    bytes: int
+    sources: list[dict[str, Any]]
+
+
+class DatastoreList(BaseModel):
+    datastores: list[DatastoreInfo]
+
+
+class Updated(BaseModel):
+    """What an update did."""
+
+    name: str
+    changed: bool
+    added: int
+    removed: int
+    unchanged: int
+    generation: int
+
+
+class Removed(BaseModel):
+    name: str
+    removed: bool = True
+
+
+def router(state: State) -> APIRouter:
+    busy, full = (
+        {"model": ErrorBody, "description": "Somebody else writes to it."},
+        {"model": ErrorBody, "description": "The disk is full."},
+    )
+    routes = APIRouter(prefix="/admin/datastores", tags=["administration"])
+    engine = state.engine
+
+    def find(name: str) -> Datastore:
+        store = engine.datastores.get(name)
+        if store is None:
+            raise ApiError(404, f"there is no datastore {name!r}", param="name", code="unknown_datastore")
+        return store
+
+    @routes.get("")
+    async def list_datastores(_: Administrator) -> DatastoreList:
+        """The datastores in use."""
+        return await asyncio.to_thread(lambda: DatastoreList(datastores=[_info(name, store) for name, store in engine.datastores.items()]))
+
+    @routes.put("/{name}")
+    async def put_datastore(name: Name, folder: Folder, _: Administrator) -> DatastoreInfo:
+        """Draft from a datastore that lies on the server's machine, or from another one under a name that is in use."""
+
+        def put() -> DatastoreInfo:
+            with _told("path"):
+                engine.add_datastore(name, folder.path)
+                return _info(name, find(name))
+
+        return await asyncio.to_thread(put)
+
+    @routes.post("/{name}/update", responses={409: busy, 507: full})
+    async def update_datastore(name: Name, _: Administrator) -> Updated:
+        """Bring a datastore up to date with the files it was built from. Requests go on, and see it when it is done."""
+        from ngramspec.datastore.update import update
+
+        store = find(name)
+
+        def bring_up_to_date() -> Updated:
+            with _told("name"):
+                done = update(store.path, writer=f"ngramspec {__version__}")
+            return Updated(
+                name=name,
+                changed=done.committed,
+                added=done.added,
+                removed=done.removed,
+                unchanged=done.unchanged,
+                generation=done.generation,
+            )
+
+        return await asyncio.to_thread(bring_up_to_date)
+
+    @routes.delete("/{name}")
+    async def delete_datastore(name: Name, _: Administrator) -> Removed:
+        """Draft from a datastore no longer. What is on disk stays."""
+        find(name)
+        with contextlib.suppress(KeyError):  # somebody else was quicker
+            await asyncio.to_thread(engine.remove_datastore, name)
+        return Removed(name=name)
+
+    return routes
+
+
+def _info(name: str, store: Datastore) -> DatastoreInfo:
+    return DatastoreInfo.model_validate({"name": name, **store.info()})
+
+
+@contextlib.contextmanager
+def _told(param: str) -> Iterator[None]:
+    """What is wrong with a store, as the administrator's errors."""
+    try:
+        yield
+    except DatastoreLockedError as error:
+        raise ApiError(409, str(error), param=param, code="datastore_locked", headers=retry_after(5)) from error
+    except DatastoreFullError as error:
+        raise ApiError(507, str(error), param=param, code="disk_full") from error
+    except (DatastoreError, OSError, ValueError) as error:
+        raise ApiError(400, str(error), param=param, code="datastore_error") from error

@@ -1,0 +1,231 @@
+"""Running the application: a socket, uvicorn, the model loading behind it, and the signals that end it.
+
+Settings and a function that makes the engine enter. The server answers 503 until the engine is there and after it was
+told to stop. `Protocol` adds to uvicorn's HTTP what bounds rude clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ngramspec.engine import Engine
+from ngramspec.server import logs
+from ngramspec.server.app import create_app
+from ngramspec.server.auth import is_loopback
+from ngramspec.server.errors import ApiError, retry_after
+from ngramspec.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+SEND_BUFFER = 64 << 10
+"""Bytes that the kernel keeps for a client that does not read."""
+HEAD_BYTES = 256 << 10
+"""Longer heads are cut off by the parser; those above `Limits.header_bytes` by us, with an answer in our envelope."""
+LINGER_S = 3
+"""For responses that are being written when the server stops."""
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1 with deadlines: for a client to send its request, and to read what it was sent.
+
+    With no write buffer of ours, `pause_writing` means that the kernel takes no more: the client's buffer and the kernel's are full.
+    """
+
+    settings: ClassVar[ServerSettings]
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> type[Protocol]:
+        return type("Protocol", (cls,), {"settings": settings})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
+        if (peer := transport.get_extra_info("socket")) is not None:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self._refused = False
+        self._unread: asyncio.TimerHandle | None = None
+        self._unsent: asyncio.TimerHandle | None = self._abort_after(self.settings.receive_timeout)
+        if len(self.connections) > self.settings.max_connections:
+            self._refuse(503, ApiError(503, "too many connections", headers=retry_after(5)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._unread, self._unsent):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self.conn.their_state is h11.DONE:  # a request behind one that is not answered: h11 would stop reading, and a client that
+            self._answer_and_close()  # goes away would not be noticed
+            return
+        super().data_received(data)
+        state = self.conn.their_state
+        if state is h11.DONE and self.conn.trailing_data[0]:
+            self._answer_and_close()
+        whole = state is not h11.SEND_BODY and not (state is h11.IDLE and self.conn.trailing_data[0])
+        if whole and self._unsent is not None:
+            self._unsent.cancel()
+            self._unsent = None
+        elif not whole and self._unsent is None:
+            self._unsent = self._abort_after(self.settings.receive_timeout)
+
+    def _answer_and_close(self) -> None:
+        self.cycle.keep_alive = False
+        self.flow.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._abort_after(self.settings.send_timeout)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, in our envelope."""
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self._refuse(status, ApiError(status, "the headers are too long" if status == 431 else "this is not an HTTP request"))
+
+    def _refuse(self, status: int, error: ApiError) -> None:
+        body = json.dumps(error.body).encode()
+        names = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | error.headers
+        head = h11.Response(status_code=status, headers=list(names.items()), reason=b"")
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in (head, h11.Data(data=body), h11.EndOfMessage())))
+        # Closing with something unread resets the connection, and the client would not see the answer: read on for a moment.
+        self._refused = True
+        self.transport.write_eof()
+        self._abort_after(LINGER_S)
+
+
+class Front:
+    """The ASGI application that uvicorn gets: the real one once there is an engine, 503 before."""
+
+    def __init__(self) -> None:
+        self.app: FastAPI | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        else:
+            error = ApiError(503, "the model is being loaded", code="loading", headers=retry_after(2))
+            await error.response()(scope, receive, send)
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains on the first signal and stops on the second."""
+
+    def __init__(self, config: uvicorn.Config, front: Front, settings: ServerSettings) -> None:
+        super().__init__(config)
+        self.front, self.settings = front, settings
+        self.signalled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.signalled:
+            self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Called on SIGTERM and SIGINT. The second one does not wait for a pass, a stream, or a datastore that is being written."""
+        if self.signalled:
+            os._exit(128 + sig)
+        self.signalled = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._drain, signal.Signals(sig).name)
+
+    def _drain(self, why: str) -> None:
+        async def drain() -> None:
+            if self.front.app is not None:
+                log.info("%s: no new work; running requests have %g s to end", why, self.settings.drain_timeout)
+                await self.front.app.state.server.desk.drain(self.settings.drain_timeout)
+            self.should_exit = True
+
+        self._draining = asyncio.create_task(drain())
+
+
+def run(make_engine: Callable[[], Engine], settings: ServerSettings) -> None:
+    """Serve until a signal ends it. Raises OSError where the address cannot be had, and what `make_engine` raises."""
+    listener = listen(settings.host, settings.port)
+    front = Front()
+    server = Server(configuration(front, settings), front, settings)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    if not is_loopback(settings.host) and not settings.api_keys:
+        log.warning("%s is reachable from other machines, and there are no keys: whoever reaches it can use it; see --api-key", url)
+    loaded: list[Engine | BaseException] = []
+
+    def load() -> None:
+        try:
+            engine = make_engine()
+            loaded.append(engine)
+            app = create_app(engine, settings)
+            gc.collect()
+            gc.freeze()  # half a million objects stay: everything waits while the collector looks at them again
+            front.app = app
+            logs.event("ready", f"{engine.name} is served at {url}", url=url, model=engine.name, exactness=engine.exactness)
+        except BaseException as error:
+            loaded.append(error)
+            server.should_exit = True
+
+    logs.event("loading", f"listening at {url} while the model is loaded", url=url)
+    # A daemon: a signal while it loads does not wait for it.
+    threading.Thread(target=load, name="ngramspec-load", daemon=True).start()
+    server.run(sockets=[listener])
+    for each in loaded:
+        if isinstance(each, Engine):
+            each.close()
+        else:
+            raise each
+
+
+def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    """How uvicorn runs an application."""
+    return uvicorn.Config(
+        app,
+        http=Protocol.of(settings),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_graceful_shutdown=LINGER_S,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError that names the address."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error

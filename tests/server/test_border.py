@@ -1,0 +1,205 @@
+"""What is refused before a route sees it: sizes, JSON that is none, host names; what every response carries; the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from conftest import Server
+
+from ngramspec.server.logs import JsonFormatter
+from ngramspec.server.settings import Limits, ServerSettings
+
+GOOD = {"prompt": "ab", "max_tokens": 2}
+MIB = 1 << 20
+
+
+def post(client: httpx.Client, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
+    return client.post("/v1/completions", content=body, headers={"content-type": "application/json"} | headers)
+
+
+def refused(response: httpx.Response, status: int) -> str:
+    """Its message; in OpenAI's envelope."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error["message"]
+
+
+@pytest.fixture(autouse=True)
+def healthy(client: httpx.Client) -> Iterator[None]:
+    yield
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_bodies_up_to_the_limit(client: httpx.Client) -> None:
+    frame = json.dumps(GOOD | {"user": "?"}).encode()
+    whole = frame.replace(b"?", b"x" * (2 * MIB - len(frame) + 1))
+    assert len(whole) == 2 * MIB
+    assert post(client, whole).status_code == 200
+    longer = whole.replace(b"xx", b"xxx", 1)
+    assert "2097152" in refused(post(client, longer), 413)
+    chunks = (longer[i : i + 65536] for i in range(0, len(longer), 65536))
+    refused(post(client, chunks), 413)
+
+
+def test_bodies_that_are_far_too_long_are_not_read(server: Server) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n"
+    for more in ("", "Expect: 100-continue\r\n"):
+        assert raw(server, (head + more + "\r\n").encode()).startswith(b"HTTP/1.1 413 ")
+
+
+def test_headers(client: httpx.Client, server: Server) -> None:
+    assert "65" in refused(client.get("/health", headers={"x-long": "a" * (64 << 10)}), 431)
+    endless = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * (1 << 19))
+    assert endless.startswith(b"HTTP/1.1 431 ")
+    assert b'"error"' in endless
+
+
+def test_what_is_not_http(server: Server) -> None:
+    for garbage in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/1.1\r\nHost: a\r\nHost", b"POST\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"):
+        answer = raw(server, garbage + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 40"), garbage
+        assert b'"error"' in answer
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"prompt":' * 100_000,
+        b'{"prompt": "a", "logit_bias": {"1": NaN}}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "seed": ' + b"9" * 50 + b"}",
+        b'{"prompt": "a", "max_tokens": 9223372036854775808}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a"} {}',
+        b'{"prompt": "a",}',
+        b"'prompt'",
+        b"null",
+        b"",
+        b'{"user": ' + b"[" * 65 + b"]" * 65 + b"}",
+    ],
+)
+def test_what_is_not_json_or_too_much_of_it(client: httpx.Client, body: bytes) -> None:
+    refused(post(client, body), 400)
+
+
+def test_nul_is_text(client: httpx.Client) -> None:
+    assert post(client, b'{"prompt": "a\\u0000b", "max_tokens": 1, "stop": ["\\u0000"], "user": "\\u0000"}').status_code == 200
+
+
+def test_only_json_is_read(client: httpx.Client) -> None:
+    """A page of another site may send text and forms without asking; JSON it may not."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx"):
+        assert "application/json" in refused(post(client, json.dumps(GOOD).encode(), **{"content-type": kind}), 415)
+    assert post(client, json.dumps(GOOD).encode(), **{"content-type": "application/json; charset=utf-8"}).status_code == 200
+
+
+def test_unknown_routes_and_methods(client: httpx.Client) -> None:
+    assert "/nothing" in refused(client.get("/nothing"), 404)
+    response = client.get("/v1/completions")
+    assert "POST" in refused(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_every_response_has_a_name_and_is_kept_to_itself(client: httpx.Client) -> None:
+    given = client.get("/health", headers={"x-request-id": "editor-7"})
+    assert given.headers["x-request-id"] == "editor-7"
+    made = {client.get(path, headers={"x-request-id": "no\tname"}).headers["x-request-id"] for path in ("/health", "/nothing")}
+    assert len(made) == 2
+    assert all(len(name) == 32 for name in made)
+    for response in (given, client.get("/nothing"), post(client, b"[")):
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["cache-control"] == "no-store"
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        assert "access-control-allow-origin" not in response.headers
+
+
+def test_pages_of_listed_sites(make_server: Callable[..., Server]) -> None:
+    server = make_server(ServerSettings(cors_origins=("https://editor.example",)))
+    with httpx.Client(base_url=server.url) as client:
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+        allowed = client.options("/v1/completions", headers=ask | {"origin": "https://editor.example"})
+        assert allowed.headers["access-control-allow-origin"] == "https://editor.example"
+        other = client.options("/v1/completions", headers=ask | {"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_log_tells_what_happened_and_not_what_was_said(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ngramspec.access"):
+        post(client, json.dumps({"prompt": "secret words", "max_tokens": 3, "ignore_eos": True}).encode(), **{"x-request-id": "r1"})
+        client.get("/v1/models/secret-path", headers={"authorization": "Bearer secret-key"})
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    first = lines[0]
+    assert {"id": "r1", "method": "POST", "route": "/v1/completions", "status": 200, "completion_tokens": 3}.items() <= first.items()
+    assert first["prompt_tokens"] == 12
+    assert first["duration_ms"] >= first["ttft_ms"] >= 0
+    assert lines[1]["status"] == 404
+    assert "secret" not in json.dumps(lines)
+    assert all("secret" not in record.getMessage() for record in caplog.records)
+
+
+def test_a_defect_is_told_to_the_log_alone(make_server: Callable[..., Server], caplog: pytest.LogCaptureFixture) -> None:
+    server = make_server()
+
+    @server.app.get("/defect")
+    async def defect() -> None:
+        raise RuntimeError("private detail")
+
+    with httpx.Client(base_url=server.url) as client, caplog.at_level(logging.ERROR):
+        message = refused(client.get("/defect"), 500)
+        assert client.get("/health").status_code == 200
+    assert "private" not in message
+    assert "private detail" in caplog.text
+
+
+def test_limits_on_what_is_asked(make_server: Callable[..., Server]) -> None:
+    limits = Limits(prompt_tokens=20, output_tokens=100, logprobs=3, stops=4, stop_chars=10, bias=2)
+    server = make_server(ServerSettings(limits=limits))
+    with httpx.Client(base_url=server.url) as client:
+
+        def ask(**more: object) -> httpx.Response:
+            return client.post("/v1/completions", json=GOOD | more)
+
+        for param, at_most, beyond in (
+            ("prompt", "a" * 20, "a" * 21),
+            ("max_tokens", 100, 101),
+            ("logprobs", 3, 4),
+            ("stop", ["b" * 10] * 4, ["b"] * 5),
+            ("stop", "b" * 10, "b" * 11),
+            ("logit_bias", {"1": 0, "2": 0}, {"1": 0, "2": 0, "3": 0}),
+        ):
+            assert ask(**{param: at_most}).status_code == 200, param
+            refused(ask(**{param: beyond}), 400)
+        refused(ask(max_tokens=26, n=4), 400)
+        assert ask(prompt="a" * 21).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_document_names_our_errors(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert len(operations) > 10
+    for operation in operations:
+        assert {"400", "401", "403", "413", "415", "429", "431", "500", "503"} <= set(operation["responses"])
+        assert "422" not in operation["responses"]
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def raw(server: Server, data: bytes) -> bytes:
+    """Everything that comes back for bytes on a connection of their own, until it is closed."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(data)
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+        return answer

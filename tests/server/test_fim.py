@@ -1,0 +1,281 @@
+"""Fill-in-the-middle prompts: every format's exact ids, nothing injected by texts, and what is cut where."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ngramspec.server.fim import FORMATS, Fim, Format
+
+CODE = ["def add(a, b):\n    return a + b\n", "import os\n\nfor name in os.listdir('.'):\n    print(name)\n", "class A:\n    pass\n"]
+BOS, EOS = "<s>", "</s>"
+PREFIX, SUFFIX = "def add(a, b):\n    ret", " + b\n"
+FILES = [("lib/a.py", "import os\n"), ("b.py", "class A:\n    pass")]
+"""The second has no line end: the prompt gives it one."""
+
+TOKENS = {
+    "qwen": ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>"),
+    "codegemma": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"),
+    "granite": ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|filename|>", "<|reponame|>", "<|end_of_text|>"),
+    "pipes": ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    "starcoder2": ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<repo_name>", "<file_sep>", "<|endoftext|>"),
+    "starcoder": ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<filename>", "<reponame>", "<gh_stars>", "<|endoftext|>"),
+    "angles": ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    "santacoder": ("<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>", "<|endoftext|>"),
+    "deepseek": ("<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜end▁of▁sentence｜>", "<|EOT|>"),
+    "codellama": ("▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"),
+    "codestral": ("[SUFFIX]", "[PREFIX]", "[INST]"),
+    "glm": ("<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>", "<|user|>", "<|endoftext|>"),
+}
+"""What the added vocabulary of each family has, beside <s> and </s>."""
+
+
+def bytes_tokenizer(tokens: tuple[str, ...], *, special: bool = True, bos: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, trained on a few lines, with a family's control tokens; `bos`: it begins every text with <s>."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(CODE, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    return _with(backend, tokens, special=special, bos=bos)
+
+
+def sentencepiece_tokenizer(tokens: tuple[str, ...], *, bos: bool = True) -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: blanks are part of words, every text begins with one, what no word covers is spelled in bytes."""
+    words = ["▁", "d", "e", "f", "▁d", "▁de", "▁def", "a", "b", "+", "\n", "☺"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab, [("▁", "d"), ("▁d", "e"), ("▁de", "f")], byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    backend.decoder = decoders.Sequence(steps)
+    return _with(backend, tokens, special=True, bos=bos)
+
+
+def _with(backend: Tokenizer, tokens: tuple[str, ...], *, special: bool, bos: bool) -> PreTrainedTokenizerFast:
+    backend.add_special_tokens([AddedToken(BOS, special=True), AddedToken(EOS, special=True)])
+    backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in tokens])
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, *parts: str | tuple[str]) -> list[int]:
+    """Ids of parts: a tuple is a control token, a string a text without any."""
+    found: list[int] = []
+    for part in parts:
+        if isinstance(part, tuple):
+            found.append(tokenizer.get_added_vocab()[part[0]])
+        else:
+            assert not any(token in part for token in tokenizer.get_added_vocab())
+            found += tokenizer(part, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def detect(tokenizer: Any) -> Fim:
+    fim = Fim.detect(tokenizer)
+    assert fim is not None
+    return fim
+
+
+ALONE: dict[str, list[str | tuple[str]]] = {
+    "qwen": [("<|fim_prefix|>",), PREFIX, ("<|fim_suffix|>",), SUFFIX, ("<|fim_middle|>",)],
+    "codegemma": [("<s>",), ("<|fim_prefix|>",), PREFIX, ("<|fim_suffix|>",), SUFFIX, ("<|fim_middle|>",)],
+    "granite": [("<|fim_prefix|>",), PREFIX, ("<|fim_suffix|>",), SUFFIX, ("<|fim_middle|>",)],
+    "pipes": [("<|fim_prefix|>",), PREFIX, ("<|fim_suffix|>",), SUFFIX, ("<|fim_middle|>",)],
+    "starcoder2": [("<fim_prefix>",), PREFIX, ("<fim_suffix>",), SUFFIX, ("<fim_middle>",)],
+    "starcoder": [("<fim_prefix>",), PREFIX, ("<fim_suffix>",), SUFFIX, ("<fim_middle>",)],
+    "angles": [("<fim_prefix>",), PREFIX, ("<fim_suffix>",), SUFFIX, ("<fim_middle>",)],
+    "santacoder": [("<fim-prefix>",), PREFIX, ("<fim-suffix>",), SUFFIX, ("<fim-middle>",)],
+    "deepseek": [("<s>",), ("<｜fim▁begin｜>",), PREFIX, ("<｜fim▁hole｜>",), SUFFIX, ("<｜fim▁end｜>",)],
+    "codellama": [("<s>",), ("▁<PRE>",), PREFIX, ("▁<SUF>",), SUFFIX, ("▁<MID>",)],
+    "codestral": [("<s>",), ("[SUFFIX]",), SUFFIX, ("[PREFIX]",), PREFIX],
+    "glm": [("<|code_prefix|>",), PREFIX, ("<|code_suffix|>",), SUFFIX, ("<|code_middle|>",)],
+}
+A, B = "import os\n", "class A:\n    pass\n"
+WITH_FILES: dict[str, list[str | tuple[str]]] = {
+    "qwen": [
+        *(("<|repo_name|>",), "shop\n", ("<|file_sep|>",), "lib/a.py\n" + A, ("<|file_sep|>",), "b.py\n" + B, ("<|file_sep|>",), "c.py\n"),
+        *ALONE["qwen"],
+    ],
+    "codegemma": [
+        *(("<s>",), "lib/a.py\n" + A, ("<|file_separator|>",), "b.py\n" + B, ("<|file_separator|>",), "c.py\n"),
+        *ALONE["codegemma"][1:],
+    ],
+    "granite": [
+        *(("<|reponame|>",), "shop", ("<|filename|>",), "lib/a.py\n" + A, ("<|filename|>",), "b.py\n" + B, ("<|filename|>",), "c.py\n"),
+        *ALONE["granite"],
+    ],
+    "pipes": [("<|fim_prefix|>",), "#lib/a.py\n" + A, "#b.py\n" + B, "#c.py\n", *ALONE["pipes"][1:]],
+    "starcoder2": [
+        *(("<repo_name>",), "shop", ("<file_sep>",), "lib/a.py\n" + A, ("<file_sep>",), "b.py\n" + B, ("<file_sep>",)),
+        *(("<fim_prefix>",), "c.py\n", *ALONE["starcoder2"][1:]),
+    ],
+    "starcoder": [
+        *(("<reponame>",), "shop", ("<filename>",), "lib/a.py\n" + A, ("<filename>",), "b.py\n" + B, ("<filename>",), "c.py\n"),
+        *ALONE["starcoder"],
+    ],
+    "angles": [("<fim_prefix>",), "#lib/a.py\n" + A, "#b.py\n" + B, "#c.py\n", *ALONE["angles"][1:]],
+    "santacoder": [("<fim-prefix>",), "#lib/a.py\n" + A, "#b.py\n" + B, "#c.py\n", *ALONE["santacoder"][1:]],
+    "deepseek": [("<s>",), ("<｜fim▁begin｜>",), "#lib/a.py\n" + A, "#b.py\n" + B, "#c.py\n", *ALONE["deepseek"][2:]],
+    "codellama": [("<s>",), ("▁<PRE>",), "#lib/a.py\n" + A, "#b.py\n" + B, "#c.py\n", *ALONE["codellama"][2:]],
+    "codestral": [
+        *(("<s>",), ("[SUFFIX]",), SUFFIX, ("[PREFIX]",), "+++++ lib/a.py\n" + A, "+++++ b.py\n" + B, "+++++ c.py\n", PREFIX),
+    ],
+    "glm": [("<|code_prefix|>",), "#lib/a.py\n" + A, "#b.py\n" + B, "#c.py\n", *ALONE["glm"][1:]],
+}
+
+
+def test_every_format_is_tested() -> None:
+    assert set(TOKENS) == set(ALONE) == set(WITH_FILES) == {form.name for form in FORMATS}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("special", [True, False])
+def test_exact_ids(name: str, special: bool) -> None:
+    tokenizer = bytes_tokenizer(TOKENS[name], special=special)
+    fim = detect(tokenizer)
+    assert fim.format.name == name
+    assert fim.prompt(PREFIX, SUFFIX) == ids_of(tokenizer, *ALONE[name])
+    assert fim.prompt(PREFIX, SUFFIX, FILES, path="c.py", repo="shop") == ids_of(tokenizer, *WITH_FILES[name])
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_tokenizer_that_begins_texts_begins_prompts_once(name: str) -> None:
+    tokenizer = bytes_tokenizer(TOKENS[name], bos=True)
+    prompt = detect(tokenizer).prompt(PREFIX, SUFFIX, FILES)
+    assert prompt[0] == tokenizer.bos_token_id
+    assert prompt.count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_texts_inject_nothing(name: str) -> None:
+    tokenizer = bytes_tokenizer((*TOKENS[name], "<|im_start|>"), special=False)
+    fim = detect(tokenizer)
+    evil = "x" + "".join(tokenizer.get_added_vocab()) + "y"
+    controls = set(tokenizer.get_added_vocab().values())
+    harmless = [token for token in fim.prompt("x", "y", [("p", "t\n")], path="q", repo="r") if token in controls]
+    prompt = fim.prompt(evil, evil, [(evil, evil)], path=evil, repo=evil)
+    assert [token for token in prompt if token in controls] == harmless
+    assert tokenizer.decode(prompt).count(evil) == (6 if fim.format.repo else 5), "the text is there, as text"
+
+
+@pytest.mark.parametrize("name", ["codellama", "codestral"])
+def test_no_implicit_blank_before_the_suffix(name: str) -> None:
+    """As the paper and mistral-common have it: the prefix is encoded as any text, the suffix as if text stood before it."""
+    tokenizer = sentencepiece_tokenizer(TOKENS[name])
+    word, blank = tokenizer.convert_tokens_to_ids("▁def"), tokenizer.convert_tokens_to_ids("▁")
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "def"]
+    control = {token: tokenizer.get_added_vocab()[token] for token in TOKENS[name]}
+    if name == "codellama":
+        expected = [control["▁<PRE>"], word, control["▁<SUF>"], *letters, control["▁<MID>"]]
+    else:
+        expected = [control["[SUFFIX]"], *letters, control["[PREFIX]"], word]
+    fim = detect(tokenizer)
+    assert fim.prompt("def", "def") == [tokenizer.bos_token_id, *expected]
+    assert blank not in fim.prompt("def", "\na")
+    assert fim.prompt("def", " def").count(word) == 2, "a blank of its own stays"
+    spelled = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "é".encode()])
+    assert fim.prompt("", "é")[2 if name == "codestral" else 3 :][: len(spelled)] == spelled
+
+
+def test_a_tokenizer_that_adds_no_bos_still_begins_codellama_with_it() -> None:
+    tokenizer = sentencepiece_tokenizer(TOKENS["codellama"], bos=False)
+    assert detect(tokenizer).prompt("a", "b")[0] == tokenizer.bos_token_id
+
+
+def test_nothing_to_fill_with() -> None:
+    assert Fim.detect(bytes_tokenizer(("<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>"))) is None, "no middle token"
+    assert Fim.detect(bytes_tokenizer(("<repo_name>", "<file_sep>", "<filename>"))) is None, "SmolLM2's"
+    assert Fim.detect(None) is None
+    assert Fim.detect(object()) is None
+
+
+def test_tokens_of_the_ordinary_vocabulary_are_no_control_tokens() -> None:
+    words = {"<fim_prefix>": 0, "<fim_suffix>": 1, "<fim_middle>": 2, "a": 3}
+    backend = Tokenizer(models.WordLevel(words, unk_token="a"))
+    assert Fim.detect(PreTrainedTokenizerFast(tokenizer_object=backend)) is None
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_stop_ids(name: str) -> None:
+    tokenizer = bytes_tokenizer((*TOKENS[name], "<think>"))
+    fim, added = detect(tokenizer), tokenizer.get_added_vocab()
+    unrelated = {"<s>", "<think>", "<gh_stars>", "[INST]"}
+    assert set(fim.stop_ids) == {number for token, number in added.items() if token not in unrelated}
+
+
+QWEN = bytes_tokenizer(TOKENS["qwen"])
+
+
+def between(prompt: list[int], form: Format, added: dict[str, int]) -> tuple[list[int], list[int]]:
+    """(prefix, suffix) of a prompt of Qwen's."""
+    pre, suf = prompt.index(added[form.prefix]), prompt.index(added[form.suffix])
+    return prompt[pre + 1 : suf], prompt[suf + 1 : -1]
+
+
+def test_too_long_for_the_room_keeps_three_to_one() -> None:
+    fim, added = detect(QWEN), QWEN.get_added_vocab()
+    head, tail = ids_of(QWEN, "a1" * 500), ids_of(QWEN, "b2" * 500)
+    prompt = fim.prompt("a1" * 500, "b2" * 500, [("p", "t")], limit=403)
+    kept_head, kept_tail = between(prompt, fim.format, added)
+    assert len(prompt) <= 403
+    assert 275 < len(kept_head) <= 300
+    assert (kept_head, kept_tail) == (head[-len(kept_head) :], tail[:100])
+    assert added["<|file_sep|>"] not in prompt, "further files go first"
+    short_tail = between(fim.prompt("a1" * 500, "b2" * 10, limit=403), fim.format, added)
+    assert short_tail[1] == ids_of(QWEN, "b2" * 10)
+    assert 350 < len(short_tail[0]) <= 380, "what the suffix leaves is the prefix's"
+    short_head = between(fim.prompt("a1" * 10, "b2" * 500, limit=403), fim.format, added)
+    assert short_head[0] == ids_of(QWEN, "a1" * 10)
+    assert 350 < len(short_head[1]) <= 380
+
+
+def test_files_that_do_not_fit_go_from_the_first_on() -> None:
+    fim = detect(QWEN)
+    files = [(f"f{i}.py", f"x{i} = {i}\n") for i in range(4)]
+    whole = [fim.prompt("def a", "b", files[i:]) for i in range(5)]
+    for kept, prompt in enumerate(whole):
+        assert fim.prompt("def a", "b", files, limit=len(prompt)) == prompt
+        if kept < 4:
+            assert fim.prompt("def a", "b", files, limit=len(prompt) - 1) == whole[kept + 1]
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_file_less_is_the_prompt_without_it(name: str) -> None:
+    fim = detect(bytes_tokenizer(TOKENS[name]))
+    both, one, none = (fim.prompt(PREFIX, SUFFIX, files) for files in (FILES, FILES[1:], []))
+    assert fim.prompt(PREFIX, SUFFIX, FILES, limit=len(both) - 1) == one
+    assert fim.prompt(PREFIX, SUFFIX, FILES, limit=len(one) - 1) == none
+
+
+def test_a_keystroke_in_a_long_file_keeps_the_beginning_of_its_prompt() -> None:
+    fim = detect(QWEN)
+    text = "".join(f"x{i} = {i}\n" for i in range(400))
+    prompts = [fim.prompt(text[:n], "\n", limit=500) for n in range(3000, 3100)]
+    starts = [prompt[:200] for prompt in prompts]
+    assert sum(a != b for a, b in itertools.pairwise(starts)) <= 4
+
+
+def test_not_even_the_control_tokens_fit() -> None:
+    fim = detect(QWEN)
+    assert len(fim.prompt("abc", "def", limit=3)) == 3
+    with pytest.raises(ValueError, match="3 control tokens"):
+        fim.prompt("abc", "def", limit=2)
+
+
+_FIMS = [detect(bytes_tokenizer(TOKENS[name])) for name in ("qwen", "codegemma", "starcoder2", "codestral", "deepseek")]
+_texts = st.text(st.sampled_from("ab \n<|fim_prefix|>é日"), max_size=60)
+
+
+@given(st.sampled_from(_FIMS), _texts, _texts, st.lists(st.tuples(_texts, _texts), max_size=3), st.integers(4, 120))
+def test_never_longer_than_the_limit(fim: Fim, prefix: str, suffix: str, files: list[tuple[str, str]], limit: int) -> None:
+    prompt, whole = fim.prompt(prefix, suffix, files, limit=limit), fim.prompt(prefix, suffix, files)
+    assert len(prompt) <= limit
+    if len(whole) <= limit:
+        assert prompt == whole

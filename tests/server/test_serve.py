@@ -1,0 +1,209 @@
+"""`ngramspec serve` as a process: loading, signals, exit codes. And the deadlines of its protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny
+from conftest import Server, chat_tokenizer, tiny_engine
+from test_desk import Brake
+
+from ngramspec.engine import Engine
+from ngramspec.errors import ModelNotFoundError
+from ngramspec.server.serve import Front, listen, run
+from ngramspec.server.settings import ServerSettings
+
+START_S = 120
+LONG = {"prompt": "ab", "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+
+def signalled(make_engine: Callable[[], Engine], client: Callable[[str], None], **settings: Any) -> None:
+    """Serve in this thread, as the command does, with a client of its URL in another; the client's errors are raised here."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    failed: list[BaseException] = []
+
+    def talk() -> None:
+        try:
+            client(f"http://127.0.0.1:{port}")
+        except BaseException as error:
+            failed.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    handler = signal.getsignal(signal.SIGTERM)
+    run(make_engine, ServerSettings(port=port, **settings))
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    if failed:
+        raise failed[0]
+
+
+def until_health(url: str, status: int) -> None:
+    deadline = time.monotonic() + START_S
+    with httpx.Client(base_url=url) as client:
+        while time.monotonic() < deadline:
+            try:
+                if client.get("/health").status_code == status:
+                    return
+            except httpx.ConnectError:
+                pass
+    raise AssertionError(f"/health never said {status}")
+
+
+def test_the_first_signal_drains() -> None:
+    engine = tiny_engine()
+    brake = Brake(engine)
+
+    def client(url: str) -> None:
+        until_health(url, 200)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: "))
+            next(lines)
+            brake.hold()
+            os.kill(os.getpid(), signal.SIGTERM)
+            until_health(url, 503)
+            refused = httpx.post(f"{url}/v1/completions", json=LONG)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            brake.release()
+            *_, before, last = lines
+        assert json.loads(before.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert last == "data: [DONE]"
+
+    signalled(lambda: engine, client)
+    assert engine.closed
+
+
+def test_what_outlives_the_drain_timeout_is_ended() -> None:
+    engine = tiny_engine()
+    brake = Brake(engine)
+
+    def client(url: str) -> None:
+        until_health(url, 200)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: "))
+            next(lines)
+            brake.hold()
+            os.kill(os.getpid(), signal.SIGINT)
+            *_, last = lines
+        brake.release()
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+
+    signalled(lambda: engine, client, drain_timeout=0.2)
+
+
+def test_a_signal_while_the_model_loads() -> None:
+    told = threading.Event()
+
+    def load() -> Engine:
+        told.wait(START_S)
+        raise AssertionError("nobody waits for it")
+
+    def client(url: str) -> None:
+        until_health(url, 503)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signalled(load, client)
+    told.set()
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(ModelNotFoundError):
+        run(lambda: Engine("/nowhere/model"), ServerSettings(port=0))
+
+
+@pytest.mark.slow
+def test_the_second_signal_stops(tmp_path: Path) -> None:
+    """A process of its own, with everything that the command does."""
+    tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=16384).save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--port", "0", "--threads", "1", "--log-format", "json", "--drain-timeout", "100"]
+    with subprocess.Popen([sys.executable, "-m", "ngramspec", "serve", *options], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = (json.loads(line) for line in process.stderr if line.startswith("{"))
+        url = next(line["url"] for line in lines if line.get("event") == "ready")
+        body = LONG | {"max_tokens": 16000, "n": 4, "speculation": False}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=START_S) as response:
+            text = response.iter_text()
+            next(text)
+            process.send_signal(signal.SIGINT)
+            until_health(url, 503)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 128 + signal.SIGTERM
+            text.close()
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        def never() -> Engine:
+            raise AssertionError("the model was loaded for nothing")
+
+        with pytest.raises(OSError, match=f"127.0.0.1 port {port}"):
+            run(never, ServerSettings(port=port))
+    with pytest.raises(OSError, match=r"no\.such\.host\.invalid"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_before_there_is_an_engine_everything_is_503() -> None:
+    async def ask(path: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(Front()), base_url="http://localhost") as client:
+            return await client.post(path, json={})
+
+    for path in ("/health", "/", "/v1/completions", "/nothing"):
+        answer = asyncio.run(ask(path))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_requests_that_never_end_are_cut_off(make_server: Callable[..., Server], client: httpx.Client) -> None:
+    server = make_server(ServerSettings(receive_timeout=0.3))
+    host, port = server.url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for parts in ([], [b"GET /health HT"], [head + b'{"prompt"'], [whole, b"GET /hea"]):
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            started = time.monotonic()
+            for part in parts:
+                connection.sendall(part)
+                if part == whole:
+                    answer = b""
+                    while not answer.endswith(b"}"):
+                        answer += connection.recv(65536)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(65536) == b""
+            assert time.monotonic() - started < 10
+
+
+def test_a_request_that_takes_longer_than_the_deadline_for_sending_it(make_server: Callable[..., Server]) -> None:
+    """The deadline is for the client, not for the answer."""
+    server = make_server(ServerSettings(receive_timeout=0.05, pad_stream=20))
+    body = {"prompt": "ab", "max_tokens": 10, "ignore_eos": True}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+
+def test_more_connections_than_allowed(make_server: Callable[..., Server]) -> None:
+    server = make_server(ServerSettings(max_connections=2))
+    host, port = server.url.removeprefix("http://").split(":")
+    with httpx.Client(base_url=server.url) as client, socket.create_connection((host, int(port))):
+        assert client.get("/health").status_code == 200
+        refused = httpx.get(f"{server.url}/health")
+        assert refused.status_code == 503
+        assert "connections" in refused.json()["error"]["message"]
+        assert client.get("/health").status_code == 200
