@@ -230,8 +230,6 @@ class Choice:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """The text of each token: what could be shown once it was there. They add up to `text`."""
     finish_reason: str | None = None
     """"stop" (a stop token or string), "length", "cancelled", or None while running."""
     logprobs: list[TokenLogprob] | None = None
@@ -239,6 +237,8 @@ class Choice:
     """Per token: the source whose draft the model confirmed, or None where the model wrote it unaided. A token that the datastore
     proposed says where from: "datastore:path/of/file.py:12"."""
     stats: Stats = field(default_factory=Stats)
+    texts: list[str] = field(default_factory=list)
+    """The text of each token: what could be shown once it was there. They add up to `text`."""
 
 
 @dataclass(slots=True)
@@ -250,10 +250,10 @@ class Completion:
     seed: int
     exactness: str
     """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype."""
-    queued_s: float = 0.0
-    """Until a pass first carried rows of it; for a request that was cancelled before, until then."""
     ttft_s: float = 0.0
     duration_s: float = 0.0
+    queued_s: float = 0.0
+    """Until a pass first carried rows of it; for a request that was cancelled before, until then."""
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values came from the prefix cache (for the first choice)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
