@@ -153,4 +153,4 @@ def _text(content: str | list[Part], where: str) -> str:
 
 
 def _unsupported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param}: {why}", param=param, code="unsupported")
+    return ApiError(400, f"{param}: {why}", param=param, code="not_supported")

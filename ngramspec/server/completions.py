@@ -79,7 +79,7 @@ class _Completions(Job):
         _refuse(best_of > self.n and self.streams, "best_of", "more than n cannot be streamed")
         _refuse(self.silent and not self.echo, "max_tokens", "0 only with echo")
         if body.suffix:
-            _refuse(state.fim is None, "suffix", "this model has no fill-in-the-middle tokens", "unsupported_by_model")
+            _refuse(state.fim is None, "suffix", "this model has no fill-in-the-middle tokens", "not_supported")
             _refuse(self.echo, "echo", "not with suffix")
             _refuse(not all(isinstance(prompt, str) for prompt in self.prompts), "suffix", "only with prompts of text")
         logprobs = 0 if body.logprobs is None and best_of > self.n else body.logprobs  # they rank

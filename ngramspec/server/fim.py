@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Self
 
 from ngramspec.datastore.tokens import plain
+from ngramspec.server.prompts import before_text
 
 PREFIX_SHARE = 0.75
 """Of the room for both, what the text before the cursor gets when neither it nor the text after it fits."""
@@ -218,6 +219,4 @@ def _added(tokenizer: Any) -> dict[str, int]:
 
 def _beginning(tokenizer: Any, needed: bool) -> list[int]:
     """What the tokenizer puts before every text, or the beginning-of-sequence token where one is needed and it puts nothing."""
-    text, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
-    found = next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
-    return found or ([tokenizer.bos_token_id] if needed and tokenizer.bos_token_id is not None else [])
+    return before_text(tokenizer) or ([tokenizer.bos_token_id] if needed and tokenizer.bos_token_id is not None else [])

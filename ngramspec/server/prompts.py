@@ -34,7 +34,7 @@ class Prompts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._tokenizer = engine, engine.tokenizer
-        self._bos: list[int] = [] if self._tokenizer is None else _before_text(self._tokenizer)
+        self._bos: list[int] = [] if self._tokenizer is None else before_text(self._tokenizer)
         controls = {} if self._tokenizer is None else _control_tokens(self._tokenizer.backend_tokenizer)
         self._control_ids = frozenset(controls)
         self._control = _any_of([token.content for token in controls.values()])
@@ -154,7 +154,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile(pattern(tree) or r"(?!)")
 
 
-def _before_text(tokenizer: Any) -> list[int]:
+def before_text(tokenizer: Any) -> list[int]:
     """The ids that the tokenizer puts before a text."""
     with_special, without = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
     for at in range(len(with_special) - len(without) + 1):

@@ -558,7 +558,7 @@ def test_what_is_no_json_is_refused(client: httpx.Client, body: str) -> None:
 @pytest.mark.parametrize(
     ("given", "param", "code"),
     [
-        ({"suffix": "b"}, "suffix", "unsupported_by_model"),
+        ({"suffix": "b"}, "suffix", "not_supported"),
         ({"n": 2, "best_of": 1}, "best_of", None),
         ({"n": 1, "best_of": 2, "stream": True}, "best_of", None),
         ({"prompt": "x" * 2000}, "prompt", "context_length_exceeded"),
@@ -592,7 +592,7 @@ def test_drafts_come_from_the_datastores_that_were_asked_for(other: openai.OpenA
 def test_a_model_without_a_template_says_so(other: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="chat template") as caught:
         other.chat.completions.create(model="", messages=MESSAGES)
-    assert caught.value.code == "unsupported"
+    assert caught.value.code == "not_supported"
 
 
 def test_keys_and_a_full_queue(make_server: Callable[..., Any], plain_engine: Engine) -> None:
