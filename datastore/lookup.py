@@ -206,13 +206,9 @@ def propose_batch(work, slots, contexts, fresh):
                 lanes[n_lanes, MAY] = load_i64(work[ALLOWED] + 8 * slots[b])
                 n_lanes += 1
         for s in range(work[N_SEGMENTS]):
-            store = load_i64(work[STORES] + 8 * s)
-            insertions(rows[s], lanes, n_lanes, store)
+            insertions(rows[s], lanes, n_lanes, load_i64(work[STORES] + 8 * s))
             for i in range(n_lanes):
-                if lanes[i, MAY] & store:
-                    _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
-                else:
-                    cursors[i, 2 * s, _SHARED] = cursors[i, 2 * s + 1, _SHARED] = 0
+                _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
         lane = 0
         for b in range(first, last):
             if _in_range(work, slots[b]):

@@ -127,7 +127,7 @@ def reach(row, start, step, query, length, exact):
 @njit(cache=True, nogil=True, error_model="numpy")
 def insertions(row, lanes, n, store):
     """`insertion` of n contexts at once, to LO + 1, SHARED_LO and SHARED_HI of lanes [n, LANE], which hold QUERY and LENGTH; those whose
-    MAY lacks the bit `store` are passed over.
+    MAY lacks the bit `store` are passed over, as if they shared nothing.
 
     One step of all, then the next: each waits for memory while the others go on. Far quicker than one after the other.
     """

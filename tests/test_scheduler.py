@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.kv import BlockTables
+from ngramspec.kv import BlockTables, Chain
 from ngramspec.sampling import Picker
 from ngramspec.scheduler import Scheduler
 from ngramspec.sequence import Sequence
@@ -27,10 +27,21 @@ class Silent:
         return ""
 
 
-def sequence(n_prompt: int, n_output: int) -> Sequence:
+def sequence(n_prompt: int, n_output: int, shares: bool = False) -> Sequence:
+    """All texts begin alike."""
     params, prompt = SamplingParams(max_tokens=n_output), np.zeros(n_prompt, np.int32)
     picker = Picker(params, sample=0, seed=0, prompt=prompt, vocab_size=4, stop_ids=frozenset())
-    return Sequence(prompt, params, picker, Silent(), index=0, stop_ids=frozenset(), max_len=MAX_LEN, speculation=True)
+    return Sequence(
+        prompt,
+        params,
+        picker,
+        Silent(),
+        index=0,
+        stop_ids=frozenset(),
+        max_len=MAX_LEN,
+        speculation=True,
+        chain=Chain("", prompt) if shares else None,
+    )
 
 
 def check(scheduler: Scheduler) -> None:
@@ -41,7 +52,13 @@ def check(scheduler: Scheduler) -> None:
     assert all(s.slot < 0 and s.computed == 0 for s in scheduler.waiting)
     for seq in scheduler.running:
         assert 0 <= seq.computed < seq.n_tokens
-        assert tables.held[seq.slot] * BLOCK >= seq.computed
+        assert tables.held[seq.slot] * BLOCK >= seq.computed >= tables.registered[seq.slot] * BLOCK
+
+
+def register(tables: BlockTables, seq: Sequence) -> None:
+    if seq.chain is not None:
+        seq.chain.extend(seq.tokens)
+        tables.register(seq.slot, seq.chain.names[: seq.computed // BLOCK])
 
 
 @settings(max_examples=120, deadline=None)
@@ -54,7 +71,7 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
 
     tables = BlockTables(n_blocks, 3, MAX_LEN + 16)
     scheduler = Scheduler(tables, max_rows)
-    todo = [sequence(draw(1, 3 * BLOCK), draw(1, 60)) for _ in range(draw(1, 6))]
+    todo = [sequence(draw(1, 3 * BLOCK), draw(1, 60), draw(0, 2) > 0) for _ in range(draw(1, 6))]
     finished: list[Sequence] = []
     alive = list(todo)
     for _ in range(3000):
@@ -75,6 +92,7 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
             assert tables.held[seq.slot] * BLOCK >= seq.computed + w.n_rows
             if not w.picks:
                 seq.computed += w.n_rows
+                register(tables, seq)
                 continue
             first = seq.computed + w.n_rows
             drafted = draw(0, 6)
@@ -84,11 +102,12 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
                 taken += 1
                 if seq.append(1, None, None):
                     break
+            seq.computed = first + taken - 1
+            register(tables, seq)
             if seq.finished:
                 scheduler.remove(seq)
                 finished.append(seq)
             else:
-                seq.computed = first + taken - 1
                 tables.truncate_to(seq.slot, seq.computed)
             check(scheduler)
         if scheduler.running and draw(0, 30) == 0:
@@ -118,3 +137,23 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     assert list(scheduler.waiting) == [young, third]
     assert young.n_output == 1
     assert scheduler.n_preempted == 1
+
+
+def test_a_sequence_starts_behind_what_is_known_of_it() -> None:
+    tables = BlockTables(6, 4, MAX_LEN + 16)
+    scheduler = Scheduler(tables, 1000)
+    first, second, third = (sequence(n, 20, shares=True) for n in (2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK))
+    scheduler.add(first)
+    scheduler.schedule()
+    first.computed = 2 * BLOCK
+    register(tables, first)
+    scheduler.remove(first)
+    assert first.computed == 0
+    assert tables.n_available == 6
+    for seq, taken in ((second, 2 * BLOCK), (third, BLOCK)):  # of a text that is known as a whole, the last token is computed
+        scheduler.add(seq)
+        work, _, _ = scheduler.schedule()
+        assert seq.computed == seq.n_cached == taken
+        assert [w.n_rows for w in work if w.seq is seq] == [seq.n_tokens - taken]
+    assert tables.tables[third.slot, 0] == tables.tables[second.slot, 0]
+    assert (scheduler.n_sought, scheduler.n_found, scheduler.n_spared) == (6 * BLOCK + 1, 3 * BLOCK, 3 * BLOCK)
