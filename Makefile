@@ -61,6 +61,7 @@ soak: $(READY)
 	$(BIN)/python -m benchmarks.load stalled
 	$(BIN)/python -m benchmarks.load disconnect --count 1000
 	$(BIN)/python -m benchmarks.load soak --minutes 30
+	$(BIN)/python -m pytest -m soak
 
 peers: $(VENV)/.peers $(VLLM)/.ready
 

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
 
@@ -25,6 +26,7 @@ CLIENT_GONE = 499
 """nginx's status for a client that went away; nobody reads it but the log."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _SHOWN = 5  # validation errors that one message tells of
 
 
@@ -144,13 +146,24 @@ def install(app: FastAPI) -> None:
 
 def of_http(error: HTTPException, request: Request) -> ApiError:
     """Starlette's own refusals: no such route, another method."""
+    status, headers = error.status_code, dict(error.headers or {})
+    if status == 405:
+        headers["Allow"] = _allowed(request)
     messages = {
         404: f"there is no {request.method} {request.url.path[:200]}; GET /openapi.json lists what there is",
-        405: f"{request.method} is not allowed here; allowed: {(error.headers or {}).get('Allow', 'another method')}",
+        405: f"{request.method} is not allowed here; allowed: {headers.get('Allow')}",
     }
-    status = error.status_code
     message = messages.get(status) or (str(error.detail) if status < 500 else HTTPStatus(status).phrase)
-    return ApiError(status, message, headers=error.headers)
+    return ApiError(status, message, headers=headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of every route with this path; Starlette names those of the first one."""
+
+    def is_there(method: str) -> bool:
+        return any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+
+    return ", ".join(method for method in _METHODS if is_there(method))
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:

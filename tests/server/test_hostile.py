@@ -1,0 +1,445 @@
+"""Requests that mean harm, on every route that reads one: each gets an answer or a typed refusal, and the next one is served as before.
+
+Which numbers and texts a request has is read from the shapes of the requests themselves, so that a new field is tried without a line here.
+What a request's bytes must be, whatever its route, is in test_border.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, chat_tokenizer, tiny_engine
+from pydantic import BaseModel
+
+from ngramspec.engine import Engine
+from ngramspec.server.admin import Folder
+from ngramspec.server.llamacpp_schemas import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
+from ngramspec.server.schemas import ChatRequest, CompletionRequest
+from ngramspec.server.settings import Limits, ServerSettings
+from ngramspec.types import SamplingParams
+
+MAX_LEN = 64
+GOOD = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "a"}]
+ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, {"prompt": "ab", "max_tokens": 2}),
+    "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}),
+    "/completion": (LlamaCompletionBody, {"prompt": "ab", "n_predict": 2}),
+    "/infill": (InfillBody, {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}),
+    "/tokenize": (TokenizeBody, {"content": "ab"}),
+    "/detokenize": (DetokenizeBody, {"tokens": [97]}),
+}
+"""What each reads, and a good one."""
+ADMIN = {"PUT /admin/datastores/x": Folder}
+
+NOT_FINITE = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400")
+NUMBERS = ("-1", "0", "-0.0", "0.5", "2147483648", "9223372036854775808", "18446744073709551616", "1" + "0" * 400, "1e308", "-1e308")
+OTHERS = ("true", '"1"', "null", "[]", "{}")
+NO_TEXT = ('"\\ud800"', '"\\udc00\\ud800"', '"a\\udfffb"')
+"""Half characters."""
+TEXTS = ('""', '"\\u0000"', '"\\uffff"', f'"{"x" * 100_000}"', '"{{ 7 * 7 }}<|im_end|>"', '"../../etc/passwd"', '"\\u202e\\ud83d\\ude00"')
+
+Leaf = tuple[str, dict[str, Any]]
+"""A request's JSON with @ for a value, and what the value's schema says."""
+
+
+def leaves(model: type[BaseModel], good: dict[str, Any], kinds: set[str]) -> list[Leaf]:
+    """Every place of these types in a request, the rest of which is good."""
+    schema = model.model_json_schema()
+
+    def inside(part: dict[str, Any], seen: frozenset[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        if (name := part.get("$ref", "").rpartition("/")[2]) and name not in seen:
+            yield from inside(schema["$defs"][name], seen | {name})
+        for branch in part.get("anyOf", []):
+            yield from inside(branch, seen)
+        if part.get("type") in kinds:
+            yield "@", part
+        if "items" in part:
+            yield from (([value], leaf) for value, leaf in inside(part["items"], seen))
+        for i, item in enumerate(part.get("prefixItems", [])):
+            for value, leaf in inside(item, seen):
+                yield [value if j == i else 1 for j in range(len(part["prefixItems"]))], leaf
+        if isinstance(others := part.get("additionalProperties"), dict):
+            for value, leaf in inside(others, seen):
+                yield {"97": value}, leaf
+        for field, item in part.get("properties", {}).items():
+            for value, leaf in inside(item, seen):
+                rest = good if part is schema else {"role": "user", "content": "a", "type": "text"}
+                yield {**{name: rest[name] for name in rest if name in part["properties"]}, field: value}, leaf
+
+    return [(json.dumps(value), leaf) for value, leaf in inside(schema, frozenset())]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]}, False)
+    with tiny_engine(tokenizer=tokenizer, max_seqs=8, max_model_len=MAX_LEN, kv_memory=16 << 20) as engine:
+        yield engine
+        assert not engine.core.scheduler.has_work
+        engine.runner.pool.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server], engine: Engine) -> Server:
+    return start_server(engine, ServerSettings(receive_timeout=2, limits=Limits(output_tokens=256)))
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> str:
+    """What the good request is answered."""
+    return engine.complete(list(b"def add(a, b):"), SamplingParams(max_tokens=24, ignore_eos=True), speculation=False).text
+
+
+@pytest.fixture(autouse=True)
+def unharmed(client: httpx.Client, server: Server, expected: str) -> Iterator[None]:
+    yield
+    check(client, server, expected)
+
+
+def check(client: httpx.Client, server: Server, expected: str) -> None:
+    """The server is healthy, holds nothing of the requests before, and writes what it wrote before."""
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.post("/v1/completions", json=GOOD).json()["choices"][0]["text"] == expected
+    assert server.app.state.server.desk.in_flight == 0
+
+
+def send(client: httpx.Client, path: str, body: str | bytes, method: str = "POST") -> httpx.Response:
+    """Answered at all, soon, and with nothing but 200 or an error in the envelope that is not the server's."""
+    content = body.encode() if isinstance(body, str) else body
+    started = time.monotonic()
+    response = client.request(method, path, content=content, headers={"content-type": "application/json"})
+    assert time.monotonic() - started < 20
+    assert response.status_code == 200 or 400 <= response.status_code < 500, (response.text, content[:200])
+    if response.status_code != 200:
+        envelope(response)
+    return response
+
+
+def envelope(response: httpx.Response) -> dict[str, Any]:
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert len(error["message"]) < 2000
+    assert error["type"].endswith("_error")
+    return error
+
+
+def named(found: list[tuple[str, Leaf]]) -> Any:
+    return pytest.mark.parametrize(("path", "leaf"), found, ids=[f"{path} {leaf[0]}"[:100] for path, leaf in found])
+
+
+# ---------------------------------------------------------------------------- values
+
+
+@named([(path, leaf) for path, (model, good) in ROUTES.items() for leaf in leaves(model, good, {"integer", "number"})])
+def test_numbers(client: httpx.Client, path: str, leaf: Leaf) -> None:
+    frame, schema = leaf
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    if "logit_bias" in frame and low is None:
+        low, high = -100, 100  # told in words
+    assert low is not None, "a number without bounds"
+    assert high is not None
+
+    def status(value: str) -> int:
+        return send(client, path, frame.replace('"@"', value)).status_code
+
+    for value in (*NOT_FINITE, str(high + 1), str(low - 1)):
+        assert status(value) == 400, value
+    for value in (*NUMBERS, *OTHERS):
+        inside = value in NUMBERS and low <= float(value) <= high
+        assert status(value) in ((200, 400) if inside or value in OTHERS else (400,)), value
+    for value in (str(high), str(high - 1), str(low)):
+        assert status(value) in (200, 400), value  # what a parameter may be can be too much of it, or beside the others
+
+
+@named([(path, leaf) for path, (model, good) in ROUTES.items() for leaf in leaves(model, good, {"string"})])
+def test_texts(client: httpx.Client, path: str, leaf: Leaf) -> None:
+    for value in NO_TEXT:
+        assert send(client, path, leaf[0].replace('"@"', value)).status_code == 400, value
+    for value in (*TEXTS, "1", "[1]", "{}", "true"):
+        send(client, path, leaf[0].replace('"@"', value))
+
+
+def test_every_route_that_reads_json_is_here(server: Server) -> None:
+    read = {path for path, operations in server.app.openapi()["paths"].items() if "requestBody" in operations.get("post", {})}
+    assert read == {*ROUTES, "/completions"}, "the last one is /completion under another name"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "-1", "1.5", "²", "٣", "\\u0000", " 1", "+1", "1_0", "0x1", "1e3", "2147483648", "9" * 100, "9" * 10_000]
+)
+def test_keys_of_logit_bias_that_are_no_ids(client: httpx.Client, key: str) -> None:
+    for path in ("/v1/completions", "/completion"):
+        error = envelope(send(client, path, f'{{"prompt": "a", "logit_bias": {{"{key}": 1}}}}'))
+        assert error["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "param"),
+    [
+        ("/v1/completions", {"stop": ["x" * (1 + i % 9) for i in range(10_000)]}, "stop"),
+        ("/completion", {"stop": ["x"] * 10_000}, "stop"),
+        ("/v1/completions", {"stop": "x" * 1001}, "stop"),
+        ("/v1/completions", {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ("/v1/completions", {"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias"),
+        ("/completion", {"logit_bias": [[i, 1] for i in range(1025)]}, "logit_bias"),
+        ("/v1/completions", {"stop_token_ids": list(range(1025))}, "stop_token_ids"),
+        ("/v1/completions", {"logprobs": 21}, "logprobs"),
+        ("/v1/completions", {"prompt": ["a"] * 10_000, "max_tokens": 1}, None),
+        ("/v1/completions", {"prompt": ["a"] * 100, "max_tokens": 1}, None),
+        ("/v1/completions", {"n": 9, "max_tokens": 60}, "max_tokens"),
+        ("/v1/chat/completions", {"n": 9, "max_tokens": 60}, "max_tokens"),
+        ("/completion", {"n_cmpl": 9, "n_predict": 60}, "max_tokens"),
+        ("/v1/completions", {"prompt": "a" * MAX_LEN}, "context"),
+        ("/v1/completions", {"prompt": [97] * MAX_LEN}, "context"),
+        ("/v1/completions", {"prompt": "a" * (1 << 20)}, "context"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * MAX_LEN}]}, "context"),
+        ("/v1/chat/completions", {"messages": MESSAGES * 10_000}, "context"),
+        ("/completion", {"prompt": "a" * MAX_LEN}, "context"),
+        ("/completion", {"prompt": ["a", 97] * 30_000}, None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_too_much_of_something(client: httpx.Client, path: str, extra: dict[str, Any], param: str | None) -> None:
+    response = send(client, path, json.dumps(ROUTES[path][1] | extra))
+    assert response.status_code == 400
+    error = envelope(response)
+    if param == "context":
+        assert error["code"] == "context_length_exceeded"
+    elif param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "head", "item", "tail"),
+    [
+        ("/v1/completions", '{"prompt": [', "1.5", "]}"),
+        ("/v1/completions", '{"prompt": [', "[1.5]", "]}"),
+        ("/v1/completions", '{"prompt": "a", "stop_token_ids": [', '""', "]}"),
+        ("/v1/completions", '{"prompt": "a", "logit_bias": {', '"@": ""', "}}"),
+        ("/v1/chat/completions", '{"messages": [', "1", "]}"),
+        ("/v1/chat/completions", '{"messages": [', '{"role": "user", "content": ""}', "]}"),
+        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [', "1", "]}]}"),
+        ("/completion", '{"prompt": "a", "logit_bias": [', "[]", "]}"),
+        ("/completion", '{"prompt": "a", "logit_bias": [', "[1, 1]", "]}"),
+        ("/infill", '{"input_prefix": "", "input_suffix": "", "input_extra": [', "1", "]}"),
+        ("/tokenize", '{"content": [', "1.5", "]}"),
+        ("/tokenize", '{"content": [', '"a"', "]}"),
+        ("/detokenize", '{"tokens": [', "-1", "]}"),
+    ],
+)
+def test_a_long_list_that_is_wrong_is_told_of_at_once(
+    client: httpx.Client, server: Server, path: str, head: str, item: str, tail: str
+) -> None:
+    """Half a million errors would keep everybody waiting; a request beside it is answered meanwhile."""
+    n = ((2 << 20) - 200) // (len(item) + 8)
+    body = f"{head}{','.join(item.replace('@', str(i)) for i in range(n))}{tail}"
+    started = time.monotonic()
+    assert send(client, path, body).status_code == 400
+    assert time.monotonic() - started < 10
+
+
+def test_a_long_text_is_encoded_beside_others(client: httpx.Client, server: Server) -> None:
+    body = json.dumps({"prompt": "a" * ((2 << 20) - 20)})
+    with httpx.Client(base_url=server.url) as other, ThreadPoolExecutor(1) as pool:
+        started = time.monotonic()
+        long = pool.submit(send, client, "/v1/completions", body)
+        waits = []
+        while not long.done():
+            asked = time.monotonic()
+            assert other.get("/health").status_code == 200
+            waits.append(time.monotonic() - asked)
+        assert long.result().status_code == 400
+        assert max(waits) < (time.monotonic() - started) / 2
+
+
+# ---------------------------------------------------------------------------- bodies, paths, headers
+
+
+@pytest.mark.parametrize("path", [*ROUTES, *ADMIN])
+def test_bodies_that_are_no_request(client: httpx.Client, path: str) -> None:
+    method, _, target = path.rpartition(" ")
+    good = json.dumps(ROUTES[path][1]) if path in ROUTES else '{"path": "/nowhere"}'
+    for body in (
+        *(b"", b" ", b"null", b"[]", b"1", b'"text"', b"{", good.encode()[:-1], good.encode() + b"x", b"\xef\xbb\xbf" + good.encode()),
+        *(
+            good.encode("utf-16"),
+            good.encode("utf-16-le"),
+            good.encode("utf-32"),
+            b"\x00" + good.encode(),
+            b'{"\xff": 1}',
+            b'{"a": "\xc0\x80"}',
+        ),
+        *(b'{"a": "\xed\xa0\x80"}', b'{"\\ud800": 1}', b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000),
+        *(b'{"a":' * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, good[:-1].encode() + b', "x": ' + b"[" * 64 + b"]" * 64 + b"}"),
+        *(b'{"a": 01}', b'{"a": +1}', b'{"a": .5}', b"{'a': 1}", b'{"a": "\n"}', b"/**/" + good.encode()),
+    ):
+        assert send(client, target, body, method or "POST").status_code == 400, body[:40]
+    for kind in ("", "text/plain", "application/x-www-form-urlencoded", "application/xml", "application/json-seq", "json"):
+        response = client.request(method or "POST", target, content=good, headers={"content-type": kind})
+        assert response.status_code == 415
+        envelope(response)
+
+
+def test_of_a_key_that_is_there_twice_the_last_counts(client: httpx.Client) -> None:
+    twice = send(client, "/v1/completions", '{"prompt": "\\u0061", "max_tokens": -5, "max_tokens": 3, "prompt": "b", "ignore_eos": true}')
+    assert twice.json()["usage"]["prompt_tokens"] == 1
+    assert twice.json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/models/%00", "/v1/models/%ff", "/v1/models/%ed%a0%80", "/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/" + "a" * 10_000),
+        *("/static/..%2fapp.py", "/static/%2e%2e/app.py", "/static/%00", "/static/index.html%00", "//health", "/health/", "/%2e/health"),
+        *("/admin/datastores/%00", "/admin/datastores/a%2fb", "/admin/datastores/" + "a" * 65, "/v1/completions%00", "/%", "/%zz", "/\\"),
+        *("/v1//completions", "/V1/COMPLETIONS", "/v1/completions/", "/v1/completions/..", "/openapi.json/", "/docs", "/redoc"),
+    ],
+)
+def test_odd_paths(client: httpx.Client, server: Server, path: str) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        answer = raw(server, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert answer[9:12] in (b"400", b"404", b"405"), answer[:200]
+        assert b'{"error"' in answer
+
+
+def test_a_refused_method_is_told_which_there_are(client: httpx.Client) -> None:
+    for path, methods in (("/admin/datastores/x", "PUT, DELETE"), ("/v1/completions", "POST"), ("/health", "GET")):
+        response = client.options(path)
+        assert response.status_code == 405
+        assert response.headers["allow"] == methods
+        assert methods in envelope(response)["message"]
+
+
+HOST = b"Host: localhost\r\n"
+JSON = HOST + b"Content-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "statuses"),
+    [
+        (b"GET /health HTTP/1.1\r\n" + HOST + b"X: " + b"a" * (64 << 10) + b"\r\n\r\n", {431}),
+        (b"GET /health HTTP/1.1\r\n" + HOST + b"".join(b"x-%d: 1\r\n" % i for i in range(5000)) + b"\r\n", {431}),
+        (b"GET /health HTTP/1.1\r\n" + HOST + b"".join(b"a:\r\n" for i in range(100_000)) + b"\r\n", {431}),
+        (b"GET /" + b"a" * (512 << 10) + b" HTTP/1.1\r\n" + HOST + b"\r\n", {400, 431}),
+        (b"GET /health HTTP/1.1\r\n" + HOST + b"X: a\x00b\r\n\r\n", {400}),
+        (b"GET /health HTTP/1.1\r\n" + HOST + b"X : a\r\n\r\n", {400}),
+        (b"GET /health HTTP/1.1\r\n" + HOST + b"A: b\r\n c\r\n\r\n", {200, 400}),
+        (b"GET /health HTTP/1.1\r\n\r\n", {400}),
+        (b"GET /health HTTP/1.1\r\n" + HOST + HOST + b"\r\n", {400}),
+        (b"GET /health HTTP/1.0\r\n\r\n", {403}),
+        (b"GET http://evil.example/health HTTP/1.1\r\nHost: evil.example\r\n\r\n", {403}),
+        (b"CONNECT localhost:22 HTTP/1.1\r\n" + HOST + b"\r\n", {400, 404, 405}),
+        (b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n", {400, 404, 405}),
+        (b"TRACE /health HTTP/1.1\r\n" + HOST + b"\r\n", {405}),
+        (b"GARBAGE /health HTTP/1.1\r\n" + HOST + b"\r\n", {405}),
+        (b"GET /nothing HTTP/1.1\r\n" + HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n", {404}),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 403, 505}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Content-Length: -1\r\n\r\n{}", {400}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Content-Length: 2, 3\r\n\r\n{}", {400}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", {400}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}", {400, 413}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Content-Length: 18446744073709551616\r\n\r\n{}", {400, 413}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: gzip\r\n\r\n{}", {400, 501}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n{}\r\n0\r\n\r\n", {400}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n{}", {400}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n2\r\n{}\r\n0\r\n\r\n", {400}),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_heads(server: Server, request_bytes: bytes, statuses: set[int]) -> None:
+    answer = raw(server, request_bytes)
+    assert answer.startswith(b"HTTP/1.1 "), answer[:100]
+    assert int(answer[9:12]) in statuses, answer[:300]
+    assert int(answer[9:12]) == 200 or b'{"error"' in answer
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_byte_too_many(client: httpx.Client, chunked: bool) -> None:
+    frame = json.dumps(GOOD | {"user": ""})[:-2].encode()
+    body = frame + b"x" * ((2 << 20) + 1 - len(frame) - 2) + b'"}'
+    pieces = (body[i : i + 99_999] for i in range(0, len(body), 99_999))
+    response = client.post("/v1/completions", content=pieces if chunked else body, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    envelope(response)
+
+
+# ---------------------------------------------------------------------------- connections
+
+
+def raw(server: Server, data: bytes) -> bytes:
+    """The first response to these bytes, or what there is of it when the connection is closed."""
+    host, port = server.url.removeprefix("http://").split(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=20) as connection, contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError):  # it may be refused before all of it is sent
+            connection.sendall(data)
+        while piece := connection.recv(65536):
+            answer += piece
+            head, end, body = answer.partition(b"\r\n\r\n")
+            if end and len(body) >= int(head.lower().partition(b"content-length: ")[2].split()[0]):
+                break
+    return answer
+
+
+def post_bytes(path: str, body: bytes) -> bytes:
+    return b"POST %s HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (path.encode(), JSON, len(body), body)
+
+
+@pytest.mark.parametrize("behind", [b"\x00\xff" * 1000, b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n", b"\r\n\r\n", b"x" * (1 << 20)])
+def test_what_stands_behind_a_request_does_not_change_its_answer(server: Server, expected: str, behind: bytes) -> None:
+    answer = raw(server, post_bytes("/v1/completions", json.dumps(GOOD).encode()) + behind)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(body)["choices"][0]["text"] == expected
+
+
+def test_requests_that_never_end_hold_nobody_up(client: httpx.Client, server: Server, expected: str) -> None:
+    """Beside 200 of them others are answered; after `receive_timeout` they are gone, however they trickle."""
+    host, port = server.url.removeprefix("http://").split(":")
+    begun = [
+        *(b"", b"P", b"POST /v1/completions HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\n" + JSON),
+        *(post_bytes("/v1/completions", b"{" + b" " * 1000)[:-500], b"\r\n"),
+        b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+    ]
+    slow = [socket.create_connection((host, int(port)), timeout=10) for _ in range(200)]
+    try:
+        for i, connection in enumerate(slow):
+            connection.sendall(begun[i % len(begun)])
+        for _ in range(5):
+            started = time.monotonic()
+            check(client, server, expected)
+            assert time.monotonic() - started < 5
+        deadline = time.monotonic() + 20
+        trickling = slow[: len(begun)]
+        for connection in trickling:
+            connection.settimeout(0.02)
+        while trickling and time.monotonic() < deadline:
+            for connection in list(trickling):
+                try:
+                    if not connection.recv(65536):
+                        trickling.remove(connection)
+                    connection.sendall(b" ")
+                except TimeoutError:
+                    connection.sendall(b" ")
+                except ConnectionError:
+                    trickling.remove(connection)
+        assert not trickling
+        for connection in slow[len(begun) :]:
+            try:
+                while connection.recv(65536):
+                    pass
+            except ConnectionError:
+                pass
+    finally:
+        for connection in slow:
+            connection.close()
