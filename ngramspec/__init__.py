@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from .types import Choice, Completion, Delta, SamplingParams, Stats, TokenLogprob
+    from .types import Choice, Completion, Delta, EngineStatus, SamplingParams, Stats, TokenLogprob
 
 __version__ = "0.1.0"
 
@@ -39,6 +39,7 @@ __all__ = [
     "Delta",
     "Stats",
     "TokenLogprob",
+    "EngineStatus",
     "NgramspecError",
     "EngineClosedError",
     "ModelNotFoundError",
@@ -50,7 +51,7 @@ __all__ = [
     "__version__",
 ]
 
-_TYPES = ("SamplingParams", "Completion", "Choice", "Delta", "Stats", "TokenLogprob")
+_TYPES = ("SamplingParams", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus")
 
 
 def __getattr__(name: str) -> Any:
