@@ -226,7 +226,7 @@ def test_an_error_in_the_middle_of_a_stream_ends_it_with_an_event(rig: Rig) -> N
     rig.brake.hold()
     with httpx.stream("POST", f"{rig.server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
         assert response.status_code == 200
-        lines = (line for line in response.iter_lines() if line)
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
         rig.brake.let(3)
         assert "choices" in json.loads(next(lines).removeprefix("data: "))
         rig.brake.error = RuntimeError("private")
@@ -246,6 +246,7 @@ def test_what_the_engine_refuses_is_told_before_a_stream_begins(rig: Rig) -> Non
 
 def test_draining_lets_what_runs_finish_and_takes_no_more(rig: Rig) -> None:
     assert rig.post(max_tokens=1).status_code == 200
+    rig.until(lambda: rig.desk.in_flight == 0)
     rig.brake.hold()
     running = rig.later(max_tokens=20)
     rig.until(lambda: rig.desk.in_flight == 1)
@@ -264,13 +265,14 @@ def test_draining_lets_what_runs_finish_and_takes_no_more(rig: Rig) -> None:
 
 def test_what_outlives_the_drain_timeout_is_told_so(rig: Rig) -> None:
     assert rig.post(max_tokens=1).status_code == 200
+    rig.until(lambda: rig.desk.in_flight == 0)
     rig.brake.hold()
     streaming, waiting = rig.later(stream=True), rig.later()
     rig.until(lambda: rig.desk.in_flight == 2)
     rig.run(rig.desk.drain(0)).result(30)
     assert rig.desk.in_flight == 0
     assert (waiting.result(30).status_code, waiting.result(0).json()["error"]["code"]) == (503, "shutting_down")
-    *_, last = (line for line in streaming.result(30).text.splitlines() if line)
+    *_, last = (line for line in streaming.result(30).text.splitlines() if line.startswith("data: "))
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
 
 
