@@ -21,7 +21,9 @@ from ngramspec.types import Choice, Completion, Delta
 if TYPE_CHECKING:
     from ngramspec.server.app import State
 
-SSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"description": "Pieces of the answer, each as `data: {…}`."}}}}}
+SSE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"description": "Pieces of the answer, each as `data: {…}`."}}}}
+}
 """For a route's documentation: its answer may be a stream."""
 
 
