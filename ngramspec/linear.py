@@ -20,6 +20,9 @@ from torch.nn import functional as F
 CHUNK = 512
 """Most rows of one product; more rows go in several. The self-test covers every count up to this by samples."""
 
+EXACT, STEP = 16, 8
+"""More than 16 rows are computed as a multiple of 8: oneDNN compiles code for every row count of every shape that it meets and keeps it."""
+
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 16, 17, 21, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 127, 128, 200, 256, 333, 511, 512)
 _WIDE = 1 << 24
 """Weights with more elements than this are tested with fewer and smaller counts, so that loading stays short."""
@@ -65,7 +68,7 @@ class Product:
 
     def _once(self, x: torch.Tensor) -> torch.Tensor:
         policy, rows = self.policy, x.shape[0]
-        wanted = policy.bucket or policy.min_rows
+        wanted = policy.bucket or max(policy.min_rows, rows if rows <= EXACT else -(-rows // STEP) * STEP)
         if rows < wanted:
             x = F.pad(x, (0, 0, 0, wanted - rows))
         if not policy.packed:
