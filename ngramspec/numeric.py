@@ -39,6 +39,16 @@ def _float_of_bits(typing_context, bits):
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def bits_of_float(typing_context, x):
+    """The bits of a float32 as an int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), codegen
+
+
 @njit(cache=True, nogil=True)
 def exp(x):
     """e to the x, float32; x is clamped to [-87, 88], so that the result is normal and finite."""

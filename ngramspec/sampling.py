@@ -6,20 +6,31 @@ the row, the parameters, the tokens before, and u(seed, n, t) from a counter-bas
 Salmon et al., SC 2011), and on nothing else: there is no generator state that speculation could advance differently.
 
 Order of adjustments: logit bias, bans (`min_tokens`), repetition, presence and frequency penalty; temperature; top-k,
-top-p over what top-k left, min-p. Ties are broken towards the lower token id everywhere.
+top-p over what top-k left, min-p. Tokens rank by their adjusted logit; ties are broken towards the lower token id everywhere.
+
+A token's weight is floor(p * 2**40) for p = exp((logit - top) / temperature), the most likely token's being 1, and every sum of
+weights is one of integers: it does not depend on the order of its terms, so that a GPU's parallel sums pick the same token
+(`ngramspec.cuda.sampling`). All fractions of such sums (u, top-p) are integers over 2**53.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numba import njit
 
 from ngramspec.errors import NgramspecError
-from ngramspec.numeric import exp
+from ngramspec.numeric import bits_of_float, exp
 from ngramspec.types import SamplingParams, TokenLogprob
 
+WEIGHT_BITS = 40
+"""The most likely token weighs 2**40. One that is e**-28 times as likely weighs nothing."""
+FRACTION_BITS = 53
+"""u and top-p are integers over 2**53."""
 _BINS = 4096
 _BIN_SCALE = np.float32(128.0)
+_STRIDE = 1024
 
 
 class NotFiniteError(NgramspecError):
@@ -44,11 +55,21 @@ def _philox(counter, key):
     return out
 
 
-def uniform(seed: int, sample: int, position: int) -> float:
-    """u(seed, n, t) in (0, 1): 53 bits, a function of its arguments alone."""
+def uniform_bits(seed: int, sample: int, position: int) -> int:
+    """u(seed, n, t) * 2**53: an integer in [0, 2**53), a function of its arguments alone."""
     counter = np.array([position & 0xFFFFFFFF, position >> 32, sample, 0], np.uint32)
     a, b, *_ = _philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)).tolist()
-    return ((a >> 5) * 67108864.0 + (b >> 6) + 0.5) / 9007199254740992.0
+    return (a >> 5) << 26 | b >> 6
+
+
+def share_bits(top_p: float) -> int:
+    """top-p * 2**53, an integer in [1, 2**53]; 2**53: all."""
+    return max(1, int(top_p * 2.0**FRACTION_BITS))
+
+
+def least_weight(min_p: float) -> int:
+    """The weight of a token that is just likely enough for min-p."""
+    return math.ceil(min_p * 2.0**WEIGHT_BITS)
 
 
 @njit(cache=True, nogil=True)
@@ -62,83 +83,98 @@ def _penalise(logits, in_prompt, counts, repetition, presence, frequency):
 
 
 @njit(cache=True, nogil=True)
-def _keep(x, p, most, mass):
-    """Zero every p but the first in the order (x falling, id rising): `most` of them, or until their sum reaches `mass`."""
-    count, weight = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.float64)
-    where = np.empty(x.shape[0], np.int32)
-    for i in range(x.shape[0]):
-        b = np.int32(min(-x[i] * _BIN_SCALE, np.float32(_BINS - 1)))
-        where[i] = b
-        if p[i] > 0:
-            count[b] += 1
-            weight[b] += p[i]
-    kept, held, edge = 0, 0.0, 0
-    while edge < _BINS and kept + count[edge] <= most and held + weight[edge] < mass:
+def _part(total, fraction):
+    """floor(total * fraction / 2**53) for total < 2**62 and fraction <= 2**53, by halves of 32 bits."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b = np.uint64(total), np.uint64(fraction)
+    a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
+    middle = a1 * b0 + a0 * b1 + (a0 * b0 >> half)
+    return np.int64((a1 * b1 << np.uint64(11)) + (middle >> np.uint64(21)))
+
+
+@njit(cache=True, nogil=True)
+def _keep(logits, w, top, scale, most, mass):
+    """Zero every weight but the first in the order (logit falling, id rising): `most` of them, or until their sum reaches `mass`.
+
+    `scale` (bins per unit of logits) is such that what falls into the last bin weighs nothing.
+    """
+    n = logits.shape[0]
+    count, weight = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.int64)
+    where = np.empty(n, np.int32)
+    for i in range(n):
+        where[i] = np.int32(min((top - logits[i]) * scale, np.float32(_BINS - 1)))
+    for i in range(n):
+        count[where[i]] += 1
+        weight[where[i]] += w[i]
+    kept, held, edge = 0, np.int64(0), 0
+    while edge < _BINS - 1 and kept + count[edge] <= most and held + weight[edge] < mass:
         kept += count[edge]
         held += weight[edge]
         edge += 1
-    if edge == _BINS:
+    if edge == _BINS - 1:
         return
     inside = np.empty(count[edge], np.int64)
-    n = 0
-    for i in range(x.shape[0]):
-        if where[i] == edge and p[i] > 0:
-            inside[n] = i
-            n += 1
+    m = 0
+    for i in range(n):
+        if where[i] == edge:
+            inside[m] = i
+            m += 1
         elif where[i] > edge:
-            p[i] = 0
-    order = np.argsort(-x[inside], kind="mergesort")
-    for j in range(n):
+            w[i] = 0
+    order = np.argsort(-logits[inside], kind="mergesort")
+    for j in range(m):
         i = inside[order[j]]
         if kept < most and held < mass:
             kept += 1
-            held += p[i]
+            held += w[i]
         else:
-            p[i] = 0
+            w[i] = 0
 
 
 @njit(cache=True, nogil=True)
-def _weights(logits, temperature, top_k, top_p, min_p):
-    """[V] float32, proportional to the distribution that is sampled; the most likely token weighs 1. `logits` is overwritten."""
-    top = logits[0]
-    for i in range(logits.shape[0]):
-        top = max(top, logits[i])
-    p = np.empty(logits.shape[0], np.float32)
-    for i in range(logits.shape[0]):
-        x = max((logits[i] - top) / temperature, np.float32(-1e4))
-        logits[i] = x
-        p[i] = exp(x) if x > np.float32(-87.0) else np.float32(0)
+def _weights(logits, top, temperature, top_k, share, least):
+    """[V] int64, proportional to the distribution that is sampled; `top` is the greatest of the logits and weighs 2**40.
+
+    `share` and `least` as `share_bits` and `least_weight` have them.
+    """
     n = logits.shape[0]
+    w = np.empty(n, np.int64)
+    for i in range(n):
+        bits = bits_of_float(exp((logits[i] - top) / temperature))  # a normal number, at most 1
+        digits = np.int64(bits & np.int32(0x7FFFFF) | np.int32(0x800000)) << np.int64(WEIGHT_BITS - 23)
+        w[i] = digits >> np.int64(min(np.int32(127) - (bits >> np.int32(23)), np.int32(63)))
+    scale = _BIN_SCALE / temperature
     if 0 < top_k < n:
-        _keep(logits, p, top_k, np.inf)
-    if top_p < 1.0:
-        total = 0.0
+        _keep(logits, w, top, scale, top_k, np.int64(2**62))
+    if share < 2**FRACTION_BITS:
+        _keep(logits, w, top, scale, n, max(_part(w.sum(), share), 1))
+    if least > 0:
         for i in range(n):
-            total += p[i]
-        _keep(logits, p, n, top_p * total)
-    if min_p > 0:
-        for i in range(n):
-            if p[i] < min_p:
-                p[i] = 0
-    return p
+            if w[i] < least:
+                w[i] = 0
+    return w
 
 
 @njit(cache=True, nogil=True)
-def _draw(p, u):
-    """The token at which the running sum of weights, in the order of ids, passes u of the total; -1 where there is no total."""
-    total = 0.0
-    for i in range(p.shape[0]):
-        total += p[i]
-    if not 0 < total < np.inf:
-        return -1
-    goal, run, last = u * total, 0.0, -1
-    for i in range(p.shape[0]):
-        if p[i] > 0:
-            run += p[i]
-            last = i
-            if run > goal:
-                break
-    return last
+def _draw(w, u):
+    """The token at which the running sum of weights, in the order of ids, passes u / 2**53 of the total."""
+    goal, i = _part(w.sum(), u), 0
+    while i < w.shape[0]:
+        here = w[i : i + _STRIDE].sum()
+        if here > goal:
+            break
+        goal -= here
+        i += _STRIDE
+    while w[i] <= goal:
+        goal -= w[i]
+        i += 1
+    return i
+
+
+def on_device(params: SamplingParams) -> bool:
+    """Whether a token is a function of the logits row, the seed and the position alone, so that a GPU can pick it within the pass."""
+    plain = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    return plain and not params.logit_bias and params.min_tokens == 0 and params.logprobs is None
 
 
 class Picker:
@@ -148,6 +184,7 @@ class Picker:
         self, params: SamplingParams, *, sample: int, seed: int, prompt: np.ndarray, vocab_size: int, stop_ids: frozenset[int]
     ) -> None:
         self.params, self.sample, self.seed = params, sample, seed
+        self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))
         self.ids = np.array([i for i in params.logit_bias if i < vocab_size], np.int64)
         self.bias = np.array([params.logit_bias[int(i)] for i in self.ids], np.float32)
         self.bias[self.bias <= -100] = -np.inf
@@ -157,6 +194,10 @@ class Picker:
             self.in_prompt = np.zeros(vocab_size, np.bool_)
             self.in_prompt[prompt] = True
             self.counts = np.zeros(vocab_size, np.int32)
+
+    @property
+    def on_device(self) -> bool:
+        return on_device(self.params)
 
     def accept(self, token: int) -> None:
         if self.penalised:
@@ -184,26 +225,32 @@ class Picker:
         return row
 
     def weights(self, row: np.ndarray, position: int) -> np.ndarray:
-        """[V] float32: what sampling at temperature > 0 draws from, up to a factor."""
-        p = self.params
+        """[V] int64: what sampling at temperature > 0 draws from, up to a factor. Raises NotFiniteError."""
         adjusted = self.adjusted(row, position)
-        return _weights(adjusted.copy() if adjusted is row else adjusted, np.float32(p.temperature), p.top_k, p.top_p, np.float32(p.min_p))
+        return self._weights(adjusted, self._best(adjusted, position))
+
+    def _best(self, adjusted: np.ndarray, position: int) -> int:
+        best = int(adjusted.argmax())  # not a number counts as the greatest
+        if not np.isfinite(adjusted[best]):
+            raise NotFiniteError(f"the model's logits at output position {position} hold no finite maximum")
+        return best
+
+    def _weights(self, adjusted: np.ndarray, best: int) -> np.ndarray:
+        weights: np.ndarray = _weights(
+            adjusted, adjusted[best], np.float32(self.params.temperature), self.params.top_k, self.share, self.least
+        )
+        return weights
 
     def pick(self, row: np.ndarray, position: int) -> int:
         """The token at output position `position` (0 is the first) from logits row [V] float32.
 
-        Raises NotFiniteError where the logits are not numbers.
+        Raises NotFiniteError where the logits' maximum is infinite, or one of them is not a number.
         """
+        adjusted = self.adjusted(row, position)
+        best = self._best(adjusted, position)
         if self.params.temperature == 0:
-            adjusted = self.adjusted(row, position)
-            token = int(adjusted.argmax())
-            valid = np.isfinite(adjusted[token])
-        else:
-            token = _draw(self.weights(row, position), uniform(self.seed, self.sample, position))
-            valid = token >= 0
-        if not valid:
-            raise NotFiniteError(f"the model's logits at output position {position} hold no finite maximum")
-        return token
+            return best
+        return int(_draw(self._weights(adjusted, best), uniform_bits(self.seed, self.sample, position)))
 
 
 def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:

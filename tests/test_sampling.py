@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
 from ngramspec.numeric import exp
-from ngramspec.sampling import NotFiniteError, Picker, _philox, token_logprob, uniform
+from ngramspec.sampling import NotFiniteError, Picker, _draw, _part, _philox, on_device, share_bits, token_logprob, uniform_bits
 from ngramspec.types import SamplingParams
 
 V = 50
@@ -41,9 +41,9 @@ def test_philox_published_vectors(counter: list[int], key: list[int], expected: 
 
 
 def test_uniform_is_uniform_and_keyed() -> None:
-    draws = [uniform(seed, sample, t) for seed in (0, 2**64 - 1) for sample in range(3) for t in range(1000)]
+    draws = [uniform_bits(seed, sample, t) / 2**53 for seed in (0, 2**64 - 1) for sample in range(3) for t in range(1000)]
     assert len(set(draws)) == len(draws)
-    assert min(draws) > 0
+    assert min(draws) >= 0
     assert max(draws) < 1
     assert kstest(draws, "uniform").pvalue > 0.001
 
@@ -87,9 +87,51 @@ def test_sampled_distribution(params: dict[str, Any]) -> None:
 def test_top_k_keeps_exactly_the_first_k(seed: int, k: int, scale: float) -> None:
     logits = np.round(row(seed, scale), 1)  # with ties
     kept = np.flatnonzero(picker(temperature=5.0, top_k=k).weights(logits, 0))
-    x = (logits - logits.max()) / np.float32(5.0)
-    expected = [i for i in np.lexsort((np.arange(V), -logits))[:k] if x[i] > -87]  # less likely ones weigh nothing
+    x = (logits.astype(np.float64) - logits.max()) / 5
+    expected = [i for i in np.lexsort((np.arange(V), -logits))[:k] if np.exp(x[i]) * 2**40 > 1]  # less likely ones weigh nothing
     assert sorted(expected) == kept.tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([1e-6, 0.1, 1.0, 100.0]),
+    top_k=st.sampled_from([0, 1, 3, V]),
+    top_p=st.sampled_from([1e-9, 0.3, 0.9, 1 - 2**-53, 1.0]),
+    min_p=st.sampled_from([0.0, 0.2, 1.0]),
+    flat=st.booleans(),
+)
+def test_weights_are_the_sorted_definition_in_integers(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, flat: bool
+) -> None:
+    """Against Python's own integers, and the pick by a plain running sum: exactly, with ties and banned tokens."""
+    logits = np.round(row(seed, 1.0 if flat else 4.0), 1)
+    logits[seed % V] = -np.inf
+    whole = picker(temperature=temperature).weights(logits, 0).tolist()
+    exact = np.exp((logits.astype(np.float64) - logits.max()) / np.float64(np.float32(temperature))) * 2**40
+    assert np.allclose(whole, exact, rtol=1e-5, atol=1)
+    held, total = 0, sum(whole[i] for i in sorted(range(V), key=lambda i: (-logits[i], i))[: top_k or V])
+    expected = [0] * V
+    for i in sorted(range(V), key=lambda i: (-logits[i], i))[: top_k or V]:
+        if held < max(1, total * share_bits(top_p) >> 53):
+            held += whole[i]
+            expected[i] = whole[i] if whole[i] >= min_p * 2**40 else 0
+    chooser = picker(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, sample=1)
+    assert chooser.weights(logits, 0).tolist() == expected
+    goal = sum(expected) * uniform_bits(seed, 1, 7) >> 53
+    token = next(i for i in range(V) if sum(expected[: i + 1]) > goal)
+    assert chooser.pick(logits, 7) == token
+
+
+@given(st.integers(0, 2**62 - 1), st.integers(0, 2**53))
+def test_part_is_exact(total: int, fraction: int) -> None:
+    assert _part(total, fraction) == total * fraction >> 53
+
+
+@given(st.lists(st.sampled_from([0, 1, 5, 2**40]), min_size=1, max_size=3000).filter(any), st.integers(0, 2**53 - 1))
+def test_draw_is_the_inverse_of_the_running_sum(weights: list[int], u: int) -> None:
+    goal, running = sum(weights) * u >> 53, np.cumsum(weights)
+    assert _draw(np.array(weights, np.int64), u) == np.flatnonzero(running > goal)[0]
 
 
 def test_top_p_of_one_token() -> None:
@@ -133,8 +175,17 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_not_a_number(temperature: float) -> None:
-    with pytest.raises(NotFiniteError):
-        picker(temperature=temperature).pick(np.full(V, np.nan, np.float32), 0)
+    one, infinite = row(), row()
+    one[V - 1], infinite[3] = np.nan, np.inf
+    for logits in (np.full(V, np.nan, np.float32), np.full(V, -np.inf, np.float32), one, infinite):
+        with pytest.raises(NotFiniteError):
+            picker(temperature=temperature).pick(logits, 0)
+
+
+def test_what_a_device_can_pick() -> None:
+    assert on_device(SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=3))
+    for other in ({"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"logprobs": 0}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1}):
+        assert not picker(**other).on_device
 
 
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [

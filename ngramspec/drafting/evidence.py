@@ -412,39 +412,61 @@ def keep(recycled, before, last, tokens, values, bounds):
 
 
 @njit(cache=True, nogil=True, inline="always")
+def _ahead(token, x, other, y):
+    return x > y or (x == y and token < other)
+
+
+@njit(cache=True, nogil=True, inline="always")
 def _insert(best, values, token, x):
     j = KEPT - 1
-    while j and values[j - 1] < x:
+    while j and _ahead(token, x, best[j - 1], values[j - 1]):
         values[j], best[j] = values[j - 1], best[j - 1]
         j -= 1
     values[j], best[j] = x, token
 
 
 @njit(cache=True, nogil=True)
-def _keep_rows(recycled, before, last, rows, tops, bounds):
-    best, values, G, V = np.empty(KEPT, np.int64), np.empty(KEPT, np.float32), tops.shape[1], rows.shape[1]
-    for i in range(len(last)):
-        values[:] = -np.inf
+def _likeliest(rows, tops, tokens, logits):
+    G, V = tops.shape[1], rows.shape[1]
+    for i in range(rows.shape[0]):
+        best, values = tokens[i], logits[i]
+        best[:], values[:] = V, -np.inf
         for g in range(G):
-            if tops[i, g] > values[KEPT - 1]:
+            if tops[i, g] >= values[KEPT - 1]:
                 for t in range(g, FOLDS * G, G):
-                    if rows[i, t] > values[KEPT - 1]:
+                    if _ahead(t, rows[i, t], best[KEPT - 1], values[KEPT - 1]):
                         _insert(best, values, t, rows[i, t])
         for t in range(FOLDS * G, V):
-            if rows[i, t] > values[KEPT - 1]:
+            if _ahead(t, rows[i, t], best[KEPT - 1], values[KEPT - 1]):
                 _insert(best, values, t, rows[i, t])
-        if values[KEPT - 1] > -np.inf:
-            keep(recycled, np.int64(before[i]), np.int64(last[i]), best, values, bounds)
+        for j in range(min(V, KEPT), KEPT):
+            best[j] = -1
 
 
-def keep_likeliest(recycled: Recycled, before: np.ndarray, last: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> None:
-    """The same for logits rows [n, V] float32 behind the tokens `last` [n], which follow `before` [n] (-1: nothing).
+def likeliest(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [n, KEPT] int32 with the greatest logits of each of rows [n, V] float32, and these logits; of equal ones the lower id first.
 
-    numpy folds each row to the greatest of every FOLDS numbers with vector instructions, so that few are looked at one by one.
+    -1 and -inf where a row has no more. numpy folds each row to the greatest of every FOLDS numbers with vector instructions, so that
+    few are looked at one by one.
     """
     n, V = rows.shape
     tops = rows[:, : V // FOLDS * FOLDS].reshape(n, FOLDS, V // FOLDS).max(axis=1)
-    _keep_rows(recycled, before, last, rows, tops, bounds)
+    tokens, logits = np.empty((n, KEPT), np.int32), np.empty((n, KEPT), np.float32)
+    _likeliest(rows, tops, tokens, logits)
+    return tokens, logits
+
+
+@njit(cache=True, nogil=True)
+def keep_rows(recycled, before, last, tokens, logits, bounds):
+    """`keep` for each of n rows: before, last [n], tokens, logits [n, KEPT]. One that has fewer than KEPT finite logits is left out."""
+    for i in range(last.shape[0]):
+        if logits[i, KEPT - 1] > -np.inf:
+            keep(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i], bounds)
+
+
+def keep_likeliest(recycled: Recycled, before: np.ndarray, last: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> None:
+    """The same for logits rows [n, V] float32 behind the tokens `last` [n], which follow `before` [n] (-1: nothing)."""
+    keep_rows(recycled, before, last, *likeliest(rows), bounds)
 
 
 @njit(cache=True, nogil=True, inline="always")

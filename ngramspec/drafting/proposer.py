@@ -331,9 +331,10 @@ class Proposer:
         if self.recycles:
             evidence.keep_likeliest(self._recycled, before, last, rows, _BOUNDS)
 
-    def keep(self, before: int, last: int, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """`recycle` for recorded candidates: tokens [KEPT] int64 and logits [KEPT] float32, most likely first."""
-        evidence.keep(self._recycled, before, last, tokens, logits, _BOUNDS)
+    def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """`recycle` for candidates that are known: tokens [n, KEPT], logits [n, KEPT] float32, ordered as by `evidence.likeliest`."""
+        if self.recycles:
+            evidence.keep_rows(self._recycled, before, last, np.ascontiguousarray(tokens, np.int32), logits, _BOUNDS)
 
     def chain(self, slot: int, length: int) -> np.ndarray:
         """The tables' own prediction, without probabilities: [n] int32, n <= length, the longest context's most frequent continuations."""
