@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ngramspec.pack import Span
 
 BLOCK = 32
 """Token slots per block of the KV pool, and the width of a tile of keys."""
@@ -156,11 +160,16 @@ class Batch:
     positions: np.ndarray  # [T] int32: position in the text; the row sees positions 0..its own
     logits_rows: np.ndarray  # [N] int64: rows whose logits are wanted, rising
     items: np.ndarray  # [I, 2] int32: first and last + 1 row of the group
+    owners: np.ndarray  # [I] int32: slot of the group's sequence
     tables: np.ndarray  # [I, max_blocks] int32: the block table of the group's sequence
     bases: np.ndarray  # [T] int32: from this position on, a key's slot is found through `paths`; before, slot = position
     paths: np.ndarray  # [T, depth] int32: slots of positions base, base + 1, …, the row's own (draft ancestors, then itself)
     blocks: np.ndarray  # [T] int32: block of the row's write slot
     offsets: np.ndarray  # [T] int32: its offset in that block
+    parents: np.ndarray  # [T] int32: the row of a draft node's parent; -1 for all other rows
+    roots: np.ndarray  # [B] int32: row of each sequence's last known token
+    ends: np.ndarray  # [B] int32: its last row + 1
+    spans: list[Span]  # [B]
 
 
 @dataclass(slots=True)
