@@ -105,8 +105,12 @@ def complete(
     model: Annotated[
         str, _option(_ENGINE, "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2.", "--model", "-m")
     ] = "smollm2",
-    device: Annotated[str, _option(_ENGINE, "cpu.")] = "cpu",
-    dtype: Annotated[str, _option(_ENGINE, "float32.")] = "float32",
+    device: Annotated[str, _option(_ENGINE, "cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, _option(_ENGINE, "float32; on CUDA bfloat16, float16 or float32. auto: the first of these.")] = "auto",
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _option(_ENGINE, "Share of a CUDA device's memory that may be used, keys and values included. Default: 0.9.", metavar="F"),
+    ] = None,
     threads: Annotated[int | None, _option(_ENGINE, "Processor threads. Default: all cores.", min=1)] = None,
     max_model_len: Annotated[int | None, _option(_ENGINE, "Most tokens of prompt and output. Default: the model's own.", min=1)] = None,
     max_tokens: Annotated[int, _option(_SAMPLING, "Most tokens to write.", "--max-tokens")] = 128,
@@ -177,7 +181,8 @@ def complete(
         raise BadInputError(str(error)) from error
     bounds = {"spec_length": spec_length, "spec_rows": spec_rows, "max_order": max_order, "history": history}
     sources = {"datastore": datastore or (), "similar": not no_similar, "recycle": not no_recycle}
-    settings = {name: value for name, value in (bounds | {"threads": threads, "max_model_len": max_model_len}).items() if value is not None}
+    limits = {"threads": threads, "max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
+    settings = {name: value for name, value in (bounds | limits).items() if value is not None}
 
     from . import screen
 

@@ -33,14 +33,22 @@ def serve(
             _MODEL, "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2.", "--model", "-m", envvar="NGRAMSPEC_MODEL"
         ),
     ] = "smollm2",
-    device: Annotated[str, _option(_MODEL, "cpu.")] = "cpu",
-    dtype: Annotated[str, _option(_MODEL, "float32.")] = "float32",
+    device: Annotated[str, _option(_MODEL, "cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, _option(_MODEL, "float32; on CUDA bfloat16, float16 or float32. auto: the first of these.")] = "auto",
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _option(_MODEL, "Share of a CUDA device's memory that may be used, keys and values included. Default: 0.9.", metavar="F"),
+    ] = None,
     threads: Annotated[int | None, _option(_MODEL, "Processor threads. Default: all cores.", min=1)] = None,
     max_model_len: Annotated[int | None, _option(_MODEL, "Most tokens of prompt and output. Default: the model's own.", min=1)] = None,
     max_seqs: Annotated[int | None, _option(_MODEL, "Sequences that run at a time. Default: 64.", min=1)] = None,
     kv_memory: Annotated[
         str | None,
-        _option(_MODEL, "Memory for keys and values, such as 2G. Default: a quarter of what is free, at most 4G.", metavar="SIZE"),
+        _option(
+            _MODEL,
+            "Memory for keys and values, such as 2G. Default: a quarter of what is free, at most 4G; on CUDA all that may be used.",
+            metavar="SIZE",
+        ),
     ] = None,
     prefix_cache: Annotated[
         bool, _option(_MODEL, "Use again what was computed for a prompt that begins alike.", "--prefix-cache/--no-prefix-cache")
@@ -152,6 +160,7 @@ def serve(
     )
     bounds = {
         "threads": threads,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "max_model_len": max_model_len,
         "max_seqs": max_seqs,
         "kv_memory": _size(kv_memory, "--kv-memory"),

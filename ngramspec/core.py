@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 
 import numpy as np
-import torch
 
 from ngramspec.cost import CostModel
 from ngramspec.datastore.reader import Datastore
@@ -20,14 +19,15 @@ from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.drafting.suffix import SuffixDrafter
 from ngramspec.pack import Span, depths, pack
-from ngramspec.runner import Runner
+from ngramspec.runner import Output, Runner
 from ngramspec.scheduler import Scheduler, Work
 from ngramspec.sequence import Sequence
 from ngramspec.types import BLOCK, DraftTree
-from ngramspec.verify import walk
+from ngramspec.verify import follow, walk
 
 NO_NODES = np.empty(0, np.int32)
 NO_TOKEN = np.array([-1], np.int32)
+ROOT = np.zeros(1, np.int32)
 
 
 class Core:
@@ -71,8 +71,11 @@ class Core:
                     drafter.begin(seq.slot, seq.tokens, seq.datastores)
             self.proposer.datastore = drafter
 
-    def step(self) -> list[Sequence]:
-        """One pass of the model; returns the sequences that got tokens. Finished ones have been removed."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Sequence]:
+        """One pass of the model; returns the sequences that got tokens. Finished ones have been removed.
+
+        `meanwhile` is called while the pass is under way, or where there is none.
+        """
         work, admitted, preempted = self.scheduler.schedule()
         if self.proposer is not None:
             for slot in preempted:
@@ -90,16 +93,19 @@ class Core:
                         datastores=seq.datastores,
                     )
         if not work:
+            meanwhile()
             return []
         self._draft(work)
         spans = [_span(w) for w in work]
-        batch = pack(spans, self.runner.pool)
+        batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
         started = time.perf_counter()
-        logits = self.runner.forward(batch)
+        output = self.runner.forward(batch)
         self.n_passes += 1
+        meanwhile()
+        picks = output.picks
         if all(w.n_rows == 1 for w in work):
             self.cost.observe(len(batch.input_ids), (time.perf_counter() - started) * 1e3)
-        return self._commit(work, spans, logits)
+        return self._commit(work, spans, output, picks)
 
     def _draft(self, work: list[Work]) -> None:
         """Give every sequence that picks in this pass its tree, and room for the tree's KV."""
@@ -124,33 +130,36 @@ class Core:
                 tree = DraftTree(tree.tokens[:n], tree.parents[:n], tree.probs[:n], tree.sources[:n], places)
             seq.tree = tree if n else None
 
-    def _commit(self, work: list[Work], spans: list[Span], logits: torch.Tensor) -> list[Sequence]:
-        rows = logits.numpy()
+    def _commit(self, work: list[Work], spans: list[Span], output: Output, picks: np.ndarray | None) -> list[Sequence]:
+        """`picks` [N] int32: what the device picked, if it did."""
         changed: list[Sequence] = []
         observed: list[tuple[int, np.ndarray, np.ndarray]] = []
         row = 0
-        for w, span in zip(work, spans, strict=True):
+        for b, (w, span) in enumerate(zip(work, spans, strict=True)):
             seq = w.seq
-            mine = rows[row : row + span.n_logits]
-            row += span.n_logits
+            begin, row = row, row + span.n_logits
+            root = begin + span.logits - 1
             first = span.start + w.n_rows
             try:
                 if seq.lacks_prompt_logprobs:
-                    seq.score_prompt(span.start, mine[: w.n_rows])
+                    seq.score_prompt(span.start, output.logits(begin, begin + w.n_rows))
                 if not w.picks:
                     seq.computed = first
                     self._register(seq)
                     continue
-                mine = mine[span.logits - 1 :]
                 if self._recycles and seq.speculation and not seq.resting:
-                    self._recycle(seq, mine)
-                accepted, path = self._walk(seq, mine)
+                    self._recycle(seq, output, root, row)
+                if picks is not None and seq.picker.on_device:
+                    accepted, path = self._follow(seq, picks[root:row])
+                else:
+                    accepted, path = self._walk(seq, output.logits(root, row))
+                self._record(seq, len(accepted), path)
             except Exception as e:  # this sequence alone: its logits, its text
                 self.remove(seq)
                 self.on_error(seq, e)
                 continue
             changed.append(seq)
-            self.runner.pool.commit(seq.slot, first, first + path)
+            output.commit(b, first, first + path)
             seq.computed = first + len(path)
             self._register(seq)
             if seq.finished:
@@ -173,18 +182,22 @@ class Core:
             seq.chain.extend(seq.tokens)
             self.runner.pool.register(seq.slot, seq.chain.names[:n_full])
 
-    def _recycle(self, seq: Sequence, rows: np.ndarray) -> None:
-        """Let the proposer keep the model's own candidates behind every row's token; rows [1 + nodes, V]."""
+    def _recycle(self, seq: Sequence, output: Output, root: int, end: int) -> None:
+        """Let the proposer keep the model's own candidates behind the last token and every draft token: the rows from `root` to `end`."""
         assert self.proposer is not None
         last, before = seq.tokens[-1:], seq.tokens[-2:-1] if seq.n_tokens > 1 else NO_TOKEN
         if seq.tree is not None:
             last = np.concatenate([last, seq.tree.tokens])
             before = np.concatenate([before, last[1 + seq.tree.parents]])
-        self.proposer.recycle(before, last, rows)
+        candidates = output.candidates(root, end)
+        if candidates is not None:
+            self.proposer.keep(before, last, *candidates)
+        else:
+            self.proposer.recycle(before, last, output.logits(root, end))
 
     def _walk(self, seq: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Append what the model accepts, to the end of the text at most; rows [1 + nodes, V]. Returns (tokens, nodes of the path)."""
-        tree, stats = seq.tree, seq.choice.stats
+        tree = seq.tree
         logprob = None
 
         def pick(row: int) -> int:
@@ -192,7 +205,6 @@ class Core:
             token, logprob = seq.pick(rows[row])
             return token
 
-        names = self.proposer.source_names if self.proposer is not None else []
         tokens, path = [], []
         for token, node in walk(tree, pick):
             source = self._name(tree, node) if tree is not None and node >= 0 else None
@@ -201,18 +213,36 @@ class Core:
                 path.append(node)
             if seq.append(token, source, logprob):
                 break
+        return np.array(tokens, np.int32), np.array(path, np.int32) if path else NO_NODES
+
+    def _follow(self, seq: Sequence, picks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`_walk` where the device has picked the tokens after every row [1 + nodes] int32. Raises NotFiniteError."""
+        tree = seq.tree
+        path = follow(tree.tokens, tree.parents, picks) if tree is not None else NO_NODES
+        tokens = picks[np.concatenate([ROOT, path + 1])]
+        nodes = path.tolist()
+        for i, token in enumerate(tokens.tolist()):
+            source = self._name(tree, nodes[i]) if tree is not None and i < len(nodes) else None
+            if seq.append(seq.take(token), source, None):
+                return tokens[: i + 1], path[: i + 1]
+        return tokens, path
+
+    def _record(self, seq: Sequence, n_tokens: int, path: np.ndarray) -> None:
+        tree, stats = seq.tree, seq.choice.stats
+        seq.tree = None
         stats.passes += 1
-        stats.tokens += len(tokens)
+        stats.tokens += n_tokens
         if tree is not None:
-            _count(stats.drafted_by_source, stats.drafted_by_depth, tree, np.arange(len(tree)), names)
-            _count(stats.accepted_by_source, stats.accepted_by_depth, tree, np.array(path, np.int64), names)
+            assert self.proposer is not None
+            names = self.proposer.source_names
+            depth = depths(tree.parents)
+            _count(stats.drafted_by_source, stats.drafted_by_depth, tree.sources, depth, names)
+            _count(stats.accepted_by_source, stats.accepted_by_depth, tree.sources[path], depth[path], names)
             stats.drafted += len(tree)
             stats.accepted += len(path)
             stats.drafts += 1
             stats.accepted_lengths.extend([0] * (len(path) + 1 - len(stats.accepted_lengths)))
             stats.accepted_lengths[len(path)] += 1
-        seq.tree = None
-        return np.array(tokens, np.int32), np.array(path, np.int32) if path else NO_NODES
 
     def _name(self, tree: DraftTree, node: int) -> str:
         """The source of a draft token, with file and line where it comes from a datastore."""
@@ -226,18 +256,20 @@ class Core:
 def _span(work: Work) -> Span:
     seq, first = work.seq, work.seq.computed
     logits = work.n_rows if seq.lacks_prompt_logprobs else int(work.picks)
-    return Span(seq.slot, seq.tokens[first : first + work.n_rows], first, seq.tree, logits)
+    picker = seq.picker if work.picks else None
+    return Span(seq.slot, seq.tokens[first : first + work.n_rows], first, seq.tree, logits, picker, seq.n_prompt)
 
 
 def _banned(seq: Sequence) -> tuple[int, ...]:
     return tuple(i for i, bias in seq.params.logit_bias.items() if bias <= -100)
 
 
-def _count(by_source: dict[str, int], by_depth: list[int], tree: DraftTree, nodes: np.ndarray, names: list[str]) -> None:
-    for source, n in enumerate(np.bincount(tree.sources[nodes], minlength=1).tolist()):
+def _count(by_source: dict[str, int], by_depth: list[int], sources: np.ndarray, depth: np.ndarray, names: list[str]) -> None:
+    """Add nodes, given by their sources and depths [N], to the counts."""
+    for source, n in enumerate(np.bincount(sources, minlength=1).tolist()):
         if n:
             by_source[names[source]] = by_source.get(names[source], 0) + n
-    counts = np.bincount(depths(tree.parents)[nodes] - 1, minlength=1).tolist() if len(nodes) else []
+    counts = np.bincount(depth, minlength=1).tolist()[1:]
     by_depth.extend([0] * (len(counts) - len(by_depth)))
-    for depth, n in enumerate(counts):
-        by_depth[depth] += n
+    for d, n in enumerate(counts):
+        by_depth[d] += n

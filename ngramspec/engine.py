@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from ngramspec import sampling
 from ngramspec.core import Core
 from ngramspec.cost import CostModel
+from ngramspec.cpu import CpuRunner
 from ngramspec.datastore.reader import Datastore
 from ngramspec.drafting import proposer as drafting
 from ngramspec.drafting.base import Drafter
@@ -54,6 +55,17 @@ class _Limits(NamedTuple):
     max_seqs: int
     max_rows: int
     spec_rows: int
+    spec_length: int
+
+
+class _Place(NamedTuple):
+    """Where an engine computes, and how; see `Engine`."""
+
+    device: str
+    dtype: torch.dtype
+    gpu_memory_utilization: float
+    linears: str
+    graphs: bool
 
 
 class Engine:
@@ -68,7 +80,7 @@ class Engine:
         *,
         tokenizer: Any = None,
         device: str = "cpu",
-        dtype: str = "float32",
+        dtype: str = "auto",
         speculation: bool = True,
         spec_length: int = drafting.SPEC_LENGTH,
         spec_rows: int = drafting.SPEC_ROWS,
@@ -76,8 +88,11 @@ class Engine:
         history: int = drafting.HISTORY,
         max_model_len: int | None = None,
         max_seqs: int = 64,
-        max_rows: int = 256,
+        max_rows: int | None = None,
         kv_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        linears: str = "exact",
+        graphs: bool = True,
         datastore: Store | Several[Store] | Mapping[str, Store] = (),
         prefix_cache: bool = True,
         similar: bool = True,
@@ -87,21 +102,29 @@ class Engine:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded float32 model (which the engine takes over and changes).
+        """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded model (which the engine takes over and changes).
+
+        `device`: "cpu", "cuda" or "cuda:N"; `dtype`: "float32", on CUDA also "bfloat16", which "auto" is there, and "float16".
 
         `spec_length`, `spec_rows`: deepest and largest draft of a sequence; `max_order`, `history`: of the n-gram tables;
         `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
-        prompts and sequences a pass; `kv_memory`: bytes; `threads`: default all cores; `progress` is told of the stages of loading.
+        prompts and sequences a pass (default 256, on CUDA 2,048); `kv_memory`: bytes, default a quarter of what is free, on CUDA what
+        is left of the share `gpu_memory_utilization` of the device's memory; `threads`: default all cores; `progress` is told of the
+        stages of loading. On CUDA, `linears` "vendor" takes the vendor's matrix products, with which rows depend on their number: for
+        comparison; `graphs` False launches every kernel by itself.
 
         `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s, by name or named by
         their folders; `prefix_cache`: keep what was computed for a text, as long as there is room, for others that begin alike;
         `similar`: draft from the datastores' files that are most like a request; `answers`: tokens of finished answers that later
         requests draw on, 0 for none; `recycle`: draft from the model's own candidates; `drafters`: further sources.
         """
-        _check_settings(device, dtype, threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
+        max_rows = max_rows or (256 if device == "cpu" else 2048)
+        _check_settings(threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
+        place = _check_place(device, dtype, gpu_memory_utilization, linears, graphs)
         self.threads = threads or torch.get_num_threads()
         self._inbox: deque[Callable[[], None]] = deque()
         self._unfinished: set[Request] = set()
+        self._gained: list[tuple[Request, Sequence]] = []  # what the last pass added and nobody was told yet
         self._requests: dict[Sequence, Request] = {}
         self._wake = threading.Condition()
         self._closed = False
@@ -109,7 +132,7 @@ class Engine:
         self._calls: set[Future[None]] = set()
         self._datastores: dict[str, Datastore] = {}  # replaced as a whole, never changed
         self.prefix_cache = prefix_cache
-        limits = _Limits(max_model_len, kv_memory, max_seqs, max_rows, spec_rows)
+        limits = _Limits(max_model_len, kv_memory, max_seqs, max_rows, spec_rows, spec_length)
 
         def make_proposer() -> drafting.Proposer | None:
             if not speculation:
@@ -127,7 +150,7 @@ class Engine:
             )
 
         def load() -> None:
-            self._load(model, tokenizer, progress or (lambda _: None), limits, make_proposer)
+            self._load(model, tokenizer, progress or (lambda _: None), limits, place, make_proposer)
             self.core.similar = similar
             self._use_datastores({name: open_store(store, self._encoding, self.name) for name, store in named(datastore).items()})
 
@@ -144,29 +167,29 @@ class Engine:
         tokenizer: Any,
         say: Progress,
         limits: _Limits,
+        place: _Place,
         make_proposer: Callable[[], drafting.Proposer | None],
     ) -> None:
         warmer = threading.Thread(target=_warm_up, daemon=True)
         warmer.start()
-        loaded = load_model(model, tokenizer=tokenizer, progress=say) if isinstance(model, str) else _adopt(model, tokenizer)
+        if isinstance(model, str):
+            loaded = load_model(model, dtype=place.dtype, device=place.device, tokenizer=tokenizer, progress=say)
+        else:
+            loaded = _adopt(model.to(torch.device(place.device)), tokenizer)  # type: ignore[arg-type]  # as torch declares it
         self.name, self.tokenizer, self.eos_token_ids = loaded.name, loaded.tokenizer, loaded.eos_token_ids
         config = loaded.model.config.get_text_config()
         trained = int(getattr(config, "max_position_embeddings", 0) or 4096)
         if limits.max_model_len is not None and not 2 <= limits.max_model_len <= trained:
             raise ValueError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {limits.max_model_len}")
         self.max_model_len = limits.max_model_len or trained
-        kv_bytes = limits.kv_memory if limits.kv_memory is not None else _default_kv_bytes()
-        max_seqs, max_rows = limits.max_seqs, limits.max_rows
-        # Draft nodes stand behind the last token: room for them past the longest text.
-        max_len = self.max_model_len + limits.spec_rows + 1
-        self.runner = Runner(loaded.model, max_len=max_len, max_seqs=max_seqs, max_rows=max_rows, kv_bytes=kv_bytes, progress=say)
+        self.runner = _make_runner(loaded.model, place, limits, self.max_model_len, say)
         self.max_model_len = min(self.max_model_len, self.runner.pool.n_tokens)
         self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
         self._encoding = Encoding(loaded.tokenizer, self.vocab_size)
         say("measuring what a pass costs")
         warmer.join()
         counts = [c for c in COST_ROWS if c <= self.runner.pool.n_tokens // 2]
-        self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(max_rows, limits.spec_rows))
+        self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(limits.max_rows, limits.spec_rows))
         self.core = Core(self.runner, make_proposer(), self.cost, self._failed_alone)
         log.info("%s: exactness %s, %d tokens of KV", self.name, self.exactness, self.runner.pool.n_tokens)
 
@@ -365,8 +388,8 @@ class Engine:
         return {
             "model": self.name,
             "exactness": self.exactness,
-            "device": "cpu",
-            "dtype": "float32",
+            "device": self.runner.device,
+            "dtype": self.runner.dtype,
             "threads": self.threads,
             "speculation": self.core.proposer is not None,
             "datastores": [{"name": name, **store.info()} for name, store in self._datastores.items()],
@@ -485,7 +508,7 @@ class Engine:
 
     def _step(self) -> None:
         try:
-            changed = self.core.step()
+            changed = self.core.step(self._hand_out)
         except (NgramspecError, MemoryError, RuntimeError, ValueError) as e:
             log.exception("a pass failed; its requests end")
             cause = OutOfMemoryError(f"out of memory in a pass: {e}") if isinstance(e, MemoryError) else e
@@ -497,7 +520,22 @@ class Engine:
             request = self._requests[seq]
             if seq.finished:
                 del self._requests[seq]
-            self._emit(request, seq)
+            self._gained.append((request, seq))
+        if not (self.runner.asynchronous and self.core.scheduler.has_work):  # else while the device is at the next pass
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give requests what their sequences gained in the last pass."""
+        gained, self._gained = self._gained, []
+        for request, seq in gained:
+            if request.done:
+                continue
+            try:
+                seq.show()
+            except Exception as e:  # its text
+                self._fail(request, e)
+            else:
+                self._emit(request, seq)
 
     def _add(self, request: Request) -> None:
         with self._wake:
@@ -510,19 +548,24 @@ class Engine:
         self._post(lambda: self._cancel(request))
 
     def _cancel(self, request: Request) -> None:
+        self._hand_out()
         for seq in request._seqs:
             if seq in self._requests:
                 self.core.remove(seq)
                 del self._requests[seq]
                 seq.finish("cancelled")
-                self._emit(request, seq)
+                self._gained.append((request, seq))
+        self._hand_out()
 
     def _failed_alone(self, seq: Sequence, error: Exception) -> None:
-        """End the request of a sequence that met an error, with its siblings."""
-        request = self._requests[seq]
-        for sibling in request._seqs:
-            if self._requests.pop(sibling, None) is not None and (sibling.slot >= 0 or sibling in self.core.scheduler.waiting):
-                self.core.remove(sibling)
+        """End the request of a sequence that met an error."""
+        self._fail(self._requests[seq], error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error, all its sequences."""
+        for seq in request._seqs:
+            if self._requests.pop(seq, None) is not None and (seq.slot >= 0 or seq in self.core.scheduler.waiting):
+                self.core.remove(seq)
         self._end(request, error)
 
     def _emit(self, request: Request, seq: Sequence) -> None:
@@ -535,11 +578,52 @@ class Engine:
         numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))
 
 
-def _check_settings(device: str, dtype: str, threads: int | None, **at_least_one: int) -> None:
-    if device != "cpu":
-        raise ValueError(f"device must be 'cpu', got {device!r}")
-    if dtype != "float32":
-        raise ValueError(f"dtype must be 'float32' on the CPU, got {dtype!r}")
+def _make_runner(model: PreTrainedModel, place: _Place, limits: _Limits, max_model_len: int, say: Progress) -> Runner:
+    # Draft nodes stand behind the last token: room for them past the longest text.
+    max_len = max_model_len + limits.spec_rows + 1
+    if place.device == "cpu":
+        kv_bytes = limits.kv_memory if limits.kv_memory is not None else _default_kv_bytes()
+        return CpuRunner(model, max_len=max_len, max_seqs=limits.max_seqs, max_rows=limits.max_rows, kv_bytes=kv_bytes, progress=say)
+    from ngramspec.cuda.runner import CudaRunner
+
+    return CudaRunner(
+        model,
+        max_len=max_len,
+        max_seqs=limits.max_seqs,
+        max_rows=limits.max_rows,
+        kv_bytes=limits.kv_memory,
+        max_depth=limits.spec_length + 1,
+        memory_utilization=place.gpu_memory_utilization,
+        exact=place.linears == "exact",
+        graphs=place.graphs,
+        progress=say,
+    )
+
+
+def _check_place(device: str, dtype: str, utilization: float, linears: str, graphs: bool) -> _Place:
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdigit())):
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    if kind == "cuda":
+        n_devices = torch.cuda.device_count()
+        if int(number or 0) >= n_devices:
+            raise ValueError(
+                f"there is no device {device!r}: torch {torch.__version__} sees {n_devices or 'no'} CUDA device{'s' * (n_devices != 1)}"
+            )
+        device = f"cuda:{number or 0}"
+    accepted = {"cpu": ("float32",), "cuda": ("bfloat16", "float16", "float32")}[kind]
+    if dtype == "auto":
+        dtype = accepted[0]
+    if dtype not in accepted:
+        raise ValueError(f"dtype on {kind} must be 'auto' or {' or '.join(map(repr, accepted))}, got {dtype!r}")
+    if not 0 < utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
+    if linears not in ("exact", "vendor") or (kind == "cpu" and linears != "exact"):
+        raise ValueError(f"linears must be 'exact', or on CUDA 'vendor', got {linears!r}")
+    return _Place(device, getattr(torch, dtype), utilization, linears, graphs)
+
+
+def _check_settings(threads: int | None, **at_least_one: int) -> None:
     n_cores = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= n_cores:
         raise ValueError(f"threads must be 1 to {n_cores}, got {threads}")

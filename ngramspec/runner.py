@@ -1,145 +1,83 @@
 """The runner: a transformers model with our attention, pool and linear layers; one pass over any mix of rows.
 
-The only room that knows transformers' modules. It binds a loaded model (refusing what it cannot carry), proves
-its exactness on this machine, measures what a pass costs, and answers `forward(Batch) -> logits`. It knows
-nothing of requests, drafting or sampling.
+What is common to all devices: which models are refused, the proof that rows do not depend on each other on this machine, the
+measurement of what a pass costs. A device's own runner (`cpu`, `cuda.runner`) binds a loaded model and answers
+`forward(Batch) -> Output`. It knows nothing of requests, drafting or stopping.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
 
-import numba
 import numpy as np
 import torch
-from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from ngramspec import attention, fused
+from ngramspec import attention
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
-from ngramspec.kv import KVPool
-from ngramspec.linear import PackedLinear, Policy, Product, Shared, SharedPart, choose_policy
-from ngramspec.pack import Span, pack
+from ngramspec.kv import BlockTables
+from ngramspec.pack import ROWS_PER_ITEM, Span, pack
 from ngramspec.types import BLOCK, Batch, DraftTree
-
-log = logging.getLogger(__name__)
-
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that see the same input and become one product."""
-
-numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue takes 100 µs to start a second thread, omp 2
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Row counts at which the cost of a pass is measured."""
 
-TOLERANCE = 2e-3
-"""Largest difference from transformers' own logits, over their size, that counts as rounding."""
-
 AttentionInterface.register("ngramspec", attention.forward)
 
 
-class Runner:
+class Output(Protocol):
+    """What a pass gave, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
+
+    @property
+    def picks(self) -> np.ndarray | None:
+        """[N] int32: the next token after each row whose picker the device serves (`Picker.on_device`), -1 where its logits hold no
+        finite maximum; nothing of meaning for other rows. None: the device picks no tokens."""
+
+    def logits(self, first: int, end: int) -> np.ndarray:
+        """[end - first, V] float32"""
+
+    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32; None: not computed."""
+
+    def commit(self, b: int, start: int, path: np.ndarray) -> None:
+        """Keep the accepted path of the batch's b-th sequence: the KV in slots `path` [n] becomes that of positions start, start + 1, …"""
+
+
+class Runner(ABC):
     """A bound model with its pool. Single-threaded: one caller at a time."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_len: int,
-        max_seqs: int,
-        max_rows: int,
-        kv_bytes: int,
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """`kv_bytes`: memory for the pool. Raises UnsupportedModelError, OutOfMemoryError."""
-        self.model = model.eval()
-        self.max_rows = max_rows
-        self.policies: dict[tuple[int, int], Policy] = {}
-        config = model.config.get_text_config()
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        check_supported(model)
-        probe = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
-        with torch.inference_mode():
-            expected = model(input_ids=probe[None], use_cache=False).logits[0]
-        progress("packing weights")
-        model.config._attn_implementation = "ngramspec"
-        config._attn_implementation = "ngramspec"
-        self.shapes = kv_shapes(model)
-        with torch.inference_mode():
-            self._pack_linears()
-            fused.replace_small_operations(model)
-        block_bytes = KVPool.block_bytes(self.shapes)
-        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK))
-        if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
-            raise OutOfMemoryError(
-                f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}"
-            )
-        self.pool = KVPool(self.shapes, n_blocks, max_seqs, max_len)
-        progress("checking exactness (the first start compiles its kernels)")
-        self._fuse_layers(expected, probe.numpy().astype(np.int32))
-        self.exactness = "bitwise" if self._self_test() else "numerical"
-        if self.exactness == "numerical":
-            log.warning(
-                "exactness: numerical (rows depend on their number: %s)",
-                ", ".join(f"{s}: {p}" for s, p in self.policies.items() if not p.bitwise) or "attention",
-            )
+    model: PreTrainedModel
+    pool: BlockTables
+    max_rows: int
+    vocab_size: int
+    shapes: list[tuple[int, int]]
+    """Per layer (n_kv_heads, head_dim)."""
+    exactness: str
+    policies: Mapping[tuple[int, int], object]
+    """How products with a weight [N, K] are computed, by (N, K)."""
+    asynchronous = False
+    """A pass goes on while its output is not read."""
+    rows_per_item = ROWS_PER_ITEM
 
-    # ------------------------------------------------------------------ binding
+    @property
+    @abstractmethod
+    def device(self) -> str: ...
 
-    def _policy(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Policy:
-        shape = (weight.shape[0], weight.shape[1])
-        if shape not in self.policies:
-            self.policies[shape] = choose_policy(weight, bias)
-        return self.policies[shape]
+    @property
+    @abstractmethod
+    def dtype(self) -> str: ...
 
-    def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        weight = weight.detach()
-        return Product(weight, None if bias is None else bias.detach(), self._policy(weight, bias))
-
-    def _pack_linears(self) -> None:
-        """Every linear layer becomes a packed one; the original weights are let go as they are replaced."""
-        for parent in list(self.model.modules()):
-            children = dict(parent.named_children())
-            for group in GROUPS:
-                layers = [children.get(name) for name in group]
-                if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:  # type: ignore[union-attr]
-                    self._share(parent, group, layers)  # type: ignore[arg-type]
-            for name, child in parent.named_children():
-                if type(child) is nn.Linear:
-                    setattr(parent, name, PackedLinear(self._product(child.weight, child.bias)))
-                elif type(child) is Conv1D:
-                    setattr(parent, name, PackedLinear(self._product(child.weight.T.contiguous(), child.bias)))
-
-    def _share(self, parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
-        biases = [layer.bias for layer in layers]
-        bias = None
-        if any(b is not None for b in biases):
-            bias = torch.cat([torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
-        shared = Shared(self._product(torch.cat([layer.weight for layer in layers]), bias), [layer.out_features for layer in layers])
-        for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
-            setattr(parent, name, SharedPart(shared, i, layer.in_features))
-
-    # ------------------------------------------------------------------ passes
-
-    @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """One pass over the rows [T]; logits [len(logits_rows), vocab] float32. Writes the rows' KV to their slots."""
-        inputs = {
-            "input_ids": torch.from_numpy(batch.input_ids)[None],
-            "position_ids": torch.from_numpy(batch.positions.astype(np.int64))[None],
-            "use_cache": False,
-            "ngramspec": attention.Pass(self.pool, batch),
-        }
-        if len(batch.logits_rows) == 0:
-            self.model.base_model(**inputs)
-            return torch.empty(0, self.vocab_size)
-        return self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0]
+    @abstractmethod
+    def forward(self, batch: Batch) -> Output:
+        """One pass over the rows [T]. Writes the rows' KV to their slots."""
 
     def run(self, spans: list[Span]) -> torch.Tensor:
-        return self.forward(pack(spans, self.pool))
+        """A pass over these spans; logits [N, V] float32 on the host."""
+        batch = pack(spans, self.pool, self.rows_per_item)
+        return torch.from_numpy(self.forward(batch).logits(0, len(batch.logits_rows)))
 
     # ------------------------------------------------------------------ proofs and measurements
 
@@ -148,22 +86,6 @@ class Runner:
         if not self.pool.reserve(slot, n_slots):
             raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
         return slot
-
-    def _fuse_layers(self, expected: torch.Tensor, tokens: np.ndarray) -> None:
-        """Check our pass against transformers' own logits [n, V]: all layers as one `Stack` where they fit and agree, else one by one.
-
-        Raises UnsupportedModelError where the model's result is another.
-        """
-        base = self.model.base_model
-        layers = getattr(base, "layers", None)
-        if isinstance(layers, nn.ModuleList) and fused.Stack.fits(layers):
-            base.layers = nn.ModuleList([fused.Stack(layers)])
-            if self._error(expected, tokens) < TOLERANCE:
-                return
-            base.layers = layers
-        error = self._error(expected, tokens)
-        if not error < TOLERANCE:
-            raise UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
 
     def _error(self, expected: torch.Tensor, tokens: np.ndarray) -> float:
         """Largest difference of the logits, over their size."""
@@ -176,8 +98,6 @@ class Runner:
 
     def _self_test(self) -> bool:
         """A prompt in chunks, a chain and a tree against the same tokens one by one: bitwise equal logits?"""
-        if not all(policy.bitwise for policy in self.policies.values()):
-            return False
         rng = np.random.default_rng(0)
         n = min(40, self.pool.max_blocks * BLOCK - 12)
         tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
@@ -207,7 +127,7 @@ class Runner:
         try:
             spans = [Span(slot, np.full(1, 7, np.int32), context - 1, _chain(rows - 1))]
             start = time.perf_counter()
-            self.run(spans)
+            self.forward(pack(spans, self.pool, self.rows_per_item)).logits(0, 0)
             return (time.perf_counter() - start) * 1e3
         finally:
             self.pool.release(slot)
@@ -227,7 +147,7 @@ def _chain(n: int) -> DraftTree:
 def kv_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Per layer (n_kv_heads, head_dim), as the layers hand them to their attention function. Raises UnsupportedModelError."""
     probe = attention.Shapes()
-    one = torch.zeros(1, 1, dtype=torch.int64)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
     if sorted(probe.seen) != list(range(len(probe.seen))) or not probe.seen:
         raise UnsupportedModelError(
@@ -254,8 +174,4 @@ def check_supported(model: PreTrainedModel) -> None:
     for kind in kinds & {"dynamic", "longrope"}:
         raise UnsupportedModelError(
             f"{name} uses {kind!r} rotary embeddings, whose angles depend on the whole batch, so that rows would not be independent"
-        )
-    if {p.dtype for p in model.parameters()} != {torch.float32}:
-        raise UnsupportedModelError(
-            f"{name}: weights must be float32 on the CPU, got {sorted(str(p.dtype) for p in model.parameters())[0]}"
         )

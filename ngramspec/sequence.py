@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from ngramspec.kv import Chain
-from ngramspec.sampling import Picker, token_logprob
+from ngramspec.sampling import NotFiniteError, Picker, token_logprob
 from ngramspec.types import Choice, DraftTree, SamplingParams, TokenLogprob
 
 
@@ -71,6 +71,8 @@ class Sequence:
         self.tree: DraftTree | None = None
         self.resting = False
         """No draft in this pass: the text is not to be foreseen, and looking costs time."""
+        self._wordless = 0  # 1 where the last token is one that ended the text
+        self._closed = False
         self.new_text = ""
         """Text not yet handed out."""
         self.n_shown = 0
@@ -105,6 +107,12 @@ class Sequence:
         n = self.params.logprobs
         return token, None if n is None else token_logprob(row, token, n)
 
+    def take(self, token: int) -> int:
+        """A token that the device picked; -1 where it could not. Raises NotFiniteError."""
+        if token < 0:
+            raise NotFiniteError(f"the model's logits at output position {self.n_output} hold no finite maximum")
+        return token
+
     def score_prompt(self, first: int, rows: np.ndarray) -> None:
         """Log-probabilities of the prompt's tokens behind positions first, first + 1, … from their logits rows [n, V]."""
         known, n = self.prompt_logprobs, self.params.prompt_logprobs
@@ -121,13 +129,14 @@ class Sequence:
         choice = self.choice
         choice.token_ids.append(token)
         choice.draft_sources.append(source)
-        choice.texts.append("")
         if logprob is not None and choice.logprobs is not None:
             choice.logprobs.append(logprob)
         if token in self.stop_ids and self.n_output > self.params.min_tokens:
+            self._wordless = 1
             self.finish("stop")
             return True
-        self._show(self.text.push(token))
+        if self.params.stop:
+            self.show()
         if self.text.stopped:
             self.finish("stop")
         elif self.n_tokens == self.limit:
@@ -135,12 +144,24 @@ class Sequence:
         return self.finished
 
     def finish(self, reason: str) -> None:
-        self._show(self.text.finish())
-        if self.text.stopped and reason == "length":  # held-back text completed a stop string
-            reason = "stop"
         self.choice.finish_reason = reason
+        if self.params.stop:
+            self.show()
+            if self.text.stopped and reason == "length":  # held-back text completed a stop string
+                self.choice.finish_reason = "stop"
 
-    def _show(self, piece: str) -> None:
+    def show(self) -> None:
+        """Bring the text up to date. Without stop strings nothing waits for it: it can be done while the next pass is under way."""
+        choice = self.choice
+        for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._wordless]:
+            choice.texts.append("")
+            self._give(self.text.push(token))
+        if self.finished and not self._closed:
+            self._closed = True
+            choice.texts.extend([""] * self._wordless)
+            self._give(self.text.finish())
+
+    def _give(self, piece: str) -> None:
         self.choice.text += piece
         self.new_text += piece
         if piece and self.choice.texts:

@@ -16,11 +16,12 @@ import tiny
 import torch
 
 from ngramspec.cost import CostModel
+from ngramspec.cpu import CpuRunner
 from ngramspec.drafting.base import Candidates
 from ngramspec.engine import Engine
 from ngramspec.kv import KVPool
 from ngramspec.pack import Span
-from ngramspec.runner import Runner, kv_shapes
+from ngramspec.runner import kv_shapes
 from ngramspec.types import DraftTree, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -159,8 +160,8 @@ def test_same_tokens_whatever_happens(pair: tuple[Engine, Engine, Oracle], param
     assert tight.runner.pool.n_available == tight.runner.pool.n_blocks
 
 
-def bind(arch: str) -> Runner:
-    return Runner(tiny.tiny_model(arch), max_len=200, max_seqs=3, max_rows=64, kv_bytes=1 << 22)
+def bind(arch: str) -> CpuRunner:
+    return CpuRunner(tiny.tiny_model(arch), max_len=200, max_seqs=3, max_rows=64, kv_bytes=1 << 22)
 
 
 @pytest.mark.parametrize("arch", tiny.ARCHITECTURES)

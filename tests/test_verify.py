@@ -1,12 +1,12 @@
 """The walk over chains and trees: acceptance of none, some and all; laziness; agreement with a plain replay."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.pack import depths
 from ngramspec.types import DraftTree
-from ngramspec.verify import walk
+from ngramspec.verify import follow, walk
 
 
 def tree(tokens: list[int], parents: list[int]) -> DraftTree:
@@ -42,6 +42,7 @@ def test_a_consumer_that_stops_ends_the_picking() -> None:
     assert picked == [0]
 
 
+@settings(deadline=None)  # the first call compiles
 @given(st.data())
 def test_accepts_what_token_by_token_would_write(data: st.DataObject) -> None:
     """A model that is a function of the path: the walk writes the model's own continuation, as far as the tree reaches."""
@@ -62,6 +63,9 @@ def test_accepts_what_token_by_token_would_write(data: st.DataObject) -> None:
     salt = data.draw(st.integers(0, 9))
     model = lambda path: hash((salt, path)) % 4  # noqa: E731
     accepted = list(walk(tree(tokens, parents), lambda row: model(paths[row - 1])))
+    picks = np.array([model(paths[row - 1]) for row in range(len(tokens) + 1)], np.int32)
+    draft = tree(tokens, parents)
+    assert follow(draft.tokens, draft.parents, picks).tolist() == [node for _, node in accepted[:-1]]
     text: tuple[int, ...] = ()
     for token, node in accepted:
         assert token == model(text)

@@ -1,0 +1,167 @@
+"""The runner on the CPU: transformers' modules with packed linear layers and fused small operations, float32."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numba
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ngramspec import attention, fused
+from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.kv import KVPool
+from ngramspec.linear import PackedLinear, Policy, Product, Shared, SharedPart, choose_policy
+from ngramspec.runner import Runner, check_supported, kv_shapes
+from ngramspec.types import BLOCK, Batch
+
+log = logging.getLogger(__name__)
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that see the same input and become one product."""
+
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue takes 100 µs to start a second thread, omp 2
+
+TOLERANCE = 2e-3
+"""Largest difference from transformers' own logits, over their size, that counts as rounding."""
+
+
+class HostOutput:
+    """Logits rows [N, V] float32 on the host."""
+
+    picks = None
+
+    def __init__(self, rows: np.ndarray, pool: KVPool, batch: Batch) -> None:
+        self._rows, self._pool, self._batch = rows, pool, batch
+
+    def logits(self, first: int, end: int) -> np.ndarray:
+        return self._rows[first:end]
+
+    def candidates(self, first: int, end: int) -> None:
+        return None
+
+    def commit(self, b: int, start: int, path: np.ndarray) -> None:
+        self._pool.commit(self._batch.spans[b].slot, start, path)
+
+
+class CpuRunner(Runner):
+    pool: KVPool
+    device, dtype = "cpu", "float32"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_len: int,
+        max_seqs: int,
+        max_rows: int,
+        kv_bytes: int,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`kv_bytes`: memory for the pool. Raises UnsupportedModelError, OutOfMemoryError."""
+        self.model = model.eval()
+        self.max_rows = max_rows
+        self.policies: dict[tuple[int, int], Policy] = {}
+        config = model.config.get_text_config()
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        check_supported(model)
+        if {p.dtype for p in model.parameters()} != {torch.float32}:
+            found = sorted(str(p.dtype) for p in model.parameters())[0]
+            raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
+        probe = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
+        with torch.inference_mode():
+            expected = model(input_ids=probe[None], use_cache=False).logits[0]
+        progress("packing weights")
+        model.config._attn_implementation = "ngramspec"
+        config._attn_implementation = "ngramspec"
+        self.shapes = kv_shapes(model)
+        with torch.inference_mode():
+            self._pack_linears()
+            fused.replace_small_operations(model)
+        block_bytes = KVPool.block_bytes(self.shapes)
+        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK))
+        if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
+            raise OutOfMemoryError(
+                f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}"
+            )
+        self.pool = KVPool(self.shapes, n_blocks, max_seqs, max_len)
+        progress("checking exactness (the first start compiles its kernels)")
+        self._fuse_layers(expected, probe.numpy().astype(np.int32))
+        self.exactness = "bitwise" if self._is_bitwise() else "numerical"
+        if self.exactness == "numerical":
+            log.warning(
+                "exactness: numerical (rows depend on their number: %s)",
+                ", ".join(f"{s}: {p}" for s, p in self.policies.items() if not p.bitwise) or "attention",
+            )
+
+    # ------------------------------------------------------------------ binding
+
+    def _policy(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Policy:
+        shape = (weight.shape[0], weight.shape[1])
+        if shape not in self.policies:
+            self.policies[shape] = choose_policy(weight, bias)
+        return self.policies[shape]
+
+    def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        weight = weight.detach()
+        return Product(weight, None if bias is None else bias.detach(), self._policy(weight, bias))
+
+    def _pack_linears(self) -> None:
+        """Every linear layer becomes a packed one; the original weights are let go as they are replaced."""
+        for parent in list(self.model.modules()):
+            children = dict(parent.named_children())
+            for group in GROUPS:
+                layers = [children.get(name) for name in group]
+                if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:  # type: ignore[union-attr]
+                    self._share(parent, group, layers)  # type: ignore[arg-type]
+            for name, child in parent.named_children():
+                if type(child) is nn.Linear:
+                    setattr(parent, name, PackedLinear(self._product(child.weight, child.bias)))
+                elif type(child) is Conv1D:
+                    setattr(parent, name, PackedLinear(self._product(child.weight.T.contiguous(), child.bias)))
+
+    def _share(self, parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
+        biases = [layer.bias for layer in layers]
+        bias = None
+        if any(b is not None for b in biases):
+            bias = torch.cat([torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
+        shared = Shared(self._product(torch.cat([layer.weight for layer in layers]), bias), [layer.out_features for layer in layers])
+        for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+            setattr(parent, name, SharedPart(shared, i, layer.in_features))
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> HostOutput:
+        inputs = {
+            "input_ids": torch.from_numpy(batch.input_ids)[None],
+            "position_ids": torch.from_numpy(batch.positions.astype(np.int64))[None],
+            "use_cache": False,
+            "ngramspec": attention.Pass(self.pool, batch),
+        }
+        if len(batch.logits_rows) == 0:
+            self.model.base_model(**inputs)
+            return HostOutput(np.empty((0, self.vocab_size), np.float32), self.pool, batch)
+        logits = self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0]
+        return HostOutput(logits.numpy(), self.pool, batch)
+
+    def _is_bitwise(self) -> bool:
+        return all(policy.bitwise for policy in self.policies.values()) and self._self_test()
+
+    def _fuse_layers(self, expected: torch.Tensor, tokens: np.ndarray) -> None:
+        """Check our pass against transformers' own logits [n, V]: all layers as one `Stack` where they fit and agree, else one by one.
+
+        Raises UnsupportedModelError where the model's result is another.
+        """
+        base = self.model.base_model
+        layers = getattr(base, "layers", None)
+        if isinstance(layers, nn.ModuleList) and fused.Stack.fits(layers):
+            base.layers = nn.ModuleList([fused.Stack(layers)])
+            if self._error(expected, tokens) < TOLERANCE:
+                return
+            base.layers = layers
+        error = self._error(expected, tokens)
+        if not error < TOLERANCE:
+            raise UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
