@@ -1,8 +1,9 @@
 # syntax=docker/dockerfile:1
 #
 # CPU:   docker build -t ngramspec .
-# CUDA:  docker build -t ngramspec:cuda --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 --build-arg TORCH_INDEX=https://pypi.org/simple .
-#        (the engine itself computes on the CPU as yet)
+# CUDA:  docker build -t ngramspec:cuda --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 \
+#          --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg PACKAGES="gcc python3-dev" .   (Triton compiles its launchers)
+#        docker run --gpus all … ngramspec:cuda --device cuda
 #
 # docker run --rm -p 127.0.0.1:8000:8000 -v ~/models:/models:ro -v ngramspec-cache:/cache ngramspec --model /models/my-model
 #
@@ -13,10 +14,11 @@
 ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS base
+ARG PACKAGES=
 # What a base may lack: OpenMP, which numba's threads wait in, and Python.
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      libgomp1 $(command -v python3 > /dev/null || echo python3 python3-venv) \
+      libgomp1 ${PACKAGES} $(command -v python3 > /dev/null || echo python3 python3-venv) \
  && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/ngramspec/bin:$PATH
 

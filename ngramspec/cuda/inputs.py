@@ -1,0 +1,104 @@
+"""What a pass reads on the device besides weights and KV: one array, filled on the host and sent in one copy.
+
+A bucket is a number of rows and of items (groups of rows, at least one per sequence) that a captured pass is made for; a batch that is
+smaller fills up with rows that write where nobody reads and with empty items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ngramspec.cuda.rows import Rows
+from ngramspec.cuda.sampling import Sampling
+from ngramspec.types import BLOCK, Batch
+
+_ALIGN = 4  # int32 words, so that wider numbers can begin anywhere
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    rows: int
+    items: int
+    """Also the most sequences."""
+
+
+class Inputs:
+    """Device arrays for one bucket. `Rows` and `Sampling` are views; a walk's roots, ends, starts and slots are those of the sequences."""
+
+    def __init__(self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int) -> None:
+        """`depth`: deepest node of a tree whose rows do not lie where their tokens will be; rows beyond a batch write to slot `dummy`."""
+        self.bucket, self.depth, self._dummy = bucket, depth, dummy
+        self.results: Any = None
+        """Where a captured pass leaves its results."""
+        n, i = bucket.rows, bucket.items
+        sizes = {
+            "ids": n, "positions": n, "slots": n, "bases": n, "parents": n, "wanted": 2 * n,
+            "temperature": n, "top_k": n, "top_p": 2 * n, "min_p": n, "seed": 2 * n, "sample": n, "position": n,
+            "items": 2 * i, "owners": i, "roots": i, "ends": i, "starts": i, "sequences": i,
+            "paths": n * depth,
+        }  # fmt: skip
+        at: dict[str, tuple[int, int]] = {}
+        total = 0
+        for name, size in sizes.items():
+            at[name] = total, total + size
+            total += -(-size // _ALIGN) * _ALIGN
+        device = device_tables.device
+        self._staged = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._sent = torch.zeros(total, dtype=torch.int32, device=device)
+        host = self._staged.numpy()
+        kinds = {"temperature": np.float32, "min_p": np.float32, "top_p": np.float64, "wanted": np.int64}
+        shapes = {"items": (i, 2), "seed": (n, 2), "paths": (n, depth)}
+        self.host = {name: host[a:b].view(kinds.get(name, np.int32)).reshape(shapes.get(name, (-1,))) for name, (a, b) in at.items()}
+        wide = {"temperature": torch.float32, "min_p": torch.float32, "top_p": torch.float64, "wanted": torch.int64}
+        self.device = {
+            name: self._sent[a:b].view(wide.get(name, torch.int32)).reshape(shapes.get(name, (-1,))) for name, (a, b) in at.items()
+        }
+        d = self.device
+        self.ids = d["ids"]
+        self.rows = Rows(d["positions"], d["slots"], d["bases"], d["paths"], d["items"], d["owners"], device_tables)
+        self.sampling = Sampling(d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"])
+        h = self.host
+        h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = dummy, 1, -1, -1, -1
+        self.send()
+
+    def fill(self, batch: Batch) -> None:
+        """Stage a batch that fits. Not before an earlier pass's output was read."""
+        h, n, i = self.host, len(batch.input_ids), len(batch.items)
+        h["ids"][:n], h["ids"][n:] = batch.input_ids, 0
+        h["positions"][:n], h["positions"][n:] = batch.positions, 0
+        h["bases"][:n], h["bases"][n:] = batch.bases, 1
+        h["parents"][:n], h["parents"][n:] = batch.parents, -1
+        np.multiply(batch.blocks, BLOCK, out=h["slots"][:n])
+        h["slots"][:n] += batch.offsets
+        h["slots"][n:] = self._dummy
+        if (batch.bases <= batch.positions).any():
+            width = min(batch.paths.shape[1], self.depth)
+            h["paths"][:n, :width] = batch.paths[:, :width]
+        h["items"][:i], h["items"][i:] = batch.items, 0
+        h["owners"][:i], h["owners"][i:] = batch.owners, 0
+        h["wanted"][: len(batch.logits_rows)] = batch.logits_rows
+        h["temperature"].fill(0)
+        h["roots"].fill(-1)
+        h["ends"].fill(-1)
+        row = 0
+        for s, span in enumerate(batch.spans):
+            end = row + span.n_rows
+            picker = span.picker
+            if picker is not None and picker.on_device:
+                h["roots"][s], h["ends"][s] = batch.roots[s], batch.ends[s]
+                h["starts"][s], h["sequences"][s] = span.start + len(span.tokens), span.slot
+                p = picker.params
+                if p.temperature > 0:
+                    mine = slice(int(batch.roots[s]), end)
+                    h["temperature"][mine], h["top_k"][mine], h["top_p"][mine], h["min_p"][mine] = p.temperature, p.top_k, p.top_p, p.min_p
+                    h["seed"][mine] = picker.seed & 0xFFFFFFFF, picker.seed >> 32
+                    h["sample"][mine] = picker.sample
+                    h["position"][mine] = batch.positions[mine] + 1 - span.n_prompt
+            row = end
+
+    def send(self) -> None:
+        self._sent.copy_(self._staged, non_blocking=True)

@@ -1,0 +1,242 @@
+"""Row-wise operations of a layer on a CUDA device, one launch each: embedding, norm with residual, gated activation.
+
+Knows rows and the parts of decoder layers, nothing of sequences. Partial sums `[P, R, N]` of a product go in, rows in the model's
+dtype come out. Inside all is float32, rounded to the model's dtype where transformers' modules round: the product with its
+bias, the residual's sum, the normed value, the activation, every product of two rounded values.
+
+A row is computed by blocks of its own, so no other row enters it. How many partial sums there are is an argument, not a constant of
+the compiled kernel: the same code, and so the same tree of additions in the norm, runs for any number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+_AHEAD = tl.constexpr(4)
+"""Partial sums that are asked for before the first is added; more come in the next round."""
+
+# Specialised, 1 would become a constant, and the kernel for many rows another than that for few.
+_jit: Any = triton.jit(do_not_specialize=["n_partials", "n_rows"])
+
+
+@triton.jit
+def _sum_up(partials, bias, offset, step, n_partials, n, width, dtype: tl.constexpr):
+    """Elements `n` (below `width`) of a row's product: its partial sums in order, + bias, rounded to `dtype`, as float32.
+
+    `offset` is the row's first element in the first partial sum, `step` that of the next partial sum from there.
+    """
+    at = partials + offset + n
+    if bias is not None:  # before the sums wait for theirs
+        shift = tl.load(bias + n, mask=n < width, other=0.0).to(tl.float32)
+    total = tl.load(at, mask=n < width, other=0.0).to(tl.float32)
+    for first in range(1, n_partials, _AHEAD):
+        at += step
+        left = n_partials - first
+        a = tl.load(at, mask=n < width, other=0.0)
+        b = tl.load(at + step, mask=n < tl.where(left > 1, width, 0), other=0.0)
+        c = tl.load(at + 2 * step, mask=n < tl.where(left > 2, width, 0), other=0.0)
+        d = tl.load(at + 3 * step, mask=n < tl.where(left > 3, width, 0), other=0.0)
+        total += a
+        total = tl.where(left > 1, total + b, total)
+        total = tl.where(left > 2, total + c, total)
+        total = tl.where(left > 3, total + d, total)
+        at += 3 * step
+    if bias is not None:
+        total += shift
+    return total.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _normed(x, weight, width, eps, dtype: tl.constexpr):
+    """x / sqrt(mean(x²) + eps) · weight of a row of float32 with zeros past its end, in `dtype`."""
+    mean = tl.sum(x * x, axis=0) / width
+    x *= tl.rsqrt(mean + eps)
+    if weight.dtype == dtype:
+        x = x.to(dtype).to(tl.float32)
+    return (weight.to(tl.float32) * x).to(dtype)
+
+
+@triton.jit
+def _embed(ids, table, out, width, out_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(ids + row).to(tl.int64)
+    value = tl.load(table + source * width + n, mask=n < width, other=0.0)
+    tl.store(out + row.to(tl.int64) * out_stride + n, value, mask=n < width)
+
+
+@triton.jit
+def _norm(x, weight, out, width, x_stride, out_stride, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    inside = n < width
+    w = tl.load(weight + n, mask=inside, other=0.0)
+    value = tl.load(x + row * x_stride + n, mask=inside, other=0.0)
+    y = _normed(value.to(tl.float32), w, width, eps, value.dtype)
+    tl.store(out + row * out_stride + n, y, mask=inside)
+
+
+@_jit
+def _add_norm(x, partials, bias, weight, out, n_partials, n_rows, width, x_stride, out_stride, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    inside = n < width
+    step = n_rows.to(tl.int64) * width
+    at = x + row * x_stride + n
+    w = tl.load(weight + n, mask=inside, other=0.0)
+    old = tl.load(at, mask=inside, other=0.0)
+    delta = _sum_up(partials, bias, row * width, step, n_partials, n, width, old.dtype)
+    new = (old.to(tl.float32) + delta).to(old.dtype)
+    tl.store(at, new, mask=inside)
+    y = _normed(new.to(tl.float32), w, width, eps, old.dtype)
+    tl.store(out + row * out_stride + n, y, mask=inside)
+
+
+@_jit
+def _add(x, partials, bias, n_partials, n_rows, width, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < width
+    at = x + row * x_stride + n
+    old = tl.load(at, mask=inside, other=0.0)
+    delta = _sum_up(partials, bias, row * width, n_rows.to(tl.int64) * width, n_partials, n, width, old.dtype)
+    tl.store(at, (old.to(tl.float32) + delta).to(old.dtype), mask=inside)
+
+
+@_jit
+def _gated(partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < width
+    dtype: tl.constexpr = out.dtype.element_ty
+    step = n_rows.to(tl.int64) * width * 2
+    first = row * width * 2
+    gate = _sum_up(partials, bias, first, step, n_partials, n, width, dtype)
+    up_bias = None
+    if bias is not None:
+        up_bias = bias + width
+    up = _sum_up(partials, up_bias, first + width, step, n_partials, n, width, dtype)
+    if ACTIVATION == "silu":
+        gate = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))  # 1 + tanh(inner), which no inner overflows
+    else:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out + row * out_stride + n, (gate.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
+
+
+def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """out [R, N] = table [V, N] at ids [R] int32, all of them within the table."""
+    width = table.shape[1]
+    if out is None:
+        out = torch.empty(len(ids), width, dtype=table.dtype, device=table.device)
+    assert out.shape == (len(ids), width)
+    assert out.dtype == table.dtype
+    assert table.is_contiguous()
+    assert ids.is_contiguous()
+    if len(ids):
+        grid = (triton.cdiv(width, 1024), len(ids))
+        _embed[grid](ids, table, out, width, out.stride(0), BLOCK=1024, num_warps=4)
+    return out
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """out [R, N] = x / sqrt(mean(x²) + eps), rounded, · weight [N].
+
+    A float32 weight beside 16-bit rows is multiplied in float32 before the only rounding, as Gemma does (its weight: 1 + w).
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, width = _check_rows(x, out)
+    if rows:
+        _norm[(rows,)](x, weight, out, width, x.stride(0), out.stride(0), eps, **_whole_row(width))
+    return out
+
+
+def add_norm(
+    x: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [R, N] += the product of partials [P, R, N] and bias [N], in place; out [R, N] = the norm of the sum, as `norm`."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, width = _check_rows(x, out)
+    n_partials = _check_partials(partials, bias, rows, width)
+    assert partials.dtype == torch.float32, "other sums would be added by other code than those of few rows"
+    if rows:
+        _add_norm[(rows,)](x, partials, bias, weight, out, n_partials, rows, width, x.stride(0), out.stride(0), eps, **_whole_row(width))
+    return out
+
+
+def add(x: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [R, N] += the product of partials [P, R, N] and bias [N], in place."""
+    rows, width = _check_rows(x, x)
+    n_partials = _check_partials(partials, bias, rows, width)
+    if rows:
+        grid = (triton.cdiv(width, 512), rows)
+        _add[grid](x, partials, bias, n_partials, rows, width, x.stride(0), BLOCK=512, num_warps=4, enable_fp_fusion=False)
+    return x
+
+
+def gated(
+    partials: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    activation: str = "silu",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """out [R, F] = activation(gate) · up, of the product of partials [P, R, 2F] (gate first, then up) and bias [2F].
+
+    `dtype`: that of `out` where none is given. `partials` may also be the finished product [1, R, 2F] in the model's dtype
+    (bias: None), which halves what many rows write.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    if out is None:
+        out = torch.empty(partials.shape[1], partials.shape[2] // 2, dtype=dtype or partials.dtype, device=partials.device)
+    rows, width = _check_rows(out, out)
+    n_partials = _check_partials(partials, bias, rows, 2 * width)
+    if rows:
+        grid = (triton.cdiv(width, 512), rows)
+        _gated[grid](
+            partials,
+            bias,
+            out,
+            n_partials,
+            rows,
+            width,
+            out.stride(0),
+            ACTIVATION=activation,
+            BLOCK=512,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def _whole_row(width: int) -> dict[str, Any]:
+    """A row in one block. Its warps shape the tree of additions: a function of the width alone."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(32, max(4, block // 256)), "enable_fp_fusion": False}
+
+
+def _check_rows(x: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
+    assert x.shape == out.shape
+    assert x.dtype == out.dtype
+    assert x.stride(1) == out.stride(1) == 1
+    # Rows that begin elsewhere would be computed by other code, in which the additions may lie otherwise.
+    assert x.data_ptr() % 16 == out.data_ptr() % 16 == 0, "rows begin at multiples of 16 bytes"
+    return x.shape[0], x.shape[1]
+
+
+def _check_partials(partials: torch.Tensor, bias: torch.Tensor | None, rows: int, width: int) -> int:
+    assert partials.is_contiguous()
+    assert partials.shape[1:] == (rows, width), f"{tuple(partials.shape)} are not sums of [{rows}, {width}]"
+    assert partials.dtype == torch.float32 or (len(partials) == 1 and bias is None), "a product that was rounded is one sum with its bias"
+    return partials.shape[0]

@@ -1,0 +1,319 @@
+"""The runner on a CUDA device: a pass is one graph, and what comes back of it is which tokens were picked.
+
+Small passes (decoding, with or without drafts) are captured per bucket of rows and groups, from the embedding to the picked tokens and
+the move of the accepted path's KV; large ones (prompts) are launched kernel by kernel, with the same kernels and the same bits. The
+runner gives up the host after the launch: reading the output waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ngramspec.cuda import moves, sampling
+from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
+from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for
+from ngramspec.cuda.inputs import Bucket, Inputs
+from ngramspec.cuda.linear import Product, check
+from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
+from ngramspec.cuda.pool import CudaPool
+from ngramspec.drafting.evidence import KEPT
+from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.runner import Runner, check_supported, kv_shapes
+from ngramspec.types import BLOCK, Batch
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""Largest difference from transformers' own logits, over their size, that counts as rounding."""
+
+CHECKED_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 256)
+"""Row counts over which every weight's products are compared, bitwise."""
+
+SPACE = 512 << 20
+"""Most bytes of what programs that share out a row's keys leave for each other."""
+
+RESERVE = SPACE + (1 << 30)
+"""Bytes of the device's memory left for what passes allocate, besides the KV pool."""
+
+PROGRAMS_PER_PROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How products with one shape of weight are computed, and whether rows proved independent of each other."""
+
+    name: str
+    bitwise: bool
+
+    def __str__(self) -> str:
+        return self.name if self.bitwise else f"{self.name}, numerical"
+
+
+class CudaOutput:
+    def __init__(self, runner: CudaRunner, batch: Batch, logits: torch.Tensor, rows: np.ndarray | None, results: Results | None) -> None:
+        """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was picked."""
+        self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
+
+    @property
+    def picks(self) -> np.ndarray | None:
+        if self._results is None:
+            self._runner.synchronize()  # what was staged for the pass may be overwritten by the next
+            return None
+        self._results.wait()
+        return self._results.picks[self._rows] if self._rows is not None else self._results.picks[: len(self._batch.logits_rows)]
+
+    def logits(self, first: int, end: int) -> np.ndarray:
+        if first == end:
+            self._runner.synchronize()
+        chosen = (
+            self._logits[first:end] if self._rows is None else self._logits[torch.from_numpy(self._rows[first:end]).to(self._logits.device)]
+        )
+        return chosen.to("cpu", copy=True).numpy()
+
+    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        if self._results is None:
+            return None
+        self._results.wait()
+        rows = self._rows[first:end] if self._rows is not None else slice(first, end)
+        return self._results.tokens[rows], self._results.values[rows]
+
+    def commit(self, b: int, start: int, path: np.ndarray) -> None:
+        picker = self._batch.spans[b].picker
+        if self._results is None or picker is None or not picker.on_device:  # else the pass has done it
+            self._runner.pool.commit(self._batch.spans[b].slot, start, path)
+
+
+class Results:
+    """What a pass sends back for R rows: picked tokens, the most likely ones and their logits; one copy."""
+
+    def __init__(self, n_rows: int, device: torch.device) -> None:
+        words = n_rows * (1 + 2 * KEPT)
+        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        a, b = n_rows, n_rows * (1 + KEPT)
+        self.device_picks, self.device_tokens = self._device[:a], self._device[a:b].view(n_rows, KEPT)
+        self.device_values = self._device[b:].view(torch.float32).view(n_rows, KEPT)
+        host = self._host.numpy()
+        self.picks, self.tokens, self.values = host[:a], host[a:b].reshape(-1, KEPT), host[b:].view(np.float32).reshape(-1, KEPT)
+
+    def send(self) -> None:
+        self._host.copy_(self._device, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class CudaRunner(Runner):
+    pool: CudaPool
+    asynchronous = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_len: int,
+        max_seqs: int,
+        max_rows: int,
+        kv_bytes: int | None,
+        max_depth: int,
+        memory_utilization: float = 0.9,
+        exact: bool = True,
+        graphs: bool = True,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`kv_bytes` None: what is free of `memory_utilization` of the device's memory. `max_depth`: deepest draft node. `exact` False: the
+        vendor's linear products. Raises UnsupportedModelError, OutOfMemoryError."""
+        self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
+        self._device, self._dtype = model.device, model.dtype
+        self._exact = exact
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        config = model.config.get_text_config()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        check_supported(model)
+        if len({p.device for p in model.parameters()}) > 1:
+            raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
+        probe = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
+        with torch.inference_mode():
+            expected = model(input_ids=probe[None].to(self._device), use_cache=False).logits[0, -1:].float().cpu()
+        model.config._attn_implementation = config._attn_implementation = "ngramspec"
+        self.shapes = kv_shapes(model)
+        n_heads, (n_kv_heads, head_dim) = int(config.num_attention_heads), max(self.shapes, key=lambda shape: shape[1])
+        self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim)
+        self.policies: dict[tuple[int, int], Policy] = {}
+        progress("checking exactness (the first start compiles its kernels)")
+        with torch.inference_mode():
+            bound = self._bind(max_len)
+            progress("making room for keys and values")
+            self.pool = self._make_pool(max_len, max_seqs, kv_bytes, memory_utilization)
+            self._make_spaces(n_heads)
+            self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=False)
+            self._compare(bound, expected, probe.numpy().astype(np.int32), max_len)
+        self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=graphs)
+        self.exactness = "bitwise" if all(p.bitwise for p in self.policies.values()) and self._self_test() else "numerical"
+        if self.exactness == "numerical":
+            log.warning(
+                "exactness: numerical (rows depend on their number: %s)",
+                ", ".join(f"{s}: {p}" for s, p in self.policies.items() if not p.bitwise) or "attention or small operations",
+            )
+
+    @property
+    def device(self) -> str:
+        return str(self._device)
+
+    @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    # ------------------------------------------------------------------ binding
+
+    def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, utilization: float) -> CudaPool:
+        block_bytes = CudaPool.block_bytes(self.shapes, self._dtype)
+        if kv_bytes is None:
+            kv_bytes = self._free_memory(utilization)
+        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK))
+        if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
+            raise OutOfMemoryError(
+                f"{max(kv_bytes, 0) >> 20} MiB for keys and values hold {max(n_blocks, 0) * BLOCK} tokens; one block of {BLOCK} takes "
+                f"{block_bytes} bytes. A smaller model, or a higher memory utilization than {utilization}, may fit"
+            )
+        return CudaPool(self.shapes, n_blocks, max_seqs, max_len, dtype=self._dtype, device=self._device)
+
+    def _free_memory(self, utilization: float) -> int:
+        """Bytes of the device that are left of what may be used, with room for what passes allocate."""
+        if self._device.type != "cuda":
+            return 1 << 26
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(min(free, total * utilization - (total - free))) - RESERVE
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        shape = (weight.shape[0], weight.shape[1])
+        if not self._exact:
+            self.policies.setdefault(shape, Policy("the vendor's own choice", False))
+            return VendorProduct(weight, bias)
+        product = Product(weight, bias, self._n_processors)
+        if shape not in self.policies:
+            self.policies[shape] = Policy(
+                f"fixed tiles, {product.splits} pieces", check(product, [n for n in CHECKED_ROWS if n <= self.max_rows])
+            )
+        return product
+
+    @functools.cached_property
+    def _n_processors(self) -> int:
+        return torch.cuda.get_device_properties(self._device).multi_processor_count if self._device.type == "cuda" else 4
+
+    def _bind(self, max_len: int) -> Stack | None:
+        """Our own kernels throughout, where the model's layers are of the kind they know."""
+        try:
+            return Stack(self.model, self._linear, max_len)
+        except UnsupportedModelError as e:
+            log.debug("its own modules: %s", e)
+            return None
+
+    def _compare(self, stack: Stack | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
+        """Take the first that gives transformers' own logits for these tokens [n], `expected` [1, V]: the stack, or the model's own modules with
+        our attention and products. Raises UnsupportedModelError where neither does."""
+        error = float("nan")
+        for decoder in [stack, None] if stack else [None]:
+            self._decoder: Decoder = decoder or Modules(self.model, self._linear, max_len)
+            self._decoder.pool = self.pool
+            error = self._error(expected, tokens)
+            if error < TOLERANCE[self._dtype]:
+                log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
+                return
+        raise UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
+
+    # ------------------------------------------------------------------ passes
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> CudaOutput:
+        n, n_items = len(batch.input_ids), len(batch.items)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread: Triton launches on the current one
+        self.pool.send_tables()
+        bucket = bucket_for(n, n_items)
+        inputs = None if bucket is None else self._graphs.inputs(bucket)
+        if bucket is not None and inputs is not None:
+            inputs.fill(batch)
+            inputs.send()
+            self._graphs.replay(bucket)
+            inputs.results.send()
+            rows = None if len(batch.logits_rows) == n else batch.logits_rows
+            return CudaOutput(self, batch, self._logits, rows, inputs.results)
+        inputs = Inputs(Bucket(n, n_items), self.max_depth, self.pool.device_tables, self.pool.dummy)
+        inputs.fill(batch)
+        inputs.send()
+        n_wanted = len(batch.logits_rows)
+        wanted = inputs.device["wanted"][:n_wanted]
+        logits = torch.empty(n_wanted, self.vocab_size, dtype=torch.float32, device=self._device)
+        self._decoder(inputs.ids, inputs.rows, wanted, self._plan(inputs.bucket), logits)
+        if not n_wanted:
+            return CudaOutput(self, batch, logits, None, None)
+        results = Results(n_wanted, self._device)
+        self._finish(inputs, logits, wanted, results)
+        results.send()
+        return CudaOutput(self, batch, logits, None, results)
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _make_inputs(self, bucket: Bucket) -> Inputs:
+        inputs = Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy)
+        inputs.results = Results(bucket.rows, self._device)
+        return inputs
+
+    def _captured(self, inputs: Inputs) -> None:
+        """A pass with the logits of all rows."""
+        logits = self._logits[: inputs.bucket.rows]
+        self._decoder(inputs.ids, inputs.rows, None, self._plan(inputs.bucket), logits)
+        self._finish(inputs, logits, None, inputs.results)
+
+    def _finish(self, inputs: Inputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: Results) -> None:
+        """Pick tokens from the logits of the rows `wanted` [N], or of all; walk every tree with them and keep the accepted paths' KV."""
+        likeliest = results.device_tokens, results.device_values
+        how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
+        sampling.pick(logits, how, results.device_picks, self._sampling_space(len(logits)), likeliest)
+        picks = results.device_picks
+        if wanted is not None:
+            picks = torch.full_like(inputs.ids, -1).index_copy_(0, wanted, picks)
+        d = inputs.device
+        counts, paths = sampling.walk(picks, inputs.ids, d["parents"], d["roots"], d["ends"], self.max_depth)
+        slots = paths + (d["starts"] - d["roots"] - 1)[:, None]
+        for memory in self.pool.memory:
+            moves.commit(memory, self.pool.device_tables, d["sequences"], d["starts"], slots, counts)
+
+    def _sampling_space(self, n_rows: int) -> sampling.Workspace:
+        if n_rows <= ROWS[-1]:
+            return self._small_sampling_space
+        return sampling.Workspace(n_rows, self.vocab_size, self._device, k=KEPT)
+
+    def _plan(self, bucket: Bucket) -> Plan:
+        """Enough programs for all processors: where there are few groups and heads, the keys of one are shared out."""
+        if bucket.rows > self._shared_rows:
+            return Plan(self.rows_per_item, 1, None)
+        programs = bucket.items * self.shapes[0][0]
+        n_parallel = max(1, min(32, PROGRAMS_PER_PROCESSOR * self._n_processors // programs))
+        return Plan(self.rows_per_item, n_parallel, self._attention_space)
+
+    def _make_spaces(self, n_heads: int) -> None:
+        """What attention and sampling keep between launches; passes with more rows than there is room for share no keys out."""
+        heads, dim = max(self.shapes, key=lambda shape: shape[1])
+        max_keys = self.pool.max_blocks * BLOCK
+        row_bytes = n_heads * n_splits(max_keys) * (dim + 2) * 4
+        self._shared_rows = max((rows for rows in ROWS if rows * row_bytes <= SPACE), default=0)
+        self._attention_space = Workspace.make(self._shared_rows, ITEMS[-1], n_heads, heads, dim, max_keys, self._device)
+        self._small_sampling_space = sampling.Workspace(ROWS[-1], self.vocab_size, self._device, k=KEPT)
+        self._logits = torch.empty(ROWS[-1], self.vocab_size, dtype=torch.float32, device=self._device)

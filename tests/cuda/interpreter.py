@@ -1,0 +1,52 @@
+"""Triton's interpreter made to compute as the device does, where it does not by itself.
+
+`correct()` before any kernel runs. Products of matrices add column after column, so that an element depends on nothing but its row
+and its column (the interpreter leaves the order to BLAS, which chooses by shape, and takes bfloat16 for integers); float32
+becomes bfloat16 by rounding to nearest even instead of cutting; a scalar condition spreads over a block as a condition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from triton import language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def correct() -> None:
+    cast, splat = InterpreterBuilder.cast_impl, InterpreterBuilder.create_splat
+
+    def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        left, right = (_widened(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (a, b))
+        total = d.data.copy()
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., k, None, :]
+        return TensorHandle(total, d.dtype.scalar)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        kinds = src.dtype.scalar, dst_type.scalar
+        if kinds == (tl.float32, tl.bfloat16):
+            return TensorHandle(_narrowed(src.data), tl.bfloat16)
+        if kinds == (tl.bfloat16, tl.float32):
+            return TensorHandle(_widened(src.data), tl.float32)
+        return cast(self, src, dst_type)
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if arg.dtype.scalar == tl.int1:
+            return TensorHandle(np.full(ret_ty.shape, arg.data, dtype=np.bool_), tl.int1)
+        return splat(self, ret_ty, arg)
+
+    InterpreterBuilder.create_dot = dot
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_splat = create_splat
+
+
+def _widened(bfloat16: np.ndarray) -> np.ndarray:
+    return (bfloat16.astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrowed(float32: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(float32), 0x7FFF, rounded).astype(np.uint16)

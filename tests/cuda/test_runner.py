@@ -1,0 +1,130 @@
+"""The device's runner as a whole, on tiny models: the same numbers as transformers, and the same tokens whatever else is in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from ngramspec import Completion, Engine, SamplingParams, engine
+from ngramspec.cuda.graphs import ITEMS, ROWS, bucket_for
+from ngramspec.cuda.model import Modules, Stack
+from ngramspec.cuda.runner import CudaRunner
+from ngramspec.errors import OutOfMemoryError
+
+VOCAB = 64
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 96}
+
+
+def bind(arch: str, dtype: torch.dtype, device: str, **options: Any) -> CudaRunner:
+    overrides = SMALL | ({"num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
+    model = tiny.tiny_model(arch, **overrides).to(device, dtype)
+    return CudaRunner(model, **({"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
+
+
+def test_buckets() -> None:
+    for rows in (1, 2, 3, 5, 17, 100, 128):
+        for items in (1, 2, 7, 64):
+            bucket = bucket_for(rows, items)
+            assert bucket is not None
+            assert bucket.rows >= rows
+            assert bucket.items >= min(items, rows)
+    assert bucket_for(ROWS[-1] + 1, 1) is None
+    assert bucket_for(ROWS[-1], ITEMS[-1] + 1) is None
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "mistral"])
+def test_our_own_kernels_throughout(arch: str, device: str) -> None:
+    """Binding compares the logits with transformers' own, and has a chain and a tree say what token by token says."""
+    runner = bind(arch, torch.float32, device)
+    assert isinstance(runner._decoder, Stack)
+    assert runner.exactness == "bitwise", {str(policy) for policy in runner.policies.values()}
+    runner.pool.check_integrity()
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt_neox", "phi3", "gpt2"])
+def test_the_models_own_modules(arch: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our attention and products. On the CPU torch's own operations depend on where in memory a number stands: no proof there."""
+    if device == "cpu":
+        monkeypatch.setattr(CudaRunner, "_self_test", lambda self: False)
+    runner = bind(arch, torch.float32, device)
+    assert isinstance(runner._decoder, Modules)
+    assert runner.exactness == ("numerical" if device == "cpu" else "bitwise")
+
+
+def test_too_little_memory_is_told(device: str) -> None:
+    with pytest.raises(OutOfMemoryError, match="MiB for keys and values"):
+        bind("llama", torch.float32, device, kv_bytes=1000)
+
+
+@pytest.fixture(scope="module")
+def on_device(device: str) -> Iterator[Engine]:
+    """Without a device its kernels run under the interpreter."""
+    made = pytest.MonkeyPatch()
+
+    def make_runner(model: Any, place: Any, limits: Any, max_model_len: int, say: Any) -> CudaRunner:
+        return CudaRunner(
+            model,
+            max_len=max_model_len + limits.spec_rows + 1,
+            max_seqs=limits.max_seqs,
+            max_rows=limits.max_rows,
+            kv_bytes=1 << 21,
+            max_depth=9,
+        )
+
+    made.setattr(engine, "_make_runner", make_runner)
+    made.setattr(engine, "COST_ROWS", (1, 8))
+    model = tiny.tiny_model("llama", **SMALL, bos_token_id=1, eos_token_id=2, pad_token_id=2).to(device)
+    with Engine(model, max_seqs=4, max_rows=16, spec_rows=8, spec_length=8, threads=1) as made_engine:
+        assert made_engine.exactness == "bitwise"
+        yield made_engine
+        made_engine.runner.pool.check_integrity()
+        assert made_engine.runner.pool.n_available == made_engine.runner.pool.n_blocks
+    made.undo()
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [np.tile(rng.integers(3, VOCAB, 5), 4)[: 9 + 4 * i].tolist() for i in range(3)]
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=10, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=10, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=8, temperature=0.7, repetition_penalty=1.3, logprobs=1, seed=3, ignore_eos=True),
+    ],
+    ids=["greedy", "sampled", "picked by the host"],
+)
+def test_speculation_changes_no_token(on_device: Engine, params: SamplingParams) -> None:
+    plain = [on_device.complete(prompt, params, speculation=False, prefix_cache=False) for prompt in prompts()]
+    # What was written before is what later requests expect: deep drafts, which are accepted.
+    together = on_device.complete(prompts(), params, prediction=plain[0].token_ids)
+    assert tokens(together) == tokens(plain)
+    alone = on_device.complete(prompts()[0], params, prediction=plain[0].token_ids)
+    assert alone.token_ids == plain[0].token_ids
+    assert alone.stats.accepted > 0
+
+
+def test_a_pass_in_a_bucket_is_that_of_kernels_launched_one_by_one(on_device: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
+    in_buckets = on_device.complete(prompts()[:2], params)
+    monkeypatch.setattr("ngramspec.cuda.runner.bucket_for", lambda rows, items: None)
+    assert tokens(on_device.complete(prompts()[:2], params, prefix_cache=False)) == tokens(in_buckets)
+
+
+def test_the_device_picks_what_the_host_would(on_device: Engine) -> None:
+    """A request that wants log-probabilities is picked for by the host, from the same logits."""
+    for temperature in (0.0, 0.9):
+        params = {"max_tokens": 5, "temperature": temperature, "seed": 11, "ignore_eos": True}
+        device, host = (on_device.complete(prompts()[1], SamplingParams(**params, logprobs=n)) for n in (None, 0))
+        assert device.token_ids == host.token_ids
