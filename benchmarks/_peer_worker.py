@@ -17,14 +17,23 @@ Generate = Callable[[list[list[int]]], list[list[int]]]
 
 
 def hf(
-    folder: str, *, threads: int, max_tokens: int, temperature: float, seed: int, eos: list[int], lookup: int | None
+    folder: str,
+    *,
+    device: str,
+    dtype: str,
+    threads: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    eos: list[int],
+    lookup: int | None,
 ) -> tuple[str, Generate]:
     """transformers' `generate` with its own cache, with prompt lookup of `lookup` tokens or without."""
     import torch
     import transformers
 
     torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True).eval().to(device)
     options = {"max_new_tokens": max_tokens, "do_sample": temperature > 0, "eos_token_id": eos or None, "pad_token_id": 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -33,19 +42,19 @@ def hf(
 
     def complete(prompt: list[int]) -> list[int]:
         torch.manual_seed(seed)
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=device)
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
     return transformers.__version__, lambda prompts: [complete(prompt) for prompt in prompts]
 
 
 def vllm(
-    folder: str, *, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], speculation: dict | None
+    folder: str, *, dtype: str, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], speculation: dict | None
 ) -> tuple[str, Generate]:
     """vLLM compiled, with its defaults. Its threads are set by the environment."""
     import vllm
 
-    model = vllm.LLM(folder, dtype="float32", max_model_len=max_len, speculative_config=speculation)
+    model = vllm.LLM(folder, dtype=dtype, max_model_len=max_len, speculative_config=speculation)
     params = vllm.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None, stop_token_ids=eos)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: prompts from files, the machine in words, medians in turns, the closing JSON line.
+"""What the benchmarks share: options, prompts from files, the machine in words, medians in turns, the closing JSON line.
 
 A JSONL row or a seed enters, token ids leave. Knows tokenizers, nothing of engines or peers.
 """
@@ -16,10 +16,13 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import statistics
+import subprocess
 import sys
 import textwrap
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,7 @@ import ngramspec
 SLOPES = {"flat": 0.005, "steep": 0.04}
 """Cost of a row as a share of a pass: a large GPU, a CPU of two cores."""
 PACKAGES = ("torch", "transformers", "numpy", "numba")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,68 @@ class Prompt:
 
     name: str
     ids: list[int]
+    output: list[int] | None = None
+    """What is to be written, where that is known."""
+
+
+class Words:
+    """Stands in for a tokenizer where there is none: a word, a run of blanks or a sign is a token, its id a hash. Nothing decodes it."""
+
+    all_special_ids: tuple[int, ...] = ()
+    chat_template = "words"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [zlib.crc32(piece.encode()) % self.vocab_size for piece in re.findall(r"\w+|\s+|[^\w\s]", text)]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "\n".join(message["content"] for message in messages) + "\n"
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(i): i for i in range(self.vocab_size)}
+
+    def batch_decode(self, batch: list[list[int]]) -> list[str]:
+        return [" ".join(map(str, ids)) for ids in batch]
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """`--model` or `--random-weights`, either as `args.model`, and where it runs. See `settle_dtype`."""
+    from ngramspec.random_weights import PREFIX, SHAPES  # with it comes transformers, which most benchmarks do without
+
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help="folder, hub name, GGUF file, smollm2, or random:CONFIG")
+    model.add_argument(
+        "--random-weights",
+        dest="model",
+        type=lambda name: PREFIX + name,
+        metavar="CONFIG",
+        help=f"random weights in the shape of {', '.join(SHAPES)}, or of a config.json",
+    )
+    parser.add_argument("--device", type=device, default="cpu", metavar="cpu|cuda:N")
+    parser.add_argument("--dtype", choices=DTYPES, help="default float32 on the CPU, bfloat16 on CUDA")
+    parser.add_argument("--threads", type=positive, metavar="N", help="of everybody; default all cores")
+
+
+def device(text: str) -> str:
+    """A command line's device. Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    return "cuda:0" if text == "cuda" else text
+
+
+def settle_dtype(device: str, dtype: str | None) -> str:
+    return dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+
+
+def wait_for(device: str) -> None:
+    """Until the device has done what it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
 
 
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
@@ -157,7 +223,18 @@ def environment(device: str, threads: int) -> dict[str, Any]:
     """The machine and what runs on it, for the JSON document."""
     versions = {"python": platform.python_version(), "ngramspec": ngramspec.__version__}
     versions |= {package: importlib.metadata.version(package) for package in PACKAGES}
+    if device.startswith("cuda"):
+        versions |= {"triton": importlib.metadata.version("triton"), "cuda": str(torch.version.cuda), "driver": driver_version()}
     return {"device": device_name(device), "threads": threads, "platform": platform.platform(), "versions": versions}
+
+
+def driver_version() -> str:
+    """NVIDIA's driver, "unknown" where nvidia-smi does not say."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
 
 
 def print_table(header: list[str], rows: list[list[Any]]) -> None:

@@ -1,11 +1,15 @@
 """How much faster is speculation, and is the text the same?
 
-    python -m benchmarks.decode --model M --prompts F.jsonl [--limit N] [--max-tokens K] [--temperature T --seed S]
-        [--concurrency C] [--against hf,hf-pld,vllm-none,vllm-ngram,vllm-suffix] [--vllm-python PATH] [--random-prompts N]
+    python -m benchmarks.decode --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D]
+        --prompts F.jsonl | --random-prompts N | --trace [F.jsonl] [--limit N] [--max-tokens K] [--temperature T --seed S]
+        [--concurrency C] [--fixed-length N,N] [--against hf,hf-pld,vllm-none,vllm-ngram,vllm-suffix] [--vllm-python PATH]
 
 Every prompt (every C prompts, handed in together) is completed with speculation off, on, and by each peer, in turns; so all see the same
 machine. A rate counts generated tokens over the whole time from the prompt to the last of them. `identical`: with speculation on, and by a
 peer, the same tokens as with speculation off. Progress goes to standard error, a table and a last line of JSON to standard output.
+
+With `--trace` a recording is replayed ("replayed": true): every pass runs, and the text is that of the recorded outputs, whatever the
+model would have written. So a model of random weights shows the time, and a real model's text what drafts are worth.
 """
 
 from __future__ import annotations
@@ -15,113 +19,112 @@ import contextlib
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import common
 from benchmarks.common import Prompt
+from benchmarks.ours import FixedCost, FixedLength, Ours
 from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task, open_peer
+from benchmarks.recorded import ReplayEngine, outputs_of, recorded_prompts
 from ngramspec import Engine, SamplingParams, Stats
-from ngramspec.cost import CostModel
 from ngramspec.datastore.format import MANIFEST
-from ngramspec.loading import load_model
+from ngramspec.loading import load_model, load_tokenizer
 
-SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost")
+SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost", "tokenizer")
 LOCAL_VLLM = Path(".venv-vllm/bin/python")
 """Where `make peers` puts it."""
 
 
-class FixedCost(CostModel):
-    """A cost that is given, whatever a pass takes."""
-
-    def __init__(self, slope: float, max_rows: int) -> None:
-        super().__init__([1, max_rows], [1.0, 1.0 + slope * (max_rows - 1)], max_rows)
-
-    def observe(self, rows: int, ms: float) -> None:
-        pass
-
-
-class Ours:
-    """The engine, with or without speculation."""
-
-    def __init__(self, engine: Engine, params: SamplingParams, speculation: bool) -> None:
-        self.engine, self.params, self.speculation = engine, params, speculation
-
-    def complete(self, prompts: list[list[int]]) -> Run:
-        start = time.perf_counter()
-        completions = self.engine.complete(prompts, self.params, speculation=self.speculation)
-        seconds = time.perf_counter() - start
-        stats = Stats()
-        for completion in completions:
-            stats.add(completion.stats)
-        return Run([completion.token_ids for completion in completions], seconds, stats)
-
-    def close(self) -> None:
-        """The engine is closed by whoever opened it."""
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    vllm_python = args.vllm_python or (LOCAL_VLLM if LOCAL_VLLM.exists() else None)
-    options = {"spec_rows": args.spec_rows} if args.spec_rows else {}
-    with Engine(
+    with open_engine(args) as engine:
+        document = measure(engine, args)
+    show(document)
+    common.print_document(document)
+
+
+def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
+    """An engine for `measure`. Raises what `Engine` raises."""
+    if args.spec_rows:
+        options["spec_rows"] = args.spec_rows
+    if args.no_answers:
+        options["answers"] = 0
+    return (ReplayEngine if args.trace else Engine)(
         args.model,
+        tokenizer=None if args.tokenizer is None else load_tokenizer(args.tokenizer),
+        device=args.device,
+        dtype=args.dtype,
         threads=args.threads,
         max_seqs=max(64, args.concurrency),
         datastore=args.datastore,
         recycle=not args.no_recycle,
         progress=say,
         **options,
-        **({"answers": 0} if args.no_answers else {}),
-    ) as engine:
-        if args.cost != "measured":
-            engine.core.cost = FixedCost(common.SLOPES[args.cost], engine.cost.max_rows)
-        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
-        prompts, skipped = choose_prompts(args, engine)
-        contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params, True)}
-        absent: dict[str, str] = {}
-        with contextlib.ExitStack() as stack:
-            if args.against:
-                longest = max(len(prompt.ids) for prompt in prompts) + args.max_tokens
-                task = Task(
-                    weights_folder(args.model, engine, stack),
-                    params,
-                    engine.eos_token_ids,
-                    threads=engine.threads,
-                    max_len=min(engine.max_model_len, -(-longest // 256) * 256),
-                )
-            for name in args.against:
-                say(f"starting {name}")
-                try:
-                    contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, vllm_python)))
-                except PeerAbsentError as error:
-                    absent[name] = str(error)
-                    say(f"{name} is absent: {error}")
-            runs = compare(contenders, absent, prompts, args.concurrency)
-        document = {
-            "model": args.model,
-            "prompts": len(prompts),
-            "skipped": skipped,
-            **figures(runs, absent, sampled=args.temperature > 0),
-            "settings": {
-                "prompts": "random" if args.random_prompts else str(args.prompts.name) if args.prompts else "library",
-                **{name: getattr(args, name) for name in SETTINGS},
-                "datastore": [Path(path).name for path in args.datastore],
-            },
-            "exactness": engine.props()["exactness"],
-            "dtype": engine.props()["dtype"],
-            **common.environment("cpu", engine.threads),
-        }
-        document["versions"] |= {name: peer.version for name, peer in contenders.items() if isinstance(peer, Peer)}
-    show(document)
-    common.print_document(document)
+    )
+
+
+def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON document of a comparison on this engine, which `open_engine` opened."""
+    vllm_python = args.vllm_python or (LOCAL_VLLM if LOCAL_VLLM.exists() else None)
+    if args.cost != "measured":
+        engine.core.cost = FixedCost(common.SLOPES[args.cost], engine.cost.max_rows)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    prompts, skipped = choose_prompts(args, engine)
+    if isinstance(engine, ReplayEngine):
+        engine.outputs = outputs_of(prompts)
+    contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params, True)}
+    for length in args.fixed_length:
+        drafts = FixedLength(length, vocab_size=engine.vocab_size, max_seqs=max(64, args.concurrency))
+        contenders[f"fixed {length}"] = Ours(engine, params, True, drafts)
+    absent: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        if args.against:
+            longest = max(len(prompt.ids) for prompt in prompts) + args.max_tokens
+            task = Task(
+                weights_folder(args, engine, stack),
+                params,
+                engine.eos_token_ids,
+                threads=engine.threads,
+                max_len=min(engine.max_model_len, -(-longest // 256) * 256),
+                device=args.device,
+                dtype=args.dtype,
+            )
+        for name in args.against:
+            say(f"starting {name}")
+            try:
+                contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, vllm_python)))
+            except PeerAbsentError as error:
+                absent[name] = str(error)
+                say(f"{name} is absent: {error}")
+        runs = compare(contenders, absent, prompts, args.concurrency)
+    source = "random" if args.random_prompts else args.prompts.name if args.prompts else "library"
+    document = {
+        "model": args.model,
+        "prompts": len(prompts),
+        "skipped": skipped,
+        "replayed": isinstance(engine, ReplayEngine),
+        **figures(runs, absent, sampled=args.temperature > 0),
+        "settings": {
+            "prompts": (args.trace.name or "library") if args.trace else source,
+            **{name: getattr(args, name) for name in SETTINGS},
+            "datastore": [Path(path).name for path in args.datastore],
+        },
+        "exactness": engine.props()["exactness"],
+        "dtype": engine.props()["dtype"],
+        **common.environment(args.device, engine.threads),
+    }
+    document["versions"] |= {name: peer.version for name, peer in contenders.items() if isinstance(peer, Peer)}
+    return document
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", required=True, help="folder, hub name, GGUF file or smollm2")
+    common.model_options(parser)
+    parser.add_argument("--tokenizer", metavar="M", help="this model's tokenizer; random weights without it: words for tokens")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--prompts", type=Path, metavar="F.jsonl", help="rows with `prompt` or `messages`; without it, functions of the standard library"
@@ -132,16 +135,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="N prompts of random words, by default at temperature 1.5: nothing repeats",
     )
+    source.add_argument(
+        "--trace",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="F.jsonl",
+        help="replay recorded outputs (rows as replay reads them); without a file, edits of the standard library",
+    )
     parser.add_argument("--limit", type=common.positive, metavar="N", help="only the first N prompts")
-    parser.add_argument("--max-tokens", type=common.positive, default=128, metavar="K")
+    parser.add_argument("--max-tokens", type=common.positive, metavar="K", help="default 128, with --trace 512")
     parser.add_argument("--temperature", type=float, metavar="T", help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random prompts")
     parser.add_argument("--concurrency", type=common.positive, default=1, metavar="C", help="prompts completed at once")
+    parser.add_argument(
+        "--fixed-length", type=lengths, default=[], metavar="N,N,...", help="also with drafts of a fixed length, as peers make them"
+    )
     parser.add_argument("--against", type=peer_names, default=[], metavar="PEERS", help=",".join(NAMES))
     parser.add_argument(
         "--vllm-python", type=Path, metavar="PATH", help=f"interpreter of an environment with vLLM; default {LOCAL_VLLM} if it is there"
     )
-    parser.add_argument("--threads", type=common.positive, metavar="N", help="of everybody; default all cores")
     parser.add_argument("--datastore", action="append", default=[], metavar="D", help="draft from this datastore too; may be repeated")
     parser.add_argument("--spec-rows", type=common.positive, metavar="N", help="most draft tokens of a sequence in a pass")
     parser.add_argument("--no-answers", action="store_true", help="do not draft from the answers to earlier prompts")
@@ -156,11 +169,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for store in args.datastore:
         if not (Path(store) / MANIFEST).is_file():
             parser.error(f"--datastore: {store} is not a datastore")
-    if args.prompts is not None and not args.prompts.is_file():
-        parser.error(f"--prompts: there is no file {str(args.prompts)!r}")
+    for name in ("prompts", "trace"):
+        path = getattr(args, name)
+        if path not in (None, Path()) and not path.is_file():
+            parser.error(f"--{name}: there is no file {str(path)!r}")
+    if args.trace and (args.against or args.temperature):
+        parser.error("--trace: a recording is followed greedily, and by nobody but us; leave --against and --temperature out")
     if args.temperature is None:
         args.temperature = 1.5 if args.random_prompts else 0.0
+    args.max_tokens = args.max_tokens or (512 if args.trace else 128)
+    args.no_recycle = args.no_recycle or args.trace is not None  # the model's own candidates are not the recorded model's
+    args.dtype = common.settle_dtype(args.device, args.dtype)
     return args
+
+
+def lengths(text: str) -> list[int]:
+    return sorted({*map(common.positive, text.split(","))})
 
 
 def peer_names(text: str) -> list[str]:
@@ -172,26 +196,34 @@ def peer_names(text: str) -> list[str]:
 
 def choose_prompts(args: argparse.Namespace, engine: Engine) -> tuple[list[Prompt], int]:
     """The prompts asked for, and how many were left out because with their output the model could not hold them."""
-    if args.random_prompts:
-        prompts = common.random_prompts(engine.tokenizer, args.random_prompts, args.seed)[: args.limit]
+    tokenizer = engine.tokenizer or common.Words(engine.vocab_size)
+    if args.trace:
+        path = args.trace if args.trace.name else None
+        try:
+            prompts = recorded_prompts(path, tokenizer, engine.vocab_size, args.limit, args.max_tokens)
+        except ValueError as error:
+            raise SystemExit(f"--trace: {error}") from error
+    elif args.random_prompts:
+        prompts = common.random_prompts(tokenizer, args.random_prompts, args.seed)[: args.limit]
     elif args.prompts:
-        prompts = common.read_prompts(args.prompts, engine.tokenizer, args.limit)
+        prompts = common.read_prompts(args.prompts, tokenizer, args.limit)
     else:
-        prompts = common.library_prompts(engine.tokenizer)[: args.limit]
+        prompts = common.library_prompts(tokenizer)[: args.limit]
     fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
     if not fitting:
         raise SystemExit(f"no prompt leaves room for {args.max_tokens} tokens within the model's {engine.max_model_len}")
     return fitting, len(prompts) - len(fitting)
 
 
-def weights_folder(spec: str, engine: Engine, stack: contextlib.ExitStack) -> Path:
+def weights_folder(args: argparse.Namespace, engine: Engine, stack: contextlib.ExitStack) -> Path:
     """The engine's weights as a folder of safetensors: where it read them, or else a copy that goes with the stack."""
     source = Path(engine.runner.model.config.name_or_path)
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         return source.absolute()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-peers-")))
-    load_model(spec).model.save_pretrained(folder)
-    engine.tokenizer.save_pretrained(folder)
+    load_model(args.model, dtype=getattr(torch, args.dtype)).model.save_pretrained(folder)
+    if engine.tokenizer is not None:
+        engine.tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -230,10 +262,10 @@ def figures(runs: dict[str, list[Run]], absent: dict[str, str], *, sampled: bool
     stats = Stats()
     for run in on:
         stats.add(run.stats)
-    peers: dict[str, Any] = {
+    others = {
         name: {
             "tok_s": round(rate(theirs), 2),
-            "identical": None if sampled else identical(off, theirs),  # their generators are others
+            "identical": None if sampled and not name.startswith("fixed") else identical(off, theirs),  # peers' generators are others
             "tokens": sum(run.n_tokens for run in theirs),
             "off_against": round(rate(off) / rate(theirs), 3),
             "on_against": round(rate(on) / rate(theirs), 3),
@@ -243,6 +275,15 @@ def figures(runs: dict[str, list[Run]], absent: dict[str, str], *, sampled: bool
         for name, theirs in runs.items()
         if name not in ("off", "on")
     }
+    peers = {name: row for name, row in others.items() if not name.startswith("fixed")}
+    fixed = {}
+    for name, row in others.items():
+        if name.startswith("fixed"):
+            theirs = Stats()
+            for run in runs[name]:
+                theirs.add(run.stats)
+            shape = {"tokens_per_pass": round(theirs.tokens_per_pass, 3), "rows_per_pass": round(theirs.rows_per_pass, 3)}
+            fixed[name.removeprefix("fixed ")] = row | shape
     return {
         "tokens": sum(run.n_tokens for run in off),
         "identical": identical(off, on),
@@ -256,6 +297,8 @@ def figures(runs: dict[str, list[Run]], absent: dict[str, str], *, sampled: bool
         "accepted_by_source": stats.accepted_by_source,
         "drafted_by_source": stats.drafted_by_source,
         "digest": common.digest(output for run in off for output in run.outputs),
+        "fixed_length": fixed,
+        "on_against_best_fixed": min((row["on_against"] for row in fixed.values()), default=None),
         "peers": peers | {name: {"absent": reason} for name, reason in absent.items()},
     }
 
@@ -281,14 +324,16 @@ def show(document: dict[str, Any]) -> None:
         ["speculation off", off, 1.0, 1.0, None],
         ["speculation on", document["tok_s_on"], document["speedup"], document["speedup_median"], f"{document['identical']}/{prompts}"],
     ]
-    for name, peer in document["peers"].items():
+    fixed = {f"fixed length {n}": row for n, row in document["fixed_length"].items()}
+    for name, peer in (fixed | document["peers"]).items():
         if "absent" in peer:
             rows.append([name, None, None, None, None])
         else:
             same = None if peer["identical"] is None else f"{peer['identical']}/{prompts}"
             rows.append([name, peer["tok_s"], peer["tok_s"] / off, 1 / peer["off_against_median"], same])
     common.print_table(["", "tok/s", "against off", "median", "same tokens"], rows)
-    print(f"{document['tokens']} tokens of {prompts} prompts; exactness: {document['exactness']}")
+    replayed = " (replayed)" if document["replayed"] else ""
+    print(f"{document['tokens']} tokens of {prompts} prompts{replayed}; exactness: {document['exactness']}")
     print("{tokens_per_pass} tokens and {rows_per_pass} draft rows a pass, {acceptance:.0%} of the drafts accepted".format(**document))
     for name, peer in document["peers"].items():
         if "absent" in peer:

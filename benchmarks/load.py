@@ -42,6 +42,8 @@ MAX_SEQS = 8
 PROMPT_TOKENS = 48
 SHARED_TOKENS = 1500
 KV_BYTES = 256 << 20
+SOAK_KV_BYTES = 32 << 20
+"""Taken in whole before long: what grows after that is not the pool."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -255,7 +257,7 @@ def disconnect(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    with serve(model, **_options(args, max_queue=2 * MAX_SEQS)) as process:
+    with serve(model, **_options(args, max_queue=2 * MAX_SEQS, kv_memory=SOAK_KV_BYTES)) as process:
         return asyncio.run(load_soak.measure_soak(process.target, process.resources, args.minutes * 60, random.Random(args.seed)))
 
 

@@ -69,6 +69,8 @@ class Task:
     threads: int
     max_len: int
     """Most tokens of a prompt with its output."""
+    device: str = "cpu"
+    dtype: str = "float32"
 
 
 def open_peer(name: str, task: Task, vllm_python: Path | None) -> Peer:
@@ -78,10 +80,13 @@ def open_peer(name: str, task: Task, vllm_python: Path | None) -> Peer:
         "temperature": task.params.temperature,
         "seed": task.params.seed or 0,
         "eos": task.eos_token_ids,
+        "dtype": task.dtype,
     }
     if name in HF_LOOKUP:
-        settings |= {"threads": task.threads, "lookup": HF_LOOKUP[name]}
+        settings |= {"threads": task.threads, "lookup": HF_LOOKUP[name], "device": task.device}
         return Peer(Path(sys.executable), "hf", task.folder, settings, {})
+    if task.device != "cpu":
+        raise PeerAbsentError(f"vLLM is compared with on the CPU only, not on {task.device}")
     if vllm_python is None:
         raise PeerAbsentError("vLLM needs its own environment: `make peers`, then --vllm-python PATH")
     settings |= {"max_len": task.max_len, "speculation": VLLM_SPECULATION[name]}

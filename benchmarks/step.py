@@ -1,6 +1,7 @@
 """What does a pass with T rows cost?
 
-    python -m benchmarks.step --model M [--device cpu|cuda] [--context 512] [--rows 1,2,3,4,6,8,12,16,32] [--repeat N]
+    python -m benchmarks.step --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D] [--context 512]
+        [--rows 1,2,3,4,6,8,12,16,32] [--repeat N]
 
 One sequence with `context` tokens in its cache and T rows behind them, logits for every row: our pass, transformers' own forward with its
 cache, and the time to read the weights once, which no pass can beat; measured in turns, medians. Progress goes to standard error, a
@@ -24,16 +25,30 @@ from ngramspec import Engine
 from ngramspec.loading import load_model
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32]
+KV_BYTES = 2 << 30
+"""On a GPU, where an engine would take what is free: so much, as transformers' model and its cache have to stand beside it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    engine = Engine(args.model, device=args.device, threads=args.threads, progress=lambda message: print(message, file=sys.stderr))
-    engine.close()  # passes run in this thread: a second one's OpenMP team would make each yield the cores to the other
+    on_cpu = args.device == "cpu"
+    options: dict[str, Any] = {} if on_cpu else {"kv_memory": KV_BYTES}
+    engine = Engine(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        threads=args.threads,
+        progress=lambda message: print(message, file=sys.stderr),
+        **options,
+    )
+    if on_cpu:
+        engine.close()  # passes run in this thread: a second one's OpenMP team would make each yield the cores to the other
+    else:
+        torch.cuda.set_device(args.device)
     torch.set_num_threads(engine.threads)
     if args.context + max(args.rows) > engine.max_model_len:
         raise SystemExit(f"--context {args.context} and {max(args.rows)} rows do not fit the model's {engine.max_model_len} tokens")
-    stock = load_model(args.model, device=args.device).model
+    stock = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype)).model
     cache = stock_cache(stock, args.context)
     n_bytes = weight_bytes(stock)
     buffer = torch.ones(n_bytes // 4, device=args.device)
@@ -42,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measures[f"ours {rows}"] = partial(engine.runner.time_pass, rows, args.context)
         measures[f"stock {rows}"] = partial(time_stock, stock, cache, rows, args.device)
     medians = common.interleaved_medians(measures, args.repeat)
+    engine.close()
     document = {
         "model": args.model,
         **figures(medians, args.rows, n_bytes),
@@ -56,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", required=True, help="folder, hub name, GGUF file or smollm2")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    common.model_options(parser)
     parser.add_argument("--context", type=common.positive, default=512, metavar="N", help="tokens in the cache")
     parser.add_argument("--rows", type=row_counts, default=ROWS, metavar="N,N,...", help="row counts; 1 is always among them")
     parser.add_argument("--repeat", type=common.positive, default=15, metavar="N", help="passes of each kind")
-    parser.add_argument("--threads", type=common.positive, metavar="N", help="of everybody; default all cores")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.dtype = common.settle_dtype(args.device, args.dtype)
+    return args
 
 
 def row_counts(text: str) -> list[int]:
@@ -89,11 +105,10 @@ def time_stock(model: Any, cache: DynamicCache, rows: int, device: str) -> float
 
 def timed(work: Callable[[], object], device: str) -> float:
     """Milliseconds until the work is done, on the device too."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
+    common.wait_for(device)
     start = time.perf_counter()
     work()
-    wait()
+    common.wait_for(device)
     return (time.perf_counter() - start) * 1e3
 
 
@@ -101,7 +116,7 @@ def weight_bytes(model: Any) -> int:
     """Bytes of weights that a pass reads: all, but for an embedding table that is not the output layer as well."""
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return total if table.data_ptr() == head.data_ptr() else total - table.numel() * table.element_size()
+    return total if table is head else total - table.numel() * table.element_size()
 
 
 def figures(medians: dict[str, float], rows: list[int], n_bytes: int) -> dict[str, Any]:

