@@ -223,8 +223,8 @@ class CudaRunner(Runner):
             return None
 
     def _compare(self, stack: Stack | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
-        """Take the first that gives transformers' own logits, `expected` [1, V]: the stack, or the model's own modules with our attention and
-        products. Raises UnsupportedModelError where neither does."""
+        """Take the first that gives transformers' own logits, `expected` [1, V]: the stack, or the model's own modules with our attention
+        and products. Raises UnsupportedModelError where neither does."""
         error = float("nan")
         for decoder in [stack, None] if stack else [None]:
             self._decoder: Decoder = decoder or Modules(self.model, self._linear, max_len)
