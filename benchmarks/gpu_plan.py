@@ -53,7 +53,7 @@ class Plan:
     """Replayed one at a time; for the largest batch a quarter as many groups."""
     max_tokens: int = 64
     kv_bytes: int = 8 << 30
-    tests: tuple[str, ...] = ("-m", "cuda", "tests")
+    tests: tuple[str, ...] = ("tests/cuda",)
     """Arguments of pytest."""
 
     @property

@@ -103,7 +103,10 @@ def complete(
         bool, _option(_PROMPT, "Wrap the prompt as a user's message in the model's chat template, or continue it as it is.", "--chat/--raw")
     ] = False,
     model: Annotated[
-        str, _option(_ENGINE, "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2.", "--model", "-m")
+        str,
+        _option(
+            _ENGINE, "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2; random:SHAPE to measure.", "--model", "-m"
+        ),
     ] = "smollm2",
     device: Annotated[str, _option(_ENGINE, "cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, _option(_ENGINE, "float32; on CUDA bfloat16, float16 or float32. auto: the first of these.")] = "auto",

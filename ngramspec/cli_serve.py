@@ -30,7 +30,11 @@ def serve(
     model: Annotated[
         str,
         _option(
-            _MODEL, "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2.", "--model", "-m", envvar="NGRAMSPEC_MODEL"
+            _MODEL,
+            "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2; random:SHAPE to measure.",
+            "--model",
+            "-m",
+            envvar="NGRAMSPEC_MODEL",
         ),
     ] = "smollm2",
     device: Annotated[str, _option(_MODEL, "cpu, cuda or cuda:N.")] = "cpu",

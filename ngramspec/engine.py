@@ -35,7 +35,7 @@ from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError
 from ngramspec.kv import Chain
 from ngramspec.loading import LoadedModel, available_memory, eos_token_ids, load_model
 from ngramspec.requests import Deliver, Hints, Request
-from ngramspec.runner import COST_ROWS, Runner
+from ngramspec.runner import Runner
 from ngramspec.sampling import Picker
 from ngramspec.sequence import Sequence
 from ngramspec.stores import Store, named, open_store
@@ -188,7 +188,8 @@ class Engine:
         self._encoding = Encoding(loaded.tokenizer, self.vocab_size)
         say("measuring what a pass costs")
         warmer.join()
-        counts = [c for c in COST_ROWS if c <= self.runner.pool.n_tokens // 2]
+        pool = self.runner.pool
+        counts = [c for c in self.runner.cost_rows if 2 * c <= min(pool.n_tokens, pool.max_blocks * BLOCK)]
         self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(limits.max_rows, limits.spec_rows))
         self.core = Core(self.runner, make_proposer(), self.cost, self._failed_alone)
         log.info("%s: exactness %s, %d tokens of KV", self.name, self.exactness, self.runner.pool.n_tokens)
@@ -511,7 +512,12 @@ class Engine:
             changed = self.core.step(self._hand_out)
         except (NgramspecError, MemoryError, RuntimeError, ValueError) as e:
             log.exception("a pass failed; its requests end")
-            cause = OutOfMemoryError(f"out of memory in a pass: {e}") if isinstance(e, MemoryError) else e
+            cause: Exception = e
+            if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
+                cause = OutOfMemoryError(f"out of memory in a pass: {e}")
+                self.core.scheduler.max_rows = max(
+                    self.core.scheduler.max_rows // 2, len(self.runner.pool.held)
+                )  # prompts in smaller pieces
             for seq in list(self.core.scheduler.running):
                 if seq in self._requests:
                     self._failed_alone(seq, cause)

@@ -61,6 +61,7 @@ class Runner(ABC):
     asynchronous = False
     """A pass goes on while its output is not read."""
     rows_per_item = ROWS_PER_ITEM
+    cost_rows: tuple[int, ...] = COST_ROWS
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ from ngramspec.cuda.inputs import Bucket
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 

@@ -95,7 +95,7 @@ class Inputs:
                 if p.temperature > 0:
                     mine = slice(int(batch.roots[s]), end)
                     h["temperature"][mine], h["top_k"][mine], h["top_p"][mine], h["min_p"][mine] = p.temperature, p.top_k, p.top_p, p.min_p
-                    h["seed"][mine] = picker.seed & 0xFFFFFFFF, picker.seed >> 32
+                    h["seed"][mine] = np.array([picker.seed], np.uint64).view(np.int32)  # low half, high half
                     h["sample"][mine] = picker.sample
                     h["position"][mine] = batch.positions[mine] + 1 - span.n_prompt
             row = end

@@ -76,6 +76,7 @@ class CudaPool(BlockTables):
                 self.device_tables[slot, :n].copy_(self._staged[slot, :n], non_blocking=True)
         self._stale.clear()
 
+    @torch.inference_mode()
     def commit(self, slot: int, start: int, path: np.ndarray) -> None:
         """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""
         assert start >= self.registered[slot] * BLOCK, "a registered block is not written"

@@ -25,6 +25,7 @@ from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorPr
 from ngramspec.cuda.pool import CudaPool
 from ngramspec.drafting.evidence import KEPT
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.pack import Span
 from ngramspec.runner import Runner, check_supported, kv_shapes
 from ngramspec.types import BLOCK, Batch
 
@@ -117,6 +118,8 @@ class Results:
 class CudaRunner(Runner):
     pool: CudaPool
     asynchronous = True
+    cost_rows = (*ROWS, 257, 512)
+    """Larger passes are not captured: the host launches every kernel."""
 
     def __init__(
         self,
@@ -234,6 +237,27 @@ class CudaRunner(Runner):
                 log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
                 return
         raise UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
+
+    def _self_test(self) -> bool:
+        """Also a long prompt, in large pieces beside another one and in small pieces alone."""
+        return super()._self_test() and self._test_pieces(min(500, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3))
+
+    def _test_pieces(self, n: int) -> bool:
+        tokens = np.random.default_rng(1).integers(0, self.vocab_size, n).astype(np.int32)
+        slots: list[int] = []
+        try:
+            for _ in range(3 if len(self.pool.held) > 2 else 2):
+                slots.append(self._slot_for_tests(n))
+            a, b = slots[:2]
+            mates = [Span(slots[2], tokens[::-1][: n - 1].copy(), 0, logits=0)] if len(slots) > 2 else []
+            self.run([*mates, Span(a, tokens[: n - 1], 0, logits=0)])
+            for first in range(0, n - 1, 48):
+                self.run([Span(b, tokens[first : min(first + 48, n - 1)], first, logits=0)])
+            large, small = (self.run([Span(slot, tokens[-1:], n - 1)]) for slot in (a, b))
+            return torch.equal(large, small)
+        finally:
+            for slot in slots:
+                self.pool.release(slot)
 
     # ------------------------------------------------------------------ passes
 

@@ -77,7 +77,7 @@ def on_device(device: str) -> Iterator[Engine]:
         )
 
     made.setattr(engine, "_make_runner", make_runner)
-    made.setattr(engine, "COST_ROWS", (1, 8))
+    made.setattr(CudaRunner, "cost_rows", (1, 8))
     model = tiny.tiny_model("llama", **SMALL, bos_token_id=1, eos_token_id=2, pad_token_id=2).to(device)
     with Engine(model, max_seqs=4, max_rows=16, spec_rows=8, spec_length=8, threads=1) as made_engine:
         assert made_engine.exactness == "bitwise"
@@ -100,7 +100,7 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
     "params",
     [
         SamplingParams(max_tokens=10, temperature=0, ignore_eos=True),
-        SamplingParams(max_tokens=10, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=10, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 3, ignore_eos=True),
         SamplingParams(max_tokens=8, temperature=0.7, repetition_penalty=1.3, logprobs=1, seed=3, ignore_eos=True),
     ],
     ids=["greedy", "sampled", "picked by the host"],
