@@ -42,8 +42,8 @@ MAX_SEQS = 8
 PROMPT_TOKENS = 48
 SHARED_TOKENS = 1500
 KV_BYTES = 256 << 20
-SOAK_KV_BYTES = 32 << 20
-"""Taken in whole before long: what grows after that is not the pool."""
+SOAK_KEPT = {"kv_memory": 32 << 20, "answers": 10_000}
+"""What is kept for later, on purpose, is full before long: what grows after that should not."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _options(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What all servers here are started with."""
-    return {"max_seqs": MAX_SEQS, "kv_memory": KV_BYTES, **({"threads": args.threads} if args.threads else {}), **more}
+    return {"max_seqs": MAX_SEQS, "kv_memory": KV_BYTES} | ({"threads": args.threads} if args.threads else {}) | more
 
 
 # ---------------------------------------------------------------------------- capacity
@@ -257,7 +257,7 @@ def disconnect(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    with serve(model, **_options(args, max_queue=2 * MAX_SEQS, kv_memory=SOAK_KV_BYTES)) as process:
+    with serve(model, **_options(args, max_queue=2 * MAX_SEQS, **SOAK_KEPT)) as process:
         return asyncio.run(load_soak.measure_soak(process.target, process.resources, args.minutes * 60, random.Random(args.seed)))
 
 
