@@ -23,7 +23,7 @@ SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_h
 def bind(arch: str, dtype: torch.dtype, device: str, **options: Any) -> CudaRunner:
     overrides = SMALL | ({"num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
     model = tiny.tiny_model(arch, **overrides).to(device, dtype)
-    return CudaRunner(model, **({"max_len": 64, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
+    return CudaRunner(model, **({"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
 
 
 def test_buckets() -> None:

@@ -268,12 +268,14 @@ def test_what_outlives_the_drain_timeout_is_told_so(rig: Rig) -> None:
     assert rig.post(max_tokens=1).status_code == 200
     rig.until(lambda: rig.desk.in_flight == 0)
     rig.brake.hold()
-    streaming, waiting = rig.later(stream=True), rig.later()
-    rig.until(lambda: rig.desk.in_flight == 2)
-    rig.run(rig.desk.drain(0)).result(30)
-    assert rig.desk.in_flight == 0
-    assert (waiting.result(30).status_code, waiting.result(0).json()["error"]["code"]) == (503, "shutting_down")
-    *_, last = (line for line in streaming.result(30).text.splitlines() if line.startswith("data: "))
+    with httpx.stream("POST", f"{rig.server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as streaming:
+        assert streaming.status_code == 200
+        waiting = rig.later()
+        rig.until(lambda: rig.desk.in_flight == 2)
+        rig.run(rig.desk.drain(0)).result(30)
+        assert rig.desk.in_flight == 0
+        assert (waiting.result(30).status_code, waiting.result(0).json()["error"]["code"]) == (503, "shutting_down")
+        *_, last = (line for line in streaming.iter_lines() if line.startswith("data: "))
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
 
 
