@@ -38,8 +38,10 @@ $(READY): pyproject.toml
 demo: $(READY)
 	$(BIN)/python -m ngramspec.demo
 
+# What measures a server runs by itself.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server/test_load.py
+	$(BIN)/python -m pytest tests/server/test_load.py
 
 check: $(READY)
 	$(BIN)/ruff format --check $(CHECKED)

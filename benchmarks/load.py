@@ -99,7 +99,12 @@ async def measure_capacity(target: Target, seconds: float, max_tokens: int, rng:
 
     await together(MAX_SEQS, lambda _: one())  # what is made at the first pass is made now
     levels = {"closed": await _closed(one, seconds)}
-    rate = levels["closed"]["requests_s"]
+    while not (rate := levels["closed"]["requests_s"]):  # a machine that others keep busy
+        if seconds > 60:
+            raise RuntimeError(f"no request was answered within {seconds:g} s")
+        seconds *= 2
+        say(f"capacity: nothing came through; trying {seconds:g} s")
+        levels["closed"] = await _closed(one, seconds)
     for factor in FACTORS:
         say(f"capacity: {factor} x {rate:.2f} requests a second")
         levels[f"{factor}x"] = await _arrivals(one, factor * rate, seconds, rng)
