@@ -250,7 +250,7 @@ def test_draining_lets_what_runs_finish_and_takes_no_more(rig: Rig) -> None:
     rig.until(lambda: rig.desk.in_flight == 0)
     rig.brake.hold()
     running = rig.later(max_tokens=20)
-    rig.until(lambda: rig.desk.in_flight == 1)
+    rig.until(lambda: rig.engine.status().running == 1)
     drained = rig.run(rig.desk.drain(60))
     rig.until(lambda: rig.desk.draining)
     health = httpx.get(f"{rig.server.url}/health")
@@ -271,7 +271,7 @@ def test_what_outlives_the_drain_timeout_is_told_so(rig: Rig) -> None:
     with httpx.stream("POST", f"{rig.server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as streaming:
         assert streaming.status_code == 200
         waiting = rig.later()
-        rig.until(lambda: rig.desk.in_flight == 2)
+        rig.until(lambda: rig.engine.status().running + rig.engine.status().waiting == 2)
         rig.run(rig.desk.drain(0)).result(30)
         assert rig.desk.in_flight == 0
         assert (waiting.result(30).status_code, waiting.result(0).json()["error"]["code"]) == (503, "shutting_down")
