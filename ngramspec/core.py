@@ -7,8 +7,9 @@ Not thread-safe: `engine` calls it from one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,12 +23,13 @@ from ngramspec.pack import Span, depths, pack
 from ngramspec.runner import Output, Runner
 from ngramspec.scheduler import Scheduler, Work
 from ngramspec.sequence import Sequence
-from ngramspec.types import BLOCK, DraftTree
+from ngramspec.types import BLOCK, DraftTree, TokenLogprob
 from ngramspec.verify import follow, walk
 
-NO_NODES = np.empty(0, np.int32)
 NO_TOKEN = np.array([-1], np.int32)
-ROOT = np.zeros(1, np.int32)
+
+Steps: TypeAlias = Iterator[tuple[int, int, TokenLogprob | None]]
+"""Accepted tokens in order: (token, the draft node that carried it or -1, its log-probability where asked for)."""
 
 
 class Core:
@@ -150,9 +152,10 @@ class Core:
                 if self._recycles and seq.speculation and not seq.resting:
                     self._recycle(seq, output, root, row)
                 if picks is not None and seq.picker.on_device:
-                    accepted, path = self._follow(seq, picks[root:row])
+                    steps = self._follow(seq, picks[root:row])
                 else:
-                    accepted, path = self._walk(seq, output.logits(root, row))
+                    steps = self._walk(seq, output.logits(root, row))
+                accepted, path = self._accept(seq, steps)
                 self._record(seq, len(accepted), path)
             except Exception as e:  # this sequence alone: its logits, its text
                 self.remove(seq)
@@ -195,9 +198,8 @@ class Core:
         else:
             self.proposer.recycle(before, last, output.logits(root, end))
 
-    def _walk(self, seq: Sequence, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Append what the model accepts, to the end of the text at most; rows [1 + nodes, V]. Returns (tokens, nodes of the path)."""
-        tree = seq.tree
+    def _walk(self, seq: Sequence, rows: np.ndarray) -> Steps:
+        """What the model accepts, picked from its logits rows [1 + nodes, V] as the steps are taken."""
         logprob = None
 
         def pick(row: int) -> int:
@@ -205,27 +207,27 @@ class Core:
             token, logprob = seq.pick(rows[row])
             return token
 
+        for token, node in walk(seq.tree, pick):
+            yield token, node, logprob
+
+    def _follow(self, seq: Sequence, picks: np.ndarray) -> Steps:
+        """The same where the device has picked the tokens after all rows [1 + nodes] int32. Raises NotFiniteError."""
+        path = [] if seq.tree is None else follow(seq.tree.tokens, seq.tree.parents, picks).tolist()
+        for row, node in zip([-1, *path], [*path, -1], strict=True):
+            yield seq.take(int(picks[row + 1])), node, None
+
+    def _accept(self, seq: Sequence, steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+        """Append what the model accepts, to the end of the text at most. Returns (tokens, nodes of the path), int32."""
         tokens, path = [], []
-        for token, node in walk(tree, pick):
-            source = self._name(tree, node) if tree is not None and node >= 0 else None
+        for token, node, logprob in steps:
             tokens.append(token)
+            source = None
             if node >= 0:
                 path.append(node)
+                source = self._name(seq.tree, node)
             if seq.append(token, source, logprob):
                 break
-        return np.array(tokens, np.int32), np.array(path, np.int32) if path else NO_NODES
-
-    def _follow(self, seq: Sequence, picks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`_walk` where the device has picked the tokens after every row [1 + nodes] int32. Raises NotFiniteError."""
-        tree = seq.tree
-        path = follow(tree.tokens, tree.parents, picks) if tree is not None else NO_NODES
-        tokens = picks[np.concatenate([ROOT, path + 1])]
-        nodes = path.tolist()
-        for i, token in enumerate(tokens.tolist()):
-            source = self._name(tree, nodes[i]) if tree is not None and i < len(nodes) else None
-            if seq.append(seq.take(token), source, None):
-                return tokens[: i + 1], path[: i + 1]
-        return tokens, path
+        return np.array(tokens, np.int32), np.array(path, np.int32)
 
     def _record(self, seq: Sequence, n_tokens: int, path: np.ndarray) -> None:
         tree, stats = seq.tree, seq.choice.stats
@@ -244,8 +246,9 @@ class Core:
             stats.accepted_lengths.extend([0] * (len(path) + 1 - len(stats.accepted_lengths)))
             stats.accepted_lengths[len(path)] += 1
 
-    def _name(self, tree: DraftTree, node: int) -> str:
+    def _name(self, tree: DraftTree | None, node: int) -> str:
         """The source of a draft token, with file and line where it comes from a datastore."""
+        assert tree is not None
         assert self.proposer is not None
         name = self.proposer.source_names[tree.sources[node]]
         if name == DATASTORE and tree.places is not None and tree.places[node] >= 0 and self.proposer.datastore is not None:

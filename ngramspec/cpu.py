@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import numba
@@ -10,16 +9,14 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ngramspec import attention, fused
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.kv import KVPool
 from ngramspec.linear import PackedLinear, Policy, Product, Shared, SharedPart, choose_policy
-from ngramspec.runner import Runner, check_supported, kv_shapes
+from ngramspec.modules import bias_of, joined, weight_of
+from ngramspec.runner import Runner, check_supported
 from ngramspec.types import BLOCK, Batch
-
-log = logging.getLogger(__name__)
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that see the same input and become one product."""
@@ -66,19 +63,12 @@ class CpuRunner(Runner):
         self.model = model.eval()
         self.max_rows = max_rows
         self.policies: dict[tuple[int, int], Policy] = {}
-        config = model.config.get_text_config()
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         check_supported(model)
         if {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
-        probe = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
-        with torch.inference_mode():
-            expected = model(input_ids=probe[None], use_cache=False).logits[0]
+        tokens, expected = self._adopt(model)
         progress("packing weights")
-        model.config._attn_implementation = "ngramspec"
-        config._attn_implementation = "ngramspec"
-        self.shapes = kv_shapes(model)
         with torch.inference_mode():
             self._pack_linears()
             fused.replace_small_operations(model)
@@ -90,13 +80,8 @@ class CpuRunner(Runner):
             )
         self.pool = KVPool(self.shapes, n_blocks, max_seqs, max_len)
         progress("checking exactness (the first start compiles its kernels)")
-        self._fuse_layers(expected, probe.numpy().astype(np.int32))
-        self.exactness = "bitwise" if self._is_bitwise() else "numerical"
-        if self.exactness == "numerical":
-            log.warning(
-                "exactness: numerical (rows depend on their number: %s)",
-                ", ".join(f"{s}: {p}" for s, p in self.policies.items() if not p.bitwise) or "attention",
-            )
+        self._fuse_layers(expected, tokens)
+        self._prove()
 
     # ------------------------------------------------------------------ binding
 
@@ -119,17 +104,11 @@ class CpuRunner(Runner):
                 if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:  # type: ignore[union-attr]
                     self._share(parent, group, layers)  # type: ignore[arg-type]
             for name, child in parent.named_children():
-                if type(child) is nn.Linear:
-                    setattr(parent, name, PackedLinear(self._product(child.weight, child.bias)))
-                elif type(child) is Conv1D:
-                    setattr(parent, name, PackedLinear(self._product(child.weight.T.contiguous(), child.bias)))
+                if (weight := weight_of(child)) is not None:
+                    setattr(parent, name, PackedLinear(self._product(weight, bias_of(child))))
 
     def _share(self, parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
-        biases = [layer.bias for layer in layers]
-        bias = None
-        if any(b is not None for b in biases):
-            bias = torch.cat([torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
-        shared = Shared(self._product(torch.cat([layer.weight for layer in layers]), bias), [layer.out_features for layer in layers])
+        shared = Shared(self._product(*joined(layers)), [layer.out_features for layer in layers])
         for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
             setattr(parent, name, SharedPart(shared, i, layer.in_features))
 
@@ -147,11 +126,8 @@ class CpuRunner(Runner):
         logits = self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0]
         return HostOutput(logits.numpy(), self.pool, batch)
 
-    def _is_bitwise(self) -> bool:
-        return all(policy.bitwise for policy in self.policies.values()) and self._self_test()
-
     def _fuse_layers(self, expected: torch.Tensor, tokens: np.ndarray) -> None:
-        """Check our pass against transformers' own logits [n, V]: all layers as one `Stack` where they fit and agree, else one by one.
+        """Check our pass against transformers' own logits [V]: all layers as one `Stack` where they fit and agree, else one by one.
 
         Raises UnsupportedModelError where the model's result is another.
         """
@@ -164,4 +140,4 @@ class CpuRunner(Runner):
             base.layers = layers
         error = self._error(expected, tokens)
         if not error < TOLERANCE:
-            raise UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
+            raise self._differs(error)

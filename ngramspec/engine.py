@@ -118,7 +118,8 @@ class Engine:
         `similar`: draft from the datastores' files that are most like a request; `answers`: tokens of finished answers that later
         requests draw on, 0 for none; `recycle`: draft from the model's own candidates; `drafters`: further sources.
         """
-        max_rows = max_rows or (256 if device == "cpu" else 2048)
+        if max_rows is None:
+            max_rows = 256 if device == "cpu" else 2048
         _check_settings(threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
         place = _check_place(device, dtype, gpu_memory_utilization, linears, graphs)
         self.threads = threads or torch.get_num_threads()

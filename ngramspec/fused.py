@@ -17,6 +17,7 @@ from torch import nn
 
 from ngramspec.attention import Pass, attend_packed
 from ngramspec.linear import PackedLinear, Shared, SharedPart
+from ngramspec.modules import rms_norm
 from ngramspec.numeric import exp
 
 _F = np.float32
@@ -198,15 +199,10 @@ def _same(old: nn.Module, new: nn.Module, width: int) -> bool:
 
 
 def _fused_norm(module: nn.Module) -> nn.Module | None:
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if (
-        not type(module).__name__.endswith("RMSNorm")
-        or not isinstance(weight, torch.Tensor)
-        or weight.ndim != 1
-        or not isinstance(eps, float)
-    ):
+    found = rms_norm(module)
+    if found is None:
         return None
+    weight, eps = found
     for candidate in (RMSNorm(weight, eps), RMSNorm(weight + 1, eps)):  # Gemma's weights are offsets from one
         if _same(module, candidate, len(weight)):
             return candidate

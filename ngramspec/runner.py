@@ -7,6 +7,7 @@ measurement of what a pass costs. A device's own runner (`cpu`, `cuda.runner`) b
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,10 +23,20 @@ from ngramspec.kv import BlockTables
 from ngramspec.pack import ROWS_PER_ITEM, Span, pack
 from ngramspec.types import BLOCK, Batch, DraftTree
 
+log = logging.getLogger(__name__)
+
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Row counts at which the cost of a pass is measured."""
 
 AttentionInterface.register("ngramspec", attention.forward)
+
+
+class Policy(Protocol):
+    """How products with one shape of weight are computed; `str` says it."""
+
+    @property
+    def bitwise(self) -> bool:
+        """Rows proved independent of their number."""
 
 
 class Output(Protocol):
@@ -56,7 +67,7 @@ class Runner(ABC):
     shapes: list[tuple[int, int]]
     """Per layer (n_kv_heads, head_dim)."""
     exactness: str
-    policies: Mapping[tuple[int, int], object]
+    policies: Mapping[tuple[int, int], Policy]
     """How products with a weight [N, K] are computed, by (N, K)."""
     asynchronous = False
     """A pass goes on while its output is not read."""
@@ -88,6 +99,31 @@ class Runner(ABC):
             raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
         return slot
 
+    def _adopt(self, model: PreTrainedModel) -> tuple[np.ndarray, torch.Tensor]:
+        """Have a model's attention be ours, and find out its shapes.
+
+        Returns tokens [n] int32, and transformers' own logits [V] behind them.
+        """
+        config = model.config.get_text_config()
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        tokens = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
+        with torch.inference_mode():
+            expected = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, -1].float().cpu()
+        model.config._attn_implementation = config._attn_implementation = "ngramspec"
+        self.shapes = kv_shapes(model)
+        return tokens.numpy().astype(np.int32), expected
+
+    def _prove(self) -> None:
+        """Find out `exactness`."""
+        doubted = [f"{shape}: {policy}" for shape, policy in self.policies.items() if not policy.bitwise]
+        self.exactness = "bitwise" if not doubted and self._self_test() else "numerical"
+        if self.exactness == "numerical":
+            what = ", ".join(doubted) or "attention or small operations"
+            log.warning("exactness: numerical (rows depend on their number: %s)", what)
+
+    def _differs(self, error: float) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
+
     def _error(self, expected: torch.Tensor, tokens: np.ndarray) -> float:
         """Largest difference of the logits, over their size."""
         slot = self._slot_for_tests(len(tokens))
@@ -95,7 +131,7 @@ class Runner(ABC):
             got = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
         finally:
             self.pool.release(slot)
-        return float((got - expected[-1]).abs().max() / expected[-1].abs().max().clamp(min=1e-6))
+        return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
     def _self_test(self) -> bool:
         """A prompt in chunks, a chain and a tree against the same tokens one by one: bitwise equal logits?"""

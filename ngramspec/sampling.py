@@ -34,7 +34,11 @@ _STRIDE = 1024
 
 
 class NotFiniteError(NgramspecError):
-    """The model's logits for a token are not numbers."""
+    """The model's logits for a token, that at an output position where one is given, are not numbers."""
+
+    def __init__(self, position: int | None = None) -> None:
+        where = "" if position is None else f" at output position {position}"
+        super().__init__(f"the model's logits{where} hold no finite maximum")
 
 
 @njit(cache=True, nogil=True)
@@ -232,7 +236,7 @@ class Picker:
     def _best(self, adjusted: np.ndarray, position: int) -> int:
         best = int(adjusted.argmax())  # not a number counts as the greatest
         if not np.isfinite(adjusted[best]):
-            raise NotFiniteError(f"the model's logits at output position {position} hold no finite maximum")
+            raise NotFiniteError(position)
         return best
 
     def _weights(self, adjusted: np.ndarray, best: int) -> np.ndarray:
@@ -262,7 +266,7 @@ def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
     top = wide.max()
     norm = top + np.log(np.exp(wide - top).sum())
     if not np.isfinite(norm):
-        raise NotFiniteError("the model's logits hold no finite maximum")
+        raise NotFiniteError()
     likely = np.flatnonzero(row >= np.partition(row, -n)[-n]) if 0 < n < len(row) else np.arange(len(row) if n else 0)
     best = likely[np.argsort(-row[likely], kind="stable")][:n]
     return TokenLogprob(token, float(wide[token] - norm), [(int(i), float(wide[i] - norm)) for i in best])

@@ -110,7 +110,7 @@ class Sequence:
     def take(self, token: int) -> int:
         """A token that the device picked; -1 where it could not. Raises NotFiniteError."""
         if token < 0:
-            raise NotFiniteError(f"the model's logits at output position {self.n_output} hold no finite maximum")
+            raise NotFiniteError(self.n_output)
         return token
 
     def score_prompt(self, first: int, rows: np.ndarray) -> None:

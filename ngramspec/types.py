@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 BLOCK = 32
 """Token slots per block of the KV pool, and the width of a tile of keys."""
 
+KEPT = 8
+"""The model's own candidates per token that are recycled."""
+
 MAX_SEED = 2**64 - 1
 MAX_STOPS = 64
 MAX_LOGPROBS = 100

@@ -38,10 +38,9 @@ def walk(tree: DraftTree | None, pick: Callable[[int], int]) -> Iterator[tuple[i
 def follow(tokens, parents, picks):
     """`walk` where the model's tokens after all rows are known, picks [1 + N] int32: the nodes of the accepted path, in order."""
     path = np.empty(tokens.shape[0], np.int32)
-    n, node, i = 0, np.int32(-1), 0
-    while i < tokens.shape[0]:
+    n, node = 0, np.int32(-1)
+    for i in range(tokens.shape[0]):  # a child comes after its parent, and siblings differ in token
         if parents[i] == node and tokens[i] == picks[node + 1]:
             path[n] = node = np.int32(i)
             n += 1
-        i += 1  # a child comes after its parent, and siblings differ in token
     return path[:n]

@@ -38,9 +38,6 @@ class Graphs:
         self.refused: set[Bucket] = set()
         """Buckets for which memory did not suffice; such batches go uncaptured."""
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def inputs(self, bucket: Bucket) -> Any | None:
         """The inputs to fill for a pass of this bucket, which is captured if it has not been; None where that failed for want of memory."""
         if bucket not in self._entries and bucket not in self.refused:

@@ -53,9 +53,8 @@ class Inputs:
         kinds = {"temperature": np.float32, "min_p": np.float32, "top_p": np.float64, "wanted": np.int64}
         shapes = {"items": (i, 2), "seed": (n, 2), "paths": (n, depth)}
         self.host = {name: host[a:b].view(kinds.get(name, np.int32)).reshape(shapes.get(name, (-1,))) for name, (a, b) in at.items()}
-        wide = {"temperature": torch.float32, "min_p": torch.float32, "top_p": torch.float64, "wanted": torch.int64}
         self.device = {
-            name: self._sent[a:b].view(wide.get(name, torch.int32)).reshape(shapes.get(name, (-1,))) for name, (a, b) in at.items()
+            name: self._sent[a:b].view(torch.from_numpy(self.host[name]).dtype).view(self.host[name].shape) for name, (a, b) in at.items()
         }
         d = self.device
         self.ids = d["ids"]
@@ -63,7 +62,6 @@ class Inputs:
         self.sampling = Sampling(d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"])
         h = self.host
         h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = dummy, 1, -1, -1, -1
-        self.send()
 
     def fill(self, batch: Batch) -> None:
         """Stage a batch that fits. Not before an earlier pass's output was read."""
@@ -84,21 +82,18 @@ class Inputs:
         h["temperature"].fill(0)
         h["roots"].fill(-1)
         h["ends"].fill(-1)
-        row = 0
         for s, span in enumerate(batch.spans):
-            end = row + span.n_rows
             picker = span.picker
             if picker is not None and picker.on_device:
                 h["roots"][s], h["ends"][s] = batch.roots[s], batch.ends[s]
                 h["starts"][s], h["sequences"][s] = span.start + len(span.tokens), span.slot
                 p = picker.params
                 if p.temperature > 0:
-                    mine = slice(int(batch.roots[s]), end)
+                    mine = slice(int(batch.roots[s]), int(batch.ends[s]))
                     h["temperature"][mine], h["top_k"][mine], h["top_p"][mine], h["min_p"][mine] = p.temperature, p.top_k, p.top_p, p.min_p
                     h["seed"][mine] = np.array([picker.seed], np.uint64).view(np.int32)  # low half, high half
                     h["sample"][mine] = picker.sample
                     h["position"][mine] = batch.positions[mine] + 1 - span.n_prompt
-            row = end
 
     def send(self) -> None:
         self._sent.copy_(self._staged, non_blocking=True)

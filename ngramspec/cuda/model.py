@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ngramspec.cuda import layers
 from ngramspec.cuda.attention import Workspace, attend
@@ -21,17 +20,17 @@ from ngramspec.cuda.place import place, turn_and_place
 from ngramspec.cuda.pool import CudaPool
 from ngramspec.cuda.rows import Rows
 from ngramspec.errors import UnsupportedModelError
+from ngramspec.modules import bias_of, joined, rms_norm, weight_of
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
-LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"})
+LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Models whose layers `Stack` computes, if their modules are the ones it knows and the logits agree."""
 
 
 class Linear(Protocol):
     """What multiplies rows with one weight: our product, or the vendor's."""
 
-    splits: int
     bias: torch.Tensor | None
 
     def partial(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -45,8 +44,6 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 class VendorProduct:
     """The vendor library's own choice for every number of rows: the fastest, and not row-invariant. For comparison."""
-
-    splits = 1
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -131,16 +128,16 @@ class Stack:
         ) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
             raise UnsupportedModelError(f"{type(layer).__name__}: other modules than expected")
         linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(type(linear) is nn.Linear for linear in linears) or not getattr(attn, "use_rope", True):
+        if not all(type(linear) is nn.Linear for linear in linears):
             raise UnsupportedModelError(f"{type(layer).__name__}: other linear layers than expected")
         return _Layer(
             first=layer.input_layernorm.weight.detach(),
-            qkv=make(*_joined(linears[:3])),
+            qkv=make(*_take_over(linears[:3])),
             q_norm=attn.q_norm.weight.detach() if "q_norm" in names else None,
             k_norm=attn.k_norm.weight.detach() if "k_norm" in names else None,
             out=make(attn.o_proj.weight.detach(), attn.o_proj.bias),
             second=layer.post_attention_layernorm.weight.detach(),
-            gate_up=make(*_joined(linears[4:6])),
+            gate_up=make(*_take_over(linears[4:6])),
             down=make(mlp.down_proj.weight.detach(), mlp.down_proj.bias),
             scale=float(attn.scaling),
             window=int(getattr(attn, "sliding_window", window) or 0),
@@ -180,10 +177,8 @@ class Modules:
         self.model = model
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear:
-                    setattr(parent, name, ProductModule(make(child.weight.detach(), child.bias), child))
-                elif type(child) is Conv1D:
-                    setattr(parent, name, ProductModule(make(child.weight.detach().T.contiguous(), child.bias), child))
+                if (weight := weight_of(child)) is not None:
+                    setattr(parent, name, ProductModule(make(weight, bias_of(child)), child))
                 elif (norm := _our_norm(child)) is not None:
                     setattr(parent, name, norm)
 
@@ -238,31 +233,24 @@ class NormModule(nn.Module):
 
 def _our_norm(module: nn.Module) -> NormModule | None:
     """Our norm for an RMS norm that gives the same numbers; others stay as they are."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if (
-        not type(module).__name__.endswith("RMSNorm")
-        or not isinstance(weight, torch.Tensor)
-        or weight.ndim != 1
-        or not isinstance(eps, float)
-    ):
+    found = rms_norm(module)
+    if found is None:
         return None
+    weight, eps = found
     x = torch.randn(1, 5, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
-    ours = NormModule(weight.detach(), eps)
+    ours = NormModule(weight, eps)
     slack = 1e-5 if weight.dtype == torch.float32 else 2e-2
     return ours if torch.allclose(module(x).float(), ours(x).float(), rtol=slack, atol=slack) else None
 
 
-def _joined(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _take_over(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One weight (and bias) above the other; the modules keep views of it."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    weight, bias = joined(linears)
     for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     if weight.is_cuda:
         torch.cuda.empty_cache()  # what the separate weights took is in pieces too small for the next joined ones
-    if all(linear.bias is None for linear in linears):
-        return weight, None
-    return weight, torch.cat([weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears])
+    return weight, bias
 
 
 def _launch(plan: Plan) -> dict[str, Any]:

@@ -23,11 +23,10 @@ from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, check
 from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
 from ngramspec.cuda.pool import CudaPool
-from ngramspec.drafting.evidence import KEPT
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.pack import Span
-from ngramspec.runner import Runner, check_supported, kv_shapes
-from ngramspec.types import BLOCK, Batch
+from ngramspec.runner import Runner, check_supported
+from ngramspec.types import BLOCK, KEPT, Batch
 
 log = logging.getLogger(__name__)
 
@@ -140,19 +139,16 @@ class CudaRunner(Runner):
         self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
         self._device, self._dtype = model.device, model.dtype
         self._exact = exact
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        config = model.config.get_text_config()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         check_supported(model)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
-        probe = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
-        with torch.inference_mode():
-            expected = model(input_ids=probe[None].to(self._device), use_cache=False).logits[0, -1:].float().cpu()
-        model.config._attn_implementation = config._attn_implementation = "ngramspec"
-        self.shapes = kv_shapes(model)
-        n_heads, (n_kv_heads, head_dim) = int(config.num_attention_heads), max(self.shapes, key=lambda shape: shape[1])
+        tokens, expected = self._adopt(model)
+        n_heads, (n_kv_heads, head_dim) = (
+            int(model.config.get_text_config().num_attention_heads),
+            max(self.shapes, key=lambda shape: shape[1]),
+        )
         self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim)
         self.policies: dict[tuple[int, int], Policy] = {}
         progress("checking exactness (the first start compiles its kernels)")
@@ -162,14 +158,9 @@ class CudaRunner(Runner):
             self.pool = self._make_pool(max_len, max_seqs, kv_bytes, memory_utilization)
             self._make_spaces(n_heads)
             self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=False)
-            self._compare(bound, expected, probe.numpy().astype(np.int32), max_len)
+            self._compare(bound, expected, tokens, max_len)
         self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=graphs)
-        self.exactness = "bitwise" if all(p.bitwise for p in self.policies.values()) and self._self_test() else "numerical"
-        if self.exactness == "numerical":
-            log.warning(
-                "exactness: numerical (rows depend on their number: %s)",
-                ", ".join(f"{s}: {p}" for s, p in self.policies.items() if not p.bitwise) or "attention or small operations",
-            )
+        self._prove()
 
     @property
     def device(self) -> str:
@@ -226,7 +217,7 @@ class CudaRunner(Runner):
             return None
 
     def _compare(self, stack: Stack | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
-        """Take the first that gives transformers' own logits, `expected` [1, V]: the stack, or the model's own modules with our attention
+        """Take the first that gives transformers' own logits, `expected` [V]: the stack, or the model's own modules with our attention
         and products. Raises UnsupportedModelError where neither does."""
         error = float("nan")
         for decoder in [stack, None] if stack else [None]:
@@ -236,7 +227,7 @@ class CudaRunner(Runner):
             if error < TOLERANCE[self._dtype]:
                 log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
                 return
-        raise UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
+        raise self._differs(error)
 
     def _self_test(self) -> bool:
         """Also a long prompt, in large pieces beside another one and in small pieces alone."""
@@ -299,6 +290,7 @@ class CudaRunner(Runner):
 
     def _make_inputs(self, bucket: Bucket) -> Inputs:
         inputs = Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy)
+        inputs.send()  # a pass without rows, for the capture
         inputs.results = Results(bucket.rows, self._device)
         return inputs
 

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from ngramspec.types import KEPT
+
 from .ngram import GAP_REACH, LADDER, LENGTH, REACH, START, look_up, look_up_gap
 
 DATASTORE = 0  # the external drafter whose weights are shipped
@@ -46,8 +48,6 @@ MEMORY = 48  # outcomes that `hits` remembers
 _FULL = 1 << MEMORY
 WIDTH = 8
 """Candidates per node."""
-KEPT = 8
-"""Recycled candidates per token."""
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
 """Bounds in nats of the levels of a recycled candidate's distance to the most likely one. What is further off is not kept."""
 MAX_CODE = 255
