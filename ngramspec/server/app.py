@@ -76,7 +76,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Border, settings=settings, metrics=metrics)
+    app.add_middleware(Border, settings=settings, metrics=metrics, desk=state.desk, keyring=state.keyring)
     return app
 
 

@@ -22,6 +22,8 @@ from ngramspec.server.settings import Key, ServerSettings
 OPEN = frozenset({("GET", "/health"), ("GET", "/"), ("GET", "/static/{name}")})
 """(method, path template) of every route that answers without a key: nothing in them comes from a model or a store."""
 
+Headers = Sequence[tuple[bytes, bytes]]
+
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -77,6 +79,11 @@ class Keyring:
                 found = key
         return found
 
+    def knows(self, headers: Headers) -> bool:
+        """Whether a request with these headers has a valid key."""
+        given = given_key(headers)
+        return given is not None and self.find(given) is not None
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
@@ -97,7 +104,7 @@ async def identify(
     route = request.scope.get("route")
     if not len(state.keyring):
         return _remember(request, Identity("", admin=local, tenant="", stores=None, local=local))
-    given = given_key(request)
+    given = given_key(request.scope["headers"])
     key = state.keyring.find(given) if given is not None else None
     if key is not None:
         return _remember(request, Identity(key.name, key.admin, key.name, key.stores, local))
@@ -115,9 +122,8 @@ async def administrator(identity: Annotated[Identity, Depends(identify)]) -> Ide
     return identity
 
 
-def given_key(request: Request) -> bytes | None:
+def given_key(raw: Headers) -> bytes | None:
     """The key in a request's headers: one bearer token, else one X-Api-Key. Two of a kind are none, for proxies disagree which counts."""
-    raw = request.scope["headers"]
     bearers = [value for name, value in raw if name == b"authorization"]
     if len(bearers) == 1:
         scheme, _, key = bearers[0].partition(b" ")

@@ -15,7 +15,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngramspec.server import errors, limits, logs
-from ngramspec.server.auth import Hosts
+from ngramspec.server.auth import Hosts, Keyring
+from ngramspec.server.desk import Desk
 from ngramspec.server.errors import ApiError, ClientGone
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.settings import ServerSettings
@@ -34,11 +35,16 @@ _HEADERS = {
 """On every response that does not say otherwise."""
 
 
+WORK = frozenset({"/v1/completions", "/v1/chat/completions", "/completion", "/completions", "/infill"})
+"""Paths of requests that need a place at the desk."""
+
+
 class Border:
     """What every request passes: a name for it, checks of host, headers and body, security headers, one line in the log."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, desk: Desk, keyring: Keyring) -> None:
         self.app, self.limits, self.hosts, self.metrics = app, settings.limits, Hosts(settings), metrics
+        self.desk, self.keyring = desk, keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,9 +71,11 @@ class Border:
             try:
                 self._check_head(scope)
                 body = await limits.read_body(scope, receive, self.limits)
+                self._check_room(scope)
                 limits.check_body(scope, body, self.limits)
             except ApiError as error:
-                self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
+                if error.status != 429:  # which the desk has counted
+                    self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
                 await error.response()(scope, receive, answer)
             else:
                 await self.app(scope, limits.replayed(body, receive), answer)
@@ -78,7 +86,7 @@ class Border:
             if not status:
                 await errors.unexpected().response()(scope, receive, answer)
         finally:
-            route = getattr(scope.get("route"), "path", "-")
+            route = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in WORK else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
             caller = scope["state"].get("caller", "")
             logs.log_request(
@@ -86,6 +94,15 @@ class Border:
                 | {"duration_ms": took, "key": caller}
                 | facts
             )
+
+    def _check_room(self, scope: Scope) -> None:
+        """Refuse work for which there is no room before its body is looked at, which would cost those that run.
+
+        One without a valid key goes on, to be told so.
+        """
+        known = not len(self.keyring) or self.keyring.knows(scope["headers"])
+        if scope["method"] == "POST" and scope["path"] in WORK and known:
+            self.desk.check_room(1)
 
     def _check_head(self, scope: Scope) -> None:
         limits.check_headers(scope["headers"], self.limits)

@@ -138,12 +138,16 @@ class Desk:
         if sequences > self.capacity:
             raise ApiError(400, f"the request is for {sequences} texts at once; this server holds {self.capacity}", param="n")
         more = max(0, sequences - place.sequences)
-        if self._taken + more > self.capacity:
+        self.check_room(more)
+        self._taken += more
+        place.sequences += more
+
+    def check_room(self, sequences: int) -> None:
+        """Raises ApiError 429 where there is no room for so many more."""
+        if self._taken + sequences > self.capacity:
             self.metrics.refused("queue_full")
             wait_s = min(60.0, self._mean_s * max(1.0, self._taken / self.capacity))
             raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=retry_after(wait_s))
-        self._taken += more
-        place.sequences += more
 
     # ------------------------------------------------------------------ running
 
