@@ -1,7 +1,8 @@
 """Mixed requests for a long time, a third of them abandoned: does the server keep what it should let go?
 
 A `Target` and a reader of the process's resources enter; the slope of its anonymous memory over requests, its open files and its threads
-leave. The first third only warms up: caches fill, and memory that is kept for later is taken.
+leave. A prompt of every length that fits in one pass comes first, and the first third only warms up: what products compile for each number
+of rows is compiled, caches fill, and memory that is kept for later is taken.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ CLIENTS = 12
 ABANDONED = 1 / 3
 WARM_UP = 1 / 3
 SAMPLES = 120
+PASS = 256
+"""Rows of a prompt in one pass."""
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "returns", "its", "names", "def", "if")
 
 
 async def measure_soak(target: Target, resources: Callable[[], Resources], seconds: float, rng: random.Random) -> dict[str, Any]:
+    for length in range(1, PASS + 1):
+        await ask(target, completion(prompt(rng, length), 1))
     start = time.perf_counter()
     outcomes: Counter[str] = Counter()
     samples: list[tuple[int, Resources]] = []
