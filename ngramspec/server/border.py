@@ -71,8 +71,11 @@ class Border:
             try:
                 self._check_head(scope)
                 body = await limits.read_body(scope, receive, self.limits)
-                self._check_room(scope)
-                limits.check_body(scope, body, self.limits)
+                if not len(self.keyring) or self.keyring.knows(scope["headers"]):
+                    self._check_room(scope)
+                    limits.check_body(scope, body, self.limits)
+                else:
+                    body = b""  # nobody looks at it: the application refuses the request, or the route takes no body
             except ApiError as error:
                 if error.status != 429:  # which the desk has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
@@ -96,12 +99,8 @@ class Border:
             )
 
     def _check_room(self, scope: Scope) -> None:
-        """Refuse work for which there is no room before its body is looked at, which would cost those that run.
-
-        One without a valid key goes on, to be told so.
-        """
-        known = not len(self.keyring) or self.keyring.knows(scope["headers"])
-        if scope["method"] == "POST" and scope["path"] in WORK and known:
+        """Refuse work for which there is no room before its body is looked at, which would cost those that run."""
+        if scope["method"] == "POST" and scope["path"] in WORK:
             self.desk.check_room(1)
 
     def _check_head(self, scope: Scope) -> None:
