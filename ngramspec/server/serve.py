@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -38,6 +39,9 @@ SEND_BUFFER = 64 << 10
 """Bytes that the kernel keeps for a client that does not read."""
 HEAD_BYTES = 256 << 10
 """Longer heads are cut off by the parser; those above `Limits.header_bytes` by us, with an answer in our envelope."""
+LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<meta http-equiv="refresh" content="2"><title>ngramspec</title><p role="status">The model is being loaded.</p></html>"""
+"""The page at / until the playground is there; it comes back by itself."""
 LINGER_S = 3
 """For responses that are being written when the server stops."""
 
@@ -134,7 +138,8 @@ class Front:
             await self.app(scope, receive, send)
         else:
             error = ApiError(503, "the model is being loaded", code="loading", headers=retry_after(2))
-            await error.response()(scope, receive, send)
+            page = HTMLResponse(LOADING, 503, {**error.headers, "Cache-Control": "no-store"})
+            await (page if scope["path"] == "/" else error.response())(scope, receive, send)
 
 
 class Server(uvicorn.Server):

@@ -162,14 +162,17 @@ def test_an_address_that_is_taken() -> None:
 
 
 def test_before_there_is_an_engine_everything_is_503() -> None:
-    async def ask(path: str) -> httpx.Response:
+    async def ask(method: str, path: str) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(Front()), base_url="http://localhost") as client:
-            return await client.post(path, json={})
+            return await client.request(method, path)
 
-    for path in ("/health", "/", "/v1/completions", "/nothing"):
-        answer = asyncio.run(ask(path))
+    for path in ("/health", "/v1/completions", "/nothing"):
+        answer = asyncio.run(ask("POST", path))
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         assert int(answer.headers["retry-after"]) >= 1
+    page = asyncio.run(ask("GET", "/"))
+    assert (page.status_code, page.headers["content-type"]) == (503, "text/html; charset=utf-8")
+    assert "being loaded" in page.text
 
 
 def test_requests_that_never_end_are_cut_off(make_server: Callable[..., Server], client: httpx.Client) -> None:
