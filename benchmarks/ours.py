@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.peers import Run
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.cost import CostModel
+from ngramspec.drafting.alone import Alone
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.types import DraftTree
 
@@ -30,15 +31,16 @@ class FixedCost(CostModel):
 class Ours:
     """The engine, with or without speculation; nothing that it computed for one run helps another."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, speculation: bool, proposer: Proposer | None = None) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, speculation: bool, proposer: Proposer | Alone | None = None) -> None:
         """`proposer`: drafts by this one, None: by the engine's own."""
         self.engine, self.params, self.speculation = engine, params, speculation
         self.proposer = proposer or engine.core.proposer
 
-    def complete(self, prompts: list[list[int]]) -> Run:
-        self.engine.core.proposer = self.proposer  # the engine is idle: all of its requests are ours
+    def complete(self, prompts: list[list[int]], **hints: Any) -> Run:
+        """`hints`: as `Engine.complete` takes them."""
+        self.engine._call(lambda: self.engine.core.use(self.proposer))  # the engine is idle: all of its requests are ours
         start = time.perf_counter()
-        completions = self.engine.complete(prompts, self.params, speculation=self.speculation, prefix_cache=False)
+        completions = self.engine.complete(prompts, self.params, speculation=self.speculation, prefix_cache=False, **hints)
         seconds = time.perf_counter() - start
         stats = Stats()
         for completion in completions:
@@ -64,6 +66,3 @@ class FixedLength(Proposer):
             max_nodes -= n
             trees.append(DraftTree(tokens, np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8)))
         return trees
-
-    def keep(self, before: Any, last: Any, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """What the engine recycles is not for these drafts."""

@@ -148,7 +148,7 @@ class Ours:
             rows = slice(made, made + len(new))
             first = self.n_prompt + made - 1
             text = np.array([-1, *self.text[max(first - 1, 0) : first + len(new)]], np.int32)[-len(new) - 1 :]
-            self.proposer.keep(text[:-1], text[1:], self.top[0][rows], self.top[1][rows])
+            self.proposer.keep(0, text[:-1], text[1:], self.top[0][rows], self.top[1][rows])
         for source in self.tree.sources[path].tolist():
             self.accepted_by_source[self.proposer.source_names[source]] += 1
         self.proposer.observe(self.slots, [new], [path])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from .types import Choice, Completion, Delta, EngineStatus, SamplingParams, Stats, TokenLogprob
+    from .types import Beam, Choice, Completion, Delta, EngineStatus, SamplingParams, Stats, TokenLogprob
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "Completion",
     "Choice",
+    "Beam",
     "Delta",
     "Stats",
     "TokenLogprob",
@@ -51,7 +52,7 @@ __all__ = [
     "__version__",
 ]
 
-_TYPES = ("SamplingParams", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus")
+_TYPES = ("Beam", "SamplingParams", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus")
 
 
 def __getattr__(name: str) -> Any:

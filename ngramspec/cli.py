@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import __version__, cli_datastore, cli_serve
+from . import __version__, cli_beam, cli_datastore, cli_drafts, cli_plan, cli_serve
 
 if TYPE_CHECKING:
     from .engine import Engine, Hints
@@ -34,7 +34,9 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+cli_beam.register(app)
 cli_datastore.register(app)
+cli_plan.register(app)
 cli_serve.register(app)
 
 
@@ -141,6 +143,12 @@ def complete(
         bool, _option(_SPECULATION, "Do not draft from the datastores' files that are most like the prompt.", "--no-similar")
     ] = False,
     no_recycle: Annotated[bool, _option(_SPECULATION, "Do not draft from the model's own candidates.", "--no-recycle")] = False,
+    draft_model: cli_drafts.DraftModel = None,
+    draft_layers: cli_drafts.DraftLayers = None,
+    drafter: cli_drafts.Drafters = None,
+    alone: cli_drafts.Alone = False,
+    acceptance: cli_drafts.Acceptance = None,
+    lenience: cli_drafts.Lenience = None,
     prediction: Annotated[Path | None, _option(_SPECULATION, "A file with the text that is expected, such as the unedited one.")] = None,
     history: Annotated[int | None, _option(_SPECULATION, "Tokens of a sequence that its n-gram tables remember.", min=1)] = None,
     logprobs: Annotated[int | None, _option(_OUTPUT, "Report log-probabilities of each token and of this many others.")] = None,
@@ -183,9 +191,10 @@ def complete(
     except ValueError as error:
         raise BadInputError(str(error)) from error
     bounds = {"spec_length": spec_length, "spec_rows": spec_rows, "max_order": max_order, "history": history}
-    sources = {"datastore": datastore or (), "similar": not no_similar, "recycle": not no_recycle}
+    sources: dict[str, Any] = {"datastore": datastore or (), "similar": not no_similar, "recycle": not no_recycle}
+    sources |= cli_drafts.draft_settings(draft_model, draft_layers, drafter, alone, acceptance, lenience)
     limits = {"threads": threads, "max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
-    settings = {name: value for name, value in (bounds | limits).items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in (bounds | limits).items() if value is not None}
 
     from . import screen
 
@@ -204,9 +213,13 @@ def complete(
 
 
 def _open(model: str, **settings: Any) -> Engine:
+    """`Engine`, but for `drafters` by their names, see `drafters.make_drafter`; `alone`: there is one, and nothing beside it."""
+    from .drafters import make_drafter
     from .engine import Engine
 
     try:
+        made = [make_drafter(name) for name in settings.pop("drafters", ())]
+        settings |= {"alone": made[0]} if settings.pop("alone", False) else {"drafters": made}
         return Engine(model, **settings)
     except ValueError as error:
         raise BadInputError(str(error)) from error

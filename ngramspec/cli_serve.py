@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import cli_drafts
 from .cli_datastore import _size
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ def serve(
         bool, _option(_DRAFTS, "Do not draft from the datastores' files that are most like the prompt.", "--no-similar")
     ] = False,
     no_recycle: Annotated[bool, _option(_DRAFTS, "Do not draft from the model's own candidates.", "--no-recycle")] = False,
+    draft_model: cli_drafts.DraftModel = None,
+    draft_layers: cli_drafts.DraftLayers = None,
+    drafter: cli_drafts.Drafters = None,
+    alone: cli_drafts.Alone = False,
+    acceptance: cli_drafts.Acceptance = None,
+    lenience: cli_drafts.Lenience = None,
     share_candidates: Annotated[
         bool,
         _option(
@@ -183,6 +190,7 @@ def serve(
         "recycle": not no_recycle and (share_candidates or len(tenants) < 2),
         "prefix_cache": prefix_cache,
         "datastore": named_stores(datastore or ()),
+        **cli_drafts.draft_settings(draft_model, draft_layers, drafter, alone, acceptance, lenience),
     }
     _run(model, engine, settings)
 

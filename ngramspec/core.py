@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -16,11 +17,16 @@ import numpy as np
 from ngramspec.cost import CostModel
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, indices
+from ngramspec.drafting.alone import Alone
+from ngramspec.drafting.base import Text
+from ngramspec.drafting.evidence import likeliest
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.drafting.suffix import SuffixDrafter
 from ngramspec.pack import Span, depths, pack
+from ngramspec.rejection import lenient, reject
 from ngramspec.runner import Output, Runner
+from ngramspec.sampling import FRACTION_BITS, token_logprob, uniform_bits
 from ngramspec.scheduler import Scheduler, Work
 from ngramspec.sequence import Sequence
 from ngramspec.types import BLOCK, DraftTree, TokenLogprob
@@ -32,16 +38,49 @@ Steps: TypeAlias = Iterator[tuple[int, int, TokenLogprob | None]]
 """Accepted tokens in order: (token, the draft node that carried it or -1, its log-probability where asked for)."""
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """How drafts are accepted."""
+
+    rejection: bool = False
+    """Drawn drafts by rejection sampling (Leviathan et al., algorithm 1), above temperature 0: exact in distribution, another text.
+    False: all drafts by the walk, the same text."""
+    lenience: float = 1.0
+    """Of Leviathan et al., appendix A.5, in (0, 1]: below 1 the model takes what it holds a little less likely, and nothing is exact."""
+
+    def walks(self, seq: Sequence) -> bool:
+        """A sequence's tokens are the model's own picks."""
+        return self.lenience == 1 and not (self.rejection and seq.params.temperature > 0)
+
+
 class Core:
-    def __init__(self, runner: Runner, proposer: Proposer | None, cost: CostModel, on_error: Callable[[Sequence, Exception], None]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        proposer: Proposer | Alone | None,
+        cost: CostModel,
+        on_error: Callable[[Sequence, Exception], None],
+        acceptance: Acceptance | None = None,
+    ) -> None:
         """`proposer` None: no speculation. `on_error` is told of a sequence that failed alone; the others go on."""
-        self.runner, self.proposer, self.cost = runner, proposer, cost
-        self.on_error = on_error
+        self.runner, self.cost = runner, cost
+        self.on_error, self.acceptance = on_error, acceptance or Acceptance()
+        self.scheduler = Scheduler(runner.pool, runner.max_rows)
+        self.use(proposer)
         self.similar = True
         """Draft from the datastores' files that are most like a request."""
         self.n_passes = 0
-        self._recycles = proposer is not None and proposer.recycles
-        self.scheduler = Scheduler(runner.pool, runner.max_rows)
+
+    def use(self, proposer: Proposer | Alone | None) -> None:
+        """Draft with this one, None: not at all. Not while sequences run.
+
+        Raises what its drafters raise at `bind`, and UnsupportedModelError where they want states that the runner cannot tell.
+        """
+        self.proposer = proposer
+        self.runner.keep_states(proposer is not None and proposer.hears)
+        if proposer is not None:
+            proposer.bind(self.runner)
+        self.scheduler.has_room = proposer.has_room if proposer is not None else lambda n_tokens: True
 
     def add(self, seq: Sequence) -> None:
         if self.proposer is None:
@@ -60,7 +99,9 @@ class Core:
 
     def draft_from(self, stores: Mapping[str, Datastore], ready: Several[Index] | None = None) -> None:
         """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
-        if self.proposer is None:
+        if not isinstance(self.proposer, Proposer):
+            if stores and self.proposer is not None:
+                raise ValueError(f"{self.proposer.source_names[0]} drafts alone, without datastores")
             return
         if not stores:
             self.proposer.datastore = None
@@ -93,12 +134,13 @@ class Core:
                         n_output=seq.n_output,
                         tenant=seq.tenant,
                         datastores=seq.datastores,
+                        text=Text(seq.picker, seq.n_prompt, seq.limit),
                     )
         if not work:
             meanwhile()
             return []
         self._draft(work)
-        spans = [_span(w) for w in work]
+        spans = [self._span(w) for w in work]
         batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
         started = time.perf_counter()
         output = self.runner.forward(batch)
@@ -127,35 +169,37 @@ class Core:
             n = len(tree)
             while n and not pool.reserve(seq.slot, seq.n_tokens + n):  # a full pool: fewer guesses
                 n //= 2
-            if n < len(tree):
-                places = tree.places[:n] if tree.places is not None else None
-                tree = DraftTree(tree.tokens[:n], tree.parents[:n], tree.probs[:n], tree.sources[:n], places)
-            seq.tree = tree if n else None
+            seq.tree = tree.first(n) if n else None
 
     def _commit(self, work: list[Work], spans: list[Span], output: Output, picks: np.ndarray | None) -> list[Sequence]:
         """`picks` [N] int32: what the device picked, if it did."""
         changed: list[Sequence] = []
         observed: list[tuple[int, np.ndarray, np.ndarray]] = []
-        row = 0
+        row, at = 0, 0
         for b, (w, span) in enumerate(zip(work, spans, strict=True)):
             seq = w.seq
             begin, row = row, row + span.n_logits
+            head, at = at, at + span.n_rows  # the sequence's rows in the batch
             root = begin + span.logits - 1
             first = span.start + w.n_rows
             try:
                 if seq.lacks_prompt_logprobs:
                     seq.score_prompt(span.start, output.logits(begin, begin + w.n_rows))
                 if not w.picks:
+                    self._hear(seq, output, span, np.arange(head, at))
                     seq.computed = first
                     self._register(seq)
                     continue
-                if self._recycles and seq.speculation and not seq.resting:
+                if self.proposer is not None and self.proposer.recycles and seq.speculation and not seq.resting:
                     self._recycle(seq, output, root, row)
-                if picks is not None and seq.picker.on_device:
+                if picks is not None and span.picker is not None and span.picker.on_device:
                     steps = self._follow(seq, picks[root:row])
-                else:
+                elif self.acceptance.walks(seq):
                     steps = self._walk(seq, output.logits(root, row))
+                else:
+                    steps = self._judge(seq, output.logits(root, row))
                 accepted, path = self._accept(seq, steps)
+                self._hear(seq, output, span, np.concatenate([np.arange(head, head + w.n_rows), head + w.n_rows + path]))
                 self._record(seq, len(accepted), path)
             except Exception as e:  # this sequence alone: its logits, its text
                 self.remove(seq)
@@ -192,11 +236,13 @@ class Core:
         if seq.tree is not None:
             last = np.concatenate([last, seq.tree.tokens])
             before = np.concatenate([before, last[1 + seq.tree.parents]])
-        candidates = output.candidates(root, end)
-        if candidates is not None:
-            self.proposer.keep(before, last, *candidates)
-        else:
-            self.proposer.recycle(before, last, output.logits(root, end))
+        candidates = output.candidates(root, end) or likeliest(output.logits(root, end))
+        self.proposer.keep(seq.slot, before, last, *candidates)
+
+    def _hear(self, seq: Sequence, output: Output, span: Span, rows: np.ndarray) -> None:
+        """Let the proposer have the hidden states in these rows of the batch [n], which are the sequence's from the span's start on."""
+        if self.proposer is not None and self.proposer.hears and seq.speculation:
+            self.proposer.hear(seq.slot, span.start, output.states(rows))
 
     def _walk(self, seq: Sequence, rows: np.ndarray) -> Steps:
         """What the model accepts, picked from its logits rows [1 + nodes, V] as the steps are taken."""
@@ -215,6 +261,23 @@ class Core:
         path = [] if seq.tree is None else follow(seq.tree.tokens, seq.tree.parents, picks).tolist()
         for row, node in zip([-1, *path], [*path, -1], strict=True):
             yield seq.take(int(picks[row + 1])), node, None
+
+    def _judge(self, seq: Sequence, rows: np.ndarray) -> Steps:
+        """The same where drafts are not accepted by the walk; see `Acceptance`."""
+        n = seq.n_output
+
+        def uniform(depth: int, k: int) -> float:
+            lane = 2 * k + 2  # lane 0 is the drafters' too, where they guess what the request would pick
+            return uniform_bits(seq.picker.seed, seq.picker.sample, n + depth, lane) / 2**FRACTION_BITS
+
+        if seq.params.temperature == 0:
+            steps = lenient(seq.tree, lambda row: seq.picker.adjusted(rows[row], seq.n_output), self.acceptance.lenience)
+        else:
+            steps = reject(seq.tree, lambda row: seq.picker.weights(rows[row], seq.n_output), uniform, self.acceptance.lenience)
+        row, top = 0, seq.params.logprobs
+        for token, node in steps:
+            yield token, node, None if top is None else token_logprob(rows[row], token, top)
+            row = node + 1
 
     def _accept(self, seq: Sequence, steps: Steps) -> tuple[np.ndarray, np.ndarray]:
         """Append what the model accepts, to the end of the text at most. Returns (tokens, nodes of the path), int32."""
@@ -255,12 +318,11 @@ class Core:
             return f"{name}:{self.proposer.datastore.locate(int(tree.places[node]))}"
         return name
 
-
-def _span(work: Work) -> Span:
-    seq, first = work.seq, work.seq.computed
-    logits = work.n_rows if seq.lacks_prompt_logprobs else int(work.picks)
-    picker = seq.picker if work.picks else None
-    return Span(seq.slot, seq.tokens[first : first + work.n_rows], first, seq.tree, logits, picker, seq.n_prompt)
+    def _span(self, work: Work) -> Span:
+        seq, first = work.seq, work.seq.computed
+        logits = work.n_rows if seq.lacks_prompt_logprobs else int(work.picks)
+        picker = seq.picker if work.picks and self.acceptance.walks(seq) else None
+        return Span(seq.slot, seq.tokens[first : first + work.n_rows], first, seq.tree, logits, picker, seq.n_prompt)
 
 
 def _banned(seq: Sequence) -> tuple[int, ...]:

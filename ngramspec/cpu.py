@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numba
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ngramspec import attention, fused
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
@@ -32,14 +35,18 @@ class HostOutput:
 
     picks = None
 
-    def __init__(self, rows: np.ndarray, pool: KVPool, batch: Batch) -> None:
-        self._rows, self._pool, self._batch = rows, pool, batch
+    def __init__(self, rows: np.ndarray, pool: KVPool, batch: Batch, states: torch.Tensor | None) -> None:
+        self._rows, self._pool, self._batch, self._states = rows, pool, batch, states
 
     def logits(self, first: int, end: int) -> np.ndarray:
         return self._rows[first:end]
 
     def candidates(self, first: int, end: int) -> None:
         return None
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        assert self._states is not None, "states were not kept"
+        return self._states[torch.from_numpy(rows)].numpy()
 
     def commit(self, b: int, start: int, path: np.ndarray) -> None:
         self._pool.commit(self._batch.spans[b].slot, start, path)
@@ -57,11 +64,14 @@ class CpuRunner(Runner):
         max_seqs: int,
         max_rows: int,
         kv_bytes: int,
+        max_blocks: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`kv_bytes`: memory for the pool. Raises UnsupportedModelError, OutOfMemoryError."""
+        """`kv_bytes`: memory for the pool, which has no more than `max_blocks`. Raises UnsupportedModelError, OutOfMemoryError."""
         self.model = model.eval()
         self.max_rows = max_rows
+        self._states: torch.Tensor | None = None  # of the last pass, where they are kept
+        self._hook: RemovableHandle | None = None
         self.policies: dict[tuple[int, int], Policy] = {}
         check_supported(model)
         if {p.dtype for p in model.parameters()} != {torch.float32}:
@@ -73,7 +83,7 @@ class CpuRunner(Runner):
             self._pack_linears()
             fused.replace_small_operations(model)
         block_bytes = KVPool.block_bytes(self.shapes)
-        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK))
+        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
         if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
             raise OutOfMemoryError(
                 f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}"
@@ -122,9 +132,37 @@ class CpuRunner(Runner):
         }
         if len(batch.logits_rows) == 0:
             self.model.base_model(**inputs)
-            return HostOutput(np.empty((0, self.vocab_size), np.float32), self.pool, batch)
+            return HostOutput(np.empty((0, self.vocab_size), np.float32), self.pool, batch, self._states)
         logits = self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0]
-        return HostOutput(logits.numpy(), self.pool, batch)
+        return HostOutput(logits.numpy(), self.pool, batch, self._states)
+
+    def shallow(self, n_layers: int) -> Callable[[Batch], HostOutput]:
+        base = self.model.base_model
+        whole = getattr(base, "layers", None)
+        if not isinstance(whole, nn.ModuleList):
+            raise UnsupportedModelError(f"{type(self.model).__name__}: its first layers cannot be had by themselves")
+        if not 1 <= n_layers <= len(self.shapes):
+            raise ValueError(f"draft layers must be 1 to {len(self.shapes)}, the model's own, got {n_layers}")
+        stack = whole[0]
+        first = nn.ModuleList([stack.first(n_layers)] if isinstance(stack, fused.Stack) else whole[:n_layers])
+
+        def forward(batch: Batch) -> HostOutput:
+            base.layers = first
+            try:
+                return self.forward(batch)
+            finally:
+                base.layers = whole
+
+        return forward
+
+    def keep_states(self, wanted: bool) -> None:
+        def remember(_module: nn.Module, _args: tuple[object, ...], output: BaseModelOutputWithPast) -> None:
+            assert output.last_hidden_state is not None
+            self._states = output.last_hidden_state[0]
+
+        if self._hook is not None:
+            self._hook.remove()
+        self._states, self._hook = None, self.model.base_model.register_forward_hook(remember) if wanted else None
 
     def _fuse_layers(self, expected: torch.Tensor, tokens: np.ndarray) -> None:
         """Check our pass against transformers' own logits [V]: all layers as one `Stack` where they fit and agree, else one by one.

@@ -24,11 +24,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ngramspec import sampling
-from ngramspec.core import Core
+from ngramspec.beam import BeamSearch
+from ngramspec.core import Acceptance, Core
 from ngramspec.cost import CostModel
 from ngramspec.cpu import CpuRunner
 from ngramspec.datastore.reader import Datastore
 from ngramspec.drafting import proposer as drafting
+from ngramspec.drafting.alone import Alone
 from ngramspec.drafting.base import Drafter
 from ngramspec.encoding import Encoding, Prompt
 from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
@@ -40,7 +42,7 @@ from ngramspec.sampling import Picker
 from ngramspec.sequence import Sequence
 from ngramspec.stores import Store, named, open_store
 from ngramspec.text import NoText, TextStream
-from ngramspec.types import BLOCK, MAX_SEED, Completion, Delta, EngineStatus, SamplingParams
+from ngramspec.types import BLOCK, MAX_SEED, Beam, Completion, Delta, EngineStatus, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,9 @@ class Engine:
         answers: int = drafting.ANSWERS,
         recycle: bool = True,
         drafters: Several[Drafter] = (),
+        alone: Drafter | None = None,
+        acceptance: str = "walk",
+        lenience: float = 1.0,
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -117,10 +122,21 @@ class Engine:
         their folders; `prefix_cache`: keep what was computed for a text, as long as there is room, for others that begin alike;
         `similar`: draft from the datastores' files that are most like a request; `answers`: tokens of finished answers that later
         requests draw on, 0 for none; `recycle`: draft from the model's own candidates; `drafters`: further sources.
+
+        `alone`: draft by this one only, as it says; `acceptance` "rejection": what a drafter draws is accepted by rejection sampling, so
+        that sampled text is distributed as without drafts, but is another one; `lenience` below 1, in (0, 1]: tokens are accepted that
+        the model holds a little less likely, and nothing is exact any more (both: Leviathan et al.).
         """
         if max_rows is None:
             max_rows = 256 if device == "cpu" else 2048
         _check_settings(threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
+        if acceptance not in ("walk", "rejection"):
+            raise ValueError(f"acceptance must be 'walk' or 'rejection', got {acceptance!r}")
+        if not 0 < lenience <= 1:
+            raise ValueError(f"lenience must be above 0 and at most 1, got {lenience}")
+        if alone is not None and (drafters or named(datastore)):
+            raise ValueError("a drafter that drafts alone has neither other drafters nor datastores beside it")
+        self.acceptance = Acceptance(acceptance == "rejection", lenience)
         place = _check_place(device, dtype, gpu_memory_utilization, linears, graphs)
         self.threads = threads or torch.get_num_threads()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -135,9 +151,12 @@ class Engine:
         self.prefix_cache = prefix_cache
         limits = _Limits(max_model_len, kv_memory, max_seqs, max_rows, spec_rows, spec_length)
 
-        def make_proposer() -> drafting.Proposer | None:
+        def make_proposer() -> drafting.Proposer | Alone | None:
             if not speculation:
                 return None
+            if alone is not None:
+                draws = self.acceptance.rejection
+                return Alone(alone, vocab_size=self.vocab_size, spec_length=spec_length, spec_rows=spec_rows, draws=draws)
             return drafting.Proposer(
                 vocab_size=self.vocab_size,
                 max_order=max_order,
@@ -169,7 +188,7 @@ class Engine:
         say: Progress,
         limits: _Limits,
         place: _Place,
-        make_proposer: Callable[[], drafting.Proposer | None],
+        make_proposer: Callable[[], drafting.Proposer | Alone | None],
     ) -> None:
         warmer = threading.Thread(target=_warm_up, daemon=True)
         warmer.start()
@@ -185,6 +204,7 @@ class Engine:
         self.max_model_len = limits.max_model_len or trained
         self.runner = _make_runner(loaded.model, place, limits, self.max_model_len, say)
         self.max_model_len = min(self.max_model_len, self.runner.pool.n_tokens)
+        self.runner.tokenizer, self.runner.max_model_len = loaded.tokenizer, self.max_model_len
         self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
         self._encoding = Encoding(loaded.tokenizer, self.vocab_size)
         say("measuring what a pass costs")
@@ -192,7 +212,7 @@ class Engine:
         pool = self.runner.pool
         counts = [c for c in self.runner.cost_rows if 2 * c <= min(pool.n_tokens, pool.max_blocks * BLOCK)]
         self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(limits.max_rows, limits.spec_rows))
-        self.core = Core(self.runner, make_proposer(), self.cost, self._failed_alone)
+        self.core = Core(self.runner, make_proposer(), self.cost, self._failed_alone, self.acceptance)
         log.info("%s: exactness %s, %d tokens of KV", self.name, self.exactness, self.runner.pool.n_tokens)
 
     # ------------------------------------------------------------------ datastores
@@ -330,7 +350,7 @@ class Engine:
         tenant = hints.get("tenant", "")
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         chain = Chain(tenant or "", ids) if shares else None
-        completion = Completion(ids.tolist(), [], seed, self.exactness)
+        completion = Completion(ids.tolist(), [], seed, self._exactness(params, hints.get("speculation", True)))
         request = Request(completion, params, deliver, self._ask_to_cancel)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
         for index in range(params.n):
@@ -366,6 +386,74 @@ class Engine:
             raise EngineClosedError("the engine is closed")
         return request
 
+    def beam_search(
+        self,
+        prompt: Prompt,
+        width: int,
+        max_tokens: int = 128,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        ignore_eos: bool = False,
+        speculation: bool = True,
+    ) -> list[Beam]:
+        """The `width` best texts that beam search finds, best first; the same bit for bit with speculation and without (see `beam`).
+
+        `length_penalty`: a text's score is the sum of its log-probabilities over its length to this power; `early_stopping`: end when
+        `width` texts have ended, though one under way may still be better. Other requests go on, pass by pass in turn. It waits until
+        `width` of the engine's `max_seqs` places are free. Drafts come from n-gram tables and the model's own candidates.
+        Raises ValueError, PromptTooLongError, OutOfMemoryError, EngineClosedError.
+        """
+        ids = self.encode(prompt)
+        _check_settings(None, width=width, max_tokens=max_tokens)
+        if width > (most := min(len(self.runner.pool.held), self.runner.max_rows)):
+            raise ValueError(f"width must be 1 to {most}, what max_seqs and max_rows allow, got {width}")
+        if not -10 <= length_penalty <= 10:
+            raise ValueError(f"length_penalty must be -10 to 10, got {length_penalty}")
+        proposer = None
+        if speculation and self.core.proposer is not None:
+            proposer = drafting.Proposer(vocab_size=self.vocab_size, spec_length=self.core.proposer.spec_length, max_seqs=width, answers=0)
+        search = BeamSearch(
+            ids,
+            width=width,
+            limit=min(max_tokens, self.max_model_len - len(ids)),
+            stop_ids=frozenset() if ignore_eos else frozenset(self.eos_token_ids),
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            runner=self.runner,
+            scheduler=self.core.scheduler,
+            chain=Chain("" if self.prefix_cache else secrets.token_hex(), ids),
+            proposer=proposer,
+            cost_ms=self.core.cost.table,
+        )
+
+        def turn() -> None:
+            try:
+                self.core.n_passes += search.step()
+            except Exception:
+                search.close()
+                raise
+            if search.done:
+                search.close()
+
+        self._call(turn, until=lambda: search.done)
+        return [Beam(ended.tokens, self._text(ids, ended.tokens, search.stop_ids), ended.score) for ended in search.ended]
+
+    def _text(self, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:
+        """The text of an output, of which a stop token at the end is no part."""
+        if self.tokenizer is None:
+            return ""
+        stream = TextStream(self.tokenizer, prompt.tolist())
+        worded = tokens[:-1] if tokens[-1] in stop_ids else tokens
+        return "".join([*map(stream.push, worded), stream.finish()])
+
+    def _exactness(self, params: SamplingParams, speculation: bool) -> str:
+        if not speculation or self.core.proposer is None:
+            return self.exactness
+        if self.acceptance.lenience < 1:
+            return "lenient"
+        return "distribution" if self.acceptance.rejection and params.temperature > 0 else self.exactness
+
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Token ids [n] int32 of a prompt, as the model will see them. Raises ValueError, PromptTooLongError, TokenizerError."""
         ids = self._encoding.ids(prompt, "prompt")
@@ -394,6 +482,8 @@ class Engine:
             "dtype": self.runner.dtype,
             "threads": self.threads,
             "speculation": self.core.proposer is not None,
+            "acceptance": "rejection" if self.acceptance.rejection else "walk",
+            "lenience": self.acceptance.lenience,
             "datastores": [{"name": name, **store.info()} for name, store in self._datastores.items()],
             "prefix_cache": self.prefix_cache,
             "max_model_len": self.max_model_len,
@@ -449,10 +539,16 @@ class Engine:
                 self._wake.notify()
             return not self._closed
 
-    def _call(self, what: Callable[[], None]) -> None:
-        """Have the engine's thread do something before its next step, and wait for it. Raises what it raises, EngineClosedError."""
+    def _call(self, what: Callable[[], None], until: Callable[[], bool] = lambda: True) -> None:
+        """Have the engine's thread do something before its next step, and before each one until that is so, and wait for it.
+
+        Raises what it raises, EngineClosedError.
+        """
         if threading.current_thread() is self._thread:
-            return what()
+            what()
+            while not until():
+                what()
+            return None
         done: Future[None] = Future()
 
         def run() -> None:
@@ -461,6 +557,9 @@ class Engine:
             except Exception as e:
                 done.set_exception(e)
             else:
+                if not until():
+                    self._post(run)  # a closed engine ends the call itself
+                    return
                 done.set_result(None)
             self._calls.discard(done)
 

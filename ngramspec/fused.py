@@ -8,6 +8,7 @@ its own code. Every row is computed alone, in a fixed order.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,12 @@ class Stack(nn.Module):
             self.parts.append(
                 (index, first, qkv, attn.o_proj.product, second, mlp, float(attn.scaling), attn.q_proj.out_features // attn.head_dim)
             )
+
+    def first(self, n: int) -> Stack:
+        """The first n layers."""
+        other = copy.copy(self)
+        other.parts = self.parts[:n]
+        return other
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], ngramspec: Pass, **_: object

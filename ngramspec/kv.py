@@ -97,6 +97,11 @@ class BlockTables:
         assert reserved
         return len(taken)
 
+    def fork(self, source: int, slots: np.ndarray, target: int, names: Sequence[bytes]) -> bool:
+        """Let sequence `target`, which holds nothing, begin as another: with its registered blocks, all of which `names` names, and with
+        the contents of its slots `slots` [n] behind them. False, with nothing changed, where the pool has too few blocks left."""
+        return self.admit(target, names, BLOCK * len(names) + len(slots)) >= 0
+
     def reserve(self, slot: int, n_slots: int) -> bool:
         """Make slots 0..n_slots-1 writable; False, with nothing changed, where the pool has too few blocks left."""
         wanted = self.blocks_for(n_slots)
@@ -217,6 +222,16 @@ class KVPool(BlockTables):
     @staticmethod
     def block_bytes(shapes: list[tuple[int, int]]) -> int:
         return sum(2 * h * d * BLOCK * 4 for h, d in shapes)
+
+    def fork(self, source: int, slots: np.ndarray, target: int, names: Sequence[bytes]) -> bool:
+        if not super().fork(source, slots, target, names):
+            return False
+        a, i = self.locate(source, slots)
+        b, j = self.locate(target, BLOCK * len(names) + np.arange(len(slots)))
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[b, :, :, j] = keys[a, :, :, i]
+            values[b, :, j] = values[a, :, i]
+        return True
 
     def commit(self, slot: int, start: int, path: np.ndarray) -> None:
         """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""

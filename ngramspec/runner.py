@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,12 @@ class Output(Protocol):
     def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
         """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32; None: not computed."""
 
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """[n, H] float32: the last hidden states of rows [n] of the batch, as the language-model head sees them.
+
+        Only where `Runner.keep_states` was asked for them.
+        """
+
     def commit(self, b: int, start: int, path: np.ndarray) -> None:
         """Keep the accepted path of the batch's b-th sequence: the KV in slots `path` [n] becomes that of positions start, start + 1, …"""
 
@@ -69,6 +75,10 @@ class Runner(ABC):
     exactness: str
     policies: Mapping[tuple[int, int], Policy]
     """How products with a weight [N, K] are computed, by (N, K)."""
+    tokenizer: Any = None
+    """The model's own, if it has one. Set by the engine, as is `max_model_len`, for those that compare another model with this one."""
+    max_model_len: int
+    """Longest text, prompt and output together."""
     asynchronous = False
     """A pass goes on while its output is not read."""
     rows_per_item = ROWS_PER_ITEM
@@ -85,6 +95,18 @@ class Runner(ABC):
     @abstractmethod
     def forward(self, batch: Batch) -> Output:
         """One pass over the rows [T]. Writes the rows' KV to their slots."""
+
+    def shallow(self, n_layers: int) -> Callable[[Batch], Output]:
+        """`forward` through the first layers alone, the final norm and the head. It writes their KV to the same slots of the same pool.
+
+        Raises ValueError where there are fewer layers, UnsupportedModelError where they cannot be had by themselves.
+        """
+        raise UnsupportedModelError(f"drafts from the first layers are not made on {self.device}")
+
+    def keep_states(self, wanted: bool) -> None:
+        """Whether outputs from now on tell hidden states. Raises UnsupportedModelError where they cannot."""
+        if wanted:
+            raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
 
     def run(self, spans: list[Span]) -> torch.Tensor:
         """A pass over these spans; logits [N, V] float32 on the host."""

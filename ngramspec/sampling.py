@@ -15,6 +15,7 @@ weights is one of integers: it does not depend on the order of its terms, so tha
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -59,9 +60,13 @@ def _philox(counter, key):
     return out
 
 
-def uniform_bits(seed: int, sample: int, position: int) -> int:
-    """u(seed, n, t) * 2**53: an integer in [0, 2**53), a function of its arguments alone."""
-    counter = np.array([position & 0xFFFFFFFF, position >> 32, sample, 0], np.uint32)
+def uniform_bits(seed: int, sample: int, position: int, lane: int = 0) -> int:
+    """u(seed, n, t) * 2**53: an integer in [0, 2**53), a function of its arguments alone. Lanes are independent of each other.
+
+    Lane 0 picks the token; lane 1 + 2 k draws the k-th draft for the position. Where drafts are accepted by rejection sampling, lane 2
+    draws the token, and lane 4 + 2 k decides on the k-th draft.
+    """
+    counter = np.array([position & 0xFFFFFFFF, position >> 32, sample, lane], np.uint32)
     a, b, *_ = _philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)).tolist()
     return (a >> 5) << 26 | b >> 6
 
@@ -203,6 +208,13 @@ class Picker:
     def on_device(self) -> bool:
         return on_device(self.params)
 
+    def fork(self) -> Picker:
+        """One in the same state, that may run ahead."""
+        other = copy.copy(self)
+        if self.penalised:
+            other.counts = self.counts.copy()
+        return other
+
     def accept(self, token: int) -> None:
         if self.penalised:
             self.counts[token] += 1
@@ -245,6 +257,10 @@ class Picker:
         )
         return weights
 
+    def draw(self, weights: np.ndarray, position: int, lane: int) -> int:
+        """A token drawn from weights [V] int64, by this lane's u."""
+        return int(_draw(weights, uniform_bits(self.seed, self.sample, position, lane)))
+
     def pick(self, row: np.ndarray, position: int) -> int:
         """The token at output position `position` (0 is the first) from logits row [V] float32.
 
@@ -254,7 +270,7 @@ class Picker:
         best = self._best(adjusted, position)
         if self.params.temperature == 0:
             return best
-        return int(_draw(self._weights(adjusted, best), uniform_bits(self.seed, self.sample, position)))
+        return self.draw(self._weights(adjusted, best), position, 0)
 
 
 def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:

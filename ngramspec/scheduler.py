@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ngramspec.kv import BlockTables
@@ -38,6 +39,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.slots = list(range(len(tables.held) - 1, -1, -1))
+        self.has_room: Callable[[list[int]], bool] = lambda n_tokens: True
+        """Whether there is room beside the pool, too, for new sequences of so many tokens: what drafts for them may keep KV of its own."""
         self.n_preempted = 0
         self.n_sought, self.n_found, self.n_spared = 0, 0, 0
         """Tokens looked for in the prefix cache, found there, and of these those of new sequences."""
@@ -89,7 +92,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting and self.slots and left > 0 and not preempted:
             seq = self.waiting[0]
-            if not self._admit(seq):
+            drafted = [s.n_tokens for s in (*admitted, seq) if s.speculation]
+            if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq)):
                 break
             self.waiting.popleft()
             self.running.append(seq)

@@ -150,9 +150,20 @@ class DraftTree:
     probs: np.ndarray  # [N] float32, estimated probability that the model takes the whole path to the node
     sources: np.ndarray  # [N] uint8, index into the proposer's `source_names`
     places: np.ndarray | None = None  # [N] int64, where the datastore has the node; -1: nowhere
+    drawn_from: list[np.ndarray] | None = None
+    """Per node the distribution [V] float64 that its token was drawn from; siblings stand in the order of their draws, and may then be
+    alike. None: not drawn."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def first(self, n: int) -> DraftTree:
+        """The tree of the first n nodes."""
+        if n >= len(self):
+            return self
+        places = None if self.places is None else self.places[:n]
+        drawn_from = None if self.drawn_from is None else self.drawn_from[:n]
+        return DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n], self.sources[:n], places, drawn_from)
 
 
 @dataclass(slots=True)
@@ -261,7 +272,8 @@ class Completion:
     choices: list[Choice]
     seed: int
     exactness: str
-    """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype."""
+    """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype. "distribution" where drafts were
+    accepted by rejection sampling: the text is distributed as without drafts, but is another one. "lenient": it is not even that."""
     ttft_s: float = 0.0
     duration_s: float = 0.0
     queued_s: float = 0.0
@@ -293,6 +305,17 @@ class Completion:
         for choice in self.choices:
             total.add(choice.stats)
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A text that beam search found."""
+
+    token_ids: list[int]
+    """With the token that ended it, if one did."""
+    text: str
+    score: float
+    """Sum of the tokens' log-probabilities over their number to the power of the length penalty."""
 
 
 @dataclass(slots=True)

@@ -66,6 +66,16 @@ class CudaPool(BlockTables):
         self._stale.add(slot)
         super().register(slot, names)
 
+    @torch.inference_mode()
+    def fork(self, source: int, slots: np.ndarray, target: int, names: Sequence[bytes]) -> bool:
+        if not super().fork(source, slots, target, names):
+            return False
+        places = (*self.locate(source, slots), *self.locate(target, BLOCK * len(names) + np.arange(len(slots))))
+        a, i, b, j = (torch.as_tensor(x, dtype=torch.int64, device=self.device_tables.device) for x in places)
+        for memory in self.memory:
+            memory[:, :, b, :, j] = memory[:, :, a, :, i]
+        return True
+
     def send_tables(self) -> None:
         """Bring the device's block tables up to date, behind what it is doing now. Not before an earlier pass's output was read."""
         host = self._staged.numpy()

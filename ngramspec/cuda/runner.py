@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -84,6 +85,9 @@ class CudaOutput:
         rows = self._rows[first:end] if self._rows is not None else slice(first, end)
         return self._results.tokens[rows], self._results.values[rows]
 
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        raise NotImplementedError("`CudaRunner.keep_states` refuses")
+
     def commit(self, b: int, start: int, path: np.ndarray) -> None:
         picker = self._batch.spans[b].picker
         if self._results is None or picker is None or not picker.on_device:  # else the pass has done it
@@ -132,10 +136,11 @@ class CudaRunner(Runner):
         memory_utilization: float = 0.9,
         exact: bool = True,
         graphs: bool = True,
+        max_blocks: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`kv_bytes` None: what is free of `memory_utilization` of the device's memory. `max_depth`: deepest draft node. `exact` False: the
-        vendor's linear products. Raises UnsupportedModelError, OutOfMemoryError."""
+        """`kv_bytes` None: what is free of `memory_utilization` of the device's memory; `max_blocks`: most of the pool. `max_depth`:
+        deepest draft node. `exact` False: the vendor's linear products. Raises UnsupportedModelError, OutOfMemoryError."""
         self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
         self._device, self._dtype = model.device, model.dtype
         self._exact = exact
@@ -155,7 +160,7 @@ class CudaRunner(Runner):
         with torch.inference_mode():
             bound = self._bind(max_len)
             progress("making room for keys and values")
-            self.pool = self._make_pool(max_len, max_seqs, kv_bytes, memory_utilization)
+            self.pool = self._make_pool(max_len, max_seqs, kv_bytes, memory_utilization, max_blocks)
             self._make_spaces(n_heads)
             self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=False)
             self._compare(bound, expected, tokens, max_len)
@@ -172,11 +177,11 @@ class CudaRunner(Runner):
 
     # ------------------------------------------------------------------ binding
 
-    def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, utilization: float) -> CudaPool:
+    def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, utilization: float, max_blocks: int | None) -> CudaPool:
         block_bytes = CudaPool.block_bytes(self.shapes, self._dtype)
         if kv_bytes is None:
             kv_bytes = self._free_memory(utilization)
-        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK))
+        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
         if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
             raise OutOfMemoryError(
                 f"{max(kv_bytes, 0) >> 20} MiB for keys and values hold {max(n_blocks, 0) * BLOCK} tokens; one block of {BLOCK} takes "

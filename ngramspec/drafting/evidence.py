@@ -439,8 +439,9 @@ def _likeliest(rows, tops, tokens, logits):
         for t in range(FOLDS * G, V):
             if _ahead(t, rows[i, t], best[KEPT - 1], values[KEPT - 1]):
                 _insert(best, values, t, rows[i, t])
-        for j in range(min(V, KEPT), KEPT):
-            best[j] = -1
+        for j in range(KEPT):
+            if best[j] == V:  # too few tokens, or logits that are not numbers
+                best[j] = -1
 
 
 def likeliest(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -462,11 +463,6 @@ def keep_rows(recycled, before, last, tokens, logits, bounds):
     for i in range(last.shape[0]):
         if logits[i, KEPT - 1] > -np.inf:
             keep(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i], bounds)
-
-
-def keep_likeliest(recycled: Recycled, before: np.ndarray, last: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> None:
-    """The same for logits rows [n, V] float32 behind the tokens `last` [n], which follow `before` [n] (-1: nothing)."""
-    keep_rows(recycled, before, last, *likeliest(rows), bounds)
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -9,12 +9,13 @@ import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..types import DraftTree
 from . import evidence, merge, ngram
-from .base import Candidates, Drafter
+from .base import Candidates, Drafter, NeedsCandidates, NeedsModel, NeedsRoom, NeedsStates, NeedsText, Text, is_sound
 from .evidence import Nodes, Outside
 from .merge import Guard, Weights
 from .suffix import NAME as DATASTORE
@@ -138,8 +139,16 @@ class Proposer:
         self._answers.allocate(0, cap=2, entries=1)  # the tables of a tenant that knows nothing
         self._tenants: dict[str, int] = {}
         self._predictions: dict[int, np.ndarray] = {}
-        self.recycles = recycle and use_ngram
-        self._recycled = evidence.new_recycled(vocab_size, PAIRS) if self.recycles else evidence.new_recycled(0, 0)
+        self._recycled_here = recycle and use_ngram
+        self._readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsText)]
+        self._seers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsCandidates)]
+        self._hearers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsStates)]
+        self.recycles = self._recycled_here or bool(self._seers)
+        """Wants to know what the model holds likely (`keep`)."""
+        self._keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsRoom)]
+        self.hears = bool(self._hearers)
+        """Wants hidden states (`hear`)."""
+        self._recycled = evidence.new_recycled(vocab_size, PAIRS) if self._recycled_here else evidence.new_recycled(0, 0)
         self._guard = Guard(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         rows = max_seqs * (spec_rows + 1)
         self._nodes = Nodes(
@@ -163,6 +172,16 @@ class Proposer:
         self._last_trees: dict[int, DraftTree] = {}
         self._n_outside = 0
 
+    def bind(self, runner: Any) -> None:
+        """Hand the `runner.Runner` to the drafters that compute with it."""
+        for drafter in self.drafters:
+            if isinstance(drafter, NeedsModel):
+                drafter.bind(runner)
+
+    def has_room(self, n_tokens: Sequence[int]) -> bool:
+        """Whether sequences of so many tokens can begin."""
+        return all(self._ask(d, "has_room", n_tokens) is not False for d in self._keepers)
+
     def begin(
         self,
         slot: int,
@@ -174,6 +193,7 @@ class Proposer:
         n_output: int = 0,
         tenant: str | None = "",
         datastores: frozenset[str] | None = None,
+        text: Text | None = None,
     ) -> None:
         """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
 
@@ -211,6 +231,8 @@ class Proposer:
         self._guard.codes[slot, : len(codes)] = codes
         for d in range(len(self.drafters)):
             self._ask(d, "begin", slot, tokens)
+        for d in self._readers if text is not None else ():
+            self._ask(d, "attach", slot, text)
 
     def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
         """One tree per slot (possibly empty), together at most `max_nodes` nodes: those that make most tokens per second.
@@ -326,15 +348,19 @@ class Proposer:
         hits = int(self._states[slot, ngram.HITS])
         return hits.bit_length() > 32 and hits.bit_count() <= 2
 
-    def recycle(self, before: np.ndarray, last: np.ndarray, rows: np.ndarray) -> None:
-        """The model's logits rows [n, V] float32 behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing)."""
-        if self.recycles:
-            evidence.keep_likeliest(self._recycled, before, last, rows, _BOUNDS)
+    def keep(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """What the model holds likely behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing): the last one of
+        the sequence, then its nodes. tokens [n, KEPT], logits [n, KEPT] float32, as `evidence.likeliest` gives them."""
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        if self._recycled_here:
+            evidence.keep_rows(self._recycled, before, last, tokens, logits, _BOUNDS)
+        for d in self._seers:
+            self._ask(d, "saw", slot, self._last_trees.get(slot, _NO_TREE).first(len(tokens) - 1), tokens)
 
-    def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """`recycle` for candidates that are known: tokens [n, KEPT], logits [n, KEPT] float32, ordered as by `evidence.likeliest`."""
-        if self.recycles:
-            evidence.keep_rows(self._recycled, before, last, np.ascontiguousarray(tokens, np.int32), logits, _BOUNDS)
+    def hear(self, slot: int, first: int, states: np.ndarray) -> None:
+        """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""
+        for d in self._hearers:
+            self._ask(d, "hear", slot, first, states)
 
     def chain(self, slot: int, length: int) -> np.ndarray:
         """The tables' own prediction, without probabilities: [n] int32, n <= length, the longest context's most frequent continuations."""
@@ -387,17 +413,12 @@ class Proposer:
 
     def _sound(self, d: int, tree: Candidates) -> bool:
         """Whether an external tree can be trusted as far as its shape goes; if not, its drafter is switched off."""
-        try:
-            tokens, parents, probs = (np.asarray(a) for a in (tree.tokens, tree.parents, tree.probs))
-            n = len(tokens)
-            ok = tokens.shape == parents.shape == probs.shape == (n,)
-            ok = ok and bool(((parents >= -1) & (parents < np.arange(n)) & (tokens >= 0) & (tokens < self.vocab_size) & (probs >= 0)).all())
-        except Exception:
-            ok = False
-        if not ok and self.drafters[d] is not None:
+        if ok := is_sound(tree, self.vocab_size):
+            return ok
+        if self.drafters[d] is not None:
             log.error("drafter %r gave a malformed tree and is switched off", self.source_names[len(SOURCES) + 1 + d])
             self.drafters[d] = None
-        return ok
+        return False
 
     def _rejected(self, slot: int, d: int, path: np.ndarray) -> np.ndarray:
         tree = self._last_trees.get(slot)
@@ -461,6 +482,7 @@ _GROUPS = (
     (evidence.RECYCLED, evidence.RECYCLED_PAIR),
 )
 _NO_CODES = np.empty(0, np.int16)
+_NO_TREE = DraftTree(_NO_TOKENS, _NO_TOKENS, np.empty(0, np.float32), np.empty(0, np.uint8))
 _NO_OUTSIDE = Outside(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
 
 
@@ -475,7 +497,7 @@ def warmup() -> None:
     """Compile, or load from the cache on disk, everything that a step needs. Safe to call from another thread."""
     proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=cold_weights())
     slots, cost = np.zeros(1, np.int32), np.ones(8)
-    proposer.recycle(np.array([-1, 1], np.int32), np.array([1, 2], np.int32), np.zeros((2, 16), np.float32))
+    proposer.keep(0, np.array([-1, 1], np.int32), np.array([1, 2], np.int32), *evidence.likeliest(np.zeros((2, 16), np.float32)))
     proposer.remember(np.array([1, 2, 3], np.int32))
     proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
     trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ngramspec.server.app import State
 
 PREFIX = "ngramspec:"
-SOURCES = ("ngram", "datastore", "similar", "prediction", "answers", "recycled")
+SOURCES = ("ngram", "datastore", "similar", "prediction", "answers", "recycled", "model", "layers")
 FINISH_REASONS = ("stop", "length")
 REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid")
 OTHER = "other"

@@ -1,0 +1,145 @@
+"""What speculation is worth before it is tried, and what it was worth: the formulas of Leviathan et al. (arXiv 2211.17192).
+
+Acceptance rates, draft lengths and costs enter as plain numbers, expected tokens and factors leave. `estimate` reads the figures of a
+run from the JSON documents of `ngramspec complete --json` and `benchmarks.decode`. Knows no model and no engine.
+
+Throughout, `alpha` is the chance that a draft token is accepted once those before it were, in [0, 1]; `gamma` the draft's length,
+0 or more; `c` the time of drafting one token over that of a pass of the target, 0 or more; `c_hat` the same in operations.
+All functions raise ValueError for values outside these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MOST = 64
+"""Longest draft that `best_gamma` looks at: where drafting is free, longer is always better."""
+
+
+def _check(alpha: float = 0.0, gamma: float = 0.0, c: float = 0.0, c_hat: float = 0.0) -> None:
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be 0 to 1, got {alpha}")
+    for name, value in (("gamma", gamma), ("c", c), ("c_hat", c_hat)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be 0 or more, got {value}")
+
+
+def expected_tokens(alpha: float, gamma: float) -> float:
+    """Tokens that a pass is expected to make: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 for alpha 1 (equation 1)."""
+    _check(alpha, gamma)
+    if alpha in (0, 1):
+        return 1 + gamma * alpha
+    return -math.expm1((gamma + 1) * math.log(alpha)) / (1 - alpha)
+
+
+def walltime_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
+    """How much sooner the text is there, where a pass over gamma + 1 rows takes as long as one over a single row (theorem 3.8)."""
+    _check(c=c)
+    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+
+
+def operations_factor(alpha: float, gamma: float, c_hat: float = 0.0) -> float:
+    """How many times the arithmetic operations it takes (theorem 3.11)."""
+    _check(c_hat=c_hat)
+    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def best_gamma(alpha: float, c: float, most: int = MOST) -> int:
+    """The draft length, 0 to `most`, with the greatest walltime factor; of several the shortest (section 3.5)."""
+    _check(gamma=most)
+    return max(range(most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c))
+
+
+def acceptance(p: np.ndarray, q: np.ndarray) -> float:
+    """alpha of drafts from q for a target that samples from p: the mean over rows of sum(min(p, q)) (corollary 3.6).
+
+    p and q [V] or [N, V] are distributions over tokens, row by row. Raises ValueError where they are not.
+    """
+    if np.shape(p) != np.shape(q):
+        raise ValueError(f"p and q must have one shape, got {np.shape(p)} and {np.shape(q)}")
+    for name, rows in (("p", p), ("q", q)):
+        if not (np.min(rows) >= 0 and np.allclose(np.sum(rows, axis=-1), 1, atol=1e-4)):
+            raise ValueError(f"{name} must be distributions: no number below 0, rows that add up to 1")
+    return float(np.minimum(p, q).sum(axis=-1).mean())
+
+
+def alpha_of(tokens_per_pass: float, gamma: float) -> float:
+    """The alpha at which drafts of length gamma > 0 are expected to make so many tokens a pass; 0 or 1 where none does."""
+    _check(gamma=gamma)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, gamma) < tokens_per_pass else (low, middle)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run says of itself."""
+
+    tokens_per_pass: float
+    alpha: float
+    reach: tuple[float, ...]
+    """[d]: share of the passes whose draft was d + 1 deep or deeper. Empty: only the mean length is known."""
+    gamma: float
+    """Mean length of a draft, passes without one included."""
+    seconds_per_token: float | None
+    speedup: float | None
+    """Over the same without speculation, where the document says so."""
+
+    def expected_tokens(self) -> float:
+        """Equation 1 at the run's alpha, as a mean over the lengths that its drafts had."""
+        if not self.reach:
+            return expected_tokens(self.alpha, self.gamma)
+        return 1 + sum(share * self.alpha ** (d + 1) for d, share in enumerate(self.reach))
+
+    def walltime_factor(self, c: float) -> float:
+        """Theorem 3.8 for it."""
+        _check(c=c)
+        return self.expected_tokens() / (self.gamma * c + 1)
+
+    def cost(self, speedup: float) -> float:
+        """The c at which theorem 3.8 gives this speedup for the tokens per pass that were measured: a draft token's share of the drafting
+        and of the wider pass. 0 where it is free, or nothing was drafted."""
+        return max(0.0, (self.tokens_per_pass / speedup - 1) / self.gamma) if self.gamma else 0.0
+
+
+def estimate(document: Mapping[str, Any]) -> Run:
+    """A run's figures from the document of `ngramspec complete --json` or of `benchmarks.decode`.
+
+    Where acceptance is told by depth, alpha is that of a node behind an accepted one: accepted nodes over places where one could have been.
+    A draft that ended there although drafts of other passes went on counts as refused. A level of a tree is one place. Else alpha is what
+    equation 1 needs for the tokens per pass that were measured. Raises ValueError where the document has neither.
+    """
+    stats = document.get("stats", document)
+    try:
+        if stats.get("drafted_by_depth") is not None and stats.get("passes"):
+            tokens, passes = int(stats["tokens"]), int(stats["passes"])
+            alpha, reach = _by_depth(stats["accepted_by_depth"], stats["drafted_by_depth"], int(stats["drafts"]), passes)
+            tokens_per_pass, gamma = tokens / passes, sum(reach)
+        else:
+            tokens, reach = int(document["tokens"]), ()
+            tokens_per_pass, gamma = float(document["tokens_per_pass"]), float(document["rows_per_pass"])
+            alpha = alpha_of(tokens_per_pass, gamma) if gamma else 0.0
+        seconds = float(document["duration_s"]) / tokens if document.get("duration_s") else None
+        speedup = float(document["speedup"]) if document.get("speedup") else None
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(
+            "no figures of a run: neither stats with tokens, passes, drafts, drafted_by_depth and accepted_by_depth, as of `ngramspec "
+            "complete --json`, nor tokens, tokens_per_pass and rows_per_pass, as of benchmarks.decode "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return Run(tokens_per_pass, alpha, reach, gamma, seconds, speedup)
+
+
+def _by_depth(accepted: Several[int], drafted: Several[int], drafts: int, passes: int) -> tuple[float, tuple[float, ...]]:
+    """alpha and `Run.reach` from nodes per depth."""
+    reached = [min(n, drafts) for n in drafted]  # passes; exact for chains
+    places = [min(n, before) for n, before in zip(reached, [drafts, *accepted], strict=False)]
+    return sum(accepted) / sum(places) if sum(places) else 0.0, tuple(n / passes for n in reached)
