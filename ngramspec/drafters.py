@@ -50,6 +50,12 @@ def _eagle(argument: str) -> Drafter:
     return Eagle(_folder("eagle", argument))
 
 
+def _counts(argument: str) -> Drafter:
+    from ngramspec.drafting.counts import Counts
+
+    return Counts(*_numbers("counts", argument, 2))
+
+
 def _numbers(name: str, argument: str, most: int) -> list[int]:
     parts = argument.split(",") if argument else []
     if len(parts) > most or not all(part.isdecimal() for part in parts):
@@ -70,6 +76,7 @@ _MAKERS: dict[str, Callable[[str], Drafter]] = {
     "eagle": _eagle,
     "model": _model,
     "layers": _layers,
+    "counts": _counts,
 }
 NAMES: dict[str, str] = {
     "lookahead": "lookahead:W,N,G, n-grams from Jacobi iteration: window, n-gram size, guesses (7,5,7)",
@@ -78,6 +85,7 @@ NAMES: dict[str, str] = {
     "eagle": "eagle:FOLDER, EAGLE's layer (1 and 2)",
     "model": "model:M, a smaller model with the same vocabulary",
     "layers": "layers:L, the first L layers of the model itself",
+    "counts": "counts:ORDER,LENGTH, an n-gram model of the text, with a distribution to draw from (2,4)",
 }
 """What there is, and what its argument means."""
 
