@@ -242,7 +242,7 @@ class Proposer:
         """
         slots = np.ascontiguousarray(slots, np.int32)
         stored = self.datastore.propose(slots) if self.datastore is not None else None
-        outside, n_drafters = self._outside(slots, max_nodes, stored)
+        outside, n_drafters = self._outside(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = merge.grow(
             self._states,
             self._answers.states,
@@ -383,7 +383,7 @@ class Proposer:
             self.drafters[d] = None
             return None
 
-    def _outside(self, slots: np.ndarray, budget: int, stored: Drafts | None) -> tuple[Outside, int]:
+    def _outside(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[Outside, int]:
         """All trees that come from outside the tables, sequence by sequence, and how many each sequence has (0 if there are none)."""
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
         self._n_outside = 1 + len(self.drafters) if active else int(self.datastore is not None)
@@ -394,10 +394,11 @@ class Proposer:
         if stored is not None:
             for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
                 trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
-        for d in active:
-            answer = self._ask(d, "propose", seqs, budget)
-            for b, tree in enumerate(answer if isinstance(answer, (list, tuple)) else ()):
-                if b < len(seqs) and self._sound(d, tree):
+        asked = np.flatnonzero(max_depth > 0).tolist()  # the others rest, or are at their end
+        for d in active if asked else ():
+            answer = self._ask(d, "propose", [seqs[b] for b in asked], budget)
+            for b, tree in zip(asked, answer if isinstance(answer, (list, tuple)) else (), strict=False):
+                if self._sound(d, tree):
                     trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _codes(tree)
         bounds = np.zeros(len(trees) + 1, np.int64)
         bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in trees])
