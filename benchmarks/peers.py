@@ -1,4 +1,4 @@
-"""What decode compares with: transformers' own generation and vLLM, on the same token ids, weights and threads.
+"""What decode and report compare with: transformers' own generation, vLLM and llama.cpp, on the same token ids, weights and threads.
 
 Prompts go in as token ids; token ids and the seconds of their generation come out. Each peer is a process of its own (`_peer_worker.py`),
 as an OpenMP runtime that serves two of them makes both slow; it keeps its model loaded, and waits without using a core. A peer that
@@ -8,6 +8,7 @@ cannot run says why (PeerAbsentError).
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -21,15 +22,19 @@ from typing import Any, Protocol
 
 from ngramspec import SamplingParams, Stats
 
-HF_LOOKUP: dict[str, int | None] = {"hf": None, "hf-pld": 10}
+HF_DRAFTS: dict[str, dict[str, Any]] = {"hf": {}, "hf-pld": {"lookup": 10}, "hf-assisted": {"exit_share": 1 / 3}}
+"""Prompt lookup; and an assistant, which is the model's own first third of layers (`assistant_early_exit`)."""
 VLLM_SPECULATION: dict[str, dict[str, Any] | None] = {
     "vllm-none": None,
     "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "vllm-suffix": {"method": "suffix"},
 }
 """As their documentation shows them, or by their own defaults."""
-NAMES = (*HF_LOOKUP, *VLLM_SPECULATION)
+LLAMA_LOOKUP: dict[str, int | None] = {"llama-none": None, "llama-pld": 10}
+"""On the GGUF file itself, with its quantised weights, which are not exactly everybody else's."""
+NAMES = (*HF_DRAFTS, *VLLM_SPECULATION, *LLAMA_LOOKUP)
 
+LLAMA_COMMAND = "pip install llama-cpp-python"
 _STOP_S = 30
 _REST_S = 1.2
 """vLLM's processes go on spinning for a second after a request, which would be taken from whoever comes next."""
@@ -71,6 +76,8 @@ class Task:
     """Most tokens of a prompt with its output."""
     device: str = "cpu"
     dtype: str = "float32"
+    gguf: Path | None = None
+    """The file that the weights come from, where it is one."""
 
 
 def open_peer(name: str, task: Task, vllm_python: Path | None) -> Peer:
@@ -82,11 +89,19 @@ def open_peer(name: str, task: Task, vllm_python: Path | None) -> Peer:
         "eos": task.eos_token_ids,
         "dtype": task.dtype,
     }
-    if name in HF_LOOKUP:
-        settings |= {"threads": task.threads, "lookup": HF_LOOKUP[name], "device": task.device}
+    if name in HF_DRAFTS:
+        settings |= {"threads": task.threads, "device": task.device, **HF_DRAFTS[name]}
         return Peer(Path(sys.executable), "hf", task.folder, settings, {})
     if task.device != "cpu":
-        raise PeerAbsentError(f"vLLM is compared with on the CPU only, not on {task.device}")
+        raise PeerAbsentError(f"{name} is compared with on the CPU only, not on {task.device}")
+    if name in LLAMA_LOOKUP:
+        if task.gguf is None:
+            raise PeerAbsentError("llama.cpp takes a GGUF file, and the weights do not come from one")
+        if importlib.util.find_spec("llama_cpp") is None:
+            raise PeerAbsentError(f"llama-cpp-python is not installed here, and is compiled for long: {sys.executable} -m {LLAMA_COMMAND}")
+        del settings["dtype"]
+        settings |= {"threads": task.threads, "max_len": task.max_len, "lookup": LLAMA_LOOKUP[name]}
+        return Peer(Path(sys.executable), "llama", task.gguf, settings, {})
     if vllm_python is None:
         raise PeerAbsentError("vLLM needs its own environment: `make peers`, then --vllm-python PATH")
     settings |= {"max_len": task.max_len, "speculation": VLLM_SPECULATION[name]}
@@ -145,7 +160,7 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise PeerAbsentError(f"it ended: {self._last_words()}")
+            raise PeerAbsentError(f"it ended with status {self.process.wait(_STOP_S)}: {self._last_words()}")
         return json.loads(line)
 
     def _last_words(self) -> str:

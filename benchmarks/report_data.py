@@ -1,0 +1,124 @@
+"""What `benchmarks.report` measures on: kinds of work, each with its prompts and what is known beside them.
+
+A folder of JSONL files and a tokenizer enter; categories leave. Rows have `id`, and `prompt` or `messages`; Spec-Bench's also `task`.
+A repository's prompts are made from an installed package: functions of some of its files, to be completed, and a datastore of the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Prompt, encode_chat, first_turn
+from benchmarks.replay import edited_text
+from ngramspec.datastore.build import build
+from ngramspec.datastore.corpus import CorpusOptions
+from ngramspec.datastore.reader import Datastore
+
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+CATEGORIES: dict[str, dict[str, set[str] | None]] = {
+    "chat": {"spec_bench.jsonl": MT_BENCH},
+    "translation": {"spec_bench.jsonl": {"translation"}},
+    "summaries": {"spec_bench.jsonl": {"summarization"}},
+    "questions": {"spec_bench.jsonl": {"qa"}},
+    "mathematics": {"spec_bench.jsonl": {"math_reasoning"}},
+    "retrieval": {"spec_bench.jsonl": {"rag"}},
+    "functions": {"humaneval.jsonl": None},
+    "edits": {"canitedit.jsonl": None},
+    "repository": {},
+    "JSON": {"json_wiki_arctic.jsonl": None, "json_bfcl.jsonl": None},
+}
+"""Files, and of each the tasks that count; None: all of them."""
+SOURCES = {
+    "chat": "MT-bench, in Spec-Bench",
+    "translation": "WMT14 in Spec-Bench",
+    "summaries": "CNN/DailyMail in Spec-Bench",
+    "questions": "Natural Questions in Spec-Bench",
+    "mathematics": "GSM8K in Spec-Bench",
+    "retrieval": "DPR in Spec-Bench",
+    "functions": "HumanEval",
+    "edits": "CanItEdit",
+    "repository": "functions of an installed package, with a datastore of its other files",
+    "JSON": "JSON mode of SuffixDecoding, BFCL",
+}
+HELD_OUT = 8
+"""One file of so many is not in the repository's datastore; of these are its prompts."""
+SEED = 0
+
+
+@dataclass(slots=True)
+class Category:
+    """One kind of work."""
+
+    name: str
+    prompts: list[Prompt]
+    predictions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """By prompt, the text that its output will be much like, where the request has it."""
+    store: Datastore | None = None
+
+
+def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: int) -> Category:
+    """At most `limit` prompts of at most `longest` tokens, in an order drawn once and for all. Raises FileNotFoundError, ValueError."""
+    rows = []
+    for file, tasks in CATEGORIES[name].items():
+        some = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        some = [row for row in some if tasks is None or row.get("task") in tasks]
+        rows.append(random.Random(SEED).sample(some, len(some)))
+    category = Category(name, [])
+    for row in (row for several in zip(*rows, strict=False) for row in several):  # of each file in turn
+        ids = encode_chat(first_turn(row["messages"]), tokenizer) if "messages" in row else list(tokenizer(row["prompt"])["input_ids"])
+        if len(ids) <= longest and len(category.prompts) < limit:
+            category.prompts.append(Prompt(str(row["id"]), ids))
+            if edited := edited_text(row):
+                category.predictions[tuple(ids)] = list(tokenizer(edited, add_special_tokens=False)["input_ids"])
+    return _checked(category, longest)
+
+
+def repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: int) -> Category:
+    """Functions of every eighth file of an installed package, and in `folder` a datastore of the others. Raises ValueError."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(f"there is no installed package {package!r}")
+    root = Path(found.submodule_search_locations[0])
+    files = [path.relative_to(root) for path in sorted(root.rglob("*.py")) if "tests" not in path.parts and path.name != "__init__.py"]
+    held_out = files[::HELD_OUT]
+    options = CorpusOptions(languages=("python",), exclude=("tests", *(f"/{path.as_posix()}" for path in held_out)))
+    build([root], folder, tokenizer.backend_tokenizer, "report", options=options, router=True)
+    prompts = [
+        Prompt(f"{package}/{path.as_posix()}:{line}", ids)
+        for path in held_out
+        for line, text in heads((root / path).read_text(encoding="utf-8"))
+        if len(ids := list(tokenizer(text)["input_ids"])) <= longest
+    ]
+    random.Random(SEED).shuffle(prompts)
+    return _checked(Category("repository", prompts[:limit], store=Datastore.open(folder)), longest)
+
+
+def package_version(package: str) -> str:
+    """As its distribution has it, "" where it has none."""
+    names = importlib.metadata.packages_distributions().get(package, [])
+    return f"{package} {importlib.metadata.version(names[0])}" if names else package
+
+
+def heads(source: str) -> Iterator[tuple[int, str]]:
+    """For each top-level function with a docstring: its line, and it up to the docstring's end, behind the file's imports."""
+    lines = source.splitlines(keepends=True)
+    body = ast.parse(source).body
+    imports = "".join("".join(lines[n.lineno - 1 : n.end_lineno]) for n in body if isinstance(n, ast.Import | ast.ImportFrom))
+    for function in body:
+        if isinstance(function, ast.FunctionDef) and ast.get_docstring(function) and len(function.body) > 1:
+            first = min(n.lineno for n in (function, *function.decorator_list))
+            yield function.lineno, f"{imports}\n\n" + "".join(lines[first - 1 : function.body[0].end_lineno])
+
+
+def _checked(category: Category, longest: int) -> Category:
+    if not category.prompts:
+        raise ValueError(f"{category.name}: no prompt has {longest} tokens or fewer")
+    return category

@@ -1,0 +1,160 @@
+"""From measured cells to what `benchmarks.report` says: rates, ratios, who is best where. Cells enter, plain rows leave; nothing is run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.peers import LLAMA_LOOKUP, NAMES
+from benchmarks.report_measure import CURVE_ROUNDS, MERGED, NO_STORE, OFF, PREDICTED, REJECTION, SLOPES, Cell, curve_name
+
+Row = dict[str, Any]
+
+DEPTHS = 8
+FLAT = curve_name(0.005)
+VARIANTS = (NO_STORE, PREDICTED)
+CURVES = tuple(curve_name(slope) for slope in SLOPES)
+
+
+def is_single(name: str) -> bool:
+    """A drafter alone, whose drafts are accepted by the walk."""
+    return name not in (OFF, MERGED, *VARIANTS, *CURVES, *NAMES) and not name.endswith(REJECTION)
+
+
+def rows_of(cells: Iterable[Cell], n_prompts: int | None = None) -> list[Row]:
+    """One row per cell, of its first prompts or of all of them."""
+    return [row_of(cell, n_prompts) for cell in cells]
+
+
+def row_of(cell: Cell, n_prompts: int | None = None) -> Row:
+    tokens, seconds, passes, drafted = (cell[name][:n_prompts] for name in ("tokens", "seconds", "passes", "drafted"))
+    row = {name: cell[name] for name in ("category", "temperature", "contender")} | {
+        "prompts": len(tokens),
+        "tokens": sum(tokens),
+        "tok_s": round(sum(tokens) / sum(seconds), 2),
+        "speedup": round(statistics.median(speedups(cell)[:n_prompts]), 3),
+        "identical": None if cell["same"] is None else sum(cell["same"][:n_prompts]),
+    }
+    if sum(passes):
+        row |= {"tokens_per_pass": round(sum(tokens) / sum(passes), 3), "rows_per_pass": round(sum(drafted) / sum(passes), 3)}
+        row |= {"passes": sum(passes), "acceptance": acceptance_by_depth([cell])}
+    return row
+
+
+def speedups(cell: Cell) -> list[float]:
+    """Per prompt: tokens per second over those of speculation off, beside it."""
+    columns = (cell[name] for name in ("tokens", "seconds", "off_tokens", "off_seconds"))
+    return [tokens / seconds * off_seconds / off_tokens for tokens, seconds, off_tokens, off_seconds in zip(*columns, strict=True)]
+
+
+def acceptance_by_depth(cells: Sequence[Cell]) -> list[float | None]:
+    """Accepted over drafted nodes at depths 1, 2, …; None where none was drafted."""
+    drafted, accepted = [0] * DEPTHS, [0] * DEPTHS
+    for cell in cells:
+        for name, sums in (("drafted_by_depth", drafted), ("accepted_by_depth", accepted)):
+            for d, count in enumerate(cell[name][:DEPTHS]):
+                sums[d] += count
+    return [round(a / n, 3) if n else None for a, n in zip(accepted, drafted, strict=True)]
+
+
+def find(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def pooled(cells: Sequence[Cell], n_prompts: int | None = None) -> list[Row]:
+    """One row per contender and temperature over all categories that it was in; speedups by their geometric mean."""
+    result = []
+    for temperature, name in sorted({(cell["temperature"], cell["contender"]) for cell in cells}):
+        some = find(cells, temperature=temperature, contender=name)
+        rows = rows_of(some, n_prompts)
+        row: Row = {
+            "contender": name,
+            "temperature": temperature,
+            "categories": len(rows),
+            "prompts": sum(row["prompts"] for row in rows),
+            "speedup": round(statistics.geometric_mean(row["speedup"] for row in rows), 3),
+            "identical": None if rows[0]["identical"] is None else sum(row["identical"] for row in rows),
+        }
+        if passes := sum(row.get("passes", 0) for row in rows):
+            row["tokens_per_pass"] = round(sum(row["tokens"] for row in rows) / passes, 3)
+            row["rows_per_pass"] = round(sum(row["rows_per_pass"] * row["passes"] for row in rows) / passes, 3)
+            row["acceptance"] = acceptance_by_depth(some)
+        result.append(row)
+    return result
+
+
+def against_best(cells: Sequence[Cell]) -> list[Row]:
+    """All drafters together over the best one alone, which is chosen for each category and measure when all is known.
+
+    `ratio_flat`: with drafts that are told that rows cost almost nothing, over the most tokens per pass of one alone, on the prompts
+    that both were measured on.
+    """
+    rows, first = rows_of(cells), rows_of(cells, CURVE_ROUNDS)
+    result = []
+    for merged in find(rows, contender=MERGED):
+        where = {"category": merged["category"], "temperature": merged["temperature"]}
+        singles = [row for row in find(rows, **where) if is_single(row["contender"])]
+        if not singles:
+            continue
+        by_tokens, by_speed = (max(singles, key=lambda row: row[key]) for key in ("tokens_per_pass", "speedup"))
+        flat = find(first, **where, contender=FLAT)
+        beside = [row["tokens_per_pass"] for row in find(first, **where) if is_single(row["contender"])]
+        result.append(
+            where
+            | {
+                "best_by_tokens": by_tokens["contender"],
+                "ratio_tokens": round(merged["tokens_per_pass"] / by_tokens["tokens_per_pass"], 3),
+                "best_by_speed": by_speed["contender"],
+                "ratio_speed": round(merged["speedup"] / by_speed["speedup"], 3),
+                "ratio_flat": round(flat[0]["tokens_per_pass"] / max(beside), 3) if flat else None,
+            }
+        )
+    return result
+
+
+def against_peers(cells: Sequence[Cell]) -> list[Row]:
+    """Per category and peer, how many times as fast the merged engine is: the median over the peer's prompts."""
+    result = []
+    for cell in cells:
+        merged = find(cells, contender=MERGED, category=cell["category"], temperature=cell["temperature"])
+        if cell["contender"] in NAMES and merged:
+            ratios = [ours / theirs for ours, theirs in zip(speedups(merged[0]), speedups(cell), strict=False)]
+            ratio = round(statistics.median(ratios), 3)
+            result.append({"category": cell["category"], "peer": cell["contender"], "prompts": len(ratios), "ratio": ratio})
+    return result
+
+
+def fastest_peers(rows: Sequence[Row]) -> dict[str, Row]:
+    """By category, the fastest of the peers that compute with the same weights."""
+    peers = [row for row in rows if row["contender"] in NAMES and row["contender"] not in LLAMA_LOOKUP]
+    return {name: max(find(peers, category=name), key=lambda row: row["speedup"]) for name in {row["category"] for row in peers}}
+
+
+def rejection_rows(cells: Sequence[Cell]) -> list[Row]:
+    """Tokens per pass of the same drafter under both ways to accept, per category."""
+    rows, result = rows_of(cells), []
+    for row in rows:
+        if row["contender"].endswith(REJECTION):
+            name = row["contender"].removesuffix(REJECTION)
+            walk = find(rows, category=row["category"], temperature=row["temperature"], contender=name)
+            if walk:
+                result.append(
+                    {
+                        "category": row["category"],
+                        "drafter": name,
+                        "walk": walk[0]["tokens_per_pass"],
+                        "rejection": row["tokens_per_pass"],
+                        "speed_walk": walk[0]["speedup"],
+                        "speed_rejection": row["speedup"],
+                    }
+                )
+    return result
+
+
+def frontier(cells: Sequence[Cell]) -> list[Row]:
+    """At temperature 0, all categories together, for everybody who was in all of them: on the prompts that the curve was measured on."""
+    greedy = find(cells, temperature=0)
+    n = len({cell["category"] for cell in greedy})
+    rows = [row for row in pooled(greedy, CURVE_ROUNDS) if row["categories"] == n and "tokens_per_pass" in row]
+    return [row for row in rows if is_single(row["contender"]) or row["contender"] in (MERGED, *CURVES)]
