@@ -120,7 +120,7 @@ def make_tiny(folder: Path, *, hidden: int = 256, layers: int = 4, max_len: int 
     """Write a random Llama and a tokenizer of bytes -> the folder, for `--model`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # by words: the tokenizer keeps what it has split
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
