@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ngramspec import loading
 from ngramspec.converted import ensure_converted
 from ngramspec.engine import Engine
+
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell that starts us in the background has it ignored, here and in our children
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
