@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,3 +236,20 @@ def test_version_and_help_are_quick() -> None:
 def test_importing_ngramspec_imports_nothing_heavy() -> None:
     code = "import sys, ngramspec, ngramspec.cli; print([m for m in ('torch', 'transformers', 'numba', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_beams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny.tiny_model("llama").save_pretrained(tmp_path)
+    tiny.byte_tokenizer().save_pretrained(tmp_path)
+    search = ["beam", "abcabcab", "-m", str(tmp_path), "--width", "2", "--max-tokens", "5", "--threads", "1", "-q"]
+    documents = []
+    for more in ([], ["--no-spec"]):
+        assert run(monkeypatch, *search, *more, "--json") == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    with_drafts, without = documents
+    assert with_drafts["beams"] == without["beams"]
+    assert [beam["score"] for beam in without["beams"]] == sorted((beam["score"] for beam in without["beams"]), reverse=True)
+    assert run(monkeypatch, *search) == 0
+    assert capsys.readouterr().out.count("── ") == 2
+    assert run(monkeypatch, *search, "--width", "0") == 2
+    assert "width" in capsys.readouterr().err
