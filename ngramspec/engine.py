@@ -447,6 +447,11 @@ class Engine:
         worded = tokens[:-1] if tokens[-1] in stop_ids else tokens
         return "".join([*map(stream.push, worded), stream.finish()])
 
+    @property
+    def promise(self) -> str:
+        """What all completions can be relied on to be: `Completion.exactness` of those for which it is least."""
+        return self._exactness(SamplingParams(temperature=1.0), speculation=True)
+
     def _exactness(self, params: SamplingParams, speculation: bool) -> str:
         if not speculation or self.core.proposer is None:
             return self.exactness

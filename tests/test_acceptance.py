@@ -80,6 +80,7 @@ def test_a_completion_says_how_its_drafts_were_accepted(engine: Engine) -> None:
     told = {}
     for name, acceptance in (("walk", Acceptance()), ("rejection", Acceptance(True)), ("lenient", Acceptance(lenience=0.5))):
         use(engine, Counts(2, 3), acceptance, draws=acceptance.rejection)
+        assert engine.promise == {"walk": engine.exactness, "rejection": "distribution", "lenient": "lenient"}[name]
         told[name] = [engine.complete([97, 98], params).exactness for params in (greedy, sampled)]
         assert engine.complete([97, 98], sampled, speculation=False).exactness == engine.exactness
     exact = engine.exactness

@@ -333,7 +333,7 @@ class _Llama:
             "chat_template": getattr(engine.tokenizer, "chat_template", None) or "",
             "modalities": {"vision": False, "audio": False},
             "build_info": f"ngramspec-{__version__}",
-            "exactness": engine.exactness,
+            "exactness": engine.promise,
             "infill": self.state.fim is not None,
         }
 

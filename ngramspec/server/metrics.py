@@ -68,7 +68,7 @@ class Metrics:
         self._queued = histogram("request_queue_time_seconds", "From the request's arrival at the engine to its first pass.", _WAIT_S)
 
         info = Gauge(f"{PREFIX}engine_info", "What serves: always 1.", ("model_name", "version", "exactness"), registry=self.registry)
-        info.labels(engine.name, ngramspec.__version__, engine.exactness).set(1)
+        info.labels(engine.name, ngramspec.__version__, engine.promise).set(1)
         for reason in FINISH_REASONS:
             self._success.labels(reason)
         for reason in (*REFUSALS, OTHER):

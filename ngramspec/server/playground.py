@@ -64,7 +64,7 @@ def router(state: State) -> APIRouter:
         return Config(
             version=__version__,
             model=engine.name,
-            exactness=engine.exactness,
+            exactness=engine.promise,
             chat=bool(getattr(engine.tokenizer, "chat_template", None)),
             sources=identity.trusted,
             datastores=[name for name in engine.datastores if identity.stores is None or name in identity.stores],

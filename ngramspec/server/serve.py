@@ -195,7 +195,7 @@ def run(make_engine: Callable[[], Engine], settings: ServerSettings) -> None:
             gc.collect()
             gc.freeze()  # half a million objects stay: everything waits while the collector looks at them again
             front.app = app
-            logs.event("ready", f"{engine.name} is served at {url}", url=url, model=engine.name, exactness=engine.exactness)
+            logs.event("ready", f"{engine.name} is served at {url}", url=url, model=engine.name, exactness=engine.promise)
         except BaseException as error:
             loaded.append(error)
             server.should_exit = True

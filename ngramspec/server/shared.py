@@ -51,7 +51,7 @@ class Job:
         self.id = f"{kind}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = engine.name
-        self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.exactness}"
+        self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.promise}"
 
     def head(self, kind: str) -> dict[str, Any]:
         """What an answer, and every piece of a streamed one, begins with."""
