@@ -28,6 +28,20 @@ class FixedCost(CostModel):
         pass
 
 
+class CountedCost(CostModel):
+    """A cost that also adds up what passes without a part of a prompt take at set prices, the same whatever disturbs them."""
+
+    def __init__(self, cost: CostModel, prices: np.ndarray) -> None:
+        """`prices` [R+1] float64, of a pass with T rows at index T."""
+        self.cost, self.prices, self.paid = cost, prices, 0.0
+        self.table, self.max_rows = cost.table, cost.max_rows
+
+    def observe(self, rows: int, ms: float) -> None:
+        self.paid += float(self.prices[rows])
+        self.cost.observe(rows, ms)
+        self.table = self.cost.table
+
+
 class Ours:
     """The engine, with or without speculation; nothing that it computed for one run helps another."""
 

@@ -51,6 +51,8 @@ class Run:
     outputs: list[list[int]]
     seconds: float
     stats: Stats = field(default_factory=Stats)
+    plain_passes: float = 0.0
+    """What its passes cost by the engine's own measure, that of the prompt and one with one row being 1; 0 where nobody counted."""
 
     @property
     def n_tokens(self) -> int:

@@ -87,30 +87,39 @@ def pooled(cells: Sequence[Cell], n_prompts: int | None = None) -> list[Row]:
 def against_best(cells: Sequence[Cell]) -> list[Row]:
     """All drafters together over the best one alone, which is chosen for each category and measure when all is known.
 
-    `ratio_flat`: with drafts that are told that rows cost almost nothing, over the most tokens per pass of one alone, on the prompts
-    that both were measured on.
+    Each pair is compared on the prompts that both were measured on: `speed` by the clock, the geometric mean over prompts; `cost` by what
+    the passes cost, `tokens` by their number, over all prompts together; `flat` like `tokens`, with drafts that are told that rows cost
+    almost nothing. Of each measure, `best_by_` says who is the best one alone, `ratio_` how many times as good all together are.
     """
-    rows, first = rows_of(cells), rows_of(cells, CURVE_ROUNDS)
     result = []
-    for merged in find(rows, contender=MERGED):
+    for merged in find(cells, contender=MERGED):
         where = {"category": merged["category"], "temperature": merged["temperature"]}
-        singles = [row for row in find(rows, **where) if is_single(row["contender"])]
-        if not singles:
-            continue
-        by_tokens, by_speed = (max(singles, key=lambda row: row[key]) for key in ("tokens_per_pass", "speedup"))
-        flat = find(first, **where, contender=FLAT)
-        beside = [row["tokens_per_pass"] for row in find(first, **where) if is_single(row["contender"])]
-        result.append(
-            where
-            | {
-                "best_by_tokens": by_tokens["contender"],
-                "ratio_tokens": round(merged["tokens_per_pass"] / by_tokens["tokens_per_pass"], 3),
-                "best_by_speed": by_speed["contender"],
-                "ratio_speed": round(merged["speedup"] / by_speed["speedup"], 3),
-                "ratio_flat": round(flat[0]["tokens_per_pass"] / max(beside), 3) if flat else None,
-            }
-        )
+        singles = [cell for cell in find(cells, **where) if is_single(cell["contender"])]
+        row: Row = dict(where)
+        for name, ours, ratio in (
+            ("speed", [merged], lambda a, b: statistics.geometric_mean(beside(a, b))),
+            ("cost", [merged], lambda a, b: over(a, b, "plain_passes")),
+            ("tokens", [merged], lambda a, b: over(a, b, "passes")),
+            ("flat", find(cells, **where, contender=FLAT), lambda a, b: over(a, b, "passes")),
+        ):
+            ratios = {single["contender"]: ratio(a, single) for a in ours for single in singles}
+            row[f"best_by_{name}"] = best = min(ratios, key=lambda single: ratios[single], default=None)
+            row[f"ratio_{name}"] = round(ratios[best], 3) if best is not None else None
+        if singles:
+            result.append(row)
     return result
+
+
+def beside(a: Cell, b: Cell) -> list[float]:
+    """How many times as fast a is, for each prompt that both were measured on."""
+    return [ours / theirs for ours, theirs in zip(speedups(a), speedups(b), strict=False)]
+
+
+def over(a: Cell, b: Cell, what: str) -> float:
+    """How many times the tokens a has for so many of `what`, on the prompts that both were measured on."""
+    n = min(len(a["tokens"]), len(b["tokens"]))
+    ours, theirs = (sum(cell["tokens"][:n]) / sum(cell[what][:n]) for cell in (a, b))
+    return ours / theirs
 
 
 def against_peers(cells: Sequence[Cell]) -> list[Row]:
@@ -119,7 +128,7 @@ def against_peers(cells: Sequence[Cell]) -> list[Row]:
     for cell in cells:
         merged = find(cells, contender=MERGED, category=cell["category"], temperature=cell["temperature"])
         if cell["contender"] in NAMES and merged:
-            ratios = [ours / theirs for ours, theirs in zip(speedups(merged[0]), speedups(cell), strict=False)]
+            ratios = beside(merged[0], cell)
             ratio = round(statistics.median(ratios), 3)
             result.append({"category": cell["category"], "peer": cell["contender"], "prompts": len(ratios), "ratio": ratio})
     return result

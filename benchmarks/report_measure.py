@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import ngramspec
 from benchmarks import common
-from benchmarks.ours import FixedCost, FixedLength, Ours
+from benchmarks.ours import CountedCost, FixedCost, FixedLength, Ours
 from benchmarks.peers import Contender, Peer, PeerAbsentError, Run
 from benchmarks.replay import Rest, Trace, replay
 from benchmarks.replay import peers as replayed_peers
@@ -88,15 +90,16 @@ class Chosen(Ours):
         engine: Engine,
         params: SamplingParams,
         proposer: Proposer | Alone,
+        prices: np.ndarray,
         *,
         speculation: bool = True,
         slope: float | None = None,
         rejection: bool = False,
         predictions: dict[tuple[int, ...], list[int]] | None = None,
     ) -> None:
-        """`slope`: what drafts are told a row costs; None: what was measured."""
+        """`prices`: of `CountedCost`. `slope`: what drafts are told a row costs; None: what was measured."""
         super().__init__(engine, params, speculation, proposer)
-        self.cost = engine.cost if slope is None else FixedCost(slope, engine.cost.max_rows)
+        self.cost = CountedCost(engine.cost if slope is None else FixedCost(slope, engine.cost.max_rows), prices)
         self.acceptance, self.predictions = Acceptance(rejection), predictions or {}
 
     def complete(self, prompts: list[list[int]], **hints: Any) -> Run:
@@ -104,8 +107,10 @@ class Chosen(Ours):
             self.engine.core.cost, self.engine.core.acceptance = self.cost, self.acceptance
 
         self.engine._call(choose)
-        prediction = self.predictions.get(tuple(prompts[0]))
-        return super().complete(prompts, **hints, **({} if prediction is None else {"prediction": prediction}))
+        prediction, before = self.predictions.get(tuple(prompts[0])), self.cost.paid
+        run = super().complete(prompts, **hints, **({} if prediction is None else {"prediction": prediction}))
+        run.plain_passes = 1 + self.cost.paid - before
+        return run
 
 
 class State:
@@ -154,6 +159,7 @@ class Bench:
         """`drafters`: as `ngramspec.drafters` names them; one that cannot be made or used here goes to `absent` with the reason."""
         self.engine, self.plan, self.absent = engine, plan, dict[str, str]()
         self.default = engine.core.proposer
+        self.prices = engine.cost.table / engine.cost.table[1]
         self.drafters: dict[str, Callable[[], Drafter]] = {}
         self._peers, self._running = peers, dict[str, Peer]()
         self.warm: set[str] = set()
@@ -181,7 +187,7 @@ class Bench:
         store = category.store
 
         def ours(proposer: Callable[[], Proposer | Alone], **options: Any) -> Callable[[], Contender]:
-            return lambda: Chosen(self.engine, params, proposer(), **options)
+            return lambda: Chosen(self.engine, params, proposer(), self.prices, **options)
 
         def merged(*, stored: bool = True, **options: Any) -> Proposer:
             similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
@@ -323,7 +329,7 @@ def _may_fail(bench: Bench, name: str) -> Iterator[None]:
 
 
 def cell_of(name: str, runs: list[Run], off: list[Run], exact: bool) -> Cell:
-    """Per prompt: tokens, seconds, passes, drafted nodes, and the seconds and tokens of speculation off; by depth over all of them."""
+    """Per prompt: tokens, seconds, passes and their cost, drafted nodes, and seconds and tokens of speculation off; by depth over all."""
     off = off[: len(runs)]
     total = Stats()
     for run in runs:
@@ -336,6 +342,7 @@ def cell_of(name: str, runs: list[Run], off: list[Run], exact: bool) -> Cell:
         "off_seconds": [round(run.seconds, 5) for run in off],
         "passes": [run.stats.passes for run in runs],
         "drafted": [run.stats.drafted for run in runs],
+        "plain_passes": [round(run.plain_passes, 3) for run in runs],
         "drafted_by_depth": total.drafted_by_depth,
         "accepted_by_depth": total.accepted_by_depth,
         "same": [a.outputs == b.outputs for a, b in zip(runs, off, strict=True)] if exact else None,

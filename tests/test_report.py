@@ -126,6 +126,7 @@ def test_another_setting_is_another_cell(tmp_path: Path) -> None:
 
 def cell(name: str, seconds: float, passes: int, drafted: int) -> Any:
     run, off = Run([[1, 2, 3, 4]], seconds), Run([[1, 2, 3, 4]], 2.0)
+    run.plain_passes = passes + drafted / 2
     run.stats.passes, run.stats.drafted, run.stats.drafted_by_depth, run.stats.accepted_by_depth = passes, drafted, [2, 2], [1, 0]
     return {"category": "edits", "temperature": 0.0} | report_measure.cell_of(name, [run, run], [off, off], True)
 
@@ -138,6 +139,7 @@ def test_figures_of_known_cells() -> None:
     (best,) = report_figures.against_best(cells)
     assert (best["best_by_tokens"], best["ratio_tokens"]) == ("n-gram tables", 0.5)
     assert (best["best_by_speed"], best["ratio_speed"]) == ("lookahead", 0.5)
+    assert (best["best_by_cost"], best["ratio_cost"]) == ("n-gram tables", 0.25)
     assert report_figures.against_peers(cells) == [{"category": "edits", "peer": "hf-pld", "prompts": 2, "ratio": 3.0}]
 
 
