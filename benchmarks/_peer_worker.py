@@ -75,7 +75,10 @@ def llama(
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     drafts = None if lookup is None else LlamaPromptLookupDecoding(num_pred_tokens=lookup)
-    model = llama_cpp.Llama(gguf, n_ctx=max_len, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=drafts, verbose=False)
+    n_batch = max_len  # it keeps logits for so many tokens only, and with drafts it wants them of all
+    model = llama_cpp.Llama(
+        gguf, n_ctx=max_len, n_batch=n_batch, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=drafts, verbose=False
+    )
 
     def complete(prompt: list[int]) -> list[int]:
         model.reset()
