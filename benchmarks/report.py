@@ -24,7 +24,17 @@ from benchmarks import common
 from benchmarks.decode import LOCAL_VLLM, gguf_file, peer_names, weights_folder
 from benchmarks.peers import NAMES, Peer, Task, open_peer
 from benchmarks.report_data import CATEGORIES, Category, package_version, read_category, repository
-from benchmarks.report_figures import against_best, against_peers, fastest_peers, frontier, pooled, rejection_rows, rows_of
+from benchmarks.report_figures import (
+    against_best,
+    against_best_followed,
+    against_peers,
+    fastest_peers,
+    frontier,
+    pooled,
+    rejection_rows,
+    rows_of,
+)
+from benchmarks.report_follow import followed
 from benchmarks.report_measure import MAX_SEQS, Bench, Plan, State, measure, replayed, say
 from benchmarks.report_text import PEERS, write_report
 from ngramspec import Engine, SamplingParams
@@ -68,7 +78,9 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         )
         drafters = args.drafter or default_drafters(engine)
         bench = stack.enter_context(contextlib.closing(Bench(engine, plan, drafters, peers(engine, args, stack))))
-        cells = measure(bench, State(args.state, fresh=args.fresh), categories, args.temperatures, started)
+        state = State(args.state, fresh=args.fresh)
+        cells = measure(bench, state, categories, args.temperatures, started)
+        more = followed(bench, state, categories, args.temperatures)
         others, missing = replayed(cells, categories, scratch)
     rows = rows_of(cells)
     return {
@@ -80,6 +92,8 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         "rows": rows,
         "pooled": pooled(cells),
         "against_best": against_best(cells),
+        "followed": more,
+        "against_best_followed": against_best_followed(more),
         "against_peers": against_peers(cells),
         "fastest_peers": fastest_peers(rows),
         "rejection": rejection_rows(cells),

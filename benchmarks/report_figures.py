@@ -110,6 +110,17 @@ def against_best(cells: Sequence[Cell]) -> list[Row]:
     return result
 
 
+def against_best_followed(rows: Sequence[Row]) -> list[Row]:
+    """The same of `report_follow`'s rows, by what the passes cost."""
+    result = []
+    for merged in find(rows, contender=MERGED):
+        where = {"category": merged["category"], "temperature": merged["temperature"]}
+        best = max((row for row in find(rows, **where) if is_single(row["contender"])), key=lambda row: row["speed"])
+        ratio = round(merged["speed"] / best["speed"], 3)
+        result.append(where | {"prompts": merged["prompts"], "best": best["contender"], "ratio": ratio, "speed": merged["speed"]})
+    return result
+
+
 def beside(a: Cell, b: Cell) -> list[float]:
     """How many times as fast a is, for each prompt that both were measured on."""
     return [ours / theirs for ours, theirs in zip(speedups(a), speedups(b), strict=False)]

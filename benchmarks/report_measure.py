@@ -43,14 +43,14 @@ REJECTION = ", rejection"
 SLOPES = (0.32, 0.08, 0.02, 0.005, 0.00125)
 """Costs of a row, as shares of a pass, that the merged drafts are told for the frontier."""
 LOOKED_UP = 10
-MAX_SEQS = 4
+MAX_SEQS = 12
 CURVE_ROUNDS = 2
 ROUNDS = {"hf-assisted": 1, "layers": CURVE_ROUNDS}
 """At most so many prompts of a category, for what is slow."""
 REPLAYED = ("pld-hf", "ngram-vllm", "arctic", "arctic-tree-f4", "arctic-tree-f4+cache", "rest-16", "rest-32")
 """Of `benchmarks.replay`'s drafters, those that the report names."""
-SHARE = 0.93
-"""Of the time that there is, what is for measuring."""
+SHARE = 0.8
+"""Of the time that there is, what is for measuring by the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,37 +181,44 @@ class Bench:
     def versions(self) -> dict[str, str]:
         return {name: peer.version for name, peer in self._running.items()}
 
+    def params(self, temperature: float, **more: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=self.plan.max_tokens, temperature=temperature, seed=self.plan.seed, **more)
+
+    def proposers(self, category: Category) -> dict[str, Callable[[], Proposer | Alone]]:
+        """All drafters together, with and without the category's datastore, and each alone."""
+        store, V = category.store, self.engine.vocab_size
+
+        def merged(*, stored: bool = True, **options: Any) -> Proposer:
+            similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
+            return Proposer(vocab_size=V, max_seqs=MAX_SEQS, datastore=similar, **options)
+
+        found: dict[str, Callable[[], Proposer | Alone]] = {
+            MERGED: merged,
+            TABLES: lambda: merged(stored=False, answers=0, recycle=False),
+            LOOKUP: lambda: FixedLength(LOOKED_UP, vocab_size=V, max_seqs=MAX_SEQS),
+        }
+        if store is not None:
+            found[STORE] = lambda: merged(use_ngram=False, answers=0, recycle=False)
+            found[NO_STORE] = lambda: merged(stored=False)
+        return found | {name: lambda make=make: self._alone(make()) for name, make in self.drafters.items()}  # type: ignore[misc]
+
     def entries(self, category: Category, temperature: float) -> list[Entry]:
         """Speculation off is the first."""
-        params = SamplingParams(max_tokens=self.plan.max_tokens, temperature=temperature, seed=self.plan.seed)
-        store = category.store
+        params, proposers = self.params(temperature), self.proposers(category)
 
         def ours(proposer: Callable[[], Proposer | Alone], **options: Any) -> Callable[[], Contender]:
             return lambda: Chosen(self.engine, params, proposer(), self.prices, **options)
 
-        def merged(*, stored: bool = True, **options: Any) -> Proposer:
-            similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
-            return Proposer(vocab_size=self.engine.vocab_size, max_seqs=MAX_SEQS, datastore=similar, **options)
-
-        entries = [
-            Entry(OFF, ours(lambda: self.default, speculation=False)),
-            Entry(MERGED, ours(merged)),
-            Entry(TABLES, ours(lambda: merged(stored=False, answers=0, recycle=False))),
-            Entry(LOOKUP, ours(lambda: FixedLength(LOOKED_UP, vocab_size=self.engine.vocab_size, max_seqs=MAX_SEQS))),
-        ]
-        if store is not None:
-            entries.append(Entry(STORE, ours(lambda: merged(use_ngram=False, answers=0, recycle=False))))
-            entries.append(Entry(NO_STORE, ours(lambda: merged(stored=False))))
+        entries = [Entry(OFF, ours(lambda: self.default, speculation=False))]
+        entries += [Entry(name, ours(make), rounds_of(name)) for name, make in proposers.items()]
         if len(category.predictions) == len(category.prompts):
-            entries.append(Entry(PREDICTED, ours(merged, predictions=category.predictions)))
-        for name, make in self.drafters.items():
-            rounds = rounds_of(name)
-            entries.append(Entry(name, ours(lambda make=make: self._alone(make())), rounds))
-            if temperature > 0 and isinstance(make(), CanDraw):
+            entries.append(Entry(PREDICTED, ours(proposers[MERGED], predictions=category.predictions)))
+        for name, make in self.drafters.items() if temperature > 0 else ():
+            if isinstance(make(), CanDraw):
                 draw = ours(lambda make=make: self._alone(make(), draws=True), rejection=True)
-                entries.append(Entry(name + REJECTION, draw, rounds, exact=False))
+                entries.append(Entry(name + REJECTION, draw, rounds_of(name), exact=False))
         if temperature == 0:
-            entries += [Entry(curve_name(slope), ours(merged, slope=slope), CURVE_ROUNDS) for slope in SLOPES]
+            entries += [Entry(curve_name(slope), ours(proposers[MERGED], slope=slope), CURVE_ROUNDS) for slope in SLOPES]
             entries += [Entry(name, lambda name=name: self._running[name], rounds_of(name)) for name in self._peers]
         return entries
 

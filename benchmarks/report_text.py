@@ -49,6 +49,11 @@ where a row is dear; a drafter that drafts more than pays can have more of them 
 engine that a row costs {slope:g} of a pass, as on a large GPU, and compares tokens per pass again, on the prompts that were
 measured for the curve below.
 """
+FOLLOWING = """
+The same along more texts than the clock has time for: drafts follow what the model writes for all {prompts} prompts, and pay for each
+pass what the engine has measured (`benchmarks/report_follow.py`). **Speed** is tokens over the cost of passes, plain decoding
+being 1; the single one is the best of n-gram tables, prompt lookup, counts and the datastore.
+"""
 ALONE = """All categories together, at temperature {temperature:g} unless said otherwise. A position's share is that of its drafted
 nodes that were accepted, which in a tree is lower than in a chain. What needs a datastore or a prediction was in the one
 category that has it."""
@@ -104,21 +109,28 @@ def _head(document: dict[str, Any]) -> str:
     if quantised:
         ratios = {PEERS[name]: _mean_over(document, name) for name in quantised}
         lines.append(f"- Against other weights, the GGUF file's own quantised ones, which are fewer bytes to read: {_list(ratios)}.")
+    if document["against_best_followed"]:
+        ratios = {f"{r['category']} at {r['temperature']:g}": r["ratio"] for r in document["against_best_followed"]}
+        lines.append(_over_best("in the cost of passes along more texts", ratios))
     for what, key in (
         ("in speed by the clock", "ratio_speed"),
         ("in the cost of passes", "ratio_cost"),
         ("in tokens per pass", "ratio_tokens"),
     ):
         ratios = {f"{r['category']} at {r['temperature']:g}": r[key] for r in document["against_best"]}
-        behind = {name: ratio for name, ratio in ratios.items() if ratio < 1}
         if ratios:
-            lines.append(
-                f"- **All drafters together over the best single one, {what}: {statistics.geometric_mean(ratios.values()):.2f}**, "
-                f"and at least 1 in {len(ratios) - len(behind)} of {len(ratios)} cases." + (f" Below: {_list(behind)}." if behind else "")
-            )
+            lines.append(_over_best(what, ratios))
     lines += ["", "![tokens per second by category](plots/speed.svg)"]
     lines.append(RATIOS)
     return "\n".join(lines)
+
+
+def _over_best(what: str, ratios: dict[str, float]) -> str:
+    behind = {name: ratio for name, ratio in ratios.items() if ratio < 1}
+    return (
+        f"- **All drafters together over the best single one, {what}: {statistics.geometric_mean(ratios.values()):.2f}**, "
+        f"and at least 1 in {len(ratios) - len(behind)} of {len(ratios)} cases." + (f" Below: {_list(behind)}." if behind else "")
+    )
 
 
 def _peers(document: dict[str, Any]) -> str:
@@ -164,6 +176,14 @@ def _merged(document: dict[str, Any]) -> str:
                 ["category", "temperature"]
                 + [part for name in ("speed", "cost of passes", "tokens per pass", "rows nearly free") for part in (name, "over")],
                 table,
+            ),
+            FOLLOWING.format(prompts=document["settings"]["prompts"]),
+            _table(
+                ["category", "temperature", "texts", "speed", "best single one", "ratio"],
+                [
+                    [r["category"], f"{r['temperature']:g}", str(r["prompts"]), f"{r['speed']:.2f}", r["best"], _ratio(r["ratio"])]
+                    for r in document["against_best_followed"]
+                ],
             ),
         ]
     )

@@ -97,6 +97,16 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
     assert document["absent"]["nothing"].startswith("there is no drafter 'nothing'")
     assert document["absent"]["hf"] == "not installed"
 
+    followed = document["followed"]
+    assert {(row["category"], row["temperature"], row["contender"]) for row in followed} == {
+        (c, t, name) for c in CATEGORIES for t in (0.0, 0.8) for name in ("merged", "n-gram tables", "prompt lookup", "counts:2")
+    } | {("repository", t, "datastore") for t in (0.0, 0.8)}
+    for row in followed:
+        assert 1 <= row["prompts"] <= 2  # of a text with one token nothing was drafted
+        assert row["tokens_per_pass"] >= 1
+        assert 0 < row["speed"] <= row["tokens_per_pass"]
+    assert len(document["against_best_followed"]) == 6
+
     text = (tmp_path / "REPORT.md").read_text()
     for picture in ("speed", "drafters", "frontier", "acceptance"):
         assert f"plots/{picture}.svg" in text
