@@ -401,7 +401,8 @@ class Engine:
 
         `length_penalty`: a text's score is the sum of its log-probabilities over its length to this power; `early_stopping`: end when
         `width` texts have ended, though one under way may still be better. Other requests go on, pass by pass in turn. It waits until
-        `width` of the engine's `max_seqs` places are free. Drafts come from n-gram tables and the model's own candidates.
+        `width` of the engine's `max_seqs` places are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
+        (KeyboardInterrupt) ends it before its next pass.
         Raises ValueError, PromptTooLongError, OutOfMemoryError, EngineClosedError.
         """
         ids = self.encode(prompt)
@@ -427,16 +428,26 @@ class Engine:
             cost_ms=self.core.cost.table,
         )
 
-        def turn() -> None:
-            try:
-                self.core.n_passes += search.step()
-            except Exception:
-                search.close()
-                raise
-            if search.done:
-                search.close()
+        over = False
 
-        self._call(turn, until=lambda: search.done)
+        def turn() -> None:
+            nonlocal over
+            try:
+                if not search.done:
+                    self.core.n_passes += search.step()
+                over = search.done
+            except Exception:
+                over = True
+                raise
+            finally:
+                if over:
+                    search.close()
+
+        try:
+            self._call(turn, until=lambda: over)
+        except BaseException:
+            search.done = True  # where the caller was interrupted, it goes no further
+            raise
         return [Beam(ended.tokens, self._text(ids, ended.tokens, search.stop_ids), ended.score) for ended in search.ended]
 
     def _text(self, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:

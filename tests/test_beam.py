@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -187,6 +188,23 @@ def test_a_full_pool_is_said_and_everything_given_back() -> None:
             engine.beam_search(prompt, 8, 80, ignore_eos=True)
         assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
         assert len(engine.beam_search(prompt, 2, 20)) == 2
+
+
+def test_an_interrupt_ends_it_and_everything_is_given_back(engine: Engine) -> None:
+    before = engine.status().passes
+
+    def interrupt() -> None:
+        while engine.status().passes < before + 3:
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.beam_search([1, 2, 3], 4, 250, ignore_eos=True, speculation=False)
+    thread.join()
+    assert len(engine.beam_search([1, 2, 3], 8, 2)) == 8  # all places are free again
+    assert engine.status().passes - before < 100
 
 
 def test_closing_the_engine_ends_it() -> None:
