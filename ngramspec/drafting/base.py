@@ -56,7 +56,8 @@ class Text:
 class Drafter(Protocol):
     """One more source. Its trees are evidence: the mix decides how far its probabilities are believed.
 
-    `seq` is the slot that the engine gave the sequence; calls for one sequence are ordered begin, (propose, observe)*, end.
+    `seq` is the slot that the engine gave the sequence; calls for one sequence are ordered begin, (propose, observe)*, end, where an
+    observe may come without its propose: a drafter that does not pay for its time rests, and is tried again now and then.
     An exception from any of these switches the drafter off for good (logged once) and fails no request.
     """
 

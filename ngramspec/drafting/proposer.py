@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from . import evidence, merge, ngram
 from .base import Candidates, Drafter, NeedsCandidates, NeedsModel, NeedsRoom, NeedsStates, NeedsText, Text, is_sound
 from .evidence import Nodes, Outside
 from .merge import Guard, Weights
+from .pace import Pace
 from .suffix import NAME as DATASTORE
 from .suffix import Drafts, SuffixDrafter
 
@@ -87,7 +89,8 @@ class Proposer:
     `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they remember, `answers` the latest tokens
     of finished answers that a tenant's sequences share (0: none), `recycle` whether the model's own candidates are kept (`recycle`);
     a tree has at most `spec_rows` nodes and `spec_length` levels. `source_names[tree.sources[i]]` says who proposed node i.
-    `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their probabilities.
+    `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their probabilities, and are asked
+    while what they bring pays for their time (`pace`).
     """
 
     source_names: list[str]
@@ -124,6 +127,10 @@ class Proposer:
         self.vocab_size, self.history, self.spec_length = vocab_size, history, spec_length
         self.datastore = datastore
         self.drafters: list[Drafter | None] = list(drafters)
+        self._paces = [Pace() for _ in drafters]
+        self._asked: list[int] = []
+        """The drafters that were asked in this step, and in `_pass_ms` what its pass takes."""
+        self._pass_ms = 0.0
         self.source_names = [*SOURCES, DATASTORE, *(d.name for d in drafters)]
         self._sources = np.zeros(evidence.GROUPS + 1, np.uint8)
         for source, groups in enumerate(_GROUPS):
@@ -266,6 +273,7 @@ class Proposer:
         trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
         if stored is not None and len(stored.tokens):
             self._set_places(slots, trees, stored)
+        self._pass_ms = float(cost_ms[min(base_rows + cuts[-1], len(cost_ms) - 1)])
         if n_drafters > 1:
             self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
         return trees
@@ -302,10 +310,14 @@ class Proposer:
             self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
         if self.datastore is not None:
             self.datastore.observe(slots, new_start, new)
+        for d in self._asked:
+            gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots.tolist(), paths, strict=True))
+            self._paces[d].made(gained, len(new), self._pass_ms)
         for d, drafter in enumerate(self.drafters):
             if drafter is not None:
                 for b, slot in enumerate(slots.tolist()):
                     self._ask(d, "observe", slot, np.asarray(accepted[b], np.int32), self._rejected(slot, d, paths[b]))
+        self._asked = []
         self._last_trees.clear()
 
     def end(self, slot: int) -> None:
@@ -395,8 +407,11 @@ class Proposer:
             for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
                 trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
         asked = np.flatnonzero(max_depth > 0).tolist()  # the others rest, or are at their end
-        for d in active if asked else ():
+        self._asked = [d for d in active if asked and self._paces[d].wakes()]
+        for d in self._asked:
+            started = time.perf_counter()
             answer = self._ask(d, "propose", [seqs[b] for b in asked], budget)
+            self._paces[d].ms += (time.perf_counter() - started) * 1e3
             for b, tree in zip(asked, answer if isinstance(answer, (list, tuple)) else (), strict=False):
                 if self._sound(d, tree):
                     trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _codes(tree)
@@ -422,12 +437,13 @@ class Proposer:
         return False
 
     def _rejected(self, slot: int, d: int, path: np.ndarray) -> np.ndarray:
-        tree = self._last_trees.get(slot)
-        if tree is None:
-            return _NO_TOKENS
-        mine = tree.sources == len(SOURCES) + 1 + d
+        mine = self._drafted(slot, d)
         mine[np.asarray(path, np.int64)] = False
-        return tree.tokens[mine]
+        return self._last_trees.get(slot, _NO_TREE).tokens[mine]
+
+    def _drafted(self, slot: int, d: int) -> np.ndarray:
+        """Which nodes of a slot's last tree are drafter d's: [N] bool."""
+        return self._last_trees.get(slot, _NO_TREE).sources == len(SOURCES) + 1 + d
 
 
 def _codes(tree: Candidates) -> np.ndarray:
