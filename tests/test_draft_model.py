@@ -23,6 +23,7 @@ from ngramspec.drafters import make_drafter
 from ngramspec.drafting.alone import Alone
 from ngramspec.drafting.layers import DraftLayers
 from ngramspec.drafting.model import DraftModel, check_alike
+from ngramspec.drafting.pace import Pace
 from ngramspec.drafting.stepwise import Stepwise
 from ngramspec.engine import Engine
 from ngramspec.errors import UnsupportedModelError
@@ -96,8 +97,9 @@ def test_what_knows_the_truth_is_always_right(kind: str, acceptance: str, truth:
     ],
     ids=["model", "tree", "layers", "merged"],
 )
-def test_no_token_changes(drafters: Any, alone: bool, truth: dict[int, list[list[int]]]) -> None:
+def test_no_token_changes(monkeypatch: pytest.MonkeyPatch, drafters: Any, alone: bool, truth: dict[int, list[list[int]]]) -> None:
     """In a pool so tight that sequences are preempted, with prompts in odd pieces."""
+    monkeypatch.setattr(Pace, "wakes", lambda _: True)  # it drafts in every step, whatever its time
     made = drafters()
     sources: dict[str, Any] = {"alone": made[0]} if alone else {"drafters": made, "recycle": False}
     with build(max_rows=23, kv_memory=tight_pool("llama"), **sources) as engine:

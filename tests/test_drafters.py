@@ -17,6 +17,7 @@ from ngramspec.drafters import NAMES, make_drafter
 from ngramspec.drafting import Drafter, Proposer
 from ngramspec.drafting.alone import Alone
 from ngramspec.drafting.lookahead import Lookahead
+from ngramspec.drafting.pace import Pace
 from ngramspec.drafting.recycling import TokenRecycling
 from ngramspec.engine import Engine
 from ngramspec.types import SamplingParams
@@ -85,8 +86,15 @@ MAKERS: dict[str, Callable[[Path], Drafter]] = {
 @pytest.mark.parametrize("merged", [False, True], ids=["alone", "merged"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_same_tokens_as_without(
-    engine: Engine, asked: list[list[int]], expected: list[list[list[int]]], tmp_path: Path, name: str, merged: bool
+    engine: Engine,
+    asked: list[list[int]],
+    expected: list[list[list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    merged: bool,
 ) -> None:
+    monkeypatch.setattr(Pace, "wakes", lambda _: True)  # it drafts in every step, whatever its time
     drafter = MAKERS[name](tmp_path)
     if merged:
         engine.core.cost = FreeRows()
