@@ -2,11 +2,12 @@
 
 Knows the layout of one layer's pool and what each row may see; knows nothing of sequences, models or
 drafts. `attend` takes the layer's query, key and value rows, writes keys and values to their slots and
-returns the mixed values. Every sum runs over the keys in the order of their position in the text, in
-groups aligned to absolute positions, and every (row, head) is computed by the same scalar recipe: its bits
-cannot depend on other rows, on where a key lies in memory, or on how a text was cut into passes.
+returns the mixed values. Every score is one chain of fused multiply-adds over the numbers of a key, every mixed value
+one over the keys in the order of their position in the text; the sum of a softmax has sixteen lanes tied to absolute
+positions. So the bits of a (row, head) cannot depend on other rows, on where a key lies in memory, or on how a text was cut
+into passes.
 
-Layout of a layer, chosen so that every inner loop runs over consecutive floats and no sum is vectorised:
+Layout of a layer, chosen so that tiles (`tiles`) read consecutive floats:
 keys `[n_blocks, n_kv_heads, head_dim, BLOCK]`, values `[n_blocks, n_kv_heads, BLOCK, head_dim]`.
 """
 
@@ -21,6 +22,7 @@ from numba import get_num_threads, njit, prange
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.numeric import exp, fma
+from ngramspec.tiles import CHAINS, STEP, WIDTH, multiply_add
 from ngramspec.types import BLOCK, Batch
 
 if TYPE_CHECKING:
@@ -65,80 +67,58 @@ def _softmax(s, start, end, lanes):
     return total
 
 
-# Unsigned indices into flat arrays: signed ones make numba test for negative values in the innermost loops.
-_U = np.uint64
-_U1, _U2, _U3, _U4, _U5, _U6, _U7, _U8 = _U(1), _U(2), _U(3), _U(4), _U(5), _U(6), _U(7), _U(8)
-_TILE, _SHIFT = _U(BLOCK), _U(8)
-assert BLOCK == 32, "the offsets in _scores are written out for tiles of 32 keys"
-
-
-@njit(cache=True, nogil=True)
-def _scores(q, q_at, k, k_at, s, s_at, n_dim):
-    """s[s_at : +BLOCK] = q[q_at : +n_dim] against the tile of keys k[k_at : +n_dim * BLOCK]."""
-    for j in range(_TILE):
-        s[s_at + j] = _ZERO
-    for g in range(n_dim >> _U3):
-        a = q_at + (g << _U3)
-        q0, q1, q2, q3 = q[a], q[a + _U1], q[a + _U2], q[a + _U3]
-        q4, q5, q6, q7 = q[a + _U4], q[a + _U5], q[a + _U6], q[a + _U7]
-        at = k_at + (g << _SHIFT)
-        for j in range(_TILE):
-            i = at + j
-            x = fma(q3, k[i + _U(96)], fma(q2, k[i + _U(64)], fma(q1, k[i + _U(32)], q0 * k[i])))
-            y = fma(q7, k[i + _U(224)], fma(q6, k[i + _U(192)], fma(q5, k[i + _U(160)], q4 * k[i + _U(128)])))
-            s[s_at + j] += x + y
-
-
-@njit(cache=True, nogil=True)
-def _mix(acc, acc_at, p, p_at, v, at, start, end, n_dim):
-    """acc[acc_at : +n_dim] += p[p_at + j] * v[at[j] : +n_dim] for start <= j < end, in groups of eight aligned positions."""
-    j = start
-    while j < end:
-        if (j & _U7) == 0 and j + _U8 <= end:
-            i = p_at + j
-            p0, p1, p2, p3 = p[i], p[i + _U1], p[i + _U2], p[i + _U3]
-            p4, p5, p6, p7 = p[i + _U4], p[i + _U5], p[i + _U6], p[i + _U7]
-            v0, v1, v2, v3 = at[j], at[j + _U1], at[j + _U2], at[j + _U3]
-            v4, v5, v6, v7 = at[j + _U4], at[j + _U5], at[j + _U6], at[j + _U7]
-            for d in range(n_dim):
-                x = fma(p3, v[v3 + d], fma(p2, v[v2 + d], fma(p1, v[v1 + d], p0 * v[v0 + d])))
-                y = fma(p7, v[v7 + d], fma(p6, v[v6 + d], fma(p5, v[v5 + d], p4 * v[v4 + d])))
-                acc[acc_at + d] += x + y
-            j += _U8
-        else:
-            pj, vj = p[p_at + j], at[j]
-            for d in range(n_dim):
-                acc[acc_at + d] = fma(pj, v[vj + d], acc[acc_at + d])
-            j += _U1
-
-
-def _whole_tile(head_dim):
-    """`_mix` over a tile of keys that lie side by side, for one head size: with its strides known, a compiler needs half the time."""
-    dim = _U(head_dim)
+def _up_to(panels, rows, step, onto):
+    """`multiply_add` for up to so many rows."""
 
     @njit(cache=True, nogil=True)
-    def mix_tile(acc, acc_at, p, p_at, v, v_at):
-        for half in range(_U(2)):
-            i = p_at + half * _U(16)
-            a = v_at + half * _U(16) * dim
-            b = a + _U8 * dim
-            p0, p1, p2, p3, p4, p5, p6, p7 = p[i], p[i + _U1], p[i + _U2], p[i + _U3], p[i + _U4], p[i + _U5], p[i + _U6], p[i + _U7]
-            i += _U8
-            r0, r1, r2, r3, r4, r5, r6, r7 = p[i], p[i + _U1], p[i + _U2], p[i + _U3], p[i + _U4], p[i + _U5], p[i + _U6], p[i + _U7]
-            for d in range(dim):
-                j = a + d
-                x = fma(p3, v[j + _U3 * dim], fma(p2, v[j + _U2 * dim], fma(p1, v[j + dim], p0 * v[j])))
-                y = fma(p7, v[j + _U7 * dim], fma(p6, v[j + _U6 * dim], fma(p5, v[j + _U5 * dim], p4 * v[j + _U4 * dim])))
-                total = acc[acc_at + d] + (x + y)
-                j = b + d
-                x = fma(r3, v[j + _U3 * dim], fma(r2, v[j + _U2 * dim], fma(r1, v[j + dim], r0 * v[j])))
-                y = fma(r7, v[j + _U7 * dim], fma(r6, v[j + _U6 * dim], fma(r5, v[j + _U5 * dim], r4 * v[j + _U4 * dim])))
-                acc[acc_at + d] = total + (x + y)
+    def run(x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
+        multiply_add(panels, rows, step, onto, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step)
 
-    return mix_tile
+    return run
 
 
-_mix_tile_64, _mix_tile_128 = _whole_tile(64), _whole_tile(128)
+_KEYS, _WIDE = BLOCK // WIDTH, 4
+"""Panels of a tile of keys; panels of values that are mixed at once."""
+_MOST_SCORED, _MOST_MIXED = CHAINS // _KEYS, max(1, CHAINS // _WIDE)
+_score_1, _score_some, _score_most = (_up_to(_KEYS, rows, STEP, 0) for rows in (1, max(1, _MOST_SCORED // 2), _MOST_SCORED))
+_mix_1, _mix_most = _up_to(_WIDE, 1, STEP, 1), _up_to(_WIDE, _MOST_MIXED, STEP, 1)
+_mix_part, _mix_narrow = _up_to(_WIDE, _MOST_MIXED, 1, 1), _up_to(1, _MOST_MIXED, 1, 1)
+
+
+@njit(cache=True, nogil=True)
+def _score_tile(q, n, n_dim, keys, at, s, s_at, width):
+    """s[m, s_at : +BLOCK] = q[m] . keys of the tile [D, BLOCK] at `at`, for n queries q [n, D], s [n, width]; all flat."""
+    for m in range(0, n, _MOST_SCORED):
+        count = min(_MOST_SCORED, n - m)
+        if count == 1:
+            _score_1(q, m * n_dim, n_dim, count, keys, at, BLOCK, n_dim, s, m * width + s_at, width)
+        elif count <= _MOST_SCORED // 2:
+            _score_some(q, m * n_dim, n_dim, count, keys, at, BLOCK, n_dim, s, m * width + s_at, width)
+        else:
+            _score_most(q, m * n_dim, n_dim, count, keys, at, BLOCK, n_dim, s, m * width + s_at, width)
+
+
+@njit(cache=True, nogil=True)
+def _mix(acc, acc_at, n, n_dim, s, s_at, width, values, at, n_keys):
+    """acc[m] += s[m, s_at : +n_keys] . values [n_keys, D] at `at`, for n rows of acc [n, D] from acc_at on, s [n, width]; all flat."""
+    for m in range(0, n, _MOST_MIXED):
+        count, d = min(_MOST_MIXED, n - m), 0
+        x, y = s_at + m * width, acc_at + m * n_dim
+        while d + _WIDE * WIDTH <= n_dim:
+            if n_keys % STEP != 0:
+                _mix_part(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            elif count == 1:
+                _mix_1(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            else:
+                _mix_most(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            d += _WIDE * WIDTH
+        while d + WIDTH <= n_dim:
+            _mix_narrow(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            d += WIDTH
+        for r in range(count if d < n_dim else 0):
+            for j in range(n_keys):
+                for e in range(d, n_dim):
+                    acc[y + r * n_dim + e] = fma(s[x + r * width + j], values[at + j * n_dim + e], acc[y + r * n_dim + e])
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -185,23 +165,24 @@ def _look(q, keys, values, out, items, tables, positions, bases, paths, scale, w
     # With few items, a group of query heads is taken apart, so that every thread has work.
     split = group if items.shape[0] * n_kv < 2 * n_threads else 1
     part = group // split
-    flat_keys, flat_values, flat_out = keys.reshape(-1), values.reshape(-1), out.reshape(-1)
+    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
     per_item = n_kv * split
-    dim = _U(n_dim)
     for i in prange(items.shape[0] * per_item):
         work = np.int64(i)
         item = work // per_item
         h = (work % per_item) // split
         head0 = h * group + (work % split) * part
-        row0, row1 = items[item, 0], items[item, 1]
+        row0, row1 = np.int64(items[item, 0]), np.int64(items[item, 1])
         table = tables[item]
-        first, top_slot = positions[row0], positions[row0]
+        top_slot, earliest, latest, shared = np.int64(0), np.int64(positions[row0]), np.int64(0), np.int64(positions[row0]) + 1
         for r in range(row0, row1):
-            first, top_slot = min(first, positions[r]), max(top_slot, positions[r])
+            start = max(np.int64(0), np.int64(positions[r]) + 1 - window) if window > 0 else np.int64(0)
+            earliest, latest = min(earliest, start), max(latest, start)
+            shared = min(shared, np.int64(bases[r]), np.int64(positions[r]) + 1)
+            top_slot = max(top_slot, np.int64(positions[r]))
             for p in range(bases[r], positions[r] + 1):
-                top_slot = max(top_slot, paths[r, p - bases[r]])
-        tile0 = max(np.int64(0), np.int64(first) - window + 1) // BLOCK if window > 0 else np.int64(0)
-        n_tiles = np.int64(top_slot) // BLOCK + 1
+                top_slot = max(top_slot, np.int64(paths[r, p - bases[r]]))
+        tile0, n_tiles = earliest // BLOCK, top_slot // BLOCK + 1
         width = n_tiles * BLOCK
         n_heads = (row1 - row0) * part
         queries = np.empty(n_heads * n_dim, np.float32)
@@ -209,16 +190,12 @@ def _look(q, keys, values, out, items, tables, positions, bases, paths, scale, w
             for d in range(n_dim):
                 queries[m * n_dim + d] = q[row0 + m // part, head0 + m % part, d] * scale
         s = np.empty(n_heads * width, np.float32)
-        slot_at = np.empty(width, np.uint64)
         for t in range(tile0, n_tiles):
-            tile = _U((np.int64(table[t]) * n_kv + h) * BLOCK) * dim
-            for m in range(n_heads):
-                _scores(queries, _U(m) * dim, flat_keys, tile, s, _U(m * width + t * BLOCK), dim)
-            for j in range(BLOCK):
-                slot_at[t * BLOCK + j] = tile + _U(j) * dim
+            _score_tile(queries, n_heads, n_dim, flat_keys, (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, s, t * BLOCK, width)
         logical = np.empty(paths.shape[1], np.float32)
         lanes = np.empty(16, np.float32)
         totals = np.empty(n_heads, np.float32)
+        acc = np.zeros(n_heads * n_dim, np.float32)
         for m in range(n_heads):
             r = row0 + m // part
             scores, base, end = s[m * width : (m + 1) * width], np.int64(bases[r]), np.int64(positions[r]) + 1
@@ -231,34 +208,27 @@ def _look(q, keys, values, out, items, tables, positions, bases, paths, scale, w
                 for p in range(start, end):
                     scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
             totals[m] = _softmax(scores, start, end, lanes)
-            for d in range(n_dim):
-                out[r, head0 + m % part, d] = _ZERO
-        at = slot_at.copy()
         for t in range(tile0, n_tiles):
+            tile, first = (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, t * BLOCK
+            common = min(shared - first, BLOCK) if latest <= first else np.int64(0)  # keys that all rows see, at their own places
+            if common > 0:
+                _mix(acc, 0, n_heads, n_dim, s, first, width, flat_values, tile, common)
             for r in range(row0, row1):
                 base, end = np.int64(bases[r]), np.int64(positions[r]) + 1
-                start = max(np.int64(0), end - window) if window > 0 else np.int64(0)
-                a, b = max(start, t * BLOCK), min(end, (t + 1) * BLOCK)
-                if a >= b:
-                    continue
-                for p in range(max(a, base), b):
-                    at[p] = slot_at[paths[r, p - base]]
-                whole = b - a == BLOCK and b <= base
-                for g in range(part):
-                    row, acc_at = _U(((r - row0) * part + g) * width), _U((r * n_q + head0 + g) * n_dim)
-                    if whole and n_dim == 64:
-                        _mix_tile_64(flat_out, acc_at, s, row + _U(a), flat_values, at[a])
-                    elif whole and n_dim == 128:
-                        _mix_tile_128(flat_out, acc_at, s, row + _U(a), flat_values, at[a])
-                    else:
-                        _mix(flat_out, acc_at, s, row, flat_values, at, _U(a), _U(b), dim)
-                for p in range(max(a, base), b):
-                    at[p] = slot_at[p]
+                p = max(first + max(common, np.int64(0)), end - window if window > 0 else np.int64(0))
+                m = (r - row0) * part
+                while p < min(end, first + BLOCK):
+                    n_keys = min(base, first + BLOCK) - p
+                    at = tile + (p - first) * n_dim
+                    if p >= base:
+                        slot = np.int64(paths[r, p - base])
+                        at, n_keys = ((np.int64(table[slot // BLOCK]) * n_kv + h) * BLOCK + slot % BLOCK) * n_dim, np.int64(1)
+                    _mix(acc, m * n_dim, part, n_dim, s, m * width + p, width, flat_values, at, n_keys)
+                    p += n_keys
         for m in range(n_heads):
             inverse = _ONE / totals[m]
-            acc_at = _U(((row0 + m // part) * n_q + head0 + m % part) * n_dim)
-            for d in range(dim):
-                flat_out[acc_at + d] *= inverse
+            for d in range(n_dim):
+                out[row0 + m // part, head0 + m % part, d] = acc[m * n_dim + d] * inverse
 
 
 def attend(
@@ -289,18 +259,17 @@ def attend(
 
 
 def attend_packed(
-    qkv: torch.Tensor, cos: np.ndarray, sin: np.ndarray, n_heads: int, pool: KVPool, layer: int, batch: Batch, scale: float
-) -> torch.Tensor:
+    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, n_heads: int, pool: KVPool, layer: int, batch: Batch, scale: float
+) -> np.ndarray:
     """`attend` for queries, keys and values side by side, qkv [T, (H + 2 Hk) D], yet to be turned by cos, sin [T, D]; returns [T, H D]."""
     keys, values = pool.keys[layer], pool.values[layer]
     q = np.empty((len(qkv), n_heads, keys.shape[2]), np.float32)
-    _turn_and_place(qkv.numpy(), cos, sin, q, keys, values, batch.blocks, batch.offsets)
-    out = torch.empty(len(qkv), n_heads * keys.shape[2])
+    _turn_and_place(qkv, cos, sin, q, keys, values, batch.blocks, batch.offsets)
+    out = np.empty_like(q)
     _look(
-        q, keys, values, out.numpy().reshape(q.shape), batch.items, batch.tables, batch.positions, batch.bases, batch.paths,
-        _F(scale), 0, _ZERO, get_num_threads(),
-    )  # fmt: skip
-    return out
+        q, keys, values, out, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, _F(scale), 0, _ZERO, get_num_threads()
+    )
+    return out.reshape(len(qkv), -1)
 
 
 @dataclass(slots=True)

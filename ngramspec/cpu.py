@@ -1,4 +1,4 @@
-"""The runner on the CPU: transformers' modules with packed linear layers and fused small operations, float32."""
+"""The runner on the CPU: transformers' modules with products of our own and fused small operations, float32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ngramspec import attention, fused
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.kv import KVPool
-from ngramspec.linear import PackedLinear, Policy, Product, Shared, SharedPart, choose_policy
+from ngramspec.linear import PackedLinear, Shared, SharedPart
 from ngramspec.modules import bias_of, joined, weight_of
+from ngramspec.products import Policy, Product
 from ngramspec.runner import Runner, check_supported
 from ngramspec.types import BLOCK, Batch
 
@@ -95,15 +96,10 @@ class CpuRunner(Runner):
 
     # ------------------------------------------------------------------ binding
 
-    def _policy(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Policy:
-        shape = (weight.shape[0], weight.shape[1])
-        if shape not in self.policies:
-            self.policies[shape] = choose_policy(weight, bias)
-        return self.policies[shape]
-
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        weight = weight.detach()
-        return Product(weight, None if bias is None else bias.detach(), self._policy(weight, bias))
+        product = Product(weight, bias)
+        self.policies.setdefault((product.n_out, product.n_in), Policy()).forms.add(product.form)
+        return product
 
     def _pack_linears(self) -> None:
         """Every linear layer becomes a packed one; the original weights are let go as they are replaced."""

@@ -103,18 +103,21 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = weight.detach().contiguous().numpy(), np.float32(eps)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = torch.empty(rows.shape)
-        run = _rms_many if rows.numel() >= _PARALLEL else _rms_few
-        run(rows.numpy(), self.weight, self.eps, out.numpy())
-        return out.view(x.shape)
+    def rows(self, x: np.ndarray) -> np.ndarray:
+        """[T, N] → [T, N]"""
+        out = np.empty_like(x)
+        run = _rms_many if x.size >= _PARALLEL else _rms_few
+        run(x, self.weight, self.eps, out)
+        return out
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy())).view(x.shape)
+
+    def add(self, x: np.ndarray, delta: np.ndarray) -> np.ndarray:
         """x [T, N] += delta, in place; the norm of the sum."""
-        out = torch.empty(x.shape)
-        run = _add_rms_many if x.numel() >= _PARALLEL else _add_rms_few
-        run(x.numpy(), delta.numpy(), self.weight, self.eps, out.numpy())
+        out = np.empty_like(x)
+        run = _add_rms_many if x.size >= _PARALLEL else _add_rms_few
+        run(x, delta, self.weight, self.eps, out)
         return out
 
 
@@ -125,16 +128,16 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.shared, self.down = shared, down
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: np.ndarray) -> np.ndarray:
         """[T, N] → [T, N]"""
-        both = self.shared.product(x)
-        mid = torch.empty(both.shape[0], both.shape[1] // 2)
-        run = _silu_many if mid.numel() >= _PARALLEL else _silu_few
-        run(both.numpy(), mid.numpy())
-        return self.down.product(mid)
+        both = self.shared.product.rows(x)
+        mid = np.empty((len(both), both.shape[1] // 2), np.float32)
+        run = _silu_many if mid.size >= _PARALLEL else _silu_few
+        run(both, mid)
+        return self.down.product.rows(mid)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x.view(-1, x.shape[-1])).view(x.shape)
+        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy())).view(x.shape)
 
 
 class Stack(nn.Module):
@@ -165,13 +168,13 @@ class Stack(nn.Module):
     ) -> torch.Tensor:
         pool, batch = ngramspec.pool, ngramspec.batch
         cos, sin = (x[0].contiguous().numpy() for x in position_embeddings)
-        x = hidden_states[0].clone()
+        x = hidden_states[0].clone().numpy()
         delta = None
         for index, first, qkv, out, second, mlp, scale, n_heads in self.parts:
-            normed = first(x) if delta is None else first.add(x, delta)
-            mixed = attend_packed(qkv(normed), cos, sin, n_heads, pool, index, batch, scale)
-            delta = mlp.rows(second.add(x, out(mixed)))
-        return x.add_(delta)[None] if delta is not None else x[None]
+            normed = first.rows(x) if delta is None else first.add(x, delta)
+            mixed = attend_packed(qkv.rows(normed), cos, sin, n_heads, pool, index, batch, scale)
+            delta = mlp.rows(second.add(x, out.rows(mixed)))
+        return torch.from_numpy(x + delta)[None]
 
     @staticmethod
     def fits(layers: nn.ModuleList) -> bool:
@@ -197,10 +200,15 @@ class Stack(nn.Module):
         return True
 
 
+_ROUNDING = 1e-5
+"""Largest difference from what a part computed, over its size, that counts as rounding."""
+
+
 def _same(old: nn.Module, new: nn.Module, width: int) -> bool:
     x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
     try:
-        return torch.allclose(old(x), new(x), rtol=1e-4, atol=1e-5)
+        expected = old(x)
+        return bool((new(x) - expected).abs().max() <= _ROUNDING * expected.abs().max())
     except (RuntimeError, TypeError, ValueError):
         return False
 

@@ -32,7 +32,7 @@ def fma(typing_context, a, b, c):
 
 
 @intrinsic
-def _float_of_bits(typing_context, bits):
+def float_of_bits(typing_context, bits):
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], context.get_value_type(types.float32))
 
@@ -61,4 +61,4 @@ def exp(x):
     y = fma(y, r, _C3)
     y = fma(y, r, _C2)
     y = fma(y, r * r, r + _ONE)
-    return y * _float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    return y * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))

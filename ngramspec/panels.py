@@ -1,0 +1,146 @@
+"""Weights as a product reads them: in panels of 16 outputs, in the smallest form that gives back every weight bit for bit.
+
+A matrix [N, K] float32 enters, an array [panels, blocks, L] leaves, whose dtype tells its form. A block is 16 outputs by 32 inputs, the
+16 weights of an input side by side, zeros where the matrix ends:
+
+- int8: codes of weights that were quantised in blocks of 32 (GGUF's Q4_0 to Q5_1, Q8_0, Q4_K, Q5_K): float32 scale [16], float32 offset
+  [16], int8 code [32, 16]; a weight is fma(scale, code, offset). 1.25 bytes a weight;
+- uint16: the upper halves of weights that were bfloat16;
+- float32: any others.
+
+Which one it is shows in the weights themselves, wherever they come from. Knows nothing of products.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from ngramspec.numeric import bits_of_float, float_of_bits, fma
+from ngramspec.tiles import WIDTH
+
+DEPTH = 32
+"""Inputs of a block."""
+SCALES = 2 * 4 * WIDTH
+"""Bytes in front of a block's codes."""
+FORMS = {np.dtype(np.int8): "8-bit codes", np.dtype(np.uint16): "bfloat16", np.dtype(np.float32): "float32"}
+
+_F = np.float32
+_HALF_STEP, _SHORT = np.int32(64), np.int32(-128)
+_NEAR, _MOST = _F(0.02), _F(127)
+_FROM_ZERO = (_F(127), _F(-8), _F(-16))
+_STEPS = (15, 31, *range(1, 15), *range(16, 31), *range(32, 64))
+
+
+def pack(weight: torch.Tensor) -> np.ndarray:
+    """The panels of a weight [N, K] float32, at an address that is a multiple of 64."""
+    n, k = weight.shape
+    shape = (-(-n // WIDTH), -(-k // DEPTH))
+    rows = weight.detach().contiguous().numpy()
+    if rows.size and not (rows.view(np.uint32) & 0xFFFF).any():
+        halves = _aligned((*shape, DEPTH * WIDTH), np.uint16)
+        _place_halves(rows.view(np.uint32), halves)
+        return halves
+    if k % DEPTH == 0 and rows.size:
+        codes = _aligned((*shape, SCALES + DEPTH * WIDTH), np.int8)
+        if _place_codes(rows, codes, codes.view(np.float32)):
+            return codes
+    whole = _aligned((*shape, DEPTH * WIDTH), np.float32)
+    _place_whole(rows, whole)
+    return whole
+
+
+def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(n_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + n_bytes].view(dtype).reshape(shape)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _place_whole(rows, data):
+    n, k = rows.shape
+    for p in prange(data.shape[0]):
+        for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
+            for j in range(k):
+                data[p, j // DEPTH, j % DEPTH * WIDTH + i % WIDTH] = rows[i, j]
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _place_halves(bits, data):
+    n, k = bits.shape
+    for p in prange(data.shape[0]):
+        for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
+            for j in range(k):
+                data[p, j // DEPTH, j % DEPTH * WIDTH + i % WIDTH] = bits[i, j] >> 16
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _place_codes(rows, data, scales):
+    """Whether every block has codes. `scales`: data seen as float32."""
+    n = rows.shape[0]
+    failed = np.zeros(data.shape[0], np.bool_)
+    for p in prange(data.shape[0]):
+        codes = np.empty(DEPTH, np.int8)
+        for b in range(data.shape[1]):
+            if failed[p]:
+                break
+            for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
+                scale, offset = _codes_of(rows[i, b * DEPTH : (b + 1) * DEPTH], codes)
+                if np.isnan(scale):
+                    failed[p] = True
+                    break
+                lane = i % WIDTH
+                scales[p, b, lane], scales[p, b, WIDTH + lane] = scale, offset
+                for j in range(DEPTH):
+                    data[p, b, SCALES + j * WIDTH + lane] = codes[j]
+    return not failed.any()
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _codes_of(w, codes):
+    """(scale, offset) with which fma(scale, codes[j], offset) is w[j] for every j, or NaN."""
+    low, high = w.min(), w.max()
+    if low == high:
+        codes[:] = 0
+        return _F(0), low
+    largest = low if -low > high else high
+    for steps in _FROM_ZERO:  # as many steps of the scale make the largest weight
+        scale = largest / steps
+        if _agree(w, scale, _F(0), codes):
+            return scale, _F(0)
+    for steps in _STEPS:  # or lie between the lowest and the highest
+        scale = _short((high - low) / _F(steps))
+        if _even(w, scale, low):
+            for first in range(_STEPS[-1]):  # the lowest weight's own code
+                offset = _short(fma(-scale, _F(first), low))
+                if _agree(w, scale, offset, codes):
+                    return scale, offset
+    return _F(np.nan), _F(np.nan)
+
+
+@njit(cache=True, nogil=True)
+def _short(x):
+    """x to the 17 bits that are enough for a half-precision number times six bits, which is what scales and offsets were made of."""
+    return float_of_bits((bits_of_float(x) + _HALF_STEP) & _SHORT)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _even(w, scale, low):
+    """Whether all are whole steps from the lowest, but for rounding."""
+    for x in w:
+        steps = (x - low) / scale
+        if not abs(steps - np.rint(steps)) < _NEAR:
+            return False
+    return True
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _agree(w, scale, offset, codes):
+    for j in range(w.shape[0]):
+        code = np.rint((w[j] - offset) / scale)
+        if not abs(code) <= _MOST or fma(scale, code, offset) != w[j]:
+            return False
+        codes[j] = np.int8(code)
+    return True

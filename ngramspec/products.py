@@ -1,0 +1,208 @@
+"""Matrix products on the CPU, x [T, K] with packed weights (`panels`): a row has the same bits whatever the number of rows.
+
+Every output is one chain of fused multiply-adds over the inputs in their order, begun with the bias: neither the other rows, nor the
+number of threads, nor the width of the processor's vectors, nor the form in which a weight is kept comes into it. So nothing has to be
+proved on the machine. What varies is how many chains are on the way at once, so that a weight that was read serves many rows.
+
+A plain pass waits for memory; what is read is what it costs, which is why the form matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import get_num_threads, njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ngramspec import tiles
+from ngramspec.panels import DEPTH, FORMS, SCALES, pack
+from ngramspec.tiles import BYTE, CHAINS, FLOATS, INTS, LONG, STEP, WIDTH
+
+MOST_ROWS = CHAINS
+"""Of one tile."""
+GROUP = min(8, MOST_ROWS)
+"""Rows of a tile where there are many, two panels wide."""
+CHUNK = 128
+"""Rows that go through all panels before the next ones: they stay in the second cache."""
+ALONE = 1 << 15
+"""Multiplications up to which a second thread is not worth its start."""
+
+
+@dataclass(slots=True)
+class Policy:
+    """In which forms the weights of one shape are kept."""
+
+    forms: set[str] = field(default_factory=set)
+    bitwise = True
+
+    def __str__(self) -> str:
+        return " or ".join(sorted(self.forms))
+
+
+class Product:
+    """x @ W.T + b for W [N, K] float32, b [N] or None."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.n_out, self.n_in = weight.shape
+        self.panels = pack(weight)
+        self.bias = np.zeros(len(self.panels) * WIDTH, np.float32)
+        if bias is not None:
+            self.bias[: self.n_out] = bias.detach().numpy()
+
+    @property
+    def form(self) -> str:
+        return FORMS[self.panels.dtype]
+
+    def rows(self, x: np.ndarray) -> np.ndarray:
+        """[T, K] → [T, N], C order."""
+        n_rows, n_in = len(x), self.panels.shape[1] * DEPTH
+        if n_in != self.n_in:
+            x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
+        y = np.empty((n_rows, len(self.bias)), np.float32)
+        threads = get_num_threads()
+        run = _multiply_alone if threads == 1 or n_rows * self.panels.size <= ALONE else _multiply
+        run(x, self.panels, self.bias, y, threads)
+        return y if len(self.bias) == self.n_out else np.ascontiguousarray(y[:, : self.n_out])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., K] → [.., N]"""
+        return torch.from_numpy(self.rows(x.reshape(-1, self.n_in).contiguous().numpy())).view(*x.shape[:-1], self.n_out)
+
+
+def _weights(builder: Any, dtype: Any, at: Any, scale: Any, offset: Any) -> Any:
+    """16 weights at this address, float32."""
+    if dtype == types.int8:
+        codes = tiles.load(builder, at, ir.VectorType(BYTE, WIDTH), WIDTH)
+        return tiles.fused(builder, scale, builder.sitofp(builder.sext(codes, INTS), FLOATS), offset)
+    if dtype == types.uint16:
+        halves = tiles.load(builder, at, ir.VectorType(ir.IntType(16), WIDTH), 2 * WIDTH)
+        return builder.bitcast(builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * WIDTH)), FLOATS)
+    return tiles.load(builder, at, FLOATS, 4 * WIDTH)
+
+
+@intrinsic(prefer_literal=True)
+def _tile(typing_context, panels, rows, x, first_row, n_rows, w, first_panel, bias, y, ahead):
+    """Panels × rows of y: x [T, K], w [panels, blocks, L], bias [N], y [T, N]; C order.
+
+    Rows from n_rows on are the last one again. What lies `ahead` panels further is fetched meanwhile.
+    """
+    n_panels, n_tile_rows, dtype = panels.literal_value, rows.literal_value, w.dtype
+    front, size = {types.int8: (SCALES, 1), types.uint16: (0, 2), types.float32: (0, 4)}[dtype]
+    block_bytes, turns = front + size * DEPTH * WIDTH, DEPTH // STEP
+
+    def codegen(context, builder, signature, args):
+        def address(i):
+            start, array = tiles.start_of(context, builder, signature.args[i], args[i])
+            return start, cgutils.unpack_tuple(builder, array.strides)[0], cgutils.unpack_tuple(builder, array.shape)
+
+        (x, x_step, _), (w, w_step, shape), (bias, _, _), (y, y_step, _) = (address(i) for i in (2, 5, 7, 8))
+        lines = [builder.add(args[3], tiles.up_to(builder, r, args[4])) for r in range(n_tile_rows)]
+        columns = [builder.add(args[6], LONG(p)) for p in range(n_panels)]
+        outs = [builder.mul(column, LONG(4 * WIDTH)) for column in columns]
+        ws = [builder.add(w, builder.mul(column, w_step)) for column in columns]
+        distance = builder.mul(args[9], w_step)
+
+        def turn(i):
+            part, block = builder.urem(i, LONG(turns)), builder.udiv(i, LONG(turns))
+            blocks = [builder.add(w, builder.mul(block, LONG(block_bytes))) for w in ws]
+            scales = offsets = [None] * n_panels
+            if dtype == types.int8:
+                scales = [tiles.load(builder, at, FLOATS, 64) for at in blocks]
+                offsets = [tiles.load(builder, builder.add(at, LONG(4 * WIDTH)), FLOATS, 64) for at in blocks]
+            for at in blocks:
+                there = builder.add(builder.add(at, distance), builder.mul(part, LONG(block_bytes // turns)))
+                for line in range(0, block_bytes // turns, 64):
+                    tiles.prefetch(builder, builder.add(there, LONG(line)))
+            here = [builder.add(at, builder.add(LONG(front), builder.mul(part, LONG(size * STEP * WIDTH)))) for at in blocks]
+
+            def weights(j):
+                at = [builder.add(start, LONG(size * WIDTH * j)) for start in here]
+                return [_weights(builder, dtype, *one) for one in zip(at, scales, offsets, strict=True)]
+
+            return weights
+
+        starts = [tiles.load(builder, builder.add(bias, out), FLOATS, 4) for out in outs]
+        xs = [builder.add(x, builder.mul(line, x_step)) for line in lines]
+        totals = tiles.sums(builder, [starts] * n_tile_rows, xs, STEP, builder.mul(shape[1], LONG(turns)), turn)
+        for line, total in zip(lines, totals, strict=True):
+            row = builder.add(y, builder.mul(line, y_step))
+            for out, value in zip(outs, total, strict=True):
+                tiles.store(builder, value, builder.add(row, out))
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(panels, rows, x, whole, whole, w, whole, bias, y, whole), codegen
+
+
+def _up_to(rows: int) -> Callable[..., None]:
+    """Up to so many rows through panels first to end, as many at a time as registers allow."""
+    panels = max(1, min(4, CHAINS // rows))
+
+    @njit(cache=True, nogil=True)
+    def run(x, first_row, n_rows, w, first, end, bias, y, fetch):
+        p = first
+        while p + panels <= end:
+            _tile(panels, rows, x, first_row, n_rows, w, p, bias, y, fetch * panels)
+            p += panels
+        while p < end:
+            _tile(1, rows, x, first_row, n_rows, w, p, bias, y, fetch)
+            p += 1
+
+    return run
+
+
+_1, _2, _3, _4, _6 = (_up_to(rows) for rows in (1, 2, 3, 4, 6))
+_8, _12, _16 = (_up_to(min(rows, MOST_ROWS)) for rows in (8, 12, 16))
+
+
+@njit(cache=True, nogil=True)
+def _some(x, first_row, n_rows, w, first, end, bias, y, fetch):
+    if n_rows == 1:
+        _1(x, first_row, n_rows, w, first, end, bias, y, fetch)
+    elif n_rows == 2:
+        _2(x, first_row, n_rows, w, first, end, bias, y, fetch)
+    elif n_rows == 3:
+        _3(x, first_row, n_rows, w, first, end, bias, y, fetch)
+    elif n_rows == 4:
+        _4(x, first_row, n_rows, w, first, end, bias, y, fetch)
+    elif n_rows <= 6:
+        _6(x, first_row, n_rows, w, first, end, bias, y, fetch)
+    elif n_rows <= 8:
+        _8(x, first_row, n_rows, w, first, end, bias, y, fetch)
+    elif n_rows <= 12:
+        _12(x, first_row, n_rows, w, first, end, bias, y, fetch)
+    else:
+        _16(x, first_row, n_rows, w, first, end, bias, y, fetch)
+
+
+@njit(cache=True, nogil=True)
+def _span(x, w, bias, y, first, end):
+    """Panels first to end of every row."""
+    n_rows = x.shape[0]
+    if n_rows <= MOST_ROWS:
+        _some(x, 0, n_rows, w, first, end, bias, y, 1)
+        return
+    for chunk in range(0, n_rows, CHUNK):
+        stop = min(n_rows, chunk + CHUNK)
+        for p in range(first, end, 2):
+            for row in range(chunk, stop, GROUP):
+                _some(x, row, min(GROUP, stop - row), w, p, min(p + 2, end), bias, y, 1 if row == chunk else 0)
+
+
+@njit(cache=True, nogil=True)
+def _multiply_alone(x, w, bias, y, threads):
+    if x.shape[0]:
+        _span(x, w, bias, y, 0, w.shape[0])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _multiply(x, w, bias, y, threads):
+    for t in prange(threads):
+        if x.shape[0]:
+            _span(x, w, bias, y, w.shape[0] * t // threads, w.shape[0] * (t + 1) // threads)
