@@ -133,28 +133,41 @@ def _place(k, v, keys, values, blocks, offsets):
                 values[block, h, offset, d] = v[r, h, d]
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def _turn_and_place(qkv, cos, sin, q, keys, values, blocks, offsets):
-    """Rotate queries and keys of qkv [T, (H + 2 Hk) D] by cos, sin [T, D], halves paired: queries to q [T, H, D], the rest to the pool."""
-    n_q, n_dim = q.shape[1], q.shape[2]
-    n_kv = keys.shape[1]
+@njit(cache=True, nogil=True)
+def _turn_and_place_row(x, cos, sin, q, keys, values, offset):
+    """One row of `_turn_and_place`: x [(H + 2 Hk) D], q [H, D]; keys and values of its block."""
+    n_q, n_dim, n_kv = q.shape[0], q.shape[1], keys.shape[0]
     half = n_dim // 2
+    for h in range(n_q):
+        y = x[h * n_dim : (h + 1) * n_dim]
+        for d in range(half):
+            q[h, d] = fma(y[d], cos[d], -y[d + half] * sin[d])
+            q[h, d + half] = fma(y[d + half], cos[d + half], y[d] * sin[d + half])
+    for h in range(n_kv):
+        y = x[(n_q + h) * n_dim : (n_q + h + 1) * n_dim]
+        for d in range(half):
+            keys[h, d, offset] = fma(y[d], cos[d], -y[d + half] * sin[d])
+            keys[h, d + half, offset] = fma(y[d + half], cos[d + half], y[d] * sin[d + half])
+        y = x[(n_q + n_kv + h) * n_dim : (n_q + n_kv + h + 1) * n_dim]
+        for d in range(n_dim):
+            values[h, offset, d] = y[d]
+
+
+@njit(cache=True, nogil=True)
+def _turn_and_place_few(qkv, cos, sin, q, keys, values, blocks, offsets):
+    for r in range(qkv.shape[0]):
+        _turn_and_place_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _turn_and_place_many(qkv, cos, sin, q, keys, values, blocks, offsets):
     for i in prange(qkv.shape[0]):
         r = np.int64(i)
-        block, offset = blocks[r], offsets[r]
-        for h in range(n_q):
-            x = qkv[r, h * n_dim : (h + 1) * n_dim]
-            for d in range(half):
-                q[r, h, d] = fma(x[d], cos[r, d], -x[d + half] * sin[r, d])
-                q[r, h, d + half] = fma(x[d + half], cos[r, d + half], x[d] * sin[r, d + half])
-        for h in range(n_kv):
-            x = qkv[r, (n_q + h) * n_dim : (n_q + h + 1) * n_dim]
-            for d in range(half):
-                keys[block, h, d, offset] = fma(x[d], cos[r, d], -x[d + half] * sin[r, d])
-                keys[block, h, d + half, offset] = fma(x[d + half], cos[r, d + half], x[d] * sin[r, d + half])
-            x = qkv[r, (n_q + n_kv + h) * n_dim : (n_q + n_kv + h + 1) * n_dim]
-            for d in range(n_dim):
-                values[block, h, offset, d] = x[d]
+        _turn_and_place_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
+
+
+_PARALLEL = 1 << 14
+"""Numbers to turn from on which a second thread is worth its start."""
 
 
 @njit(cache=True, nogil=True, parallel=True, error_model="numpy")
@@ -259,16 +272,17 @@ def attend(
 
 
 def attend_packed(
-    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, n_heads: int, pool: KVPool, layer: int, batch: Batch, scale: float
+    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, n_heads: int, pool: KVPool, layer: int, batch: Batch, scale: float, threads: int
 ) -> np.ndarray:
-    """`attend` for queries, keys and values side by side, qkv [T, (H + 2 Hk) D], yet to be turned by cos, sin [T, D]; returns [T, H D]."""
+    """`attend` for queries, keys and values side by side, qkv [T, (H + 2 Hk) D], yet to be turned by cos, sin [T, D], whose halves are
+    paired: queries to a place of their own, the rest to the pool. Returns [T, H D].
+    """
     keys, values = pool.keys[layer], pool.values[layer]
     q = np.empty((len(qkv), n_heads, keys.shape[2]), np.float32)
-    _turn_and_place(qkv, cos, sin, q, keys, values, batch.blocks, batch.offsets)
+    turn_and_place = _turn_and_place_many if qkv.size >= _PARALLEL else _turn_and_place_few
+    turn_and_place(qkv, cos, sin, q, keys, values, batch.blocks, batch.offsets)
     out = np.empty_like(q)
-    _look(
-        q, keys, values, out, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, _F(scale), 0, _ZERO, get_num_threads()
-    )
+    _look(q, keys, values, out, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, _F(scale), 0, _ZERO, threads)
     return out.reshape(len(qkv), -1)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 from torch import nn
 
 from ngramspec.attention import Pass, attend_packed
@@ -128,16 +128,16 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.shared, self.down = shared, down
 
-    def rows(self, x: np.ndarray) -> np.ndarray:
+    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """[T, N] → [T, N]"""
-        both = self.shared.product.rows(x)
+        both = self.shared.product.rows(x, threads)
         mid = np.empty((len(both), both.shape[1] // 2), np.float32)
         run = _silu_many if mid.size >= _PARALLEL else _silu_few
         run(both, mid)
-        return self.down.product.rows(mid)
+        return self.down.product.rows(mid, threads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy())).view(x.shape)
+        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())).view(x.shape)
 
 
 class Stack(nn.Module):
@@ -168,12 +168,11 @@ class Stack(nn.Module):
     ) -> torch.Tensor:
         pool, batch = ngramspec.pool, ngramspec.batch
         cos, sin = (x[0].contiguous().numpy() for x in position_embeddings)
-        x = hidden_states[0].clone().numpy()
-        delta = None
+        x, delta, threads = hidden_states[0].clone().numpy(), None, get_num_threads()
         for index, first, qkv, out, second, mlp, scale, n_heads in self.parts:
             normed = first.rows(x) if delta is None else first.add(x, delta)
-            mixed = attend_packed(qkv.rows(normed), cos, sin, n_heads, pool, index, batch, scale)
-            delta = mlp.rows(second.add(x, out.rows(mixed)))
+            mixed = attend_packed(qkv.rows(normed, threads), cos, sin, n_heads, pool, index, batch, scale, threads)
+            delta = mlp.rows(second.add(x, out.rows(mixed, threads)), threads)
         return torch.from_numpy(x + delta)[None]
 
     @staticmethod

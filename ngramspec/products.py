@@ -24,10 +24,10 @@ from ngramspec import tiles
 from ngramspec.panels import DEPTH, FORMS, SCALES, pack
 from ngramspec.tiles import BYTE, CHAINS, FLOATS, INTS, LONG, STEP, WIDTH
 
-MOST_ROWS = CHAINS
+MOST_ROWS = min(16, CHAINS)
 """Of one tile."""
-GROUP = min(8, MOST_ROWS)
-"""Rows of a tile where there are many, two panels wide."""
+BREADTH, GROUP = 3, CHAINS // 3
+"""Panels and rows of a tile where there are many rows: the panels are unpacked once for all of them."""
 CHUNK = 128
 """Rows that go through all panels before the next ones: they stay in the second cache."""
 ALONE = 1 << 15
@@ -59,20 +59,19 @@ class Product:
     def form(self) -> str:
         return FORMS[self.panels.dtype]
 
-    def rows(self, x: np.ndarray) -> np.ndarray:
+    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """[T, K] → [T, N], C order."""
         n_rows, n_in = len(x), self.panels.shape[1] * DEPTH
         if n_in != self.n_in:
             x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
         y = np.empty((n_rows, len(self.bias)), np.float32)
-        threads = get_num_threads()
-        run = _multiply_alone if threads == 1 or n_rows * self.panels.size <= ALONE else _multiply
+        run = _multiply_alone if n_rows * self.panels.size <= ALONE else _multiply
         run(x, self.panels, self.bias, y, threads)
         return y if len(self.bias) == self.n_out else np.ascontiguousarray(y[:, : self.n_out])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[.., K] → [.., N]"""
-        return torch.from_numpy(self.rows(x.reshape(-1, self.n_in).contiguous().numpy())).view(*x.shape[:-1], self.n_out)
+        return torch.from_numpy(self.rows(x.reshape(-1, self.n_in).contiguous().numpy(), get_num_threads())).view(*x.shape[:-1], self.n_out)
 
 
 def _weights(builder: Any, dtype: Any, at: Any, scale: Any, offset: Any) -> Any:
@@ -83,18 +82,48 @@ def _weights(builder: Any, dtype: Any, at: Any, scale: Any, offset: Any) -> Any:
     if dtype == types.uint16:
         halves = tiles.load(builder, at, ir.VectorType(ir.IntType(16), WIDTH), 2 * WIDTH)
         return builder.bitcast(builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * WIDTH)), FLOATS)
-    return tiles.load(builder, at, FLOATS, 4 * WIDTH)
+    return tiles.load(builder, at, FLOATS, 4)
+
+
+def _sizes(dtype: Any) -> tuple[int, int]:
+    """Bytes in front of a block's weights, and of a weight."""
+    return {types.int8: (SCALES, 1), types.uint16: (0, 2), types.float32: (0, 4)}[dtype]
+
+
+TURNS = DEPTH // STEP
+"""Turns of the loop in a block."""
+
+
+def _inputs(builder: Any, dtype: Any, ws: list[Any], i: Any, distance: Any = None) -> Callable[[int], list[Any]]:
+    """What gives the weights of the j-th input in the i-th turn through panels at `ws`; what lies a distance further is fetched."""
+    front, size = _sizes(dtype)
+    block_bytes = front + size * DEPTH * WIDTH
+    part, block = builder.urem(i, LONG(TURNS)), builder.udiv(i, LONG(TURNS))
+    blocks = [builder.add(w, builder.mul(block, LONG(block_bytes))) for w in ws]
+    scales = offsets = [None] * len(ws)
+    if dtype == types.int8:
+        scales = [tiles.load(builder, at, FLOATS, 64) for at in blocks]
+        offsets = [tiles.load(builder, builder.add(at, LONG(4 * WIDTH)), FLOATS, 64) for at in blocks]
+    for at in blocks if distance is not None else []:
+        there = builder.add(builder.add(at, distance), builder.mul(part, LONG(block_bytes // TURNS)))
+        for line in range(0, block_bytes // TURNS, 64):
+            tiles.prefetch(builder, builder.add(there, LONG(line)))
+    here = [builder.add(at, builder.add(LONG(front), builder.mul(part, LONG(size * STEP * WIDTH)))) for at in blocks]
+
+    def weights(j: int) -> list[Any]:
+        at = [builder.add(start, LONG(size * WIDTH * j)) for start in here]
+        return [_weights(builder, dtype, *one) for one in zip(at, scales, offsets, strict=True)]
+
+    return weights
 
 
 @intrinsic(prefer_literal=True)
 def _tile(typing_context, panels, rows, x, first_row, n_rows, w, first_panel, bias, y, ahead):
-    """Panels × rows of y: x [T, K], w [panels, blocks, L], bias [N], y [T, N]; C order.
+    """Panels × rows of y: x [T, K], w [panels, blocks, L], bias [N], y [T, N]; numbers of a row side by side.
 
     Rows from n_rows on are the last one again. What lies `ahead` panels further is fetched meanwhile.
     """
     n_panels, n_tile_rows, dtype = panels.literal_value, rows.literal_value, w.dtype
-    front, size = {types.int8: (SCALES, 1), types.uint16: (0, 2), types.float32: (0, 4)}[dtype]
-    block_bytes, turns = front + size * DEPTH * WIDTH, DEPTH // STEP
 
     def codegen(context, builder, signature, args):
         def address(i):
@@ -107,29 +136,10 @@ def _tile(typing_context, panels, rows, x, first_row, n_rows, w, first_panel, bi
         outs = [builder.mul(column, LONG(4 * WIDTH)) for column in columns]
         ws = [builder.add(w, builder.mul(column, w_step)) for column in columns]
         distance = builder.mul(args[9], w_step)
-
-        def turn(i):
-            part, block = builder.urem(i, LONG(turns)), builder.udiv(i, LONG(turns))
-            blocks = [builder.add(w, builder.mul(block, LONG(block_bytes))) for w in ws]
-            scales = offsets = [None] * n_panels
-            if dtype == types.int8:
-                scales = [tiles.load(builder, at, FLOATS, 64) for at in blocks]
-                offsets = [tiles.load(builder, builder.add(at, LONG(4 * WIDTH)), FLOATS, 64) for at in blocks]
-            for at in blocks:
-                there = builder.add(builder.add(at, distance), builder.mul(part, LONG(block_bytes // turns)))
-                for line in range(0, block_bytes // turns, 64):
-                    tiles.prefetch(builder, builder.add(there, LONG(line)))
-            here = [builder.add(at, builder.add(LONG(front), builder.mul(part, LONG(size * STEP * WIDTH)))) for at in blocks]
-
-            def weights(j):
-                at = [builder.add(start, LONG(size * WIDTH * j)) for start in here]
-                return [_weights(builder, dtype, *one) for one in zip(at, scales, offsets, strict=True)]
-
-            return weights
-
         starts = [tiles.load(builder, builder.add(bias, out), FLOATS, 4) for out in outs]
         xs = [builder.add(x, builder.mul(line, x_step)) for line in lines]
-        totals = tiles.sums(builder, [starts] * n_tile_rows, xs, STEP, builder.mul(shape[1], LONG(turns)), turn)
+        n_turns = builder.mul(shape[1], LONG(TURNS))
+        totals = tiles.sums(builder, [starts] * n_tile_rows, xs, STEP, n_turns, lambda i: _inputs(builder, dtype, ws, i, distance))
         for line, total in zip(lines, totals, strict=True):
             row = builder.add(y, builder.mul(line, y_step))
             for out, value in zip(outs, total, strict=True):
@@ -140,9 +150,29 @@ def _tile(typing_context, panels, rows, x, first_row, n_rows, w, first_panel, bi
     return types.void(panels, rows, x, whole, whole, w, whole, bias, y, whole), codegen
 
 
+@intrinsic
+def _unpack(typing_context, w, panel, out, at):
+    """out[at] = the weights of a panel, float32 [panels, blocks, DEPTH * WIDTH]."""
+
+    def codegen(context, builder, signature, args):
+        start, array = tiles.start_of(context, builder, w, args[0])
+        to, whole = tiles.start_of(context, builder, out, args[2])
+        source = builder.add(start, builder.mul(args[1], cgutils.unpack_tuple(builder, array.strides)[0]))
+        target = builder.add(to, builder.mul(args[3], cgutils.unpack_tuple(builder, whole.strides)[0]))
+        n_turns = builder.mul(cgutils.unpack_tuple(builder, array.shape)[1], LONG(TURNS))
+        with cgutils.for_range(builder, n_turns) as loop:
+            weights = _inputs(builder, w.dtype, [source], loop.index)
+            for j in range(STEP):
+                line = builder.add(builder.mul(loop.index, LONG(STEP)), LONG(j))
+                tiles.store(builder, weights(j)[0], builder.add(target, builder.mul(line, LONG(4 * WIDTH))))
+        return context.get_dummy_value()
+
+    return types.void(w, types.int64, out, types.int64), codegen
+
+
 def _up_to(rows: int) -> Callable[..., None]:
     """Up to so many rows through panels first to end, as many at a time as registers allow."""
-    panels = max(1, min(4, CHAINS // rows))
+    panels = min(4, CHAINS // rows)
 
     @njit(cache=True, nogil=True)
     def run(x, first_row, n_rows, w, first, end, bias, y, fetch):
@@ -159,6 +189,7 @@ def _up_to(rows: int) -> Callable[..., None]:
 
 _1, _2, _3, _4, _6 = (_up_to(rows) for rows in (1, 2, 3, 4, 6))
 _8, _12, _16 = (_up_to(min(rows, MOST_ROWS)) for rows in (8, 12, 16))
+_group = _up_to(GROUP)
 
 
 @njit(cache=True, nogil=True)
@@ -188,11 +219,15 @@ def _span(x, w, bias, y, first, end):
     if n_rows <= MOST_ROWS:
         _some(x, 0, n_rows, w, first, end, bias, y, 1)
         return
+    unpacked = np.empty((BREADTH, w.shape[1], DEPTH * WIDTH), np.float32)
     for chunk in range(0, n_rows, CHUNK):
         stop = min(n_rows, chunk + CHUNK)
-        for p in range(first, end, 2):
+        for p in range(first, end, BREADTH):
+            n_panels = min(BREADTH, end - p)
+            for i in range(n_panels):
+                _unpack(w, p + i, unpacked, i)
             for row in range(chunk, stop, GROUP):
-                _some(x, row, min(GROUP, stop - row), w, p, min(p + 2, end), bias, y, 1 if row == chunk else 0)
+                _group(x, row, min(GROUP, stop - row), unpacked, 0, n_panels, bias[p * WIDTH :], y[:, p * WIDTH :], 0)
 
 
 @njit(cache=True, nogil=True)

@@ -19,7 +19,7 @@ WIDTH = 16
 """Outputs of a panel."""
 STEP = 8
 """Inputs in one turn of the loop."""
-CHAINS = 16 if binding.get_host_cpu_features().get("avx512f") else 6
+CHAINS = 24 if binding.get_host_cpu_features().get("avx512f") else 6
 """Panels times rows whose sums, with the weights, fit into registers."""
 
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
