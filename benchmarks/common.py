@@ -91,6 +91,11 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, metavar="N", help="of everybody; default all cores")
 
 
+def linears_option(parser: argparse.ArgumentParser) -> None:
+    choices = ("exact", "unpacked", "vendor")
+    parser.add_argument("--linears", choices=choices, default="exact", help="unpacked: keep weights as float32; vendor: not exact, on CUDA")
+
+
 def device(text: str) -> str:
     """A command line's device. Raises argparse.ArgumentTypeError."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):

@@ -59,6 +59,7 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
         device=args.device,
         dtype=args.dtype,
         threads=args.threads,
+        linears=args.linears,
         max_seqs=max(64, args.concurrency),
         datastore=args.datastore,
         recycle=not args.no_recycle,
@@ -125,6 +126,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0])
     common.model_options(parser)
+    common.linears_option(parser)
     parser.add_argument("--tokenizer", metavar="M", help="this model's tokenizer; random weights without it: words for tokens")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(

@@ -1,7 +1,7 @@
 """What does a pass with T rows cost?
 
     python -m benchmarks.step --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D] [--context 512]
-        [--rows 1,2,3,4,6,8,12,16,32] [--repeat N]
+        [--rows 1,2,3,4,6,8,12,16,32] [--repeat N] [--linears exact|unpacked|vendor]
 
 One sequence with `context` tokens in its cache and T rows behind them, logits for every row: our pass, transformers' own forward with its
 cache, and the time to read the weights once, which no pass can beat; measured in turns, medians. Progress goes to standard error, a
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         device=args.device,
         dtype=args.dtype,
         threads=args.threads,
+        linears=args.linears,
         progress=lambda message: print(message, file=sys.stderr),
         **options,
     )
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     document = {
         "model": args.model,
         **figures(medians, args.rows, n_bytes),
-        "settings": {"context": args.context, "repeat": args.repeat},
+        "settings": {"context": args.context, "repeat": args.repeat, "linears": args.linears},
         "exactness": engine.exactness,
         "dtype": engine.props()["dtype"],
         **common.environment(args.device, engine.threads),
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").split("\n")[0])
     common.model_options(parser)
+    common.linears_option(parser)
     parser.add_argument("--context", type=common.positive, default=512, metavar="N", help="tokens in the cache")
     parser.add_argument("--rows", type=row_counts, default=ROWS, metavar="N,N,...", help="row counts; 1 is always among them")
     parser.add_argument("--repeat", type=common.positive, default=15, metavar="N", help="passes of each kind")

@@ -66,11 +66,15 @@ class CpuRunner(Runner):
         max_rows: int,
         kv_bytes: int,
         max_blocks: int | None = None,
+        packed: bool = True,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`kv_bytes`: memory for the pool, which has no more than `max_blocks`. Raises UnsupportedModelError, OutOfMemoryError."""
+        """`kv_bytes`: memory for the pool, which has no more than `max_blocks`; not `packed`: weights as float32.
+
+        Raises UnsupportedModelError, OutOfMemoryError.
+        """
         self.model = model.eval()
-        self.max_rows = max_rows
+        self.max_rows, self._packed = max_rows, packed
         self._states: torch.Tensor | None = None  # of the last pass, where they are kept
         self._hook: RemovableHandle | None = None
         self.policies: dict[tuple[int, int], Policy] = {}
@@ -97,7 +101,7 @@ class CpuRunner(Runner):
     # ------------------------------------------------------------------ binding
 
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        product = Product(weight, bias)
+        product = Product(weight, bias, packed=self._packed)
         self.policies.setdefault((product.n_out, product.n_in), Policy()).forms.add(product.form)
         return product
 

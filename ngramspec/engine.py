@@ -115,8 +115,9 @@ class Engine:
         `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
         prompts and sequences a pass (default 256, on CUDA 2,048); `kv_memory`: bytes, default a quarter of what is free, on CUDA what
         is left of the share `gpu_memory_utilization` of the device's memory; `threads`: default all cores; `progress` is told of the
-        stages of loading. On CUDA, `linears` "vendor" takes the vendor's matrix products, with which rows depend on their number: for
-        comparison; `graphs` False launches every kernel by itself.
+        stages of loading. For comparison: on the CPU, `linears` "unpacked" keeps every weight as the float32 number that it stands for; on
+        CUDA, "vendor" takes the vendor's matrix products, with which rows depend on their number, and `graphs` False launches every
+        kernel by itself.
 
         `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s, by name or named by
         their folders; `prefix_cache`: keep what was computed for a text, as long as there is room, for others that begin alike;
@@ -705,7 +706,15 @@ def _make_runner(model: PreTrainedModel, place: _Place, limits: _Limits, max_mod
     max_len = max_model_len + limits.spec_rows + 1
     if place.device == "cpu":
         kv_bytes = limits.kv_memory if limits.kv_memory is not None else _default_kv_bytes()
-        return CpuRunner(model, max_len=max_len, max_seqs=limits.max_seqs, max_rows=limits.max_rows, kv_bytes=kv_bytes, progress=say)
+        return CpuRunner(
+            model,
+            max_len=max_len,
+            max_seqs=limits.max_seqs,
+            max_rows=limits.max_rows,
+            kv_bytes=kv_bytes,
+            packed=place.linears == "exact",
+            progress=say,
+        )
     from ngramspec.cuda.runner import CudaRunner
 
     return CudaRunner(
@@ -740,8 +749,9 @@ def _check_place(device: str, dtype: str, utilization: float, linears: str, grap
         raise ValueError(f"dtype on {kind} must be 'auto' or {' or '.join(map(repr, accepted))}, got {dtype!r}")
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
-    if linears not in ("exact", "vendor") or (kind == "cpu" and linears != "exact"):
-        raise ValueError(f"linears must be 'exact', or on CUDA 'vendor', got {linears!r}")
+    other = {"cpu": "unpacked", "cuda": "vendor"}[kind]
+    if linears not in ("exact", other):
+        raise ValueError(f"linears on {kind} must be 'exact' or {other!r}, got {linears!r}")
     return _Place(device, getattr(torch, dtype), utilization, linears, graphs)
 
 

@@ -46,9 +46,15 @@ def pack(weight: torch.Tensor) -> np.ndarray:
         codes = _aligned((*shape, SCALES + DEPTH * WIDTH), np.int8)
         if _place_codes(rows, codes, codes.view(np.float32)):
             return codes
-    whole = _aligned((*shape, DEPTH * WIDTH), np.float32)
-    _place_whole(rows, whole)
-    return whole
+    return whole(weight)
+
+
+def whole(weight: torch.Tensor) -> np.ndarray:
+    """The panels of a weight [N, K] float32 as they are."""
+    n, k = weight.shape
+    data = _aligned((-(-n // WIDTH), -(-k // DEPTH), DEPTH * WIDTH), np.float32)
+    _place_whole(weight.detach().contiguous().numpy(), data)
+    return data
 
 
 def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:

@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ngramspec import tiles
-from ngramspec.panels import DEPTH, FORMS, SCALES, pack
+from ngramspec.panels import DEPTH, FORMS, SCALES, pack, whole
 from ngramspec.tiles import BYTE, CHAINS, FLOATS, INTS, LONG, STEP, WIDTH
 
 MOST_ROWS = min(16, CHAINS)
@@ -48,9 +48,10 @@ class Policy:
 class Product:
     """x @ W.T + b for W [N, K] float32, b [N] or None."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, packed: bool = True) -> None:
+        """Not `packed`: the weights as float32."""
         self.n_out, self.n_in = weight.shape
-        self.panels = pack(weight)
+        self.panels = pack(weight) if packed else whole(weight)
         self.bias = np.zeros(len(self.panels) * WIDTH, np.float32)
         if bias is not None:
             self.bias[: self.n_out] = bias.detach().numpy()

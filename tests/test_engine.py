@@ -269,6 +269,7 @@ def test_text_that_looks_like_control_tokens(rig: tuple[Engine, Perfect]) -> Non
         {"dtype": "int3"},
         {"threads": 0},
         {"threads": 10**6},
+        {"linears": "vendor"},
         {"spec_rows": 0},
         {"max_seqs": 0},
         {"max_model_len": 1},

@@ -14,7 +14,6 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec import panels
 from ngramspec.panels import DEPTH, FORMS, SCALES, pack
 from ngramspec.products import CHUNK, Product
 from ngramspec.tiles import WIDTH
@@ -118,9 +117,7 @@ def test_rows_keep_their_bits(n: int, k: int, kind: str, bias: bool) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "codes"])
 def test_the_form_changes_no_bit(kind: str) -> None:
     weight = quantised("Q8_0", 80, 128) if kind == "codes" else rounded(normal(80, 128))
-    small, large = Product(weight, None), Product(weight, None)
-    large.panels = panels._aligned((5, 4, DEPTH * WIDTH), np.float32)
-    panels._place_whole(weight.numpy(), large.panels)
+    small, large = Product(weight, None), Product(weight, None, packed=False)
     assert (small.form, large.form) == ({"codes": "8-bit codes", "bfloat16": "bfloat16"}[kind], "float32")
     x = normal(37, 128, seed=1)
     assert torch.equal(small(x), large(x))
