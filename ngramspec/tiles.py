@@ -19,7 +19,17 @@ WIDTH = 16
 """Outputs of a panel."""
 STEP = 8
 """Inputs in one turn of the loop."""
-CHAINS = 24 if binding.get_host_cpu_features().get("avx512f") else 6
+
+
+def _wide_registers() -> bool:
+    """Whether there are 32 of 16 numbers each."""
+    try:
+        return bool(binding.get_host_cpu_features().get("avx512f"))
+    except RuntimeError:  # a processor that does not tell
+        return False
+
+
+CHAINS = 24 if _wide_registers() else 6
 """Panels times rows whose sums, with the weights, fit into registers."""
 
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()

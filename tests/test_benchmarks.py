@@ -285,7 +285,7 @@ def test_step_keeps_its_contract(folder: Path, capsys: pytest.CaptureFixture[str
         assert all(value > 0 for value in document[name].values())
     assert document["ratio"]["1"] == document["stock_ratio"]["1"] == 1
     assert document["floor_ms"] > 0
-    assert document["settings"] == {"context": 32, "repeat": 2}
+    assert document["settings"] == {"context": 32, "repeat": 2, "linears": "exact"}
 
 
 def test_step_leaves_the_stock_cache_as_it_was(tiny_model: Callable[..., Any]) -> None:
