@@ -6,6 +6,7 @@ A matrix [N, K] float32 enters, an array [panels, blocks, L] leaves, whose dtype
 - int8: codes of weights that were quantised in blocks of 32 (GGUF's Q4_0 to Q5_1, Q8_0, Q4_K, Q5_K): float32 scale [16], float32 offset
   [16], int8 code [32, 16]; a weight is fma(scale, code, offset). 1.25 bytes a weight;
 - uint16: the upper halves of weights that were bfloat16;
+- int16: the bits of weights that were float16, where the processor reads such;
 - float32: any others.
 
 Which one it is shows in the weights themselves, wherever they come from. Knows nothing of products.
@@ -13,18 +14,22 @@ Which one it is shows in the weights themselves, wherever they come from. Knows 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit, prange
 
 from ngramspec.numeric import bits_of_float, float_of_bits, fma
-from ngramspec.tiles import WIDTH
+from ngramspec.tiles import HALVES, WIDTH
 
 DEPTH = 32
 """Inputs of a block."""
 SCALES = 2 * 4 * WIDTH
 """Bytes in front of a block's codes."""
-FORMS = {np.dtype(np.int8): "8-bit codes", np.dtype(np.uint16): "bfloat16", np.dtype(np.float32): "float32"}
+FORMS = {
+    np.dtype(d): name for d, name in ((np.int8, "8-bit codes"), (np.uint16, "bfloat16"), (np.int16, "float16"), (np.float32, "float32"))
+}
 
 _F = np.float32
 _HALF_STEP, _SHORT = np.int32(64), np.int32(-128)
@@ -39,25 +44,39 @@ def pack(weight: torch.Tensor) -> np.ndarray:
     shape = (-(-n // WIDTH), -(-k // DEPTH))
     rows = weight.detach().contiguous().numpy()
     if rows.size and not (rows.view(np.uint32) & 0xFFFF).any():
-        halves = _aligned((*shape, DEPTH * WIDTH), np.uint16)
-        _place_halves(rows.view(np.uint32), halves)
-        return halves
+        return _placed((rows.view(np.uint32) >> 16).astype(np.uint16))
     if k % DEPTH == 0 and rows.size:
         codes = _aligned((*shape, SCALES + DEPTH * WIDTH), np.int8)
         if _place_codes(rows, codes, codes.view(np.float32)):
             return codes
-    return whole(weight)
+    if HALVES and rows.size and (halves := _as_halves(rows)) is not None:
+        return _placed(halves)
+    return _placed(rows)
 
 
 def whole(weight: torch.Tensor) -> np.ndarray:
     """The panels of a weight [N, K] float32 as they are."""
-    n, k = weight.shape
-    data = _aligned((-(-n // WIDTH), -(-k // DEPTH), DEPTH * WIDTH), np.float32)
-    _place_whole(weight.detach().contiguous().numpy(), data)
+    return _placed(weight.detach().contiguous().numpy())
+
+
+def _as_halves(rows: np.ndarray) -> np.ndarray | None:
+    """The bits of rows as float16, where that is all there is to them."""
+    with np.errstate(over="ignore"):
+        for some in (rows[:1], rows):  # most others are found out by their first row
+            halves = some.astype(np.float16)
+            if not np.array_equal(halves, some):
+                return None
+    return halves.view(np.int16)
+
+
+def _placed(rows: np.ndarray) -> np.ndarray:
+    n, k = rows.shape
+    data = _aligned((-(-n // WIDTH), -(-k // DEPTH), DEPTH * WIDTH), rows.dtype)
+    _place(rows, data)
     return data
 
 
-def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(n_bytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -65,21 +84,12 @@ def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _place_whole(rows, data):
+def _place(rows, data):
     n, k = rows.shape
     for p in prange(data.shape[0]):
         for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
             for j in range(k):
                 data[p, j // DEPTH, j % DEPTH * WIDTH + i % WIDTH] = rows[i, j]
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def _place_halves(bits, data):
-    n, k = bits.shape
-    for p in prange(data.shape[0]):
-        for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
-            for j in range(k):
-                data[p, j // DEPTH, j % DEPTH * WIDTH + i % WIDTH] = bits[i, j] >> 16
 
 
 @njit(cache=True, nogil=True, parallel=True)

@@ -83,12 +83,14 @@ def _weights(builder: Any, dtype: Any, at: Any, scale: Any, offset: Any) -> Any:
     if dtype == types.uint16:
         halves = tiles.load(builder, at, ir.VectorType(ir.IntType(16), WIDTH), 2 * WIDTH)
         return builder.bitcast(builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * WIDTH)), FLOATS)
+    if dtype == types.int16:
+        return builder.fpext(tiles.load(builder, at, ir.VectorType(ir.HalfType(), WIDTH), 2 * WIDTH), FLOATS)
     return tiles.load(builder, at, FLOATS, 4)
 
 
 def _sizes(dtype: Any) -> tuple[int, int]:
     """Bytes in front of a block's weights, and of a weight."""
-    return {types.int8: (SCALES, 1), types.uint16: (0, 2), types.float32: (0, 4)}[dtype]
+    return {types.int8: (SCALES, 1), types.uint16: (0, 2), types.int16: (0, 2), types.float32: (0, 4)}[dtype]
 
 
 TURNS = DEPTH // STEP

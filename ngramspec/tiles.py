@@ -21,16 +21,17 @@ STEP = 8
 """Inputs in one turn of the loop."""
 
 
-def _wide_registers() -> bool:
-    """Whether there are 32 of 16 numbers each."""
+def _features() -> dict[str, bool]:
     try:
-        return bool(binding.get_host_cpu_features().get("avx512f"))
+        return dict(binding.get_host_cpu_features())
     except RuntimeError:  # a processor that does not tell
-        return False
+        return {}
 
 
-CHAINS = 24 if _wide_registers() else 6
+CHAINS = 24 if _features().get("avx512f") else 6
 """Panels times rows whose sums, with the weights, fit into registers."""
+HALVES = _features().get("f16c", False)
+"""Whether the processor turns float16 into float32."""
 
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(FLOAT, WIDTH), ir.VectorType(INT, WIDTH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from ngramspec.panels import DEPTH, FORMS, SCALES, pack
 from ngramspec.products import CHUNK, Product
-from ngramspec.tiles import WIDTH
+from ngramspec.tiles import HALVES, WIDTH
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 33, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -26,8 +27,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    return weight.bfloat16().float()
+OF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float32": lambda weight: weight,
+    "bfloat16": lambda weight: weight.bfloat16().float(),
+    "float16": lambda weight: (weight * 1e-4).half().float(),  # with subnormal ones
+}
+
+
+KEPT_AS = {"codes": "8-bit codes", "float16": "float16" if HALVES else "float32"}
 
 
 def quantised(kind: str, n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -52,8 +59,9 @@ def unpacked(data: np.ndarray, n: int, k: int) -> np.ndarray:
         codes = data[:, :, SCALES:].reshape(*data.shape[:2], DEPTH, WIDTH)
         blocks = (scale.astype(np.float64) * codes + offset).astype(np.float32)  # exact in float64, then one rounding, as fma does
     else:
-        bits = data.astype(np.uint32) << 16 if data.dtype == np.uint16 else data.view(np.uint32)
-        blocks = bits.view(np.float32).reshape(*data.shape[:2], DEPTH, WIDTH)
+        if data.dtype == np.uint16:
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        blocks = (data.view(np.float16) if data.dtype == np.int16 else data).astype(np.float32).reshape(*data.shape[:2], DEPTH, WIDTH)
     return blocks.transpose(0, 3, 1, 2).reshape(data.shape[0] * WIDTH, -1)[:n, :k]
 
 
@@ -73,20 +81,21 @@ def test_codes_with_scales_of_their_own(kind: str) -> None:
     np.testing.assert_array_equal(unpacked(data, 32, 512), weight.numpy())
 
 
-@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["float32", "bfloat16", "codes", "one other"]), st.integers(0, 99))
+@given(
+    st.integers(1, 40), st.integers(1, 70), st.sampled_from(["float32", "bfloat16", "float16", "codes", "one other"]), st.integers(0, 99)
+)
 @settings(max_examples=60, deadline=None)
 def test_every_weight_comes_back(n: int, k: int, kind: str, seed: int) -> None:
     k = -(-k // DEPTH) * DEPTH if kind in ("codes", "one other") else k
-    weight = normal(n, k, seed=seed) if kind == "float32" else rounded(normal(n, k, seed=seed))
-    if kind in ("codes", "one other"):
-        weight = quantised("Q4_1", n, k, seed)
+    weight = quantised("Q4_1", n, k, seed) if kind in ("codes", "one other") else OF[kind](normal(n, k, seed=seed))
     if kind == "one other":
         weight[n - 1, k - 1] *= 1.0000001
     data = pack(weight)
     assert data.ctypes.data % 64 == 0
     np.testing.assert_array_equal(unpacked(data, n, k), weight.numpy())
-    expected = {"float32": {"float32"}, "bfloat16": {"bfloat16"}, "codes": {"8-bit codes"}, "one other": {"8-bit codes", "float32"}}
-    assert FORMS[data.dtype] in expected[kind]
+    assert FORMS[data.dtype] in {"codes": {"8-bit codes"}, "one other": {"8-bit codes", "float32"}}.get(
+        kind, {KEPT_AS.get(kind, kind), "bfloat16"}
+    )
 
 
 @pytest.mark.parametrize("special", [0.0, -0.0, float("inf"), float("nan"), 1e-40, 3e38])
@@ -99,11 +108,11 @@ def test_special_weights(special: float) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(16, 32), (24, 40), (65, 64), (960, 576), (576, 1536), (33, 2080)])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "codes"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "codes"])
 def test_rows_keep_their_bits(n: int, k: int, kind: str, bias: bool) -> None:
     if kind == "codes" and k % DEPTH:
         pytest.skip("codes come in blocks of 32")
-    weight = quantised("Q4_1", n, k) if kind == "codes" else rounded(normal(n, k)) if kind == "bfloat16" else normal(n, k)
+    weight = quantised("Q4_1", n, k) if kind == "codes" else OF[kind](normal(n, k))
     product = Product(weight, normal(n, seed=2) if bias else None)
     x = normal(COUNTS[-1], k, seed=1)
     alone = torch.cat([product(x[i : i + 1]) for i in range(len(x))])
@@ -114,11 +123,11 @@ def test_rows_keep_their_bits(n: int, k: int, kind: str, bias: bool) -> None:
     assert (alone - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "codes"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "codes"])
 def test_the_form_changes_no_bit(kind: str) -> None:
-    weight = quantised("Q8_0", 80, 128) if kind == "codes" else rounded(normal(80, 128))
+    weight = quantised("Q8_0", 80, 128) if kind == "codes" else OF[kind](normal(80, 128))
     small, large = Product(weight, None), Product(weight, None, packed=False)
-    assert (small.form, large.form) == ({"codes": "8-bit codes", "bfloat16": "bfloat16"}[kind], "float32")
+    assert (small.form, large.form) == (KEPT_AS.get(kind, kind), "float32")
     x = normal(37, 128, seed=1)
     assert torch.equal(small(x), large(x))
 
