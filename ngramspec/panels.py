@@ -5,6 +5,8 @@ A matrix [N, K] float32 enters, an array [panels, blocks, L] leaves, whose dtype
 
 - int8: codes of weights that were quantised in blocks of 32 (GGUF's Q4_0 to Q5_1, Q8_0, Q4_K, Q5_K): float32 scale [16], float32 offset
   [16], int8 code [32, 16]; a weight is fma(scale, code, offset). 1.25 bytes a weight;
+- uint8: the same of weights that were quantised in blocks of 16 (GGUF's Q6_K, Q3_K): float32 scale [2, 16] of the first and the last 16
+  inputs, int8 code [32, 16]; a weight is scale · code;
 - uint16: the upper halves of weights that were bfloat16;
 - int16: the bits of weights that were float16, where the processor reads such;
 - float32: any others.
@@ -28,11 +30,18 @@ DEPTH = 32
 SCALES = 2 * 4 * WIDTH
 """Bytes in front of a block's codes."""
 FORMS = {
-    np.dtype(d): name for d, name in ((np.int8, "8-bit codes"), (np.uint16, "bfloat16"), (np.int16, "float16"), (np.float32, "float32"))
+    np.dtype(d): name
+    for d, name in (
+        (np.int8, "8-bit codes"),
+        (np.uint8, "8-bit codes by 16"),
+        (np.uint16, "bfloat16"),
+        (np.int16, "float16"),
+        (np.float32, "float32"),
+    )
 }
 
 _F = np.float32
-_HALF_STEP, _SHORT = np.int32(64), np.int32(-128)
+_SHORT_SUM, _SHORT_PRODUCT = np.int32(7), np.int32(5)
 _NEAR, _MOST = _F(0.02), _F(127)
 _FROM_ZERO = (_F(127), _F(-8), _F(-16))
 _STEPS = (15, 31, *range(1, 15), *range(16, 31), *range(32, 64))
@@ -47,8 +56,9 @@ def pack(weight: torch.Tensor) -> np.ndarray:
         return _placed((rows.view(np.uint32) >> 16).astype(np.uint16))
     if k % DEPTH == 0 and rows.size:
         codes = _aligned((*shape, SCALES + DEPTH * WIDTH), np.int8)
-        if _place_codes(rows, codes, codes.view(np.float32)):
-            return codes
+        for by_16 in (False, True):
+            if _place_codes(rows, codes, codes.view(np.float32), by_16):
+                return codes.view(np.uint8) if by_16 else codes
     if HALVES and rows.size and (halves := _as_halves(rows)) is not None:
         return _placed(halves)
     return _placed(rows)
@@ -93,7 +103,7 @@ def _place(rows, data):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _place_codes(rows, data, scales):
+def _place_codes(rows, data, scales, by_16):
     """Whether every block has codes. `scales`: data seen as float32."""
     n = rows.shape[0]
     failed = np.zeros(data.shape[0], np.bool_)
@@ -103,15 +113,36 @@ def _place_codes(rows, data, scales):
             if failed[p]:
                 break
             for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
-                scale, offset = _codes_of(rows[i, b * DEPTH : (b + 1) * DEPTH], codes)
-                if np.isnan(scale):
+                w = rows[i, b * DEPTH : (b + 1) * DEPTH]
+                if by_16:
+                    first, second = _codes_from_zero(w[:16], codes[:16]), _codes_from_zero(w[16:], codes[16:])
+                else:
+                    first, second = _codes_of(w, codes)
+                if np.isnan(first) or np.isnan(second):
                     failed[p] = True
                     break
                 lane = i % WIDTH
-                scales[p, b, lane], scales[p, b, WIDTH + lane] = scale, offset
+                scales[p, b, lane], scales[p, b, WIDTH + lane] = first, second
                 for j in range(DEPTH):
                     data[p, b, SCALES + j * WIDTH + lane] = codes[j]
     return not failed.any()
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _codes_from_zero(w, codes):
+    """The scale with which scale * codes[j] is w[j] for every j, or NaN."""
+    least = _F(0)
+    for x in w:
+        if x != 0 and (least == 0 or abs(x) < least):
+            least = abs(x)
+    if least == 0:
+        codes[:] = 0
+        return least
+    for code in range(1, 33):  # of the smallest weight
+        scale = _short(least / _F(code), _SHORT_PRODUCT)
+        if _agree(w, scale, _F(0), codes):
+            return scale
+    return _F(np.nan)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -127,19 +158,19 @@ def _codes_of(w, codes):
         if _agree(w, scale, _F(0), codes):
             return scale, _F(0)
     for steps in _STEPS:  # or lie between the lowest and the highest
-        scale = _short((high - low) / _F(steps))
+        scale = _short((high - low) / _F(steps), _SHORT_SUM)
         if _even(w, scale, low):
             for first in range(_STEPS[-1]):  # the lowest weight's own code
-                offset = _short(fma(-scale, _F(first), low))
+                offset = _short(fma(-scale, _F(first), low), _SHORT_SUM)
                 if _agree(w, scale, offset, codes):
                     return scale, offset
     return _F(np.nan), _F(np.nan)
 
 
 @njit(cache=True, nogil=True)
-def _short(x):
-    """x to the 17 bits that are enough for a half-precision number times six bits, which is what scales and offsets were made of."""
-    return float_of_bits((bits_of_float(x) + _HALF_STEP) & _SHORT)
+def _short(x, bits):
+    """x without its last bits: scales and offsets were made of a half-precision number (11 bits) and 6 more, or 8."""
+    return float_of_bits((bits_of_float(x) + (np.int32(1) << (bits - np.int32(1)))) & (np.int32(-1) << bits))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

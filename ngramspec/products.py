@@ -75,9 +75,12 @@ class Product:
         return torch.from_numpy(self.rows(x.reshape(-1, self.n_in).contiguous().numpy(), get_num_threads())).view(*x.shape[:-1], self.n_out)
 
 
+CODES = (types.int8, types.uint8)
+
+
 def _weights(builder: Any, dtype: Any, at: Any, scale: Any, offset: Any) -> Any:
     """16 weights at this address, float32."""
-    if dtype == types.int8:
+    if dtype in CODES:
         codes = tiles.load(builder, at, ir.VectorType(BYTE, WIDTH), WIDTH)
         return tiles.fused(builder, scale, builder.sitofp(builder.sext(codes, INTS), FLOATS), offset)
     if dtype == types.uint16:
@@ -90,7 +93,7 @@ def _weights(builder: Any, dtype: Any, at: Any, scale: Any, offset: Any) -> Any:
 
 def _sizes(dtype: Any) -> tuple[int, int]:
     """Bytes in front of a block's weights, and of a weight."""
-    return {types.int8: (SCALES, 1), types.uint16: (0, 2), types.int16: (0, 2), types.float32: (0, 4)}[dtype]
+    return {types.int8: (SCALES, 1), types.uint8: (SCALES, 1), types.uint16: (0, 2), types.int16: (0, 2), types.float32: (0, 4)}[dtype]
 
 
 TURNS = DEPTH // STEP
@@ -107,6 +110,9 @@ def _inputs(builder: Any, dtype: Any, ws: list[Any], i: Any, distance: Any = Non
     if dtype == types.int8:
         scales = [tiles.load(builder, at, FLOATS, 64) for at in blocks]
         offsets = [tiles.load(builder, builder.add(at, LONG(4 * WIDTH)), FLOATS, 64) for at in blocks]
+    elif dtype == types.uint8:
+        half = builder.mul(builder.udiv(part, LONG(TURNS // 2)), LONG(4 * WIDTH))
+        scales, offsets = [tiles.load(builder, builder.add(at, half), FLOATS, 64) for at in blocks], [tiles.ZEROS] * len(ws)
     for at in blocks if distance is not None else []:
         there = builder.add(builder.add(at, distance), builder.mul(part, LONG(block_bytes // TURNS)))
         for line in range(0, block_bytes // TURNS, 64):

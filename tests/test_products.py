@@ -44,19 +44,25 @@ def quantised(kind: str, n: int, k: int, seed: int = 0) -> torch.Tensor:
 
 def k_quantised(kind: str, n: int, k: int, seed: int = 0) -> torch.Tensor:
     """Random blocks of a format that the package only reads: half-precision scales, then bytes."""
-    which, size, halves = GGMLQuantizationType[kind], {"Q4_K": 144, "Q5_K": 176}[kind], 2
+    which, (size, place) = (
+        GGMLQuantizationType[kind],
+        {"Q3_K": (110, slice(108, 110)), "Q4_K": (144, slice(4)), "Q5_K": (176, slice(4)), "Q6_K": (210, slice(208, 210))}[kind],
+    )
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (n, k // 256, size), dtype=np.uint8)
-    raw[:, :, : 2 * halves] = rng.uniform(1e-4, 1e-2, (n, k // 256, halves)).astype(np.float16).view(np.uint8)
+    scales = rng.uniform(1e-4, 1e-2, (n, k // 256, raw[0, 0, place].size // 2))
+    raw[:, :, place] = scales.astype(np.float16).view(np.uint8)
     return torch.from_numpy(dequantize(raw.reshape(n, -1), which).astype(np.float32))
 
 
 def unpacked(data: np.ndarray, n: int, k: int) -> np.ndarray:
     """[N, K] from panels, by the description in their module alone."""
-    if data.dtype == np.int8:
+    if data.dtype.itemsize == 1:
         front = data[:, :, :SCALES].copy().view(np.float32)
         scale, offset = front[:, :, None, :WIDTH], front[:, :, None, WIDTH:]
-        codes = data[:, :, SCALES:].reshape(*data.shape[:2], DEPTH, WIDTH)
+        if data.dtype == np.uint8:
+            scale, offset = np.repeat(np.concatenate([scale, offset], axis=2), DEPTH // 2, axis=2), np.float32(0)
+        codes = data[:, :, SCALES:].view(np.int8).reshape(*data.shape[:2], DEPTH, WIDTH)
         blocks = (scale.astype(np.float64) * codes + offset).astype(np.float32)  # exact in float64, then one rounding, as fma does
     else:
         if data.dtype == np.uint16:
@@ -73,12 +79,16 @@ def test_quantised_weights_are_kept_as_codes(kind: str) -> None:
     np.testing.assert_array_equal(unpacked(data, 48, 96), weight.numpy())
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
-def test_codes_with_scales_of_their_own(kind: str) -> None:
-    weight = k_quantised(kind, 32, 512)
+@pytest.mark.parametrize(
+    ("kind", "form"), [("Q3_K", "8-bit codes by 16"), ("Q4_K", "8-bit codes"), ("Q5_K", "8-bit codes"), ("Q6_K", "8-bit codes by 16")]
+)
+def test_codes_with_scales_of_their_own(kind: str, form: str) -> None:
+    weight = k_quantised(kind, 64, 1024)
     data = pack(weight)
-    assert FORMS[data.dtype] == "8-bit codes"
-    np.testing.assert_array_equal(unpacked(data, 32, 512), weight.numpy())
+    assert FORMS[data.dtype] == form
+    np.testing.assert_array_equal(unpacked(data, 64, 1024), weight.numpy())
+    x = normal(19, 1024, seed=1)
+    assert torch.equal(Product(weight, None)(x), Product(weight, None, packed=False)(x))
 
 
 @given(
