@@ -28,6 +28,8 @@ MOST_ROWS = min(16, CHAINS)
 """Of one tile."""
 BREADTH, GROUP = 3, CHAINS // 3
 """Panels and rows of a tile where there are many rows: the panels are unpacked once for all of them."""
+SOME = 4
+"""Panels that a second half of the rows finds in the cache."""
 CHUNK = 128
 """Rows that go through all panels before the next ones: they stay in the second cache."""
 ALONE = 1 << 15
@@ -227,6 +229,12 @@ def _span(x, w, bias, y, first, end):
     n_rows = x.shape[0]
     if n_rows <= MOST_ROWS:
         _some(x, 0, n_rows, w, first, end, bias, y, 1)
+        return
+    if n_rows <= 2 * MOST_ROWS:  # the second half finds the panels in the cache
+        half = (n_rows + 1) // 2
+        for p in range(first, end, SOME):
+            _some(x, 0, half, w, p, min(p + SOME, end), bias, y, 1)
+            _some(x, half, n_rows - half, w, p, min(p + SOME, end), bias, y, 0)
         return
     unpacked = np.empty((BREADTH, w.shape[1], DEPTH * WIDTH), np.float32)
     for chunk in range(0, n_rows, CHUNK):
