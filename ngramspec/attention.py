@@ -135,7 +135,7 @@ def _place(k, v, keys, values, blocks, offsets):
 
 @njit(cache=True, nogil=True)
 def _turn_and_place_row(x, cos, sin, q, keys, values, offset):
-    """One row of `_turn_and_place`: x [(H + 2 Hk) D], q [H, D]; keys and values of its block."""
+    """Rotate and place one row x [(H + 2 Hk) D], by cos, sin [D]: queries to q [H, D], the rest to the keys and values of its block."""
     n_q, n_dim, n_kv = q.shape[0], q.shape[1], keys.shape[0]
     half = n_dim // 2
     for h in range(n_q):
@@ -166,8 +166,8 @@ def _turn_and_place_many(qkv, cos, sin, q, keys, values, blocks, offsets):
         _turn_and_place_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
 
 
-_PARALLEL = 1 << 14
-"""Numbers to turn from on which a second thread is worth its start."""
+PARALLEL = 1 << 14
+"""Numbers in a small operation from which on a second thread is worth its start."""
 
 
 @njit(cache=True, nogil=True, parallel=True, error_model="numpy")
@@ -279,7 +279,7 @@ def attend_packed(
     """
     keys, values = pool.keys[layer], pool.values[layer]
     q = np.empty((len(qkv), n_heads, keys.shape[2]), np.float32)
-    turn_and_place = _turn_and_place_many if qkv.size >= _PARALLEL else _turn_and_place_few
+    turn_and_place = _turn_and_place_many if qkv.size >= PARALLEL else _turn_and_place_few
     turn_and_place(qkv, cos, sin, q, keys, values, batch.blocks, batch.offsets)
     out = np.empty_like(q)
     _look(q, keys, values, out, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, _F(scale), 0, _ZERO, threads)

@@ -16,7 +16,7 @@ import torch
 from numba import get_num_threads, njit, prange
 from torch import nn
 
-from ngramspec.attention import Pass, attend_packed
+from ngramspec.attention import PARALLEL, Pass, attend_packed
 from ngramspec.linear import PackedLinear, Shared, SharedPart
 from ngramspec.modules import rms_norm
 from ngramspec.numeric import exp
@@ -92,10 +92,6 @@ def _silu_many(x, out):
         _silu_row(x[r], out[r])
 
 
-_PARALLEL = 1 << 14
-"""Elements from which on a second thread is worth its start."""
-
-
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last axis [N]; float32."""
 
@@ -106,7 +102,7 @@ class RMSNorm(nn.Module):
     def rows(self, x: np.ndarray) -> np.ndarray:
         """[T, N] → [T, N]"""
         out = np.empty_like(x)
-        run = _rms_many if x.size >= _PARALLEL else _rms_few
+        run = _rms_many if x.size >= PARALLEL else _rms_few
         run(x, self.weight, self.eps, out)
         return out
 
@@ -116,7 +112,7 @@ class RMSNorm(nn.Module):
     def add(self, x: np.ndarray, delta: np.ndarray) -> np.ndarray:
         """x [T, N] += delta, in place; the norm of the sum."""
         out = np.empty_like(x)
-        run = _add_rms_many if x.size >= _PARALLEL else _add_rms_few
+        run = _add_rms_many if x.size >= PARALLEL else _add_rms_few
         run(x, delta, self.weight, self.eps, out)
         return out
 
@@ -132,7 +128,7 @@ class GatedMLP(nn.Module):
         """[T, N] → [T, N]"""
         both = self.shared.product.rows(x, threads)
         mid = np.empty((len(both), both.shape[1] // 2), np.float32)
-        run = _silu_many if mid.size >= _PARALLEL else _silu_few
+        run = _silu_many if mid.size >= PARALLEL else _silu_few
         run(both, mid)
         return self.down.product.rows(mid, threads)
 

@@ -49,13 +49,12 @@ _STEPS = (15, 31, *range(1, 15), *range(16, 31), *range(32, 64))
 
 def pack(weight: torch.Tensor) -> np.ndarray:
     """The panels of a weight [N, K] float32, at an address that is a multiple of 64."""
-    n, k = weight.shape
-    shape = (-(-n // WIDTH), -(-k // DEPTH))
-    rows = weight.detach().contiguous().numpy()
+    rows = _rows(weight)
+    n, k = rows.shape
     if rows.size and not (rows.view(np.uint32) & 0xFFFF).any():
         return _placed((rows.view(np.uint32) >> 16).astype(np.uint16))
     if k % DEPTH == 0 and rows.size:
-        codes = _aligned((*shape, SCALES + DEPTH * WIDTH), np.int8)
+        codes = _aligned(n, k, SCALES + DEPTH * WIDTH, np.int8)
         for by_16 in (False, True):
             if _place_codes(rows, codes, codes.view(np.float32), by_16):
                 return codes.view(np.uint8) if by_16 else codes
@@ -66,7 +65,13 @@ def pack(weight: torch.Tensor) -> np.ndarray:
 
 def whole(weight: torch.Tensor) -> np.ndarray:
     """The panels of a weight [N, K] float32 as they are."""
-    return _placed(weight.detach().contiguous().numpy())
+    return _placed(_rows(weight))
+
+
+def _rows(weight: torch.Tensor) -> np.ndarray:
+    assert weight.ndim == 2, weight.shape
+    assert weight.dtype == torch.float32, weight.dtype
+    return weight.detach().contiguous().numpy()
 
 
 def _as_halves(rows: np.ndarray) -> np.ndarray | None:
@@ -81,12 +86,14 @@ def _as_halves(rows: np.ndarray) -> np.ndarray | None:
 
 def _placed(rows: np.ndarray) -> np.ndarray:
     n, k = rows.shape
-    data = _aligned((-(-n // WIDTH), -(-k // DEPTH), DEPTH * WIDTH), rows.dtype)
+    data = _aligned(n, k, DEPTH * WIDTH, rows.dtype)
     _place(rows, data)
     return data
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _aligned(n: int, k: int, length: int, dtype: Any) -> np.ndarray:
+    """Zeros for a weight [N, K], `length` numbers a block."""
+    shape = (-(-n // WIDTH), -(-k // DEPTH), length)
     n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(n_bytes + 64, np.uint8)
     start = -raw.ctypes.data % 64

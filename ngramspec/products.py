@@ -63,7 +63,10 @@ class Product:
         return FORMS[self.panels.dtype]
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
-        """[T, K] → [T, N], C order."""
+        """[T, K] → [T, N], float32 in C order."""
+        assert x.shape[1] == self.n_in, (x.shape, self.n_in)  # what follows reads addresses
+        assert x.dtype == np.float32, x.dtype
+        assert x.flags.c_contiguous, x.strides
         n_rows, n_in = len(x), self.panels.shape[1] * DEPTH
         if n_in != self.n_in:
             x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
@@ -74,7 +77,9 @@ class Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[.., K] → [.., N]"""
-        return torch.from_numpy(self.rows(x.reshape(-1, self.n_in).contiguous().numpy(), get_num_threads())).view(*x.shape[:-1], self.n_out)
+        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())).view(
+            *x.shape[:-1], self.n_out
+        )
 
 
 CODES = (types.int8, types.uint8)
