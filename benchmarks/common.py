@@ -75,7 +75,7 @@ class Words:
 
 def model_options(parser: argparse.ArgumentParser) -> None:
     """`--model` or `--random-weights`, either as `args.model`, and where it runs. See `settle_dtype`."""
-    from ngramspec.random_weights import PREFIX, SHAPES  # with it comes transformers, which most benchmarks do without
+    from ngramspec.model.random_weights import PREFIX, SHAPES  # with it comes transformers, which most benchmarks do without
 
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", help="folder, hub name, GGUF file, smollm2, or random:CONFIG")

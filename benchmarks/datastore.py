@@ -293,7 +293,7 @@ def read_corpus(path: Path, model: str, n_tokens: int) -> Corpus:
 
 def make_corpus(path: Path, model: str, n_tokens: int) -> None:
     """Tokenize the Python files of the installed packages, those without a repeat, until there are n_tokens."""
-    from ngramspec.loading import load_tokenizer
+    from ngramspec.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     vocab_size = len(tokenizer)

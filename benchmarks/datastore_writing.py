@@ -39,7 +39,7 @@ from ngramspec.datastore.suffixes import sort_suffixes
 from ngramspec.datastore.tokens import Encoder
 from ngramspec.datastore.update import update
 from ngramspec.datastore.watch import watch
-from ngramspec.loading import load_tokenizer
+from ngramspec.model.loading import load_tokenizer
 
 PYTHON = corpus.CorpusOptions(languages=("python",))
 

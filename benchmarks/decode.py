@@ -32,7 +32,7 @@ from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task,
 from benchmarks.recorded import ReplayEngine, outputs_of, recorded_prompts
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.datastore.format import MANIFEST
-from ngramspec.loading import _smollm2_gguf, load_model, load_tokenizer
+from ngramspec.model.loading import _smollm2_gguf, load_model, load_tokenizer
 
 SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost", "tokenizer")
 LOCAL_VLLM = Path(".venv-vllm/bin/python")

@@ -163,7 +163,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     chosen |= {"dtype": common.settle_dtype(args.device, args.dtype), "tokenizer": tokenizer}
     if args.tiny:
         chosen |= {"context": 32, "rows": (1, 2, 8), "batches": (1, 2), "lengths": (2,), "repeat": 2, "n_prompts": 4, "n_traces": 2}
-        chosen |= {"max_tokens": 8, "kv_bytes": 16 << 20, "tests": ("--collect-only", "-m", "cuda", "tests/test_benchmarks.py")}
+        chosen |= {"max_tokens": 8, "kv_bytes": 16 << 20, "tests": ("--collect-only", "-m", "cuda", "tests/benchmarks/test_benchmarks.py")}
     return Plan(**chosen)
 
 

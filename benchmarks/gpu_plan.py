@@ -17,8 +17,8 @@ import torch
 
 from benchmarks import common, step
 from ngramspec import Engine
-from ngramspec.loading import SMOLLM2_PACKAGE, load_model, load_tokenizer
-from ngramspec.random_weights import PREFIX, empty_model, read_shape
+from ngramspec.model.loading import SMOLLM2_PACKAGE, load_model, load_tokenizer
+from ngramspec.model.random_weights import PREFIX, empty_model, read_shape
 
 GAP_US = 10.0
 """Shorter pauses between kernels are the device's own, from one node of a graph to the next; in longer ones it waits for the host."""

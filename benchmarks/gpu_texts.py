@@ -17,10 +17,10 @@ from benchmarks.ours import Ours
 from benchmarks.peers import Contender, PeerAbsentError, Run
 from benchmarks.recorded import library_edits
 from ngramspec import Engine, SamplingParams
+from ngramspec.batch.types import DraftTree
 from ngramspec.drafting.proposer import Proposer
-from ngramspec.loading import load_model
-from ngramspec.random_weights import PREFIX
-from ngramspec.types import DraftTree
+from ngramspec.model.loading import load_model
+from ngramspec.model.random_weights import PREFIX
 
 STATIC = {"cache_implementation": "static"}
 LOOKUP = {"prompt_lookup_num_tokens": 10}

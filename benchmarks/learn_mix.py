@@ -413,7 +413,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.out is None) == (args.write_prompts is None):
         parser.error("--out or --write-prompts is needed")
-    from ngramspec.loading import load_tokenizer
+    from ngramspec.model.loading import load_tokenizer
 
     torch.manual_seed(args.seed)
     tokenizer: Any = load_tokenizer(args.tokenizer)

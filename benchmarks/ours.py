@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.peers import Run
 from ngramspec import Engine, SamplingParams, Stats
-from ngramspec.cost import CostModel
-from ngramspec.drafting.alone import Alone
+from ngramspec.batch.cost import CostModel
+from ngramspec.batch.types import DraftTree
 from ngramspec.drafting.proposer import Proposer
-from ngramspec.types import DraftTree
+from ngramspec.drafting.single import Alone
 
 
 class FixedCost(CostModel):

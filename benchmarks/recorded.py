@@ -22,10 +22,10 @@ import numpy as np
 from benchmarks.common import Prompt
 from benchmarks.replay import Trace, read_traces
 from ngramspec import Engine
-from ngramspec.pack import depths
-from ngramspec.requests import Request
-from ngramspec.sequence import Sequence
-from ngramspec.types import TokenLogprob
+from ngramspec.batch.pack import depths
+from ngramspec.batch.types import TokenLogprob
+from ngramspec.core.request import Request
+from ngramspec.core.sequence import Sequence
 
 Outputs = Mapping[tuple[int, ...], list[int]]
 """What was written, by prompt."""

@@ -33,11 +33,11 @@ import numpy as np
 from numba import njit
 
 from benchmarks.common import SLOPES, environment, print_document, print_table
+from ngramspec.batch.types import DraftTree
 from ngramspec.datastore import Datastore
 from ngramspec.drafting import ngram
 from ngramspec.drafting.proposer import ANSWERS, Proposer, warmup
 from ngramspec.drafting.suffix import SuffixDrafter
-from ngramspec.types import DraftTree
 
 MAX_ROWS = 64
 REST_ROWS = (4, 8, 16, 24, 32, 48, 64)
@@ -505,7 +505,7 @@ def main() -> None:
 
     tokenizer: Any = None
     if args.traces:
-        from ngramspec.loading import load_tokenizer
+        from ngramspec.model.loading import load_tokenizer
 
         tokenizer = load_tokenizer(args.tokenizer)
     eos = getattr(tokenizer, "eos_token_id", None)

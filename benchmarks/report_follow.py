@@ -15,12 +15,12 @@ import numpy as np
 from benchmarks.replay import Trace, replay
 from benchmarks.report_data import Category
 from benchmarks.report_measure import LOOKUP, MERGED, STORE, TABLES, Bench, Cell, State, key_of, say
-from ngramspec.drafting.alone import Alone
+from ngramspec.batch.sampling import Picker
+from ngramspec.drafters.counts import Counts
 from ngramspec.drafting.base import NeedsModel, Text
-from ngramspec.drafting.counts import Counts
 from ngramspec.drafting.evidence import KEPT
 from ngramspec.drafting.proposer import Proposer
-from ngramspec.sampling import Picker
+from ngramspec.drafting.single import Alone
 
 TEXTS = "texts"
 

@@ -28,11 +28,11 @@ from benchmarks.replay import Rest, Trace, replay
 from benchmarks.replay import peers as replayed_peers
 from benchmarks.report_data import Category
 from ngramspec import Engine, SamplingParams, Stats
-from ngramspec.core import Acceptance
-from ngramspec.drafters import make_drafter
-from ngramspec.drafting.alone import Alone
+from ngramspec.core.step import Acceptance
+from ngramspec.drafters.names import make_drafter
 from ngramspec.drafting.base import CanDraw, Drafter
 from ngramspec.drafting.proposer import SPEC_LENGTH, SPEC_ROWS, Proposer
+from ngramspec.drafting.single import Alone
 from ngramspec.drafting.suffix import SuffixDrafter
 
 Cell = dict[str, Any]

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from benchmarks import common
 from ngramspec import Engine
-from ngramspec.loading import load_model
+from ngramspec.model.loading import load_model
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32]
 KV_BYTES = 2 << 30

@@ -14,9 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .datastore import Datastore
-    from .engine import Engine
-    from .errors import (
+    from ngramspec.batch.errors import (
         EngineClosedError,
         ModelNotFoundError,
         NgramspecError,
@@ -26,7 +24,10 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from .types import Beam, Choice, Completion, Delta, EngineStatus, SamplingParams, Stats, TokenLogprob
+    from ngramspec.batch.params import SamplingParams
+    from ngramspec.batch.types import Beam, Choice, Completion, Delta, EngineStatus, Stats, TokenLogprob
+    from ngramspec.datastore import Datastore
+    from ngramspec.engine import Engine
 
 __version__ = "0.1.0"
 
@@ -52,13 +53,14 @@ __all__ = [
     "__version__",
 ]
 
-_TYPES = ("Beam", "SamplingParams", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus")
+_HOMES = {"Engine": "engine", "Datastore": "datastore", "SamplingParams": "batch.params"}
+_TYPES = ("Beam", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "engine" if name == "Engine" else "datastore" if name == "Datastore" else "types" if name in _TYPES else "errors"
+    home = _HOMES.get(name) or ("batch.types" if name in _TYPES else "batch.errors")
     value = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value

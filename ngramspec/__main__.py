@@ -1,6 +1,6 @@
 """`python -m ngramspec` is the `ngramspec` command."""
 
-from .cli import main
+from ngramspec.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -23,26 +23,27 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ngramspec import sampling
-from ngramspec.beam import BeamSearch
-from ngramspec.core import Acceptance, Core
-from ngramspec.cost import CostModel
-from ngramspec.cpu import CpuRunner
+from ngramspec.batch import sampling
+from ngramspec.batch.block_tables import Chain
+from ngramspec.batch.cost import CostModel
+from ngramspec.batch.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
+from ngramspec.batch.params import MAX_SEED, SamplingParams
+from ngramspec.batch.sampling import Picker
+from ngramspec.batch.types import BLOCK, Beam, Completion, Delta, EngineStatus
+from ngramspec.core.beam import BeamSearch
+from ngramspec.core.request import Deliver, Hints, Request
+from ngramspec.core.sequence import Sequence
+from ngramspec.core.step import Acceptance, Core
+from ngramspec.core.stores import Store, named, open_store
+from ngramspec.cpu.runner import CpuRunner
 from ngramspec.datastore.reader import Datastore
 from ngramspec.drafting import proposer as drafting
-from ngramspec.drafting.alone import Alone
 from ngramspec.drafting.base import Drafter
-from ngramspec.encoding import Encoding, Prompt
-from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
-from ngramspec.kv import Chain
-from ngramspec.loading import LoadedModel, available_memory, eos_token_ids, load_model
-from ngramspec.requests import Deliver, Hints, Request
-from ngramspec.runner import Runner
-from ngramspec.sampling import Picker
-from ngramspec.sequence import Sequence
-from ngramspec.stores import Store, named, open_store
-from ngramspec.text import NoText, TextStream
-from ngramspec.types import BLOCK, MAX_SEED, Beam, Completion, Delta, EngineStatus, SamplingParams
+from ngramspec.drafting.single import Alone
+from ngramspec.model.loading import LoadedModel, available_memory, eos_token_ids, load_model
+from ngramspec.model.runner import Runner
+from ngramspec.text.decoding import NoText, TextStream
+from ngramspec.text.encoding import Encoding, Prompt
 
 log = logging.getLogger(__name__)
 

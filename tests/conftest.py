@@ -14,9 +14,9 @@ import tiny
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ngramspec import loading
-from ngramspec.converted import ensure_converted
 from ngramspec.engine import Engine
+from ngramspec.model import loading
+from ngramspec.model.gguf import ensure_converted
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler

@@ -13,11 +13,12 @@ import torch
 from scipy.stats import chisquare
 from test_exact import FreeRows, Oracle, prompts
 
-from ngramspec import sequence
+from ngramspec.batch.errors import EngineClosedError, PromptTooLongError, TokenizerError
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.types import Delta
+from ngramspec.core import sequence
 from ngramspec.drafting.base import Candidates
 from ngramspec.engine import Engine
-from ngramspec.errors import EngineClosedError, PromptTooLongError, TokenizerError
-from ngramspec.types import Delta, SamplingParams
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 

@@ -16,14 +16,15 @@ import pytest
 import tiny
 import torch
 
-from ngramspec.cost import CostModel
-from ngramspec.cpu import CpuRunner
+from ngramspec.batch.cost import CostModel
+from ngramspec.batch.pack import Span
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.types import DraftTree
+from ngramspec.cpu.pool import KVPool
+from ngramspec.cpu.runner import CpuRunner
 from ngramspec.drafting.base import Candidates
 from ngramspec.engine import Engine
-from ngramspec.kv import KVPool
-from ngramspec.pack import Span
-from ngramspec.runner import kv_shapes
-from ngramspec.types import DraftTree, SamplingParams
+from ngramspec.model.runner import kv_shapes
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, top_k=40, top_p=0.95, seed=11, ignore_eos=True)

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ngramspec.batch.types import BLOCK
 from ngramspec.cuda.rows import Rows
-from ngramspec.types import BLOCK
 
 TILE = 64
 """Keys of a tile; also the M side of Hopper's matrix instruction."""

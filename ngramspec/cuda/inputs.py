@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ngramspec.batch.pack import Batch
+from ngramspec.batch.types import BLOCK
 from ngramspec.cuda.rows import Rows
 from ngramspec.cuda.sampling import Sampling
-from ngramspec.types import BLOCK, Batch
 
 _ALIGN = 4  # int32 words, so that wider numbers can begin anywhere
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.cuda import layers
 from ngramspec.cuda.attention import Workspace, attend
-from ngramspec.cuda.place import place, turn_and_place
 from ngramspec.cuda.pool import CudaPool
+from ngramspec.cuda.rope_kv import place, turn_and_place
 from ngramspec.cuda.rows import Rows
-from ngramspec.errors import UnsupportedModelError
-from ngramspec.modules import bias_of, joined, rms_norm, weight_of
+from ngramspec.model.hf_modules import bias_of, joined, rms_norm, weight_of
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 

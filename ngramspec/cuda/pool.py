@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ngramspec.cuda import moves
-from ngramspec.errors import OutOfMemoryError
-from ngramspec.kv import BlockTables
-from ngramspec.types import BLOCK
+from ngramspec.batch.block_tables import BlockTables
+from ngramspec.batch.errors import OutOfMemoryError
+from ngramspec.batch.types import BLOCK
+from ngramspec.cuda import kv_move
 
 
 class CudaPool(BlockTables):
@@ -97,4 +97,4 @@ class CudaPool(BlockTables):
         one = [torch.tensor([x], dtype=torch.int32, device=device) for x in (slot, start, len(path))]
         slots = torch.as_tensor(path, dtype=torch.int32, device=device)[None]
         for memory in self.memory:
-            moves.commit(memory, self.device_tables, one[0], one[1], slots, one[2])
+            kv_move.commit(memory, self.device_tables, one[0], one[1], slots, one[2])

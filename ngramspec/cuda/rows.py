@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ngramspec.types import BLOCK
+from ngramspec.batch.types import BLOCK
 
 
 @dataclass(frozen=True, slots=True)

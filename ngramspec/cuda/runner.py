@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ngramspec.cuda import moves, sampling
+from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.batch.pack import Batch, Span
+from ngramspec.batch.types import BLOCK, KEPT
+from ngramspec.cuda import kv_move, sampling
 from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, check
 from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
 from ngramspec.cuda.pool import CudaPool
-from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
-from ngramspec.pack import Span
-from ngramspec.runner import Runner, check_supported
-from ngramspec.types import BLOCK, KEPT, Batch
+from ngramspec.model.runner import Runner, check_supported
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ class CudaRunner(Runner):
         counts, paths = sampling.walk(picks, inputs.ids, d["parents"], d["roots"], d["ends"], self.max_depth)
         slots = paths + (d["starts"] - d["roots"] - 1)[:, None]
         for memory in self.pool.memory:
-            moves.commit(memory, self.pool.device_tables, d["sequences"], d["starts"], slots, counts)
+            kv_move.commit(memory, self.pool.device_tables, d["sequences"], d["starts"], slots, counts)
 
     def _sampling_space(self, n_rows: int) -> sampling.Workspace:
         if n_rows <= ROWS[-1]:

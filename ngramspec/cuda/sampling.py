@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ngramspec.cuda.cuts import COUNTED, cut_and_draw, draw_of_all
-from ngramspec.cuda.weights import (
+from ngramspec.cuda.sampling_math import (
     INFINITE,
     LAST_ID,
     LOWEST,
@@ -30,6 +29,7 @@ from ngramspec.cuda.weights import (
     uniform,
     weight_of,
 )
+from ngramspec.cuda.top_kp import COUNTED, cut_and_draw, draw_of_all
 
 CHUNK = 2048
 """Logits that one block sums up; a sum of so many weights, and their number, fit in 64 bits together."""

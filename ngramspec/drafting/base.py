@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..sampling import Picker
-from ..types import DraftTree
+from ngramspec.batch.sampling import Picker
+from ngramspec.batch.types import DraftTree
 
 
 @dataclass(slots=True)

@@ -23,9 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from ngramspec.types import KEPT
-
-from .ngram import GAP_REACH, LADDER, LENGTH, REACH, START, look_up, look_up_gap
+from ngramspec.batch.types import KEPT
+from ngramspec.drafting.ngram import GAP_REACH, LADDER, LENGTH, REACH, START, look_up, look_up_gap
 
 DATASTORE = 0  # the external drafter whose weights are shipped
 MAX_DRAFTERS = 4

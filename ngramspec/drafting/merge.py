@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from .budget import lower_hull, pass_costs, worth
-from .evidence import (
+from ngramspec.drafting.budget import lower_hull, pass_costs, worth
+from ngramspec.drafting.evidence import (
     ANSWERS,
     BIAS,
     EXTERNAL,
@@ -36,7 +36,7 @@ from .evidence import (
     hit_into,
     proposes,
 )
-from .ngram import (
+from ngramspec.drafting.ngram import (
     AGREED,
     AHEAD,
     DRAFTED,
@@ -55,8 +55,8 @@ from .ngram import (
     push,
     resume,
 )
-from .ngram import ANSWERS as ANSWERS_ROW
-from .ngram import PREDICTED as N_PREDICTED
+from ngramspec.drafting.ngram import ANSWERS as ANSWERS_ROW
+from ngramspec.drafting.ngram import PREDICTED as N_PREDICTED
 
 SIMILAR_SOURCE = GROUPS
 RESUME = 3

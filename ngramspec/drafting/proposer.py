@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ..types import DraftTree
-from . import evidence, merge, ngram
-from .base import Candidates, Drafter, NeedsCandidates, NeedsModel, NeedsRoom, NeedsStates, NeedsText, Text, is_sound
-from .evidence import Nodes, Outside
-from .merge import Guard, Weights
-from .pace import Pace
-from .suffix import NAME as DATASTORE
-from .suffix import Drafts, SuffixDrafter
+from ngramspec.batch.types import DraftTree
+from ngramspec.drafting import evidence, merge, ngram
+from ngramspec.drafting.base import Candidates, Drafter, NeedsCandidates, NeedsModel, NeedsRoom, NeedsStates, NeedsText, Text, is_sound
+from ngramspec.drafting.evidence import Nodes, Outside
+from ngramspec.drafting.merge import Guard, Weights
+from ngramspec.drafting.pace import Pace
+from ngramspec.drafting.suffix import NAME as DATASTORE
+from ngramspec.drafting.suffix import Drafts, SuffixDrafter
 
 log = logging.getLogger(__name__)
 WEIGHTS = Path(__file__).with_name("weights.npz")

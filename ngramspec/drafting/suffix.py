@@ -19,8 +19,7 @@ from ngramspec.datastore import DatastoreError, Matcher
 from ngramspec.datastore.lookup import ALL_STORES
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, Router, indices
-
-from .evidence import MAX_CODE
+from ngramspec.drafting.evidence import MAX_CODE
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,17 @@ from fastapi.openapi.utils import get_openapi
 
 from ngramspec import __version__
 from ngramspec.engine import Engine
-from ngramspec.server import admin, chat, completions, errors, llamacpp, playground
+from ngramspec.server import admin, errors, playground
 from ngramspec.server import metrics as exposition
+from ngramspec.server.admission import Desk
 from ngramspec.server.auth import OPEN, Keyring, identify
-from ngramspec.server.border import Border
-from ngramspec.server.desk import Desk
 from ngramspec.server.errors import ApiError, ErrorBody
 from ngramspec.server.fim import Fim
 from ngramspec.server.limits import Bounds
+from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
+from ngramspec.server.middleware import Border
+from ngramspec.server.openai import chat, completions
 from ngramspec.server.settings import ServerSettings
 
 

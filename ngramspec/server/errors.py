@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from ngramspec.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
+from ngramspec.batch.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
 
 INVALID = "invalid_request_error"
 CLIENT_GONE = 499

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Message, Receive, Scope
 
+from ngramspec.batch.params import SamplingParams
 from ngramspec.server.errors import ApiError, ClientGone
 from ngramspec.server.settings import Limits
-from ngramspec.types import SamplingParams
 
 _UNREAD = 8  # times the limit: so much of a body that is too long is read and dropped, for most clients listen only when they have sent it
 _BOXES = 1 << 16  # lists and objects of a body; to check the 700,000 that fit in it would take everybody's seconds

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ngramspec.text import TextStream
-from ngramspec.types import TokenLogprob
+from ngramspec.batch.types import TokenLogprob
+from ngramspec.text.decoding import TextStream
 
 LEAST = -9999.0
 """OpenAI's word for "very unlikely"; JSON has no infinity."""

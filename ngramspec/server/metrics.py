@@ -16,9 +16,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import ngramspec
+from ngramspec.batch.types import Completion
 from ngramspec.engine import Engine
 from ngramspec.server.auth import Identity, identify
-from ngramspec.types import Completion
 
 if TYPE_CHECKING:
     from ngramspec.server.app import State

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from ngramspec.types import Completion, Delta
+from ngramspec.batch.types import Completion, Delta
 
 
 class Pacer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ngramspec.types import Completion, Stats
+from ngramspec.batch.types import Completion, Stats
 
 PREDICTION = "prediction"
 """The source of drafts that a request's prediction is."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngramspec.types import BLOCK
+from ngramspec.batch.types import BLOCK
 
 pytest.importorskip("triton")
 

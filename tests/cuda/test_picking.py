@@ -12,12 +12,13 @@ import triton.language as tl
 from aot import check_limits, compile_kernel, run_aot
 from triton.runtime import interpreter
 
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.sampling import NotFiniteError, Picker
+from ngramspec.batch.types import DraftTree
+from ngramspec.batch.verify import walk
 from ngramspec.cuda import sampling
 from ngramspec.cuda.sampling import Sampling, Workspace
 from ngramspec.drafting import evidence
-from ngramspec.sampling import NotFiniteError, Picker
-from ngramspec.types import DraftTree, SamplingParams
-from ngramspec.verify import walk
 
 SIZES: list[dict[str, int]] = [  # of chunks, tiles and lists: as they are, and so small that short rows take every way
     {},

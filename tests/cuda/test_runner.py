@@ -11,10 +11,10 @@ import tiny
 import torch
 
 from ngramspec import Completion, Engine, SamplingParams, engine
+from ngramspec.batch.errors import OutOfMemoryError
 from ngramspec.cuda.graphs import ITEMS, ROWS, bucket_for
 from ngramspec.cuda.model import Modules, Stack
 from ngramspec.cuda.runner import CudaRunner
-from ngramspec.errors import OutOfMemoryError
 
 VOCAB = 64
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 96}

@@ -10,10 +10,10 @@ import tiny
 from transformers import PreTrainedModel
 
 from ngramspec import Completion, Engine, SamplingParams
+from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.cuda.runner import CudaRunner
-from ngramspec.drafting.layers import DraftLayers
-from ngramspec.drafting.model import DraftModel
-from ngramspec.errors import UnsupportedModelError
+from ngramspec.drafters.layers import DraftLayers
+from ngramspec.drafters.model import DraftModel
 
 pytestmark = pytest.mark.cuda
 PROMPTS = [list(range(3, 40)), list(range(100, 190)), [7, 8, 9]]

@@ -19,12 +19,12 @@ import pytest
 from conftest import Server, chat_tokenizer, tiny_engine
 from pydantic import BaseModel
 
+from ngramspec.batch.params import SamplingParams
 from ngramspec.engine import Engine
 from ngramspec.server.admin import Folder
-from ngramspec.server.llamacpp_schemas import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
-from ngramspec.server.schemas import ChatRequest, CompletionRequest
+from ngramspec.server.llamacpp.schemas import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
+from ngramspec.server.openai.schemas import ChatRequest, CompletionRequest
 from ngramspec.server.settings import Limits, ServerSettings
-from ngramspec.types import SamplingParams
 
 MAX_LEN = 64
 GOOD = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}

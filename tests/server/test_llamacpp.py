@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.types import Completion, Delta
 from ngramspec.engine import Engine
-from ngramspec.server.cutting import Answer
-from ngramspec.server.desk import Work
+from ngramspec.server.admission import Work
 from ngramspec.server.fim import Fim
-from ngramspec.server.llamacpp_schemas import LlamaCompletionBody
+from ngramspec.server.llamacpp.cutting import Answer
+from ngramspec.server.llamacpp.schemas import LlamaCompletionBody
 from ngramspec.server.settings import ServerSettings
-from ngramspec.types import Completion, Delta, SamplingParams
 
 FIM_TOKENS = ("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 NEWLINE = 10  # token id = byte

@@ -13,10 +13,11 @@ import pytest
 from conftest import Server
 from prometheus_client.parser import text_string_to_metric_families
 
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.types import Choice, Completion, Stats
 from ngramspec.engine import Engine
 from ngramspec.server.metrics import PREFIX, REFUSALS, SOURCES, Metrics
 from ngramspec.server.settings import ServerSettings
-from ngramspec.types import Choice, Completion, SamplingParams, Stats
 
 VLLM_COUNTERS = (
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),

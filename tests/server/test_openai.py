@@ -14,10 +14,10 @@ import tiny
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import SecretStr
 
+from ngramspec.batch.params import SamplingParams
 from ngramspec.datastore.build import build
 from ngramspec.engine import Engine
 from ngramspec.server.settings import Key, ServerSettings
-from ngramspec.types import SamplingParams
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef mul(a, b):\n"
 MESSAGES: list[ChatCompletionMessageParam] = [

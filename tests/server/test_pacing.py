@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from ngramspec.batch.types import Choice, Completion, Delta, TokenLogprob
 from ngramspec.server.pacing import Pacer, single_tokens
-from ngramspec.types import Choice, Completion, Delta, TokenLogprob
 
 INTERVAL_S = 0.01
 

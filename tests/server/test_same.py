@@ -18,10 +18,10 @@ from conftest import Server, chat_tokenizer, tiny_engine
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerFast
 
+from ngramspec.batch.params import SamplingParams
 from ngramspec.datastore.build import build
 from ngramspec.engine import Engine
 from ngramspec.server.fim import Fim
-from ngramspec.types import SamplingParams
 
 N_CLIENTS = 16
 N_TOKENS = 32

@@ -16,10 +16,10 @@ import pytest
 from conftest import Server, chat_tokenizer, tiny_engine
 from pydantic import SecretStr
 
+from ngramspec.batch.params import SamplingParams
 from ngramspec.engine import Engine
 from ngramspec.server import logs
 from ngramspec.server.settings import Key, ServerSettings
-from ngramspec.types import SamplingParams
 
 KEY = "the-administrators"
 MAX_LEN = 64

@@ -20,10 +20,10 @@ import httpx
 import pytest
 import tiny
 from conftest import Server, chat_tokenizer, tiny_engine
-from test_desk import Brake
+from test_admission import Brake
 
+from ngramspec.batch.errors import ModelNotFoundError
 from ngramspec.engine import Engine
-from ngramspec.errors import ModelNotFoundError
 from ngramspec.server.serve import Front, listen, run
 from ngramspec.server.settings import ServerSettings
 

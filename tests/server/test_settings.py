@@ -14,7 +14,8 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from ngramspec import cli, cli_serve
+from ngramspec.cli import main as cli
+from ngramspec.cli import serve as cli_serve
 from ngramspec.server import logs
 from ngramspec.server.settings import Key, ServerSettings, read_keys
 

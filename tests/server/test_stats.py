@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ngramspec.batch.types import Choice, Completion, Stats
 from ngramspec.server.stats import predicted, speculative, timings, total
-from ngramspec.types import Choice, Completion, Stats
 
 
 def completion(*choices: Stats, sources: list[str | None] | None = None, **facts: Any) -> Completion:

@@ -1,0 +1,187 @@
+"""The KV cache: a pool of blocks, the block tables of the sequences in it, rollback, and the prefixes that are kept for later.
+
+Knows nothing of models, drafts or scheduling: sequences are slot numbers, positions are integers. Rows
+ask for write slots and get them (`reserve`); after a step the accepted path's keys and values are moved to
+the positions of their tokens (`commit`) and whole blocks beyond a length are given back (`truncate_to`).
+
+A block that is full of committed tokens can be registered under a name, which stands for these tokens and all before
+them (`Chain`). Whoever comes with the same names takes such blocks over (`admit`), also while others hold them: nobody
+writes to a registered block again. One that no sequence holds any more keeps its contents until its room is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from ngramspec.batch.types import BLOCK
+
+
+class Chain:
+    """Names of a text's full blocks: each is a hash of the block's tokens and of the name before, the first of a salt."""
+
+    def __init__(self, salt: str, tokens: np.ndarray) -> None:
+        """tokens [n] int32. Texts of different salts have no name in common."""
+        self._root = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
+        self.names: list[bytes] = []
+        self.extend(tokens)
+
+    def extend(self, tokens: np.ndarray) -> None:
+        """Name the blocks that are full now; tokens [n] int32, all from the first on."""
+        for first in range(BLOCK * len(self.names), len(tokens) - BLOCK + 1, BLOCK):
+            block = np.ascontiguousarray(tokens[first : first + BLOCK], np.int32)
+            self.names.append(hashlib.blake2b((self.names[-1] if self.names else self._root) + block.tobytes(), digest_size=16).digest())
+
+    def copy(self) -> Chain:
+        other = Chain.__new__(Chain)
+        other._root, other.names = self._root, self.names.copy()
+        return other
+
+
+class BlockTables:
+    """Which blocks each sequence holds, in order, and which are kept for their contents. Pure bookkeeping: no tensor is touched.
+
+    A sequence's slot s lies in block `tables[slot, s // BLOCK]` at offset `s % BLOCK`.
+    """
+
+    def __init__(self, n_blocks: int, max_seqs: int, max_len: int) -> None:
+        self.n_blocks = n_blocks
+        self.max_blocks = -(-max_len // BLOCK)
+        self.tables = np.zeros((max_seqs, self.max_blocks), np.int32)
+        self.held = np.zeros(max_seqs, np.int32)  # blocks held per sequence
+        self.registered = [0] * max_seqs  # of these, blocks at the beginning that have names
+        self.free = list(range(n_blocks - 1, -1, -1))  # held by nobody, contents unknown
+        self.cached: dict[int, None] = {}  # held by nobody, contents known, in the order in which they are given up
+        self._holders = [0] * n_blocks  # sequences that hold the block
+        self._names: list[bytes | None] = [None] * n_blocks
+        self._known: dict[bytes, int] = {}
+
+    @property
+    def n_tokens(self) -> int:
+        """Token slots in all."""
+        return self.n_blocks * BLOCK
+
+    @property
+    def n_available(self) -> int:
+        """Blocks that no sequence holds."""
+        return len(self.free) + len(self.cached)
+
+    def blocks_for(self, n_slots: int) -> int:
+        return -(-n_slots // BLOCK)
+
+    def admit(self, slot: int, names: Sequence[bytes], n_slots: int) -> int:
+        """Let a sequence that holds nothing take over the longest beginning of `names` that is known, and make slots 0..n_slots-1 its own.
+
+        Returns the number of blocks taken over, which are full and not to be written; -1, with nothing changed, where the pool has
+        too few blocks left.
+        """
+        assert self.held[slot] == 0
+        taken = []
+        for name in names[: self.blocks_for(n_slots)]:
+            if (block := self._known.get(name)) is None:
+                break
+            taken.append(block)
+        n_idle = sum(block in self.cached for block in taken)
+        if self.blocks_for(n_slots) - len(taken) > self.n_available - n_idle:
+            return -1
+        for i, block in enumerate(taken):
+            self.cached.pop(block, None)
+            self._holders[block] += 1
+            self.tables[slot, i] = block
+        self.held[slot] = self.registered[slot] = len(taken)
+        reserved = self.reserve(slot, n_slots)
+        assert reserved
+        return len(taken)
+
+    def fork(self, source: int, slots: np.ndarray, target: int, names: Sequence[bytes]) -> bool:
+        """Let sequence `target`, which holds nothing, begin as another: with its registered blocks, all of which `names` names, and with
+        the contents of its slots `slots` [n] behind them. False, with nothing changed, where the pool has too few blocks left."""
+        return self.admit(target, names, BLOCK * len(names) + len(slots)) >= 0
+
+    def reserve(self, slot: int, n_slots: int) -> bool:
+        """Make slots 0..n_slots-1 writable; False, with nothing changed, where the pool has too few blocks left."""
+        wanted = self.blocks_for(n_slots)
+        assert wanted <= self.max_blocks, (n_slots, self.max_blocks)
+        held = int(self.held[slot])
+        if wanted - held > self.n_available:
+            return False
+        for i in range(held, wanted):
+            block = self.free.pop() if self.free else self._give_up()
+            self._holders[block] = 1
+            self.tables[slot, i] = block
+        self.held[slot] = max(held, wanted)
+        return True
+
+    def _give_up(self) -> int:
+        """Forget the contents of the block that was last used longest ago."""
+        block = next(iter(self.cached))
+        del self.cached[block]
+        name = self._names[block]
+        assert name is not None
+        del self._known[name]
+        self._names[block] = None
+        return block
+
+    def register(self, slot: int, names: Sequence[bytes]) -> None:
+        """The sequence's first len(names) blocks are full of committed tokens and have these names: others may take them over.
+
+        Where another block has the name already, with the same contents, the sequence goes on with that one and gives its own back.
+        """
+        for i in range(self.registered[slot], len(names)):
+            mine = int(self.tables[slot, i])
+            block = self._known.setdefault(names[i], mine)
+            if block == mine:
+                self._names[mine] = names[i]
+            else:
+                self.cached.pop(block, None)
+                self._holders[block] += 1
+                self.tables[slot, i] = block
+                self._drop(mine)
+            self.registered[slot] = i + 1
+
+    def truncate_to(self, slot: int, length: int) -> None:
+        """Let go of the whole blocks beyond `length` slots; a partly used block stays."""
+        keep = self.blocks_for(length)
+        assert keep >= self.registered[slot], "a registered block is not rolled back"
+        self._keep(slot, keep)
+
+    def release(self, slot: int) -> None:
+        """Let go of all blocks; those with names are kept for later, the last of them the shortest time."""
+        self.registered[slot] = 0
+        self._keep(slot, 0)
+
+    def _keep(self, slot: int, n: int) -> None:
+        for i in range(int(self.held[slot]) - 1, n - 1, -1):  # a block is given up before the ones that it continues
+            self._drop(int(self.tables[slot, i]))
+        self.held[slot] = min(int(self.held[slot]), n)
+
+    def _drop(self, block: int) -> None:
+        self._holders[block] -= 1
+        if self._holders[block] == 0:
+            if self._names[block] is None:
+                self.free.append(block)
+            else:
+                self.cached[block] = None
+
+    def locate(self, slot: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and offsets of a sequence's slots, both like `slots` [N]."""
+        return self.tables[slot, slots // BLOCK], slots % BLOCK
+
+    def check_integrity(self) -> None:
+        """Every block is free, cached, or held as often as it is counted; only registered blocks, which nobody writes, are shared."""
+        holders = [0] * self.n_blocks
+        for slot in range(len(self.held)):
+            blocks = self.tables[slot, : self.held[slot]].tolist()
+            assert 0 <= self.registered[slot] <= len(blocks) == len(set(blocks)), "more is registered than held, or a block is held twice"
+            for i, block in enumerate(blocks):
+                holders[block] += 1
+                assert (self._names[block] is not None) == (i < self.registered[slot]), "registered blocks are a sequence's first ones"
+        assert holders == self._holders, "a block is not held as often as it is counted"
+        idle = [block for block, n in enumerate(holders) if n == 0]
+        assert sorted([*self.free, *self.cached]) == idle, "a block is lost, or free and held"
+        assert all(n == 1 or name is not None for n, name in zip(holders, self._names, strict=True) if n), "an unregistered block is shared"
+        assert all(self._names[block] is None for block in self.free), "a free block has a name"
+        assert {name: block for block, name in enumerate(self._names) if name is not None} == self._known, "names and blocks differ"
+        assert all(self._names[block] is not None for block in self.cached), "a block without a name is kept"

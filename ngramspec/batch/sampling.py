@@ -1,0 +1,296 @@
+"""Picking a token from one row of logits: one implementation for every row, drafted or not.
+
+Knows `SamplingParams` and numbers; no model, no draft. A `Picker` belongs to one sequence: it carries the counts
+that penalties need, along the accepted tokens. `pick(row, t)` gives the token at output position t; it depends on
+the row, the parameters, the tokens before, and u(seed, n, t) from a counter-based generator (Philox4x32-10,
+Salmon et al., SC 2011), and on nothing else: there is no generator state that speculation could advance differently.
+
+Order of adjustments: logit bias, bans (`min_tokens`), repetition, presence and frequency penalty; temperature; top-k,
+top-p over what top-k left, min-p. Tokens rank by their adjusted logit; ties are broken towards the lower token id everywhere.
+
+A token's weight is floor(p * 2**40) for p = exp((logit - top) / temperature), the most likely token's being 1, and every sum of
+weights is one of integers: it does not depend on the order of its terms, so that a GPU's parallel sums pick the same token
+(`ngramspec.cuda.sampling`). All fractions of such sums (u, top-p) are integers over 2**53.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+from numba import njit
+
+from ngramspec.batch.errors import NgramspecError
+from ngramspec.batch.numeric import bits_of_float, exp
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.types import TokenLogprob
+
+WEIGHT_BITS = 40
+"""The most likely token weighs 2**40. One that is e**-28 times as likely weighs nothing."""
+FRACTION_BITS = 53
+"""u and top-p are integers over 2**53."""
+_BINS = 4096
+_BIN_SCALE = np.float32(128.0)
+_STRIDE = 1024
+
+
+class NotFiniteError(NgramspecError):
+    """The model's logits for a token, that at an output position where one is given, are not numbers."""
+
+    def __init__(self, position: int | None = None) -> None:
+        where = "" if position is None else f" at output position {position}"
+        super().__init__(f"the model's logits{where} hold no finite maximum")
+
+
+@njit(cache=True, nogil=True)
+def _philox(counter, key):
+    """Philox4x32-10: counter [4] and key [2] uint32 → [4] uint32."""
+    c0, c1, c2, c3 = np.uint64(counter[0]), np.uint64(counter[1]), np.uint64(counter[2]), np.uint64(counter[3])
+    k0, k1 = np.uint64(key[0]), np.uint64(key[1])
+    low = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    for _ in range(10):
+        a = np.uint64(0xD2511F53) * c0
+        b = np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = ((b >> shift) ^ c1 ^ k0) & low, b & low, ((a >> shift) ^ c3 ^ k1) & low, a & low
+        k0 = (k0 + np.uint64(0x9E3779B9)) & low
+        k1 = (k1 + np.uint64(0xBB67AE85)) & low
+    out = np.empty(4, np.uint32)
+    out[0], out[1], out[2], out[3] = c0, c1, c2, c3
+    return out
+
+
+def uniform_bits(seed: int, sample: int, position: int, lane: int = 0) -> int:
+    """u(seed, n, t) * 2**53: an integer in [0, 2**53), a function of its arguments alone. Lanes are independent of each other.
+
+    Lane 0 picks the token; lane 1 + 2 k draws the k-th draft for the position. Where drafts are accepted by rejection sampling, lane 2
+    draws the token, and lane 4 + 2 k decides on the k-th draft.
+    """
+    counter = np.array([position & 0xFFFFFFFF, position >> 32, sample, lane], np.uint32)
+    a, b, *_ = _philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)).tolist()
+    return (a >> 5) << 26 | b >> 6
+
+
+def share_bits(top_p: float) -> int:
+    """top-p * 2**53, an integer in [1, 2**53]; 2**53: all."""
+    return max(1, int(top_p * 2.0**FRACTION_BITS))
+
+
+def least_weight(min_p: float) -> int:
+    """The weight of a token that is just likely enough for min-p."""
+    return math.ceil(min_p * 2.0**WEIGHT_BITS)
+
+
+@njit(cache=True, nogil=True)
+def _penalise(logits, in_prompt, counts, repetition, presence, frequency):
+    for i in range(logits.shape[0]):
+        n = counts[i]
+        if n > 0 or in_prompt[i]:
+            logits[i] = logits[i] / repetition if logits[i] > 0 else logits[i] * repetition
+        if n > 0:
+            logits[i] -= presence + frequency * np.float32(n)
+
+
+@njit(cache=True, nogil=True)
+def _part(total, fraction):
+    """floor(total * fraction / 2**53) for total < 2**62 and fraction <= 2**53, by halves of 32 bits."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b = np.uint64(total), np.uint64(fraction)
+    a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
+    middle = a1 * b0 + a0 * b1 + (a0 * b0 >> half)
+    return np.int64((a1 * b1 << np.uint64(11)) + (middle >> np.uint64(21)))
+
+
+@njit(cache=True, nogil=True)
+def _keep(logits, w, top, scale, most, mass):
+    """Zero every weight but the first in the order (logit falling, id rising): `most` of them, or until their sum reaches `mass`.
+
+    `scale` (bins per unit of logits) is such that what falls into the last bin weighs nothing.
+    """
+    n = logits.shape[0]
+    count, weight = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.int64)
+    where = np.empty(n, np.int32)
+    for i in range(n):
+        where[i] = np.int32(min((top - logits[i]) * scale, np.float32(_BINS - 1)))
+    for i in range(n):
+        count[where[i]] += 1
+        weight[where[i]] += w[i]
+    kept, held, edge = 0, np.int64(0), 0
+    while edge < _BINS - 1 and kept + count[edge] <= most and held + weight[edge] < mass:
+        kept += count[edge]
+        held += weight[edge]
+        edge += 1
+    if edge == _BINS - 1:
+        return
+    inside = np.empty(count[edge], np.int64)
+    m = 0
+    for i in range(n):
+        if where[i] == edge:
+            inside[m] = i
+            m += 1
+        elif where[i] > edge:
+            w[i] = 0
+    order = np.argsort(-logits[inside], kind="mergesort")
+    for j in range(m):
+        i = inside[order[j]]
+        if kept < most and held < mass:
+            kept += 1
+            held += w[i]
+        else:
+            w[i] = 0
+
+
+@njit(cache=True, nogil=True)
+def _weights(logits, top, temperature, top_k, share, least):
+    """[V] int64, proportional to the distribution that is sampled; `top` is the greatest of the logits and weighs 2**40.
+
+    `share` and `least` as `share_bits` and `least_weight` have them.
+    """
+    n = logits.shape[0]
+    w = np.empty(n, np.int64)
+    for i in range(n):
+        bits = bits_of_float(exp((logits[i] - top) / temperature))  # a normal number, at most 1
+        digits = np.int64(bits & np.int32(0x7FFFFF) | np.int32(0x800000)) << np.int64(WEIGHT_BITS - 23)
+        w[i] = digits >> np.int64(min(np.int32(127) - (bits >> np.int32(23)), np.int32(63)))
+    scale = _BIN_SCALE / temperature
+    if 0 < top_k < n:
+        _keep(logits, w, top, scale, top_k, np.int64(2**62))
+    if share < 2**FRACTION_BITS:
+        _keep(logits, w, top, scale, n, max(_part(w.sum(), share), 1))
+    if least > 0:
+        for i in range(n):
+            if w[i] < least:
+                w[i] = 0
+    return w
+
+
+@njit(cache=True, nogil=True)
+def _draw(w, u):
+    """The token at which the running sum of weights, in the order of ids, passes u / 2**53 of the total."""
+    goal, i = _part(w.sum(), u), 0
+    while i < w.shape[0]:
+        here = w[i : i + _STRIDE].sum()
+        if here > goal:
+            break
+        goal -= here
+        i += _STRIDE
+    while w[i] <= goal:
+        goal -= w[i]
+        i += 1
+    return i
+
+
+def on_device(params: SamplingParams) -> bool:
+    """Whether a token is a function of the logits row, the seed and the position alone, so that a GPU can pick it within the pass."""
+    plain = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    return plain and not params.logit_bias and params.min_tokens == 0 and params.logprobs is None
+
+
+class Picker:
+    """Picks the tokens of one sequence; `accept` tells it each token that was appended."""
+
+    def __init__(
+        self, params: SamplingParams, *, sample: int, seed: int, prompt: np.ndarray, vocab_size: int, stop_ids: frozenset[int]
+    ) -> None:
+        self.params, self.sample, self.seed = params, sample, seed
+        self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))
+        self.ids = np.array([i for i in params.logit_bias if i < vocab_size], np.int64)
+        self.bias = np.array([params.logit_bias[int(i)] for i in self.ids], np.float32)
+        self.bias[self.bias <= -100] = -np.inf
+        self.held_back = np.array(sorted(i for i in stop_ids if i < vocab_size), np.int64)
+        self.penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        if self.penalised:
+            self.in_prompt = np.zeros(vocab_size, np.bool_)
+            self.in_prompt[prompt] = True
+            self.counts = np.zeros(vocab_size, np.int32)
+
+    @property
+    def on_device(self) -> bool:
+        return on_device(self.params)
+
+    def fork(self) -> Picker:
+        """One in the same state, that may run ahead."""
+        other = copy.copy(self)
+        if self.penalised:
+            other.counts = self.counts.copy()
+        return other
+
+    def accept(self, token: int) -> None:
+        if self.penalised:
+            self.counts[token] += 1
+
+    def adjusted(self, row: np.ndarray, position: int) -> np.ndarray:
+        """The row [V] after bias, bans and penalties; the row itself where there are none."""
+        banned = position < self.params.min_tokens and len(self.held_back)
+        if not (banned or self.penalised or len(self.ids)):
+            return row
+        row = row.copy()
+        row[self.ids] += self.bias
+        if banned:
+            row[self.held_back] = -np.inf
+        if self.penalised:
+            p = self.params
+            _penalise(
+                row,
+                self.in_prompt,
+                self.counts,
+                np.float32(p.repetition_penalty),
+                np.float32(p.presence_penalty),
+                np.float32(p.frequency_penalty),
+            )
+        return row
+
+    def weights(self, row: np.ndarray, position: int) -> np.ndarray:
+        """[V] int64: what sampling at temperature > 0 draws from, up to a factor. Raises NotFiniteError."""
+        adjusted = self.adjusted(row, position)
+        return self._weights(adjusted, self._best(adjusted, position))
+
+    def _best(self, adjusted: np.ndarray, position: int) -> int:
+        best = int(adjusted.argmax())  # not a number counts as the greatest
+        if not np.isfinite(adjusted[best]):
+            raise NotFiniteError(position)
+        return best
+
+    def _weights(self, adjusted: np.ndarray, best: int) -> np.ndarray:
+        weights: np.ndarray = _weights(
+            adjusted, adjusted[best], np.float32(self.params.temperature), self.params.top_k, self.share, self.least
+        )
+        return weights
+
+    def draw(self, weights: np.ndarray, position: int, lane: int) -> int:
+        """A token drawn from weights [V] int64, by this lane's u."""
+        return int(_draw(weights, uniform_bits(self.seed, self.sample, position, lane)))
+
+    def pick(self, row: np.ndarray, position: int) -> int:
+        """The token at output position `position` (0 is the first) from logits row [V] float32.
+
+        Raises NotFiniteError where the logits' maximum is infinite, or one of them is not a number.
+        """
+        adjusted = self.adjusted(row, position)
+        best = self._best(adjusted, position)
+        if self.params.temperature == 0:
+            return best
+        return self.draw(self._weights(adjusted, best), position, 0)
+
+
+def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
+    """Log-probability of a token after logits row [V], and the n likeliest, under the model's own distribution, before any adjustment.
+
+    Raises NotFiniteError.
+    """
+    wide = row.astype(np.float64)
+    top = wide.max()
+    norm = top + np.log(np.exp(wide - top).sum())
+    if not np.isfinite(norm):
+        raise NotFiniteError()
+    likely = np.flatnonzero(row >= np.partition(row, -n)[-n]) if 0 < n < len(row) else np.arange(len(row) if n else 0)
+    best = likely[np.argsort(-row[likely], kind="stable")][:n]
+    return TokenLogprob(token, float(wide[token] - norm), [(int(i), float(wide[i] - norm)) for i in best])
+
+
+def warmup() -> None:
+    """Compile, or load from disk, everything here."""
+    params = SamplingParams(temperature=1.0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    picker = Picker(params, sample=0, seed=0, prompt=np.zeros(1, np.int64), vocab_size=8, stop_ids=frozenset())
+    picker.pick(np.arange(8, dtype=np.float32), 0)

@@ -1,0 +1,217 @@
+"""The data that flows through a step and what leaves it, with its owners. No behaviour to speak of, no torch, no model.
+
+A `DraftTree` is what a sequence's drafts have become; results leave as `Completion`s, piece by piece as `Delta`s. Arrays are numpy and
+carry their shape in the comment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+BLOCK = 32
+"""Token slots per block of the KV pool, and the width of a tile of keys."""
+
+KEPT = 8
+"""The model's own candidates per token that are recycled."""
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """One sequence's draft. Nodes are in an order in which a parent precedes its children; siblings differ in token."""
+
+    tokens: np.ndarray  # [N] int32
+    parents: np.ndarray  # [N] int32, index of the parent node; -1: a child of the root (the last known token)
+    probs: np.ndarray  # [N] float32, estimated probability that the model takes the whole path to the node
+    sources: np.ndarray  # [N] uint8, index into the proposer's `source_names`
+    places: np.ndarray | None = None  # [N] int64, where the datastore has the node; -1: nowhere
+    drawn_from: list[np.ndarray] | None = None
+    """Per node the distribution [V] float64 that its token was drawn from; siblings stand in the order of their draws, and may then be
+    alike. None: not drawn."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, n: int) -> DraftTree:
+        """The tree of the first n nodes."""
+        if n >= len(self):
+            return self
+        places = None if self.places is None else self.places[:n]
+        drawn_from = None if self.drawn_from is None else self.drawn_from[:n]
+        return DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n], self.sources[:n], places, drawn_from)
+
+
+@dataclass(slots=True)
+class Stats:
+    """What speculation did for one choice (or, added up, for a request or a run)."""
+
+    passes: int = 0
+    """Passes of the model that picked tokens for this text; the one that ends its prompt is the first."""
+    tokens: int = 0
+    """Tokens generated."""
+    drafted: int = 0
+    """Draft nodes verified."""
+    accepted: int = 0
+    """Draft nodes whose token the model chose and that became part of the text."""
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    drafted_by_depth: list[int] = field(default_factory=list)
+    """[d]: nodes verified at depth d + 1."""
+    accepted_by_depth: list[int] = field(default_factory=list)
+    """[d]: passes that accepted a node at depth d + 1."""
+    drafts: int = 0
+    """Passes that verified a draft."""
+    accepted_lengths: list[int] = field(default_factory=list)
+    """[k]: passes with a draft that accepted k of its nodes."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def rows_per_pass(self) -> float:
+        """Draft rows per pass, the root row not counted."""
+        return self.drafted / self.passes if self.passes else 0.0
+
+    def add(self, other: Stats) -> None:
+        for name in ("passes", "tokens", "drafted", "accepted", "drafts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("drafted_by_source", "accepted_by_source"):
+            mine = getattr(self, name)
+            for key, count in getattr(other, name).items():
+                mine[key] = mine.get(key, 0) + count
+        for name in ("drafted_by_depth", "accepted_by_depth", "accepted_lengths"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for i, count in enumerate(theirs):
+                mine[i] += count
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability of a token under the model's own distribution, before any adjustment."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """The most likely tokens, most likely first."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One generated text."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """"stop" (a stop token or string), "length", "cancelled", or None while running."""
+    logprobs: list[TokenLogprob] | None = None
+    draft_sources: list[str | None] = field(default_factory=list)
+    """Per token: the source whose draft the model confirmed, or None where the model wrote it unaided. A token that the datastore
+    proposed says where from: "datastore:path/of/file.py:12"."""
+    stats: Stats = field(default_factory=Stats)
+    texts: list[str] = field(default_factory=list)
+    """The text of each token: what could be shown once it was there. They add up to `text`."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """The result of one prompt. `text`, `token_ids`, `stats` … are those of the first choice."""
+
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    seed: int
+    exactness: str
+    """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype. "distribution" where drafts were
+    accepted by rejection sampling: the text is distributed as without drafts, but is another one. "lenient": it is not even that."""
+    ttft_s: float = 0.0
+    duration_s: float = 0.0
+    queued_s: float = 0.0
+    """Until a pass first carried rows of it; for a request that was cancelled before, until then."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values came from the prefix cache (for the first choice)."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One per token of the prompt where `SamplingParams.prompt_logprobs` asked for them; the first token has none."""
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def draft_sources(self) -> list[str | None]:
+        return self.choices[0].draft_sources
+
+    @property
+    def stats(self) -> Stats:
+        total = Stats()
+        for choice in self.choices:
+            total.add(choice.stats)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A text that beam search found."""
+
+    token_ids: list[int]
+    """With the token that ended it, if one did."""
+    text: str
+    score: float
+    """Sum of the tokens' log-probabilities over their number to the power of the length penalty."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """A piece of a stream: what one step added to one choice. The pieces' texts add up to the choice's text."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    draft_sources: list[str | None]
+    finish_reason: str | None = None
+    completion: Completion | None = None
+    """Set on the last piece of the request."""
+    texts: list[str] = field(default_factory=list)
+    """The text of each token of `token_ids`. They add up to `text`, but where cancelling gives out what an earlier token held back."""
+    logprobs: list[TokenLogprob] | None = None
+    """One per token of `token_ids`, where `SamplingParams.logprobs` asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What an engine is doing, and what it has done since it was started."""
+
+    waiting: int
+    """Sequences that have no place yet, or lost it to others (a request is `n` of them)."""
+    running: int
+    """Sequences that take part in passes."""
+    kv_tokens: int
+    """Tokens whose keys and values fit in the pool."""
+    kv_used: int
+    """Of these, in blocks that running sequences hold; a block that several share counts once."""
+    kv_cached: int
+    """Of these, in blocks that no sequence holds and whose prefix is known: reused, or given to others when needed."""
+    prefix_queries: int
+    """Tokens that were looked for in the prefix cache."""
+    prefix_hits: int
+    """Of these, tokens that were found there."""
+    cached_tokens: int
+    """Of these, tokens of new requests; the others are of preempted sequences that came back."""
+    preemptions: int
+    """Sequences that gave their blocks back to older ones."""
+    passes: int
+    """Passes of the model."""

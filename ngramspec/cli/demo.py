@@ -1,0 +1,100 @@
+"""The demonstration: a real model completes real code, without speculation and with it. `make demo` runs it.
+
+Prints the text of every task as it comes, drafted tokens in colour, and what it cost both ways; exits with 1
+should any text differ.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.types import Stats
+from ngramspec.cli import screen
+from ngramspec.engine import Engine
+
+MODEL = "smollm2"
+MAX_TOKENS = 160
+
+_ACCOUNT = '''class Account:
+    """A bank account with a history."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+        self.history = []
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        self.history.append(("deposit", amount))
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        if amount > self.balance:
+            raise ValueError("insufficient funds")
+        self.balance -= amount
+        self.history.append(("withdraw", amount))
+        return self.balance
+'''
+
+TASKS: dict[str, tuple[str, bool]] = {
+    "go on with a class": (_ACCOUNT + "\n    def transfer(self, other, amount):\n", False),
+    "edit a file": (
+        f"Rewrite this code so that every method has a docstring. Answer with the whole code.\n\n```python\n{_ACCOUNT}```",
+        True,
+    ),
+    "write tests": (f"```python\n{_ACCOUNT}```\n\nWrite unit tests for this class with unittest.", True),
+}
+"""Title → (prompt, whether it goes through the chat template)."""
+
+
+def main() -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    with screen.progress(quiet=False) as say:
+        engine = Engine(MODEL, max_model_len=2048, progress=say)
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    table = Table("task", "tokens", "tok/s plain", "tok/s drafted", "sooner", "tokens a pass", "same tokens", title="The same text, sooner")
+    seconds = {False: 0.0, True: 0.0}
+    total, differing = Stats(), 0
+    with engine:
+        for title, (prompt, chat) in TASKS.items():
+            ids = engine.encode(prompt).tolist()
+            if chat:
+                message = [{"role": "user", "content": prompt}]
+                ids = list(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+            console.rule(title, align="left")
+            view = screen.View(engine.tokenizer, ids, params, drafts=True, silent=False)
+            for delta in engine.stream(ids, params):
+                view.add(delta)
+                if delta.completion is not None:
+                    on = delta.completion
+            view.finish(on)
+            off = engine.complete(ids, params, speculation=False)
+            same = off.token_ids == on.token_ids
+            differing += not same
+            total.add(on.stats)
+            for done in (off, on):
+                seconds[done is on] += done.duration_s
+            table.add_row(title, *_figures(on.stats, off.duration_s, on.duration_s), "yes" if same else "NO")
+        table.add_section()
+        table.add_row("all", *_figures(total, seconds[False], seconds[True]), "yes" if not differing else "NO")
+        console.print()
+        console.print(table)
+        console.print(f"{engine.name}, float32, {engine.threads} threads; exactness: {engine.exactness}. Coloured tokens were drafted.")
+    return int(differing > 0)
+
+
+def _figures(stats: Stats, off_s: float, on_s: float) -> list[str]:
+    n = stats.tokens
+    return [str(n), f"{n / off_s:.1f}", f"{n / on_s:.1f}", f"{off_s / on_s:.2f} x", f"{stats.tokens_per_pass:.2f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

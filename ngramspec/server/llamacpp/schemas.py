@@ -1,0 +1,145 @@
+"""The shape of llama.cpp's requests: what is accepted where, in its words, with the extras that all our routes take.
+
+JSON that was parsed enters, checked requests leave. Types are strict, unknown fields are ignored. Knows nothing of routes or tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, Strict, field_validator, model_validator
+
+from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS
+from ngramspec.server.errors import ApiError
+from ngramspec.server.openai.schemas import MAX_INT, Extras, Few, Items, TokenId, _Strict
+
+TextOrTokens = str | Items[TokenId | str]
+"""A text, or texts and token ids that are put end to end."""
+
+_UNSUPPORTED = ("grammar", "json_schema", "lora", "post_sampling_probs")
+"""What would change the answer's promise, and is refused where it asks for anything."""
+
+
+class Generation(Extras):
+    """What /infill and /completion share."""
+
+    n_predict: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
+    """-1: until the context is full; 0: the prompt is computed, and nothing written."""
+    n_cmpl: Annotated[int, Field(ge=1, le=128)] = 1
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[Items[Annotated[tuple[TokenId, float | bool], Strict(False)]] | dict[str, float], Few] = Field(
+        default_factory=list
+    )
+    """[[id, bias], …] or {"id": bias, …}; false instead of a number bans the token."""
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] = -1
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] = ""
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    n_indent: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    """A line with less indentation than so many blanks and tabs ends the text."""
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
+    """After so long, the next line end ends the text. 0, -1: never."""
+    t_max_prompt_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
+    cache_prompt: bool = True
+    return_tokens: bool = False
+    response_fields: Items[str] = Field(default_factory=list)
+    """What to answer: field b of a is "a/b". None: everything."""
+    samplers: Any = None
+    stream: bool = False
+    prediction: str | None = None
+    """The output that is expected."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        """null means the default, as it does to llama.cpp. Raises ApiError."""
+        if not isinstance(given, dict):
+            return given
+        for name in _UNSUPPORTED:
+            if given.get(name):
+                raise ApiError(400, f"{name} is not supported", param=name, code="not_supported")
+        return {name: value for name, value in given.items() if value is not None}
+
+    @field_validator("seed")
+    @classmethod
+    def _random(cls, seed: int) -> int:
+        return -1 if seed == 2**32 - 1 else seed  # llama.cpp's own word for any seed
+
+    def seed_of(self, i: int) -> int | None:
+        """Of the i-th text of a prompt."""
+        return None if self.seed < 0 else (self.seed + i) % (MAX_SEED + 1)
+
+    def stops(self) -> tuple[str, ...]:
+        return tuple(word for word in ([self.stop] if isinstance(self.stop, str) else self.stop) if word)
+
+    def bias(self) -> dict[int, float]:
+        """Raises ValueError."""
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
+        bias: dict[int, float] = {}
+        for token, value in pairs:
+            if isinstance(token, str) and not (token.isascii() and token.isdigit() and len(token) <= 10):
+                raise ValueError(f"logit_bias must be for token ids, got {token[:40]!r}")
+            if value is True:
+                raise ValueError("logit_bias must be numbers, or false for a token that is banned, got true")
+            bias[int(token)] = -100.0 if value is False else float(value)
+        return bias
+
+
+class LlamaCompletionBody(Generation):
+    prompt: TextOrTokens | Items[TextOrTokens]
+    parse_special: bool = False
+    """Control tokens in the prompt's text are control tokens."""
+
+    @property
+    def has_several(self) -> bool:
+        """A list that holds no ids is a list of prompts."""
+        return isinstance(self.prompt, list) and bool(self.prompt) and not any(isinstance(part, int) for part in self.prompt)
+
+    def prompts(self) -> Iterator[TextOrTokens]:
+        if self.has_several:
+            yield from self.prompt  # type: ignore[misc]
+        else:
+            yield self.prompt  # type: ignore[misc]
+
+
+class Chunk(_Strict):
+    """A part of another file."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillBody(Generation):
+    input_prefix: str
+    input_suffix: str
+    input_extra: Items[Chunk] = Field(default_factory=list)
+    prompt: str = ""
+    """What stands before the cursor in its line: goes on behind the prefix."""
+
+
+class TokenizeBody(_Strict):
+    content: TextOrTokens
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class Piece(BaseModel):
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeResponse(BaseModel):
+    tokens: list[int] | list[Piece]
+
+
+class DetokenizeBody(_Strict):
+    tokens: Items[TokenId]
+
+
+class DetokenizeResponse(BaseModel):
+    content: str

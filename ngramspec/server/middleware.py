@@ -1,0 +1,110 @@
+"""The border that every request passes: a name for it, checks of host, headers and body, security headers, one line in the log.
+
+Plain ASGI around the application, so that no route can forget it and streams pass through untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ngramspec.server import errors, limits, logs
+from ngramspec.server.admission import Desk
+from ngramspec.server.auth import Hosts, Keyring
+from ngramspec.server.errors import ApiError, ClientGone
+from ngramspec.server.metrics import Metrics
+from ngramspec.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+}
+"""On every response that does not say otherwise."""
+
+
+WORK = frozenset({"/v1/completions", "/v1/chat/completions", "/completion", "/completions", "/infill"})
+"""Paths of requests that need a place at the desk."""
+
+
+class Border:
+    """What every request passes: a name for it, checks of host, headers and body, security headers, one line in the log."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, desk: Desk, keyring: Keyring) -> None:
+        self.app, self.limits, self.hosts, self.metrics = app, settings.limits, Hosts(settings), metrics
+        self.desk, self.keyring = desk, keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        name = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        facts: dict[str, Any] = {}
+        scope.setdefault("state", {})["facts"] = facts
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = name
+                for header, value in _HEADERS.items():
+                    headers.setdefault(header, value)
+            await send(message)
+
+        try:
+            try:
+                self._check_head(scope)
+                body = await limits.read_body(scope, receive, self.limits)
+                if not len(self.keyring) or self.keyring.knows(scope["headers"]):
+                    self._check_room(scope)
+                    limits.check_body(scope, body, self.limits)
+                else:
+                    body = b""  # nobody looks at it: the application refuses the request, or the route takes no body
+            except ApiError as error:
+                if error.status != 429:  # which the desk has counted
+                    self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
+                await error.response()(scope, receive, answer)
+            else:
+                await self.app(scope, limits.replayed(body, receive), answer)
+        except ClientGone:
+            status = errors.CLIENT_GONE
+        except Exception:
+            log.exception("request %s failed", name)
+            if not status:
+                await errors.unexpected().response()(scope, receive, answer)
+        finally:
+            route = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in WORK else "-")
+            took = round((time.perf_counter() - started) * 1e3, 1)
+            caller = scope["state"].get("caller", "")
+            logs.log_request(
+                {"event": "request", "id": name, "method": scope["method"], "route": route, "status": status}
+                | {"duration_ms": took, "key": caller}
+                | facts
+            )
+
+    def _check_room(self, scope: Scope) -> None:
+        """Refuse work for which there is no room before its body is looked at, which would cost those that run."""
+        if scope["method"] == "POST" and scope["path"] in WORK:
+            self.desk.check_room(1)
+
+    def _check_head(self, scope: Scope) -> None:
+        limits.check_headers(scope["headers"], self.limits)
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) > 1 or not self.hosts.allow(hosts[0] if hosts else None):
+            raise ApiError(403, "this server does not answer under this host name; --allowed-host NAME allows it")

@@ -1,0 +1,196 @@
+"""`/v1/completions` and `/v1/models` as OpenAI has them: texts to be continued, one or several, or filled in before a suffix.
+
+A checked request becomes one work per prompt; completions or their deltas become an answer or a stream of pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from ngramspec.batch.types import Choice, Completion, Delta, TokenLogprob
+from ngramspec.server.admission import Work
+from ngramspec.server.auth import Identity, identify
+from ngramspec.server.errors import ApiError, refusing
+from ngramspec.server.logprobs import TokenTexts, legacy
+from ngramspec.server.openai.job import SSE, Job, held, no_model
+from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
+from ngramspec.server.prompts import Prompts
+
+if TYPE_CHECKING:
+    from ngramspec.server.app import State
+
+KIND = "text_completion"
+MAX_TOKENS = 16
+"""Where a request does not say, as OpenAI has it."""
+
+
+def router(state: State) -> APIRouter:
+    routes = APIRouter(prefix="/v1", tags=["openai"])
+    engine = state.engine
+    prompts, texts = Prompts(engine), TokenTexts(engine.tokenizer)
+    model = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "ngramspec"}
+    model["max_model_len"] = engine.max_model_len
+
+    @routes.get("/models", response_model=ModelList)
+    async def models(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @routes.get("/models/{name:path}", response_model=Model)
+    async def one_model(name: str, identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
+        if name != engine.name:
+            raise no_model(name, engine.name)
+        return model
+
+    @routes.post("/completions", response_model=CompletionResponse, response_model_exclude_unset=True, responses=SSE)
+    async def complete(body: CompletionRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
+        """Continue one or several texts."""
+        job = _Completions(state, prompts, texts, body, identity)
+        with state.desk.place(len(job.prompts) * job.params.n) as place:
+            works = await asyncio.to_thread(job.works)
+            if job.streams:
+                return state.desk.sse(place, http, job.events(state.desk.stream(place, http, works)))
+            return job.answer(await state.desk.results(place, http, works))
+
+    return routes
+
+
+class _Completions(Job):
+    """One request of /v1/completions."""
+
+    def __init__(self, state: State, prompts: Prompts, texts: TokenTexts, body: CompletionRequest, identity: Identity) -> None:
+        super().__init__(state, body, identity, "cmpl")
+        self._engine, self._bounds = state.engine, state.bounds
+        self._prompts, self._texts, self._body = prompts, texts, body
+        self.prompts = _several(body.prompt)
+        self.n = 1 if body.n is None else body.n
+        best_of = self.n if body.best_of is None else body.best_of
+        self.echo = bool(body.echo)
+        max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        self.silent = max_tokens == 0
+        """Nothing is to be written: one token is, for the engine must, and is dropped."""
+        _refuse(not self.prompts, "prompt", "an empty list")
+        _refuse(best_of < self.n, "best_of", f"must be n ({self.n}) or more, got {best_of}")
+        _refuse(best_of > self.n and self.streams, "best_of", "more than n cannot be streamed")
+        _refuse(self.silent and not self.echo, "max_tokens", "0 only with echo")
+        if body.suffix:
+            _refuse(state.fim is None, "suffix", "this model has no fill-in-the-middle tokens", "not_supported")
+            _refuse(self.echo, "echo", "not with suffix")
+            _refuse(not all(isinstance(prompt, str) for prompt in self.prompts), "suffix", "only with prompts of text")
+        logprobs = 0 if body.logprobs is None and best_of > self.n else body.logprobs  # they rank
+        prompt_logprobs = body.logprobs if self.echo else None
+        self.params = body.sampling(max_tokens=max(max_tokens, 1), n=best_of, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        self._bounds.check(self.params, len(self.prompts))
+        self._fim = state.fim if body.suffix else None
+        if self._fim is not None and not body.ignore_eos:
+            self.params = replace(self.params, stop_token_ids=(*self.params.stop_token_ids, *self._fim.stop_ids))
+
+    def works(self) -> list[Work]:
+        """Raises ApiError. Encodes; may take a while."""
+        with refusing():
+            if self._body.prediction is not None:
+                self.hints["prediction"] = self._engine.encode_text(self._body.prediction)
+            return [Work(self._ids(prompt), self.params, self.hints) for prompt in self.prompts]
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._prompts.plain(prompt) if self._fim is None else self._fim.prompt(prompt, self._body.suffix or "")
+        else:
+            ids = prompt
+            last = self._engine.vocab_size - 1
+            _refuse(bool(ids) and max(ids) > last, "prompt", f"token ids must be 0 to {last}")
+        _refuse(not ids, "prompt", "is empty, and this model's tokenizer begins texts with nothing")
+        self._bounds.check_prompt(len(ids))
+        return ids
+
+    # ------------------------------------------------------------------ answers
+
+    def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for number, completion in enumerate(completions):
+            best = completion.choices
+            if self.n < len(best):
+                best = sorted(best, key=_likelihood, reverse=True)[: self.n]
+            choices += [self._choice(number * self.n + i, number, completion, choice) for i, choice in enumerate(best)]
+        answer = self.head(KIND) | {"choices": choices, "usage": self.usage(completions, silent=self.silent)}
+        return answer | self.extras(completions)
+
+    def _choice(self, index: int, number: int, completion: Completion, choice: Choice) -> dict[str, Any]:
+        before = self._prompt_text(number) if self.echo else ""
+        tokens: list[tuple[int, TokenLogprob | None, str]] = []
+        if self._body.logprobs is not None:
+            tokens = self._prompt_tokens(completion) if self.echo else []
+            if not self.silent:
+                tokens += zip(choice.token_ids, choice.logprobs or [], choice.texts, strict=True)
+        return {
+            "index": index,
+            "text": before if self.silent else before + choice.text,
+            "logprobs": None if self._body.logprobs is None else legacy(self._texts, tokens, 0),
+            "finish_reason": "length" if self.silent else choice.finish_reason,
+        } | ({} if self.silent else self.told_sources(choice))
+
+    async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
+        """The pieces of a stream. With `echo` each text begins with its prompt, whose log-probabilities are known at the end only."""
+        head = self.chunk(KIND)
+        offsets: dict[int, int] = {}  # choice: length of its text so far
+        completions: dict[int, Completion] = {}
+        scored = self.echo and self._body.logprobs is not None
+        async for number, delta in held(pieces) if scored else pieces:
+            if delta.completion is not None:
+                completions[number] = delta.completion
+            index = number * self.n + delta.index
+            if index not in offsets:
+                offsets[index] = 0
+                if self.echo:
+                    text = self._prompt_text(number)
+                    tokens = self._prompt_tokens(completions[number]) if scored else []
+                    logprobs = legacy(self._texts, tokens, 0) if scored else None
+                    yield head | {"choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]}
+                    offsets[index] = len(text)
+            if choice := self._piece(index, delta, offsets[index]):
+                yield head | {"choices": [choice]}
+            offsets[index] += len(delta.text)
+        for last in self.closing(KIND, list(completions.values()), silent=self.silent):
+            yield last
+
+    def _piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any] | None:
+        """A choice with what a delta adds; None where it has nothing to say."""
+        if self.silent:
+            return {"index": index, "text": "", "logprobs": None, "finish_reason": "length"} if delta.finish_reason else None
+        logprobs = None
+        if self._body.logprobs is not None and delta.token_ids:
+            logprobs = legacy(self._texts, list(zip(delta.token_ids, delta.logprobs or [], delta.texts, strict=True)), offset)
+        if not (delta.text or delta.finish_reason or logprobs or (self.sources and delta.token_ids)):
+            return None
+        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason} | self.told_sources(delta)
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self.prompts[number]
+        return prompt if isinstance(prompt, str) else "".join(self._texts.running(prompt))
+
+    def _prompt_tokens(self, completion: Completion) -> list[tuple[int, TokenLogprob | None, str]]:
+        ids = completion.prompt_token_ids
+        return list(zip(ids, completion.prompt_logprobs or [], self._texts.running(ids), strict=True))
+
+
+def _several(prompt: Any) -> Sequence[str | list[int]]:
+    """The prompts of a request; without one, an empty text."""
+    if isinstance(prompt, list):
+        return [prompt] if prompt and isinstance(prompt[0], int) else prompt
+    return ["" if prompt is None else prompt]
+
+
+def _refuse(wrong: bool, param: str, why: str, code: str | None = None) -> None:
+    if wrong:
+        raise ApiError(400, f"{param}: {why}", param=param, code=code)
+
+
+def _likelihood(choice: Choice) -> float:
+    """Mean log-probability of a token."""
+    logprobs = choice.logprobs or []
+    return sum(each.logprob for each in logprobs) / max(len(logprobs), 1)

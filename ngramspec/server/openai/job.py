@@ -1,0 +1,114 @@
+"""What OpenAI's two routes of completions share: who may ask for what, and what every answer says of itself.
+
+Checked requests enter; hints for the engine, and the parts of an answer that are no text, leave. Knows neither prompts nor choices.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import ngramspec
+from ngramspec.batch.types import Choice, Completion, Delta
+from ngramspec.engine import Hints
+from ngramspec.server import stats
+from ngramspec.server.auth import Identity
+from ngramspec.server.errors import ApiError
+from ngramspec.server.openai.schemas import Sampled
+
+if TYPE_CHECKING:
+    from ngramspec.server.app import State
+
+SSE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"description": "Pieces of the answer, each as `data: {…}`."}}}}
+}
+"""For a route's documentation: its answer may be a stream."""
+
+
+class Job:
+    """A request that passed its first checks, on its way to being answered. Raises ApiError where it asks for what it may not have."""
+
+    def __init__(self, state: State, request: Sampled, identity: Identity, kind: Literal["cmpl", "chatcmpl"]) -> None:
+        engine = state.engine
+        if request.model and request.model != engine.name:
+            raise no_model(request.model, engine.name)
+        self.level = request.speculative_metrics or "none"
+        self.sources = bool(request.return_sources)
+        for name, asked in (("return_sources", self.sources), ("speculative_metrics", self.level == "detailed")):
+            if asked and not identity.trusted:
+                raise ApiError(403, f"{name}: where drafts come from is told on this machine, or to an administrator", param=name)
+        self.streams = bool(request.stream)
+        if request.stream_options is not None and not self.streams:
+            raise ApiError(400, "stream_options: only with stream", param="stream_options")
+        self.include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self.hints = Hints(
+            tenant=identity.tenant,
+            datastores=identity.datastores(request.datastore, engine.datastores),
+            speculation=request.speculation is not False,
+        )
+        self.id = f"{kind}-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.model = engine.name
+        self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.promise}"
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What an answer, and every piece of a streamed one, begins with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
+
+    def chunk(self, kind: str) -> dict[str, Any]:
+        """What every piece of a stream but the last begins with."""
+        return self.head(kind) | ({"usage": None} if self.include_usage else {})
+
+    def usage(self, completions: Sequence[Completion], *, silent: bool = False) -> dict[str, Any]:
+        """OpenAI's `usage`. `silent`: the tokens that were written are no part of the answer."""
+        prompt = sum(len(completion.prompt_token_ids) for completion in completions)
+        written = 0 if silent else sum(len(choice.token_ids) for completion in completions for choice in completion.choices)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
+        }
+        if "prediction" in self.hints:
+            accepted, rejected = stats.predicted(completions)
+            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return usage
+
+    def extras(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """`metrics`, and for one prompt `timings`, where they were asked for."""
+        if self.level == "none":
+            return {}
+        told: dict[str, Any] = {"metrics": {"speculative_decoding": stats.speculative(completions, self.level)}}
+        return told | ({"timings": stats.timings(completions[0])} if len(completions) == 1 else {})
+
+    def told_sources(self, part: Choice | Delta) -> dict[str, Any]:
+        """What a choice says of its tokens, where it was asked for."""
+        return {"ngramspec": {"tokens": sourced(part.texts, part.draft_sources)}} if self.sources else {}
+
+    def closing(self, kind: str, completions: Sequence[Completion], *, silent: bool = False) -> list[dict[str, Any]]:
+        """The last piece of a stream, where there is something to say."""
+        extras = self.extras(completions)
+        if not self.include_usage:
+            return [self.head(kind) | {"choices": []} | extras] if extras else []
+        return [self.head(kind) | {"choices": [], "usage": self.usage(completions, silent=silent)} | extras]
+
+
+def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:
+    return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
+
+
+def no_model(asked: str, there: str) -> ApiError:
+    return ApiError(404, f"the model {asked[:200]!r} is not here; {there!r} is", param="model", code="model_not_found")
+
+
+async def held(pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+    """Each work's deltas only when it has ended, for what is not known before."""
+    waiting: dict[int, list[Delta]] = {}
+    async for number, delta in pieces:
+        waiting.setdefault(number, []).append(delta)
+        if delta.completion is not None:
+            waiting[number][0].completion = delta.completion
+            for each in waiting.pop(number):
+                yield number, each

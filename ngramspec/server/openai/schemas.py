@@ -1,0 +1,262 @@
+"""The shape of OpenAI's requests and answers: what is accepted where, and how a request's fields become `SamplingParams`.
+
+JSON that was parsed enters, checked requests leave; answers are checked on their way out. Types are strict (true is no number, "1" is
+none either), unknown fields are ignored, null means the default. Knows nothing of routes, tokenizers or the engine's state.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
+from ngramspec.server.errors import ApiError, bad_request
+
+MAX_INT = 2**31 - 1
+MAX_BIAS = 1 << 14
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+StopString = Annotated[str, Field(min_length=1)]
+Level = Literal["none", "summary", "detailed"]
+Item = TypeVar("Item")
+Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
+"""A list. Only the first item that is wrong is told of: half a million of them take a minute to tell."""
+
+
+def _few(given: Any) -> Any:
+    if isinstance(given, (dict, list)) and len(given) > MAX_BIAS:
+        raise ValueError(f"at most {MAX_BIAS} entries, got {len(given)}")
+    return given
+
+
+Few = BeforeValidator(_few)
+"""Looked at before each entry is."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+
+
+class Extras(_Strict):
+    """What every route of completions takes beside OpenAI's fields: names of vLLM's, then our own."""
+
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Items[TokenId] | None = None
+
+    datastore: str | Items[str] | None = None
+    """Names of datastores to draft from; absent: all that the key may use; []: none."""
+    speculation: bool | None = None
+    """False: one token a pass."""
+    speculative_metrics: Level | None = None
+    return_sources: bool | None = None
+    """Say for each token where its draft came from; on loopback or for an administrator."""
+
+
+class Sampled(Extras):
+    """The fields that both of OpenAI's routes share."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Few] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    def sampling(self, *, max_tokens: int, n: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+        """Raises ApiError (400) that names the field."""
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "stop": self.stop or (),
+            "logit_bias": _bias(self.logit_bias or {}),
+            **{name: value for name in _AS_GIVEN if (value := getattr(self, name)) is not None},
+        }
+        try:
+            return SamplingParams(max_tokens=max_tokens, n=n, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
+        except ValueError as error:
+            raise bad_request(error) from None
+
+
+_AS_GIVEN = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "seed",
+)
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_INT):
+            raise ApiError(400, f"logit_bias: keys must be token ids, got {key[:40]!r}", param="logit_bias")
+    return {int(key): bias for key, bias in given.items()}
+
+
+class CompletionRequest(Sampled):
+    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] | None = None
+    suffix: str | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    prediction: str | None = None
+    """The output that is expected, such as an edited file's old text."""
+
+
+class Part(_Strict):
+    type: str
+    text: str | None = None
+
+
+class Message(_Strict):
+    role: str
+    content: str | Items[Part] | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+
+
+class Prediction(_Strict):
+    type: Literal["content"]
+    content: str | Items[Part]
+
+
+class ResponseFormat(_Strict):
+    type: str
+
+
+class ChatRequest(Sampled):
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+
+
+# ------------------------------------------------------------------ answers
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
+class CompletionDetails(BaseModel):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class SourcedToken(BaseModel):
+    text: str
+    source: str | None
+    """Who drafted the token, with file and line where a datastore did; null: the model wrote it unaided."""
+
+
+class Sources(BaseModel):
+    tokens: list[SourcedToken]
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+    metrics: dict[str, Any] | None = None
+    timings: dict[str, float] | None = None
+
+
+class LegacyLogprobs(BaseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: str
+    ngramspec: Sources | None = None
+
+
+class CompletionResponse(_Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    ngramspec: Sources | None = None
+
+
+class ChatResponse(_Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]

