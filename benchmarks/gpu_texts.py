@@ -81,10 +81,10 @@ class Foretold(Proposer):
     def remember(self, answer: np.ndarray, tenant: str = "") -> None:
         pass
 
-    def hopeless(self, slot: int) -> bool:
+    def is_unpredictable(self, slot: int) -> bool:
         return False
 
-    def keep(self, before: Any, last: Any, tokens: np.ndarray, logits: np.ndarray) -> None:
+    def record_topk(self, before: Any, last: Any, tokens: np.ndarray, logits: np.ndarray) -> None:
         pass
 
 

@@ -212,18 +212,18 @@ class Samples(NamedTuple):
 
 @njit(nogil=True)
 def _sample(
-    states, answers, contexts, recycled, nodes, outside, weights, work, history, output, top, logits, bounds, ends, samples, n, position
+    states, answers, contexts, recycled, nodes, external, weights, work, history, output, top, logits, bounds, ends, samples, n, position
 ):
     """Follow one output token by token, taking samples from row n on -> the next free row."""
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
-    known = answers[state[ngram.ANSWERS]]
+    known = answers[state[ngram.OUTPUT_CACHE]]
     place, look_back = nodes.place[0], np.empty(merge.RESUME, np.int32)
     for i in range(len(output) + ends):
         seq = ngram.arrays(state, contexts)
         nodes.hits[0] = state[ngram.HITS]
         place[0], place[1], place[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
         place[3], place[4], place[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
-        merge._look(state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, outside, 0, 0, weights, work)
+        merge._look(state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, 0, 0, weights, work)
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
             for g in range(samples.state.shape[1]):
@@ -262,8 +262,8 @@ def collect(traces: list[Made], weights: merge.Weights, max_out: int, vocab_size
         tables.begin(0, t.prompt, prediction=t.prediction, tenant=str(t.session))
         tables._own.grow(0, len(t.output) + 1, tables._contexts)
         n = _sample(
-            tables._states, tables._answers.states, tables._contexts, tables._recycled, tables._nodes, proposer._NO_OUTSIDE,
-            tables.weights, tables._work, tables.history, t.output, t.top, t.logits, bounds, int(len(t.output) < max_out),
+            tables._states, tables._answers.states, tables._contexts, tables._recycled, tables._nodes, proposer._NO_EXTERNAL,
+            tables.weights, tables._scratch, tables.history, t.output, t.top, t.logits, bounds, int(len(t.output) < max_out),
             samples, n, position,
         )  # fmt: skip
         position += len(t.output) + 1

@@ -15,7 +15,7 @@ from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.types import DraftTree
 from ngramspec.drafting.proposer import Proposer
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 
 
 class FixedCost(CostModel):
@@ -45,7 +45,7 @@ class CountedCost(CostModel):
 class Ours:
     """The engine, with or without speculation; nothing that it computed for one run helps another."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, speculation: bool, proposer: Proposer | Alone | None = None) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, speculation: bool, proposer: Proposer | SingleDrafter | None = None) -> None:
         """`proposer`: drafts by this one, None: by the engine's own."""
         self.engine, self.params, self.speculation = engine, params, speculation
         self.proposer = proposer or engine.core.proposer

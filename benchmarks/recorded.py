@@ -44,7 +44,7 @@ class ReplayEngine(Engine):
         super().__init__(*args, **options)
         self._recorded: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()
         follow = self.core._follow
-        self.core._follow = lambda seq, picks: follow(seq, self._recite(seq, picks))  # type: ignore[method-assign]
+        self.core._follow = lambda seq, sampled: follow(seq, self._recite(seq, sampled))  # type: ignore[method-assign]
 
     def _add(self, request: Request) -> None:
         output = self.outputs.get(tuple(request.completion.prompt_token_ids))
@@ -53,14 +53,14 @@ class ReplayEngine(Engine):
                 self._recorded[seq] = output
                 seq.limit = min(seq.limit, seq.n_prompt + len(output))
                 seq.stop_ids = frozenset()
-                seq.pick = partial(_pick, seq, output)  # type: ignore[method-assign]
+                seq.sample = partial(_pick, seq, output)  # type: ignore[method-assign]
         super()._add(request)
 
-    def _recite(self, seq: Sequence, picks: np.ndarray) -> np.ndarray:
+    def _recite(self, seq: Sequence, sampled: np.ndarray) -> np.ndarray:
         """In place of what the device picked after each row [1 + nodes] int32: the recorded token at the row's depth."""
         output = self._recorded.get(seq)
         if output is None:
-            return picks
+            return sampled
         depth = np.zeros(1, np.int64)
         if seq.tree is not None:
             depth = np.concatenate([depth, depths(seq.tree.parents)])
@@ -68,8 +68,8 @@ class ReplayEngine(Engine):
 
 
 def _pick(seq: Sequence, output: list[int], row: np.ndarray) -> tuple[int, TokenLogprob | None]:
-    """`Sequence.pick` as it takes its time, and the recorded token."""
-    seq.picker.pick(row, seq.n_output)
+    """`Sequence.sample` as it takes its time, and the recorded token."""
+    seq.sampler.sample(row, seq.n_output)
     return output[seq.n_output], None
 
 

@@ -143,12 +143,12 @@ class Ours:
         return self.tree.tokens.tolist(), self.tree.parents.tolist()
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:
-        if self.proposer.recycles and self.top is not None:  # of accepted rows only: a replay has no others
+        if self.proposer.needs_topk and self.top is not None:  # of accepted rows only: a replay has no others
             made = sum(map(len, self.output))
             rows = slice(made, made + len(new))
             first = self.n_prompt + made - 1
             text = np.array([-1, *self.text[max(first - 1, 0) : first + len(new)]], np.int32)[-len(new) - 1 :]
-            self.proposer.keep(0, text[:-1], text[1:], self.top[0][rows], self.top[1][rows])
+            self.proposer.record_topk(0, text[:-1], text[1:], self.top[0][rows], self.top[1][rows])
         for source in self.tree.sources[path].tolist():
             self.accepted_by_source[self.proposer.source_names[source]] += 1
         self.proposer.observe(self.slots, [new], [path])

@@ -15,12 +15,12 @@ import numpy as np
 from benchmarks.replay import Trace, replay
 from benchmarks.report_data import Category
 from benchmarks.report_measure import LOOKUP, MERGED, STORE, TABLES, Bench, Cell, State, key_of, say
-from ngramspec.batch.sampling import Picker
+from ngramspec.batch.sampling import Sampler
 from ngramspec.drafters.counts import Counts
 from ngramspec.drafting.base import NeedsModel, Text
 from ngramspec.drafting.evidence import KEPT
 from ngramspec.drafting.proposer import Proposer
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 
 TEXTS = "texts"
 
@@ -74,7 +74,7 @@ def _trace(text: dict[str, Any]) -> Trace:
     return Trace([*text["prompt"], text["output"][0]], text["output"][1:], top=top)
 
 
-def _follow(bench: Bench, make: Callable[[], Proposer | Alone], traces: list[Trace]) -> dict[str, Any]:
+def _follow(bench: Bench, make: Callable[[], Proposer | SingleDrafter], traces: list[Trace]) -> dict[str, Any]:
     follower = Follower(bench, make())
     found = replay(follower, traces)
     n = sum(len(trace.output) for trace in traces)
@@ -89,9 +89,9 @@ def _follow(bench: Bench, make: Callable[[], Proposer | Alone], traces: list[Tra
 class Follower:
     """A drafter of the engine as `replay` sees it. It pays `paid` plain passes."""
 
-    def __init__(self, bench: Bench, proposer: Proposer | Alone) -> None:
+    def __init__(self, bench: Bench, proposer: Proposer | SingleDrafter) -> None:
         self.engine, self.prices, self.proposer, self.paid = bench.engine, bench.prices, proposer, 0.0
-        if isinstance(proposer, Alone) and isinstance(proposer.drafter, NeedsModel):
+        if isinstance(proposer, SingleDrafter) and isinstance(proposer.drafter, NeedsModel):
             proposer.bind(bench.engine.runner)
         self.params = bench.params(0)
         self.slots = np.zeros(1, np.int32)
@@ -100,8 +100,8 @@ class Follower:
         self.text, self.n_prompt, self.top = np.array(trace.prompt + trace.output, np.int32), len(trace.prompt), trace.top
         V, stops = self.engine.vocab_size, tuple(self.engine.eos_token_ids)
         prompt = self.text[: self.n_prompt]
-        picker = Picker(self.params, sample=0, seed=0, prompt=prompt, vocab_size=V, stop_ids=frozenset(stops))
-        self.proposer.begin(0, prompt, stops=stops, text=Text(picker, self.n_prompt, len(self.text)))
+        sampler = Sampler(self.params, index=0, seed=0, prompt=prompt, vocab_size=V, stop_ids=frozenset(stops))
+        self.proposer.begin(0, prompt, stops=stops, text=Text(sampler, self.n_prompt, len(self.text)))
         self.made = self.n_prompt
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
@@ -111,10 +111,10 @@ class Follower:
         return self.tree.tokens.tolist(), self.tree.parents.tolist()
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:
-        if isinstance(self.proposer, Proposer) and self.proposer.recycles and self.top is not None:
+        if isinstance(self.proposer, Proposer) and self.proposer.needs_topk and self.top is not None:
             rows = slice(self.made - self.n_prompt, self.made - self.n_prompt + len(new))
             before, last = (self.text[self.made - back : self.made - back + len(new)] for back in (2, 1))
-            self.proposer.keep(0, before, last, self.top[0][rows].astype(np.int32), self.top[1][rows])
+            self.proposer.record_topk(0, before, last, self.top[0][rows].astype(np.int32), self.top[1][rows])
         self.proposer.observe(self.slots, [new], [path])
         self.made += len(new)
 

@@ -32,7 +32,7 @@ from ngramspec.core.step import Acceptance
 from ngramspec.drafters.names import make_drafter
 from ngramspec.drafting.base import CanDraw, Drafter
 from ngramspec.drafting.proposer import SPEC_LENGTH, SPEC_ROWS, Proposer
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 from ngramspec.drafting.suffix import SuffixDrafter
 
 Cell = dict[str, Any]
@@ -89,7 +89,7 @@ class Chosen(Ours):
         self,
         engine: Engine,
         params: SamplingParams,
-        proposer: Proposer | Alone,
+        proposer: Proposer | SingleDrafter,
         prices: np.ndarray,
         *,
         speculation: bool = True,
@@ -184,7 +184,7 @@ class Bench:
     def params(self, temperature: float, **more: Any) -> SamplingParams:
         return SamplingParams(max_tokens=self.plan.max_tokens, temperature=temperature, seed=self.plan.seed, **more)
 
-    def proposers(self, category: Category) -> dict[str, Callable[[], Proposer | Alone]]:
+    def proposers(self, category: Category) -> dict[str, Callable[[], Proposer | SingleDrafter]]:
         """All drafters together, with and without the category's datastore, and each alone."""
         store, V = category.store, self.engine.vocab_size
 
@@ -192,7 +192,7 @@ class Bench:
             similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
             return Proposer(vocab_size=V, max_seqs=MAX_SEQS, datastore=similar, **options)
 
-        found: dict[str, Callable[[], Proposer | Alone]] = {
+        found: dict[str, Callable[[], Proposer | SingleDrafter]] = {
             MERGED: merged,
             TABLES: lambda: merged(stored=False, answers=0, recycle=False),
             LOOKUP: lambda: FixedLength(LOOKED_UP, vocab_size=V, max_seqs=MAX_SEQS),
@@ -206,7 +206,7 @@ class Bench:
         """Speculation off is the first."""
         params, proposers = self.params(temperature), self.proposers(category)
 
-        def ours(proposer: Callable[[], Proposer | Alone], **options: Any) -> Callable[[], Contender]:
+        def ours(proposer: Callable[[], Proposer | SingleDrafter], **options: Any) -> Callable[[], Contender]:
             return lambda: Chosen(self.engine, params, proposer(), self.prices, **options)
 
         entries = [Entry(OFF, ours(lambda: self.default, speculation=False))]
@@ -222,8 +222,8 @@ class Bench:
             entries += [Entry(name, lambda name=name: self._running[name], rounds_of(name)) for name in self._peers]
         return entries
 
-    def _alone(self, drafter: Drafter, draws: bool = False) -> Alone:
-        return Alone(drafter, vocab_size=self.engine.vocab_size, spec_length=SPEC_LENGTH, spec_rows=SPEC_ROWS, draws=draws)
+    def _alone(self, drafter: Drafter, draws: bool = False) -> SingleDrafter:
+        return SingleDrafter(drafter, vocab_size=self.engine.vocab_size, spec_length=SPEC_LENGTH, spec_rows=SPEC_ROWS, draws=draws)
 
     def start(self, names: set[str]) -> None:
         """Start the peers among these; the reason of one that cannot is kept."""
@@ -321,7 +321,7 @@ class _FailedError(Exception):
 
 
 def _check(contender: Contender) -> None:
-    if isinstance(contender, Chosen) and isinstance(contender.proposer, Alone) and contender.proposer.drafter is None:
+    if isinstance(contender, Chosen) and isinstance(contender.proposer, SingleDrafter) and contender.proposer.drafter is None:
         raise _FailedError("it failed, as the log says")
 
 

@@ -24,11 +24,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ngramspec.batch import sampling
-from ngramspec.batch.block_tables import Chain
+from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
 from ngramspec.batch.params import MAX_SEED, SamplingParams
-from ngramspec.batch.sampling import Picker
+from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, Beam, Completion, Delta, EngineStatus
 from ngramspec.core.beam import BeamSearch
 from ngramspec.core.request import Deliver, Hints, Request
@@ -39,7 +39,7 @@ from ngramspec.cpu.runner import CpuRunner
 from ngramspec.datastore.reader import Datastore
 from ngramspec.drafting import proposer as drafting
 from ngramspec.drafting.base import Drafter
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 from ngramspec.model.loading import LoadedModel, available_memory, eos_token_ids, load_model
 from ngramspec.model.runner import Runner
 from ngramspec.text.decoding import NoText, TextStream
@@ -153,12 +153,12 @@ class Engine:
         self.prefix_cache = prefix_cache
         limits = _Limits(max_model_len, kv_memory, max_seqs, max_rows, spec_rows, spec_length)
 
-        def make_proposer() -> drafting.Proposer | Alone | None:
+        def make_proposer() -> drafting.Proposer | SingleDrafter | None:
             if not speculation:
                 return None
             if alone is not None:
                 draws = self.acceptance.rejection
-                return Alone(alone, vocab_size=self.vocab_size, spec_length=spec_length, spec_rows=spec_rows, draws=draws)
+                return SingleDrafter(alone, vocab_size=self.vocab_size, spec_length=spec_length, spec_rows=spec_rows, draws=draws)
             return drafting.Proposer(
                 vocab_size=self.vocab_size,
                 max_order=max_order,
@@ -190,7 +190,7 @@ class Engine:
         say: Progress,
         limits: _Limits,
         place: _Place,
-        make_proposer: Callable[[], drafting.Proposer | Alone | None],
+        make_proposer: Callable[[], drafting.Proposer | SingleDrafter | None],
     ) -> None:
         warmer = threading.Thread(target=_warm_up, daemon=True)
         warmer.start()
@@ -351,12 +351,12 @@ class Engine:
             raise ValueError(f"datastores must be among {sorted(self._datastores)}, got {chosen if isinstance(chosen, str) else unknown!r}")
         tenant = hints.get("tenant", "")
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
-        chain = Chain(tenant or "", ids) if shares else None
+        block_hashes = BlockHashes(tenant or "", ids) if shares else None
         completion = Completion(ids.tolist(), [], seed, self._exactness(params, hints.get("speculation", True)))
         request = Request(completion, params, deliver, self._ask_to_cancel)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
         for index in range(params.n):
-            picker = Picker(params, sample=index, seed=seed, prompt=ids, vocab_size=self.vocab_size, stop_ids=stop_ids)
+            sampler = Sampler(params, index=index, seed=seed, prompt=ids, vocab_size=self.vocab_size, stop_ids=stop_ids)
             text = (
                 TextStream(self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens)
                 if self.tokenizer is not None
@@ -365,7 +365,7 @@ class Engine:
             seq = Sequence(
                 ids,
                 params,
-                picker,
+                sampler,
                 text,
                 index=index,
                 stop_ids=stop_ids,
@@ -374,7 +374,7 @@ class Engine:
                 prediction=prediction,
                 tenant=tenant,
                 datastores=None if chosen is None else frozenset(chosen),
-                chain=None if chain is None else chain.copy(),
+                block_hashes=None if block_hashes is None else block_hashes.copy(),
             )
             request._seqs.append(seq)
             completion.choices.append(seq.choice)
@@ -409,7 +409,7 @@ class Engine:
         """
         ids = self.encode(prompt)
         _check_settings(None, width=width, max_tokens=max_tokens)
-        if width > (most := min(len(self.runner.pool.held), self.runner.max_rows)):
+        if width > (most := min(len(self.runner.pool.n_blocks_of), self.runner.max_rows)):
             raise ValueError(f"width must be 1 to {most}, what max_seqs and max_rows allow, got {width}")
         if not -10 <= length_penalty <= 10:
             raise ValueError(f"length_penalty must be -10 to 10, got {length_penalty}")
@@ -425,7 +425,7 @@ class Engine:
             early_stopping=early_stopping,
             runner=self.runner,
             scheduler=self.core.scheduler,
-            chain=Chain("" if self.prefix_cache else secrets.token_hex(), ids),
+            block_hashes=BlockHashes("" if self.prefix_cache else secrets.token_hex(), ids),
             proposer=proposer,
             cost_ms=self.core.cost.table,
         )
@@ -505,7 +505,7 @@ class Engine:
             "datastores": [{"name": name, **store.info()} for name, store in self._datastores.items()],
             "prefix_cache": self.prefix_cache,
             "max_model_len": self.max_model_len,
-            "max_seqs": len(self.runner.pool.held),
+            "max_seqs": len(self.runner.pool.n_blocks_of),
             "kv_tokens": self.runner.pool.n_tokens,
             "cost_ms": {c: round(float(self.cost.table[c]), 3) for c in counts if c <= self.cost.max_rows},
             "linear_policies": {f"{n}x{k}": str(policy) for (n, k), policy in self.runner.policies.items()},
@@ -526,9 +526,9 @@ class Engine:
             kv_tokens=pool.n_tokens,
             kv_used=(pool.n_blocks - len(pool.free) - n_cached) * BLOCK,
             kv_cached=n_cached * BLOCK,
-            prefix_queries=scheduler.n_sought,
-            prefix_hits=scheduler.n_found,
-            cached_tokens=scheduler.n_spared,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            cached_tokens=scheduler.cached_tokens,
             preemptions=scheduler.n_preempted,
             passes=self.core.n_passes,
         )
@@ -634,7 +634,7 @@ class Engine:
             if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
                 cause = OutOfMemoryError(f"out of memory in a pass: {e}")
                 self.core.scheduler.max_rows = max(
-                    self.core.scheduler.max_rows // 2, len(self.runner.pool.held)
+                    self.core.scheduler.max_rows // 2, len(self.runner.pool.n_blocks_of)
                 )  # prompts in smaller pieces
             for seq in list(self.core.scheduler.running):
                 if seq in self._requests:

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from ngramspec.batch.block_tables import BlockTables
-from ngramspec.batch.sampling import Picker
+from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, DraftTree
 
 ROWS_PER_ITEM = 4
@@ -31,7 +31,7 @@ class Span:
     tree: DraftTree | None = None
     logits: int = 1
     """Logits are wanted for so many of the last tokens and for every node; 0 for a chunk that does not end its prompt."""
-    picker: Picker | None = None
+    sampler: Sampler | None = None
     """Picks the sequence's next tokens; a runner that can do so on its device does. None: only logits are wanted."""
     n_prompt: int = 0
     """Of the sequence: the row at position p is asked for output p + 1 - n_prompt."""

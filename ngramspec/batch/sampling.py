@@ -1,7 +1,7 @@
 """Picking a token from one row of logits: one implementation for every row, drafted or not.
 
-Knows `SamplingParams` and numbers; no model, no draft. A `Picker` belongs to one sequence: it carries the counts
-that penalties need, along the accepted tokens. `pick(row, t)` gives the token at output position t; it depends on
+Knows `SamplingParams` and numbers; no model, no draft. A `Sampler` belongs to one sequence: it carries the counts
+that penalties need, along the accepted tokens. `sample(row, t)` gives the token at output position t; it depends on
 the row, the parameters, the tokens before, and u(seed, n, t) from a counter-based generator (Philox4x32-10,
 Salmon et al., SC 2011), and on nothing else: there is no generator state that speculation could advance differently.
 
@@ -187,13 +187,13 @@ def on_device(params: SamplingParams) -> bool:
     return plain and not params.logit_bias and params.min_tokens == 0 and params.logprobs is None
 
 
-class Picker:
+class Sampler:
     """Picks the tokens of one sequence; `accept` tells it each token that was appended."""
 
     def __init__(
-        self, params: SamplingParams, *, sample: int, seed: int, prompt: np.ndarray, vocab_size: int, stop_ids: frozenset[int]
+        self, params: SamplingParams, *, index: int, seed: int, prompt: np.ndarray, vocab_size: int, stop_ids: frozenset[int]
     ) -> None:
-        self.params, self.sample, self.seed = params, sample, seed
+        self.params, self.index, self.seed = params, index, seed
         self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))
         self.ids = np.array([i for i in params.logit_bias if i < vocab_size], np.int64)
         self.bias = np.array([params.logit_bias[int(i)] for i in self.ids], np.float32)
@@ -209,7 +209,7 @@ class Picker:
     def on_device(self) -> bool:
         return on_device(self.params)
 
-    def fork(self) -> Picker:
+    def fork(self) -> Sampler:
         """One in the same state, that may run ahead."""
         other = copy.copy(self)
         if self.penalised:
@@ -260,9 +260,9 @@ class Picker:
 
     def draw(self, weights: np.ndarray, position: int, lane: int) -> int:
         """A token drawn from weights [V] int64, by this lane's u."""
-        return int(_draw(weights, uniform_bits(self.seed, self.sample, position, lane)))
+        return int(_draw(weights, uniform_bits(self.seed, self.index, position, lane)))
 
-    def pick(self, row: np.ndarray, position: int) -> int:
+    def sample(self, row: np.ndarray, position: int) -> int:
         """The token at output position `position` (0 is the first) from logits row [V] float32.
 
         Raises NotFiniteError where the logits' maximum is infinite, or one of them is not a number.
@@ -292,5 +292,5 @@ def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
 def warmup() -> None:
     """Compile, or load from disk, everything here."""
     params = SamplingParams(temperature=1.0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
-    picker = Picker(params, sample=0, seed=0, prompt=np.zeros(1, np.int64), vocab_size=8, stop_ids=frozenset())
-    picker.pick(np.arange(8, dtype=np.float32), 0)
+    sampler = Sampler(params, index=0, seed=0, prompt=np.zeros(1, np.int64), vocab_size=8, stop_ids=frozenset())
+    sampler.sample(np.arange(8, dtype=np.float32), 0)

@@ -25,7 +25,7 @@ class DraftTree:
     parents: np.ndarray  # [N] int32, index of the parent node; -1: a child of the root (the last known token)
     probs: np.ndarray  # [N] float32, estimated probability that the model takes the whole path to the node
     sources: np.ndarray  # [N] uint8, index into the proposer's `source_names`
-    places: np.ndarray | None = None  # [N] int64, where the datastore has the node; -1: nowhere
+    store_positions: np.ndarray | None = None  # [N] int64, where the datastore has the node; -1: nowhere
     drawn_from: list[np.ndarray] | None = None
     """Per node the distribution [V] float64 that its token was drawn from; siblings stand in the order of their draws, and may then be
     alike. None: not drawn."""
@@ -37,9 +37,9 @@ class DraftTree:
         """The tree of the first n nodes."""
         if n >= len(self):
             return self
-        places = None if self.places is None else self.places[:n]
+        store_positions = None if self.store_positions is None else self.store_positions[:n]
         drawn_from = None if self.drawn_from is None else self.drawn_from[:n]
-        return DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n], self.sources[:n], places, drawn_from)
+        return DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n], self.sources[:n], store_positions, drawn_from)
 
 
 @dataclass(slots=True)

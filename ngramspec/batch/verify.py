@@ -15,15 +15,15 @@ from numba import njit
 from ngramspec.batch.types import DraftTree
 
 
-def walk(tree: DraftTree | None, pick: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+def walk(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple[int, int]]:
     """Yield (token, node) for every accepted token, in order: node is the draft node that carried it, or -1 for the last.
 
-    `pick(row)` is the model's token after row 0 (the root) or row i + 1 (node i). It is called for the rows of the path
+    `sample(row)` is the model's token after row 0 (the root) or row i + 1 (node i). It is called for the rows of the path
     alone and in order, so that a picker may carry state along it; a consumer that stops early stops the picking too.
     """
     node = -1
     while True:
-        token = pick(node + 1)
+        token = sample(node + 1)
         child = -1
         if tree is not None and len(tree):
             match = np.flatnonzero((tree.parents == node) & (tree.tokens == token))
@@ -35,12 +35,12 @@ def walk(tree: DraftTree | None, pick: Callable[[int], int]) -> Iterator[tuple[i
 
 
 @njit(cache=True, nogil=True)
-def follow(tokens, parents, picks):
+def follow(tokens, parents, sampled):
     """`walk` where the model's tokens after all rows are known, picks [1 + N] int32: the nodes of the accepted path, in order."""
     path = np.empty(tokens.shape[0], np.int32)
     n, node = 0, np.int32(-1)
     for i in range(tokens.shape[0]):  # a child comes after its parent, and siblings differ in token
-        if parents[i] == node and tokens[i] == picks[node + 1]:
+        if parents[i] == node and tokens[i] == sampled[node + 1]:
             path[n] = node = np.int32(i)
             n += 1
     return path[:n]

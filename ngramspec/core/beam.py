@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ngramspec.batch.block_tables import Chain
+from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.errors import OutOfMemoryError
 from ngramspec.batch.pack import Span, depths, pack
 from ngramspec.batch.sampling import NotFiniteError
@@ -42,11 +42,11 @@ class _Beam:
 
     tokens: np.ndarray  # [n] int32, prompt and output
     score: float
-    place: int
+    lane: int
     """Index into `BeamSearch.slots`; the proposer's own slot."""
     computed: int
     """Tokens whose KV is in the pool."""
-    chain: Chain
+    block_hashes: BlockHashes
     tree: DraftTree | None = None
 
 
@@ -86,17 +86,17 @@ class BeamSearch:
         early_stopping: bool,
         runner: Runner,
         scheduler: Scheduler,
-        chain: Chain,
+        block_hashes: BlockHashes,
         proposer: Proposer | None,
         cost_ms: np.ndarray,
     ) -> None:
-        """prompt [n] int32; `limit`: most tokens of output; `chain` names the prompt's blocks; `proposer`: for `width` sequences, of this
-        search alone, None: no drafts; cost_ms [R] float64: time of a pass with T rows at index T."""
+        """prompt [n] int32; `limit`: most tokens of output; `block_hashes`: of the prompt's blocks; `proposer`: for `width` sequences,
+        of this search alone, None: no drafts; cost_ms [R] float64: time of a pass with T rows at index T."""
         self.prompt, self.width, self.limit, self.stop_ids = prompt, width, limit, stop_ids
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
         self.runner, self.scheduler, self.proposer, self.cost_ms = runner, scheduler, proposer, cost_ms
         self.slots: list[int] = []
-        self.beams = [_Beam(prompt, 0.0, 0, 0, chain)]
+        self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes)]
         self.ended: list[Ended] = []
         self.done = False
         self._n_output = 0
@@ -104,7 +104,7 @@ class BeamSearch:
         """Continuations of a beam that can matter: w that go on, where all that end come first."""
 
     def step(self) -> bool:
-        """One pass; False where there are too few places for it yet. Raises OutOfMemoryError, NotFiniteError."""
+        """One pass; False where there are too few slots for it yet. Raises OutOfMemoryError, NotFiniteError."""
         if not self.slots and not self._begin():
             return False
         missing = len(self.beams[0].tokens) - self.beams[0].computed
@@ -138,7 +138,7 @@ class BeamSearch:
             return False
         self.slots = [self.scheduler.slots.pop() for _ in range(self.width)]
         beam = self.beams[0]
-        names = beam.chain.names[: (len(self.prompt) - 1) // BLOCK]
+        names = beam.block_hashes.hashes[: (len(self.prompt) - 1) // BLOCK]
         taken = self.runner.pool.admit(self.slots[0], names, len(self.prompt))
         if taken < 0:
             raise self._full(len(self.prompt))
@@ -156,7 +156,7 @@ class BeamSearch:
 
     def _span(self, beam: _Beam, n_rows: int, logits: int = 1) -> Span:
         tokens = beam.tokens[beam.computed : beam.computed + n_rows]
-        return Span(self.slots[beam.place], tokens, beam.computed, beam.tree, logits)
+        return Span(self.slots[beam.lane], tokens, beam.computed, beam.tree, logits)
 
     def _forward(self, spans: list[Span]) -> Output:
         return self.runner.forward(pack(spans, self.runner.pool, self.runner.rows_per_item))
@@ -165,11 +165,11 @@ class BeamSearch:
         """Give every beam its tree, and room for its rows."""
         pool = self.runner.pool
         for beam in self.beams:
-            if not pool.reserve(self.slots[beam.place], len(beam.tokens)):
+            if not pool.reserve(self.slots[beam.lane], len(beam.tokens)):
                 raise self._full(len(beam.tokens))
         for beam, tree in zip(self.beams, self._trees(self.proposer), strict=True) if self.proposer is not None else ():
             n = min(len(tree), pool.max_blocks * BLOCK - len(beam.tokens))
-            while n and not pool.reserve(self.slots[beam.place], len(beam.tokens) + n):  # a full pool: fewer guesses
+            while n and not pool.reserve(self.slots[beam.lane], len(beam.tokens) + n):  # a full pool: fewer guesses
                 n //= 2
             beam.tree = tree.first(n) if n else None
 
@@ -180,8 +180,8 @@ class BeamSearch:
         beams. A step goes on only if all it needs is there: with chance M^w, where the nodes of its depth weigh M together.
         """
         n, deepest = len(self.beams), self.limit - self._n_output - 1
-        places = np.array([beam.place for beam in self.beams], np.int32)
-        trees = proposer.propose(places, np.full(n, deepest, np.int32), _FREE, n, n * FORESEEN)
+        lanes = np.array([beam.lane for beam in self.beams], np.int32)
+        trees = proposer.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * FORESEEN)
         ends = np.cumsum([0] + [len(tree) for tree in trees])
         depth = np.concatenate([depths(tree.parents) for tree in trees])
         parents = np.concatenate([np.where(tree.parents < 0, -1, tree.parents + end) for tree, end in zip(trees, ends, strict=False)])
@@ -211,7 +211,7 @@ class BeamSearch:
                 last = np.concatenate([last, beam.tree.tokens])
                 before = np.concatenate([before, last[1 + beam.tree.parents]])
             row, first = row + span.n_logits, row
-            proposer.keep(beam.place, before, last, *(output.candidates(first, row) or likeliest(output.logits(first, row))))
+            proposer.record_topk(beam.lane, before, last, *(output.candidates(first, row) or likeliest(output.logits(first, row))))
 
     def _search(self, output: Output, spans: list[Span]) -> list[_Hypothesis]:
         """Step after step, as long as all rows that a step needs are there."""
@@ -270,13 +270,13 @@ class BeamSearch:
         return going
 
     def _commit(self, output: Output, texts: list[_Hypothesis]) -> None:
-        """Make beams of the texts: the first that continues a beam keeps its place, the others get those of beams that none continues."""
+        """Make beams of the texts: the first that continues a beam keeps its lane, the others get those of beams that none continues."""
         backwards = list(enumerate(texts))[::-1]
         first = {h.beam: i for i, h in backwards}
-        kept = [self.beams[b].place for b in first]
-        free = [place for place in range(self.width) if place not in kept]
-        for place in free:
-            self.runner.pool.release(self.slots[place])
+        kept = [self.beams[b].lane for b in first]
+        free = [lane for lane in range(self.width) if lane not in kept]
+        for lane in free:
+            self.runner.pool.release(self.slots[lane])
         # a beam is split before it goes on, where it overwrites its drafts
         self.beams = [self._keep(output, h) if first[h.beam] == i else self._split(h, free.pop()) for i, h in backwards][::-1]
         if self.proposer is not None:
@@ -284,9 +284,9 @@ class BeamSearch:
             news, paths = ([np.array(a, np.int32) for a in each] for each in ([h.new for h in going], [h.path for h in going]))
             self.proposer.observe(np.array(kept, np.int32), news, paths)
 
-    def _next(self, h: _Hypothesis, place: int, chain: Chain) -> _Beam:
+    def _next(self, h: _Hypothesis, lane: int, block_hashes: BlockHashes) -> _Beam:
         tokens = np.append(self.beams[h.beam].tokens, np.array(h.new, np.int32))
-        return _Beam(tokens, h.score, place, len(tokens) - 1, chain)
+        return _Beam(tokens, h.score, lane, len(tokens) - 1, block_hashes)
 
     def _path(self, h: _Hypothesis) -> np.ndarray:
         """Slots of the nodes that carry all new tokens but the last one, which the next pass computes."""
@@ -294,28 +294,28 @@ class BeamSearch:
 
     def _keep(self, output: Output, h: _Hypothesis) -> _Beam:
         old = self.beams[h.beam]
-        beam = self._next(h, old.place, old.chain)
+        beam = self._next(h, old.lane, old.block_hashes)
         output.commit(h.beam, len(old.tokens), self._path(h))
         self._register(beam)
-        self.runner.pool.truncate_to(self.slots[beam.place], beam.computed)
+        self.runner.pool.truncate_to(self.slots[beam.lane], beam.computed)
         return beam
 
-    def _split(self, h: _Hypothesis, place: int) -> _Beam:
+    def _split(self, h: _Hypothesis, lane: int) -> _Beam:
         old, pool = self.beams[h.beam], self.runner.pool
-        beam = self._next(h, place, old.chain.copy())
-        source, target = self.slots[old.place], self.slots[place]
+        beam = self._next(h, lane, old.block_hashes.copy())
+        source, target = self.slots[old.lane], self.slots[lane]
         n_shared = pool.registered[source]
         slots = np.concatenate([np.arange(n_shared * BLOCK, len(old.tokens)), self._path(h)])
-        if not pool.fork(source, slots, target, beam.chain.names[:n_shared]):
+        if not pool.fork(source, slots, target, beam.block_hashes.hashes[:n_shared]):
             raise self._full(len(beam.tokens))
         self._register(beam)
         if self.proposer is not None:
-            self.proposer.begin(place, beam.tokens, stops=tuple(self.stop_ids))
+            self.proposer.begin(lane, beam.tokens, stops=tuple(self.stop_ids))
         return beam
 
     def _register(self, beam: _Beam) -> None:
-        beam.chain.extend(beam.tokens)
-        self.runner.pool.register(self.slots[beam.place], beam.chain.names[: beam.computed // BLOCK])
+        beam.block_hashes.extend(beam.tokens)
+        self.runner.pool.register(self.slots[beam.lane], beam.block_hashes.hashes[: beam.computed // BLOCK])
 
 
 def _cut(tree: DraftTree, kept: np.ndarray) -> DraftTree:

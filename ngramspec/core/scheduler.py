@@ -20,15 +20,15 @@ from ngramspec.core.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Work:
+class ScheduledRows:
     """Rows for one sequence: its tokens from `computed` on, `n_rows` of them."""
 
     seq: Sequence
     n_rows: int
 
     @property
-    def picks(self) -> bool:
-        """The rows reach the last known token, so that this pass picks the next one."""
+    def samples(self) -> bool:
+        """The rows reach the last known token, so that this pass samples the next one."""
         return self.seq.computed + self.n_rows == self.seq.n_tokens
 
 
@@ -38,11 +38,11 @@ class Scheduler:
         self.max_rows = max_rows
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.slots = list(range(len(tables.held) - 1, -1, -1))
+        self.slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
         self.has_room: Callable[[list[int]], bool] = lambda n_tokens: True
         """Whether there is room beside the pool, too, for new sequences of so many tokens: what drafts for them may keep KV of its own."""
         self.n_preempted = 0
-        self.n_sought, self.n_found, self.n_spared = 0, 0, 0
+        self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
         """Tokens looked for in the prefix cache, found there, and of these those of new sequences."""
 
     @property
@@ -66,10 +66,10 @@ class Scheduler:
         self.slots.append(slot)
         return slot
 
-    def schedule(self) -> tuple[list[Work], list[Sequence], list[int]]:
+    def schedule(self) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
         """(rows for this step, sequences that were admitted, slots of sequences that were preempted)."""
         preempted: list[int] = []
-        work: list[Work] = []
+        work: list[ScheduledRows] = []
         for seq in list(self.running):
             if seq.slot < 0 or seq.n_tokens - seq.computed > 1:
                 continue
@@ -82,12 +82,12 @@ class Scheduler:
                 if youngest is seq:
                     break
             if seq.slot >= 0:
-                work.append(Work(seq, 1))
+                work.append(ScheduledRows(seq, 1))
         left = self.max_rows - len(work)
         for seq in self.running:
             missing = seq.n_tokens - seq.computed
             if missing > 1 and left > 0:
-                work.append(Work(seq, min(missing, left)))
+                work.append(ScheduledRows(seq, min(missing, left)))
                 left -= work[-1].n_rows
         admitted: list[Sequence] = []
         while self.waiting and self.slots and left > 0 and not preempted:
@@ -98,22 +98,22 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             admitted.append(seq)
-            work.append(Work(seq, min(seq.n_tokens - seq.computed, left)))
+            work.append(ScheduledRows(seq, min(seq.n_tokens - seq.computed, left)))
             left -= work[-1].n_rows
         return work, admitted, preempted
 
     def _admit(self, seq: Sequence) -> bool:
         """Give the sequence a slot and blocks for all tokens it has, as many as possible with their KV; the last one is always computed."""
-        reads = seq.chain is not None and not seq.lacks_prompt_logprobs
-        names = seq.chain.names[: (seq.n_tokens - 1) // BLOCK] if seq.chain is not None and reads else ()
+        reads = seq.block_hashes is not None and not seq.lacks_prompt_logprobs
+        names = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else ()
         taken = self.tables.admit(self.slots[-1], names, seq.n_tokens)
         if taken < 0:
             return False
         seq.slot, seq.computed = self.slots.pop(), taken * BLOCK
         if reads:
-            self.n_sought += seq.n_tokens
-            self.n_found += seq.computed
+            self.prefix_queries += seq.n_tokens
+            self.prefix_hits += seq.computed
         if seq.admitted_s is None:
             seq.admitted_s, seq.n_cached = time.perf_counter(), seq.computed
-            self.n_spared += seq.computed
+            self.cached_tokens += seq.computed
         return True

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ngramspec.batch.block_tables import Chain
+from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.sampling import NotFiniteError, Picker, token_logprob
+from ngramspec.batch.sampling import NotFiniteError, Sampler, token_logprob
 from ngramspec.batch.types import Choice, DraftTree, TokenLogprob
 
 
@@ -33,7 +33,7 @@ class Sequence:
         self,
         prompt: np.ndarray,
         params: SamplingParams,
-        picker: Picker,
+        sampler: Sampler,
         text: TextSink,
         *,
         index: int,
@@ -43,16 +43,16 @@ class Sequence:
         prediction: np.ndarray | None = None,
         tenant: str | None = "",
         datastores: frozenset[str] | None = None,
-        chain: Chain | None = None,
+        block_hashes: BlockHashes | None = None,
     ) -> None:
         """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text.
 
         `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not;
-        `datastores`: names of those that drafts may come from, None: all; `chain` names the prompt's blocks, None: no prefix cache.
+        `datastores`: names of those that drafts may come from, None: all; `block_hashes`: of the prompt's blocks, None: no prefix cache.
         """
-        self.params, self.picker, self.text = params, picker, text
+        self.params, self.sampler, self.text = params, sampler, text
         self.stop_ids, self.speculation = stop_ids, speculation
-        self.prediction, self.tenant, self.datastores, self.chain = prediction, tenant, datastores, chain
+        self.prediction, self.tenant, self.datastores, self.block_hashes = prediction, tenant, datastores, block_hashes
         self.n_prompt = len(prompt)
         self.limit = min(self.n_prompt + params.max_tokens, max_len)
         self.buffer = np.empty(self.limit, np.int32)
@@ -70,7 +70,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         """Filled in as the prompt is computed, where a list is put here; the first token has none."""
         self.tree: DraftTree | None = None
-        self.resting = False
+        self.drafting_paused = False
         """No draft in this pass: the text is not to be foreseen, and looking costs time."""
         self._wordless = 0  # 1 where the last token is one that ended the text
         self._closed = False
@@ -102,9 +102,9 @@ class Sequence:
         """Deepest useful draft node: one more token always comes from the model itself."""
         return self.limit - self.n_tokens - 1 if self.speculation else 0
 
-    def pick(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
+    def sample(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
         """The next token after logits row [V], and its log-probability where asked for."""
-        token = self.picker.pick(row, self.n_output)
+        token = self.sampler.sample(row, self.n_output)
         n = self.params.logprobs
         return token, None if n is None else token_logprob(row, token, n)
 
@@ -126,7 +126,7 @@ class Sequence:
         """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""
         self.buffer[self.n_tokens] = token
         self.n_tokens += 1
-        self.picker.accept(token)
+        self.sampler.accept(token)
         choice = self.choice
         choice.token_ids.append(token)
         choice.draft_sources.append(source)

@@ -20,14 +20,14 @@ from ngramspec.batch.rejection import lenient, reject
 from ngramspec.batch.sampling import FRACTION_BITS, token_logprob, uniform_bits
 from ngramspec.batch.types import BLOCK, DraftTree, TokenLogprob
 from ngramspec.batch.verify import follow, walk
-from ngramspec.core.scheduler import Scheduler, Work
+from ngramspec.core.scheduler import ScheduledRows, Scheduler
 from ngramspec.core.sequence import Sequence
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, indices
 from ngramspec.drafting.base import Text
 from ngramspec.drafting.evidence import likeliest
 from ngramspec.drafting.proposer import Proposer
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.drafting.suffix import SuffixDrafter
 from ngramspec.model.runner import Output, Runner
@@ -57,7 +57,7 @@ class Core:
     def __init__(
         self,
         runner: Runner,
-        proposer: Proposer | Alone | None,
+        proposer: Proposer | SingleDrafter | None,
         cost: CostModel,
         on_error: Callable[[Sequence, Exception], None],
         acceptance: Acceptance | None = None,
@@ -71,13 +71,13 @@ class Core:
         """Draft from the datastores' files that are most like a request."""
         self.n_passes = 0
 
-    def use(self, proposer: Proposer | Alone | None) -> None:
+    def use(self, proposer: Proposer | SingleDrafter | None) -> None:
         """Draft with this one, None: not at all. Not while sequences run.
 
         Raises what its drafters raise at `bind`, and UnsupportedModelError where they want states that the runner cannot tell.
         """
         self.proposer = proposer
-        self.runner.keep_states(proposer is not None and proposer.hears)
+        self.runner.keep_states(proposer is not None and proposer.needs_hidden_states)
         if proposer is not None:
             proposer.bind(self.runner)
         self.scheduler.has_room = proposer.has_room if proposer is not None else lambda n_tokens: True
@@ -108,7 +108,7 @@ class Core:
         elif self.proposer.datastore is not None:
             self.proposer.datastore.use(stores, ready or ())
         else:
-            drafter = SuffixDrafter(stores, len(self.runner.pool.held), similar=self.similar, ready=ready)
+            drafter = SuffixDrafter(stores, len(self.runner.pool.n_blocks_of), similar=self.similar, ready=ready)
             for seq in self.scheduler.running:
                 if seq.speculation:
                     drafter.begin(seq.slot, seq.tokens, seq.datastores)
@@ -134,7 +134,7 @@ class Core:
                         n_output=seq.n_output,
                         tenant=seq.tenant,
                         datastores=seq.datastores,
-                        text=Text(seq.picker, seq.n_prompt, seq.limit),
+                        text=Text(seq.sampler, seq.n_prompt, seq.limit),
                     )
         if not work:
             meanwhile()
@@ -146,22 +146,22 @@ class Core:
         output = self.runner.forward(batch)
         self.n_passes += 1
         meanwhile()
-        picks = output.picks
+        sampled = output.sampled
         if all(w.n_rows == 1 for w in work):
             self.cost.observe(len(batch.input_ids), (time.perf_counter() - started) * 1e3)
-        return self._commit(work, spans, output, picks)
+        return self._commit(work, spans, output, sampled)
 
-    def _draft(self, work: list[Work]) -> None:
+    def _draft(self, work: list[ScheduledRows]) -> None:
         """Give every sequence that picks in this pass its tree, and room for the tree's KV."""
         for w in work:
             w.seq.tree = None
-        seqs = [w.seq for w in work if w.picks and w.seq.max_depth > 0]
+        seqs = [w.seq for w in work if w.samples and w.seq.max_depth > 0]
         if self.proposer is None or not seqs:
             return
         for seq in seqs:
-            seq.resting = not seq.resting and self.proposer.hopeless(seq.slot)
+            seq.drafting_paused = not seq.drafting_paused and self.proposer.is_unpredictable(seq.slot)
         slots = np.array([seq.slot for seq in seqs], np.int32)
-        limits = np.array([0 if seq.resting else seq.max_depth for seq in seqs], np.int32)
+        limits = np.array([0 if seq.drafting_paused else seq.max_depth for seq in seqs], np.int32)
         base = sum(w.n_rows for w in work)
         trees = self.proposer.propose(slots, limits, self.cost.table, base, self.cost.max_rows - base)
         pool = self.runner.pool
@@ -171,8 +171,8 @@ class Core:
                 n //= 2
             seq.tree = tree.first(n) if n else None
 
-    def _commit(self, work: list[Work], spans: list[Span], output: Output, picks: np.ndarray | None) -> list[Sequence]:
-        """`picks` [N] int32: what the device picked, if it did."""
+    def _commit(self, work: list[ScheduledRows], spans: list[Span], output: Output, sampled: np.ndarray | None) -> list[Sequence]:
+        """`sampled` [N] int32: what the device picked, if it did."""
         changed: list[Sequence] = []
         observed: list[tuple[int, np.ndarray, np.ndarray]] = []
         row, at = 0, 0
@@ -185,15 +185,15 @@ class Core:
             try:
                 if seq.lacks_prompt_logprobs:
                     seq.score_prompt(span.start, output.logits(begin, begin + w.n_rows))
-                if not w.picks:
+                if not w.samples:
                     self._hear(seq, output, span, np.arange(head, at))
                     seq.computed = first
                     self._register(seq)
                     continue
-                if self.proposer is not None and self.proposer.recycles and seq.speculation and not seq.resting:
+                if self.proposer is not None and self.proposer.needs_topk and seq.speculation and not seq.drafting_paused:
                     self._recycle(seq, output, root, row)
-                if picks is not None and span.picker is not None and span.picker.on_device:
-                    steps = self._follow(seq, picks[root:row])
+                if sampled is not None and span.sampler is not None and span.sampler.on_device:
+                    steps = self._follow(seq, sampled[root:row])
                 elif self.acceptance.walks(seq):
                     steps = self._walk(seq, output.logits(root, row))
                 else:
@@ -225,9 +225,9 @@ class Core:
     def _register(self, seq: Sequence) -> None:
         """Let others take over the blocks that are full of the sequence's tokens."""
         n_full = seq.computed // BLOCK
-        if seq.chain is not None and n_full > self.runner.pool.registered[seq.slot]:
-            seq.chain.extend(seq.tokens)
-            self.runner.pool.register(seq.slot, seq.chain.names[:n_full])
+        if seq.block_hashes is not None and n_full > self.runner.pool.registered[seq.slot]:
+            seq.block_hashes.extend(seq.tokens)
+            self.runner.pool.register(seq.slot, seq.block_hashes.hashes[:n_full])
 
     def _recycle(self, seq: Sequence, output: Output, root: int, end: int) -> None:
         """Let the proposer keep the model's own candidates behind the last token and every draft token: the rows from `root` to `end`."""
@@ -237,30 +237,30 @@ class Core:
             last = np.concatenate([last, seq.tree.tokens])
             before = np.concatenate([before, last[1 + seq.tree.parents]])
         candidates = output.candidates(root, end) or likeliest(output.logits(root, end))
-        self.proposer.keep(seq.slot, before, last, *candidates)
+        self.proposer.record_topk(seq.slot, before, last, *candidates)
 
     def _hear(self, seq: Sequence, output: Output, span: Span, rows: np.ndarray) -> None:
         """Let the proposer have the hidden states in these rows of the batch [n], which are the sequence's from the span's start on."""
-        if self.proposer is not None and self.proposer.hears and seq.speculation:
-            self.proposer.hear(seq.slot, span.start, output.states(rows))
+        if self.proposer is not None and self.proposer.needs_hidden_states and seq.speculation:
+            self.proposer.on_hidden_states(seq.slot, span.start, output.states(rows))
 
     def _walk(self, seq: Sequence, rows: np.ndarray) -> Steps:
         """What the model accepts, picked from its logits rows [1 + nodes, V] as the steps are taken."""
         logprob = None
 
-        def pick(row: int) -> int:
+        def sample(row: int) -> int:
             nonlocal logprob
-            token, logprob = seq.pick(rows[row])
+            token, logprob = seq.sample(rows[row])
             return token
 
-        for token, node in walk(seq.tree, pick):
+        for token, node in walk(seq.tree, sample):
             yield token, node, logprob
 
-    def _follow(self, seq: Sequence, picks: np.ndarray) -> Steps:
+    def _follow(self, seq: Sequence, sampled: np.ndarray) -> Steps:
         """The same where the device has picked the tokens after all rows [1 + nodes] int32. Raises NotFiniteError."""
-        path = [] if seq.tree is None else follow(seq.tree.tokens, seq.tree.parents, picks).tolist()
+        path = [] if seq.tree is None else follow(seq.tree.tokens, seq.tree.parents, sampled).tolist()
         for row, node in zip([-1, *path], [*path, -1], strict=True):
-            yield seq.take(int(picks[row + 1])), node, None
+            yield seq.take(int(sampled[row + 1])), node, None
 
     def _judge(self, seq: Sequence, rows: np.ndarray) -> Steps:
         """The same where drafts are not accepted by the walk; see `Acceptance`."""
@@ -268,12 +268,12 @@ class Core:
 
         def uniform(depth: int, k: int) -> float:
             lane = 2 * k + 2  # lane 0 is the drafters' too, where they guess what the request would pick
-            return uniform_bits(seq.picker.seed, seq.picker.sample, n + depth, lane) / 2**FRACTION_BITS
+            return uniform_bits(seq.sampler.seed, seq.sampler.index, n + depth, lane) / 2**FRACTION_BITS
 
         if seq.params.temperature == 0:
-            steps = lenient(seq.tree, lambda row: seq.picker.adjusted(rows[row], seq.n_output), self.acceptance.lenience)
+            steps = lenient(seq.tree, lambda row: seq.sampler.adjusted(rows[row], seq.n_output), self.acceptance.lenience)
         else:
-            steps = reject(seq.tree, lambda row: seq.picker.weights(rows[row], seq.n_output), uniform, self.acceptance.lenience)
+            steps = reject(seq.tree, lambda row: seq.sampler.weights(rows[row], seq.n_output), uniform, self.acceptance.lenience)
         row, top = 0, seq.params.logprobs
         for token, node in steps:
             yield token, node, None if top is None else token_logprob(rows[row], token, top)
@@ -314,15 +314,20 @@ class Core:
         assert tree is not None
         assert self.proposer is not None
         name = self.proposer.source_names[tree.sources[node]]
-        if name == DATASTORE and tree.places is not None and tree.places[node] >= 0 and self.proposer.datastore is not None:
-            return f"{name}:{self.proposer.datastore.locate(int(tree.places[node]))}"
+        if (
+            name == DATASTORE
+            and tree.store_positions is not None
+            and tree.store_positions[node] >= 0
+            and self.proposer.datastore is not None
+        ):
+            return f"{name}:{self.proposer.datastore.locate(int(tree.store_positions[node]))}"
         return name
 
-    def _span(self, work: Work) -> Span:
+    def _span(self, work: ScheduledRows) -> Span:
         seq, first = work.seq, work.seq.computed
-        logits = work.n_rows if seq.lacks_prompt_logprobs else int(work.picks)
-        picker = seq.picker if work.picks and self.acceptance.walks(seq) else None
-        return Span(seq.slot, seq.tokens[first : first + work.n_rows], first, seq.tree, logits, picker, seq.n_prompt)
+        logits = work.n_rows if seq.lacks_prompt_logprobs else int(work.samples)
+        sampler = seq.sampler if work.samples and self.acceptance.walks(seq) else None
+        return Span(seq.slot, seq.tokens[first : first + work.n_rows], first, seq.tree, logits, sampler, seq.n_prompt)
 
 
 def _banned(seq: Sequence) -> tuple[int, ...]:

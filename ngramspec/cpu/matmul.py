@@ -37,7 +37,7 @@ ALONE = 1 << 15
 
 
 @dataclass(slots=True)
-class Policy:
+class PackedPolicy:
     """In which forms the weights of one shape are kept."""
 
     forms: set[str] = field(default_factory=set)

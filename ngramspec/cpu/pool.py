@@ -50,11 +50,11 @@ class KVPool(BlockTables):
     def block_bytes(shapes: list[tuple[int, int]]) -> int:
         return sum(2 * h * d * BLOCK * 4 for h, d in shapes)
 
-    def fork(self, source: int, slots: np.ndarray, target: int, names: Sequence[bytes]) -> bool:
-        if not super().fork(source, slots, target, names):
+    def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
+        if not super().fork(source, slots, target, hashes):
             return False
         a, i = self.locate(source, slots)
-        b, j = self.locate(target, BLOCK * len(names) + np.arange(len(slots)))
+        b, j = self.locate(target, BLOCK * len(hashes) + np.arange(len(slots)))
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[b, :, :, j] = keys[a, :, :, i]
             values[b, :, j] = values[a, :, i]

@@ -18,7 +18,7 @@ from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
 from ngramspec.cpu import attention, fused
 from ngramspec.cpu.linear import PackedLinear, Shared, SharedPart
-from ngramspec.cpu.matmul import Policy, Product
+from ngramspec.cpu.matmul import PackedPolicy, Product
 from ngramspec.cpu.pool import KVPool
 from ngramspec.model.hf_modules import bias_of, joined, weight_of
 from ngramspec.model.runner import Runner, check_supported
@@ -35,7 +35,7 @@ TOLERANCE = 2e-3
 class HostOutput:
     """Logits rows [N, V] float32 on the host."""
 
-    picks = None
+    sampled = None
 
     def __init__(self, rows: np.ndarray, pool: KVPool, batch: Batch, states: torch.Tensor | None) -> None:
         self._rows, self._pool, self._batch, self._states = rows, pool, batch, states
@@ -78,7 +78,7 @@ class CpuRunner(Runner):
         self.max_rows, self._packed = max_rows, packed
         self._states: torch.Tensor | None = None  # of the last pass, where they are kept
         self._hook: RemovableHandle | None = None
-        self.policies: dict[tuple[int, int], Policy] = {}
+        self.policies: dict[tuple[int, int], PackedPolicy] = {}
         check_supported(model)
         if {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
@@ -103,7 +103,7 @@ class CpuRunner(Runner):
 
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
         product = Product(weight, bias, packed=self._packed)
-        self.policies.setdefault((product.n_out, product.n_in), Policy()).forms.add(product.form)
+        self.policies.setdefault((product.n_out, product.n_in), PackedPolicy()).forms.add(product.form)
         return product
 
     def _pack_linears(self) -> None:
@@ -137,7 +137,7 @@ class CpuRunner(Runner):
         logits = self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0]
         return HostOutput(logits.numpy(), self.pool, batch, self._states)
 
-    def shallow(self, n_layers: int) -> Callable[[Batch], HostOutput]:
+    def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
         base = self.model.base_model
         whole = getattr(base, "layers", None)
         if not isinstance(whole, nn.ModuleList):

@@ -84,16 +84,16 @@ class Inputs:
         h["roots"].fill(-1)
         h["ends"].fill(-1)
         for s, span in enumerate(batch.spans):
-            picker = span.picker
-            if picker is not None and picker.on_device:
+            sampler = span.sampler
+            if sampler is not None and sampler.on_device:
                 h["roots"][s], h["ends"][s] = batch.roots[s], batch.ends[s]
                 h["starts"][s], h["sequences"][s] = span.start + len(span.tokens), span.slot
-                p = picker.params
+                p = sampler.params
                 if p.temperature > 0:
                     mine = slice(int(batch.roots[s]), int(batch.ends[s]))
                     h["temperature"][mine], h["top_k"][mine], h["top_p"][mine], h["min_p"][mine] = p.temperature, p.top_k, p.top_p, p.min_p
-                    h["seed"][mine] = np.array([picker.seed], np.uint64).view(np.int32)  # low half, high half
-                    h["sample"][mine] = picker.sample
+                    h["seed"][mine] = np.array([sampler.seed], np.uint64).view(np.int32)  # low half, high half
+                    h["sample"][mine] = sampler.index
                     h["position"][mine] = batch.positions[mine] + 1 - span.n_prompt
 
     def send(self) -> None:

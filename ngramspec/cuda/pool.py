@@ -53,24 +53,24 @@ class CudaPool(BlockTables):
     def block_bytes(shapes: list[tuple[int, int]], dtype: torch.dtype) -> int:
         return sum(2 * heads * dim * BLOCK * dtype.itemsize for heads, dim in shapes)
 
-    def admit(self, slot: int, names: Sequence[bytes], n_slots: int) -> int:
+    def admit(self, slot: int, hashes: Sequence[bytes], n_slots: int) -> int:
         self._stale.add(slot)
-        return super().admit(slot, names, n_slots)
+        return super().admit(slot, hashes, n_slots)
 
     def reserve(self, slot: int, n_slots: int) -> bool:
-        if self.blocks_for(n_slots) > self.held[slot]:
+        if self.blocks_for(n_slots) > self.n_blocks_of[slot]:
             self._stale.add(slot)
         return super().reserve(slot, n_slots)
 
-    def register(self, slot: int, names: Sequence[bytes]) -> None:
+    def register(self, slot: int, hashes: Sequence[bytes]) -> None:
         self._stale.add(slot)
-        super().register(slot, names)
+        super().register(slot, hashes)
 
     @torch.inference_mode()
-    def fork(self, source: int, slots: np.ndarray, target: int, names: Sequence[bytes]) -> bool:
-        if not super().fork(source, slots, target, names):
+    def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
+        if not super().fork(source, slots, target, hashes):
             return False
-        places = (*self.locate(source, slots), *self.locate(target, BLOCK * len(names) + np.arange(len(slots))))
+        places = (*self.locate(source, slots), *self.locate(target, BLOCK * len(hashes) + np.arange(len(slots))))
         a, i, b, j = (torch.as_tensor(x, dtype=torch.int64, device=self.device_tables.device) for x in places)
         for memory in self.memory:
             memory[:, :, b, :, j] = memory[:, :, a, :, i]
@@ -80,7 +80,7 @@ class CudaPool(BlockTables):
         """Bring the device's block tables up to date, behind what it is doing now. Not before an earlier pass's output was read."""
         host = self._staged.numpy()
         for slot in self._stale:
-            n = int(self.held[slot])
+            n = int(self.n_blocks_of[slot])
             if n:
                 host[slot, :n] = self.tables[slot, :n]
                 self.device_tables[slot, :n].copy_(self._staged[slot, :n], non_blocking=True)

@@ -47,7 +47,7 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class KernelPolicy:
     """How products with one shape of weight are computed, and whether rows proved independent of each other."""
 
     name: str
@@ -63,12 +63,12 @@ class CudaOutput:
         self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
 
     @property
-    def picks(self) -> np.ndarray | None:
+    def sampled(self) -> np.ndarray | None:
         if self._results is None:
             self._runner.synchronize()  # what was staged for the pass may be overwritten by the next
             return None
         self._results.wait()
-        return self._results.picks[self._rows] if self._rows is not None else self._results.picks[: len(self._batch.logits_rows)]
+        return self._results.sampled[self._rows] if self._rows is not None else self._results.sampled[: len(self._batch.logits_rows)]
 
     def logits(self, first: int, end: int) -> np.ndarray:
         if first == end:
@@ -89,8 +89,8 @@ class CudaOutput:
         raise NotImplementedError("`CudaRunner.keep_states` refuses")
 
     def commit(self, b: int, start: int, path: np.ndarray) -> None:
-        picker = self._batch.spans[b].picker
-        if self._results is None or picker is None or not picker.on_device:  # else the pass has done it
+        sampler = self._batch.spans[b].sampler
+        if self._results is None or sampler is None or not sampler.on_device:  # else the pass has done it
             self._runner.pool.commit(self._batch.spans[b].slot, start, path)
 
 
@@ -103,10 +103,10 @@ class Results:
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         a, b = n_rows, n_rows * (1 + KEPT)
-        self.device_picks, self.device_tokens = self._device[:a], self._device[a:b].view(n_rows, KEPT)
+        self.device_sampled, self.device_tokens = self._device[:a], self._device[a:b].view(n_rows, KEPT)
         self.device_values = self._device[b:].view(torch.float32).view(n_rows, KEPT)
         host = self._host.numpy()
-        self.picks, self.tokens, self.values = host[:a], host[a:b].reshape(-1, KEPT), host[b:].view(np.float32).reshape(-1, KEPT)
+        self.sampled, self.tokens, self.values = host[:a], host[a:b].reshape(-1, KEPT), host[b:].view(np.float32).reshape(-1, KEPT)
 
     def send(self) -> None:
         self._host.copy_(self._device, non_blocking=True)
@@ -155,7 +155,7 @@ class CudaRunner(Runner):
             max(self.shapes, key=lambda shape: shape[1]),
         )
         self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim)
-        self.policies: dict[tuple[int, int], Policy] = {}
+        self.policies: dict[tuple[int, int], KernelPolicy] = {}
         progress("checking exactness (the first start compiles its kernels)")
         with torch.inference_mode():
             bound = self._bind(max_len)
@@ -200,11 +200,11 @@ class CudaRunner(Runner):
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         shape = (weight.shape[0], weight.shape[1])
         if not self._exact:
-            self.policies.setdefault(shape, Policy("the vendor's own choice", False))
+            self.policies.setdefault(shape, KernelPolicy("the vendor's own choice", False))
             return VendorProduct(weight, bias)
         product = Product(weight, bias, self._n_processors)
         if shape not in self.policies:
-            self.policies[shape] = Policy(
+            self.policies[shape] = KernelPolicy(
                 f"fixed tiles, {product.splits} pieces", check(product, [n for n in CHECKED_ROWS if n <= self.max_rows])
             )
         return product
@@ -245,7 +245,7 @@ class CudaRunner(Runner):
         tokens = np.random.default_rng(1).integers(0, self.vocab_size, n).astype(np.int32)
         slots: list[int] = []
         try:
-            for _ in range(3 if len(self.pool.held) > 2 else 2):
+            for _ in range(3 if len(self.pool.n_blocks_of) > 2 else 2):
                 slots.append(self._slot_for_tests(n))
             a, b = slots[:2]
             mates = [Span(slots[2], tokens[::-1][: n - 1].copy(), 0, logits=0)] if len(slots) > 2 else []
@@ -309,12 +309,12 @@ class CudaRunner(Runner):
         """Pick tokens from the logits of the rows `wanted` [N], or of all; walk every tree with them and keep the accepted paths' KV."""
         likeliest = results.device_tokens, results.device_values
         how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
-        sampling.pick(logits, how, results.device_picks, self._sampling_space(len(logits)), likeliest)
-        picks = results.device_picks
+        sampling.sample(logits, how, results.device_sampled, self._sampling_space(len(logits)), likeliest)
+        sampled = results.device_sampled
         if wanted is not None:
-            picks = torch.full_like(inputs.ids, -1).index_copy_(0, wanted, picks)
+            sampled = torch.full_like(inputs.ids, -1).index_copy_(0, wanted, sampled)
         d = inputs.device
-        counts, paths = sampling.walk(picks, inputs.ids, d["parents"], d["roots"], d["ends"], self.max_depth)
+        counts, paths = sampling.walk(sampled, inputs.ids, d["parents"], d["roots"], d["ends"], self.max_depth)
         slots = paths + (d["starts"] - d["roots"] - 1)[:, None]
         for memory in self.pool.memory:
             kv_move.commit(memory, self.pool.device_tables, d["sequences"], d["starts"], slots, counts)

@@ -1,6 +1,6 @@
-"""Picking on a CUDA device: the token that `ngramspec.sampling.Picker` picks from the same logits, for every row of a pass.
+"""Picking on a CUDA device: the token that `ngramspec.batch.sampling.Sampler` picks from the same logits, for every row of a pass.
 
-Knows rows of logits, sampling parameters as device arrays, and draft trees as parent rows; no sequence, no text. `pick` takes three
+Knows rows of logits, sampling parameters as device arrays, and draft trees as parent rows; no sequence, no text. `sample` takes three
 launches whatever the rows ask for, so that it can be captured: the best tokens of each chunk of a row; weights by chunk; then one
 block per row that adds up and draws. Rows that need less return early.
 """
@@ -61,7 +61,7 @@ class Sampling:
 
 
 class Workspace:
-    """What `pick` and `candidates` keep between their launches, for up to `n_rows` rows at a time."""
+    """What `sample` and `candidates` keep between their launches, for up to `n_rows` rows at a time."""
 
     def __init__(
         self,
@@ -172,13 +172,13 @@ def _candidates(best, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.constexpr
 
 
 @triton.jit
-def _walk(picks, ids, parents, roots, ends, counts, paths, depth, stride, BLOCK: tl.constexpr):
+def _walk(sampled, ids, parents, roots, ends, counts, paths, depth, stride, BLOCK: tl.constexpr):
     b = tl.program_id(0)
     node, end = tl.load(roots + b), tl.load(ends + b)
     count, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     found = tl.where(node < 0, end, node)
     while (found < end) & (count < depth):
-        token = tl.load(picks + node)
+        token = tl.load(sampled + node)
         first, found = node + 1, end
         while (first < end) & (found == end):
             i = first + tl.arange(0, BLOCK)
@@ -198,7 +198,7 @@ def _walk(picks, ids, parents, roots, ends, counts, paths, depth, stride, BLOCK:
 # ---------------------------------------------------------------------- launches
 
 
-def pick(
+def sample(
     logits: torch.Tensor,
     sampling: Sampling,
     out: torch.Tensor,
@@ -250,7 +250,7 @@ def candidates(
 
 
 def walk(
-    picks: torch.Tensor,
+    sampled: torch.Tensor,
     ids: torch.Tensor,
     parents: torch.Tensor,
     roots: torch.Tensor,
@@ -267,10 +267,10 @@ def walk(
     root) picked.
     """
     B = len(roots)
-    counts = torch.empty(B, dtype=torch.int32, device=picks.device) if counts is None else counts
-    paths = torch.empty(B, depth, dtype=torch.int32, device=picks.device) if paths is None else paths
+    counts = torch.empty(B, dtype=torch.int32, device=sampled.device) if counts is None else counts
+    paths = torch.empty(B, depth, dtype=torch.int32, device=sampled.device) if paths is None else paths
     if B:
-        _walk[B,](picks, ids, parents, roots, ends, counts, paths, depth, paths.stride(0), BLOCK=128, num_warps=1)
+        _walk[B,](sampled, ids, parents, roots, ends, counts, paths, depth, paths.stride(0), BLOCK=128, num_warps=1)
     return counts, paths
 
 

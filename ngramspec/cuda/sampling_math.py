@@ -1,6 +1,6 @@
 """Arithmetic of sampling on a CUDA device: the order of logits, their integer weights and the random numbers, as on the CPU.
 
-Knows numbers alone. The bits are those of `ngramspec.sampling`, because float32 enters only element by element, through operations
+Knows numbers alone. The bits are those of `ngramspec.batch.sampling`, because float32 enters only element by element, through operations
 that IEEE 754 defines (subtraction, division, product, fma; kernels switch off every other fusion), and the rest is integers.
 """
 
@@ -46,7 +46,7 @@ def logit_of(key):
 
 @triton.jit
 def weight_of(x, top, temperature):
-    """int64: floor(exp((x - top) / temperature) * 2**40), with the bits of `ngramspec.sampling._weights`."""
+    """int64: floor(exp((x - top) / temperature) * 2**40), with the bits of `ngramspec.batch.sampling._weights`."""
     y = tl.maximum(tl.div_rn(x - top, temperature), _LOW)
     n = tl.floor(tl.fma(y, _LOG2E, 0.5))
     r = tl.fma(-n, _LN2_LO, tl.fma(-n, _LN2_HI, y))
@@ -67,7 +67,7 @@ def part_of(total, fraction):
 
 @triton.jit
 def uniform(seed, sample, position, row):
-    """u * 2**53 as int64, of `ngramspec.sampling.uniform_bits`: Philox4x32-10."""
+    """u * 2**53 as int64, of `ngramspec.batch.sampling.uniform_bits`: Philox4x32-10."""
     k0 = tl.load(seed + 2 * row).to(tl.uint32, bitcast=True).to(tl.uint64)
     k1 = tl.load(seed + 2 * row + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     c0 = tl.load(position + row).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -101,7 +101,7 @@ def least_weight(min_p):
 
 @triton.jit
 def share_of(top_p):
-    """`ngramspec.sampling.share_bits`."""
+    """`ngramspec.batch.sampling.share_bits`."""
     return tl.maximum((top_p * _WHOLE).to(tl.int64), 1)
 
 

@@ -1,7 +1,7 @@
 """N-gram models of the request's own text as drafters that have a distribution q: unigram, bigram, and longer ones with back-off.
 
 Committed tokens come in; a chain goes out: the likeliest one, or one that is drawn from q under the request's own sampling parameters,
-each node with its q, so that it can be accepted by rejection sampling (`ngramspec.rejection`). Knows no model.
+each node with its q, so that it can be accepted by rejection sampling (`ngramspec.batch.rejection`). Knows no model.
 """
 
 from __future__ import annotations
@@ -87,20 +87,20 @@ class Counts:
 
     def _chain(self, model: NgramModel, text: Text, length: int) -> Candidates:
         """`length` tokens; penalties count those that have been drawn."""
-        picker = text.picker.fork()
-        draws = self.draws and picker.params.temperature > 0
+        sampler = text.sampler.fork()
+        draws = self.draws and sampler.params.temperature > 0
         context, first = model.tokens[-self.order :], len(model.tokens) - text.n_prompt
         probs, drawn_from = np.empty(length, np.float32), []
         for i in range(length):
             q = model.distribution(context)
             row = np.log(q).astype(np.float32)
             if draws:
-                weights = picker.weights(row, first + i)
+                weights = sampler.weights(row, first + i)
                 q = weights / weights.sum()
-                token = picker.draw(weights, first + i, DRAFT_LANE)
+                token = sampler.draw(weights, first + i, DRAFT_LANE)
             else:
-                token = int(picker.adjusted(row, first + i).argmax())
-            picker.accept(token)
+                token = int(sampler.adjusted(row, first + i).argmax())
+            sampler.accept(token)
             context = np.append(context, np.int32(token))
             probs[i] = q[token]
             drawn_from.append(q)

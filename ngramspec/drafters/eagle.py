@@ -144,7 +144,7 @@ class Eagle:
         self._texts[seq] = _Text(tokens.tolist())
 
     @torch.inference_mode()
-    def hear(self, seq: int, first: int, states: np.ndarray) -> None:
+    def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
         """Of a prompt the layer reads every piece at once."""
         text = self._texts[seq]
         if text.n == 0 and not text.waiting:

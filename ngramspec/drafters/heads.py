@@ -102,7 +102,7 @@ class Medusa:
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         self._states.pop(seq, None)
 
-    def hear(self, seq: int, first: int, states: np.ndarray) -> None:
+    def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
         self._states[seq] = states[-1]
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:

@@ -26,7 +26,7 @@ class DraftLayers(Stepwise):
 
     def bind(self, runner: Runner) -> None:
         """Raises ValueError where the model has fewer layers, UnsupportedModelError where they cannot be had by themselves."""
-        self._use(runner.shallow(self.n_layers), runner.pool, runner.rows_per_item, runner.max_rows)
+        self._use(runner.early_exit(self.n_layers), runner.pool, runner.rows_per_item, runner.max_rows)
 
     def _keep(self, seq: int, known: Known, accepted: np.ndarray) -> int:
         return len(known.tokens) + len(accepted) - 1

@@ -92,15 +92,15 @@ class Lookahead:
         parents, tokens = np.array(list(nodes), np.int32).reshape(-1, 2).T
         return Candidates(tokens, parents, np.array(probs, np.float32))
 
-    def saw(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
-        text, picks = self._texts[seq], tokens[:, 0].tolist()
+    def on_topk(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
+        text, sampled = self._texts[seq], tokens[:, 0].tolist()
         children = {edge: i for i, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
         moved = []
         for path, column in zip(text.paths(), text.columns, strict=True):
             node: int | None = -1
             for token in path:
                 node = children.get((node, token)) if node is not None else None
-            moved.append(column if node is None or picks[node + 1] < 0 else [*column, picks[node + 1]])
+            moved.append(column if node is None or sampled[node + 1] < 0 else [*column, sampled[node + 1]])
         for j, column in enumerate(moved):
             whole = column if j else [text.tail[-1], *column]
             if len(whole) == self.ngram:

@@ -103,7 +103,7 @@ def check_alike(target: Runner, model: PreTrainedModel, tokenizer: Any, name: st
 def _make_runner(model: PreTrainedModel, target: Runner, length: int) -> Runner:
     """On the target's device, with the target's slots; its pool has room for as many tokens as memory allows, the target's at most."""
     pool = target.pool
-    max_len, max_seqs, max_rows = pool.max_blocks * BLOCK, len(pool.held), target.max_rows
+    max_len, max_seqs, max_rows = pool.max_blocks * BLOCK, len(pool.n_blocks_of), target.max_rows
     if isinstance(target, CpuRunner):
         kv_bytes = (available_memory() or 4 << 30) // 4
         return CpuRunner(model, max_len=max_len, max_seqs=max_seqs, max_rows=max_rows, kv_bytes=kv_bytes, max_blocks=pool.n_blocks)

@@ -57,7 +57,7 @@ class TokenRecycling:
             trees.append(Candidates(row[kept], moved[parents[kept]], probs[kept]))
         return trees
 
-    def saw(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
+    def on_topk(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
         """Of a token that stands several times in the tree, the last one counts."""
         self.matrix[np.append(np.int32(self._last[seq]), tree.tokens)] = tokens
 

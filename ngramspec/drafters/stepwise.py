@@ -14,7 +14,7 @@ import numpy as np
 
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.pack import Batch, Span, pack
-from ngramspec.batch.sampling import Picker
+from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, DraftTree
 from ngramspec.drafting.base import Candidates, Text
 from ngramspec.model.runner import Output
@@ -31,9 +31,9 @@ class Chains:
 
     def __init__(self, text: Text, n_tokens: int, depth: int, branches: int, draws: bool) -> None:
         self.depth, self.level, self.branches = depth, 0, branches
-        self.draws = draws and text.picker.params.temperature > 0
+        self.draws = draws and text.sampler.params.temperature > 0
         self._text, self._position = text, n_tokens - text.n_prompt
-        self._pickers: list[Picker] = []
+        self._samplers: list[Sampler] = []
         self._ends: list[int] = []
         self._tokens: list[int] = []
         self._parents: list[int] = []
@@ -60,38 +60,38 @@ class Chains:
         position = self._position + self.level
         if self.level == 0:
             chosen = self._begin(rows[0], position)
-            self._pickers = [self._text.picker.fork() for _ in chosen]
+            self._samplers = [self._text.sampler.fork() for _ in chosen]
             self._ends = [-1] * len(chosen)
         else:
-            chosen = [self._choose(picker, row, position, i) for i, (picker, row) in enumerate(zip(self._pickers, rows, strict=True))]
+            chosen = [self._choose(sampler, row, position, i) for i, (sampler, row) in enumerate(zip(self._samplers, rows, strict=True))]
         for i, (token, shares) in enumerate(chosen):
             above = self._ends[i]
             self._ends[i] = len(self._tokens)
             self._tokens.append(token)
             self._parents.append(above)
             self._probs.append(float(shares[token]) * (self._probs[above] if above >= 0 else 1.0))
-            self._pickers[i].accept(token)
+            self._samplers[i].accept(token)
             if self.draws:
                 self._shares.append(shares)
         self.level += 1
 
     def _begin(self, row: np.ndarray, position: int) -> list[tuple[int, np.ndarray]]:
         if self.draws:
-            return [self._choose(self._text.picker, row, position, i) for i in range(self.branches)]
-        token, shares = self._choose(self._text.picker, row, position, 0)
+            return [self._choose(self._text.sampler, row, position, i) for i in range(self.branches)]
+        token, shares = self._choose(self._text.sampler, row, position, 0)
         likeliest = np.argsort(-shares, kind="stable")[: self.branches].tolist() if self.branches > 1 else []
         others = [other for other in likeliest if other != token and shares[other] > 0]
         return [(each, shares) for each in [token, *others[: self.branches - 1]]]
 
-    def _choose(self, picker: Picker, row: np.ndarray, position: int, chain: int) -> tuple[int, np.ndarray]:
+    def _choose(self, sampler: Sampler, row: np.ndarray, position: int, chain: int) -> tuple[int, np.ndarray]:
         """The token that a chain takes after logits row [V], and the distribution [V] that it comes from."""
-        if picker.params.temperature == 0:
-            adjusted = picker.adjusted(row, position)
+        if sampler.params.temperature == 0:
+            adjusted = sampler.adjusted(row, position)
             token = int(adjusted.argmax())
             weights = np.exp(adjusted - adjusted[token])
         else:
-            weights = picker.weights(row, position)
-            token = picker.draw(weights, position, 1 + 2 * chain if self.draws else 0)
+            weights = sampler.weights(row, position)
+            token = sampler.draw(weights, position, 1 + 2 * chain if self.draws else 0)
         return token, weights / weights.sum()
 
     def path(self, tokens: np.ndarray) -> list[int]:

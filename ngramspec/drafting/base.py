@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ngramspec.batch.sampling import Picker
+from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import DraftTree
 
 
@@ -45,7 +45,7 @@ def is_sound(candidates: object, vocab_size: int) -> bool:
 class Text:
     """What a drafter can know of a sequence beside its tokens."""
 
-    picker: Picker
+    sampler: Sampler
     """How the sequence's tokens are picked. A drafter runs ahead on a `fork` of it and leaves this one alone."""
     n_prompt: int
     limit: int
@@ -94,7 +94,7 @@ class NeedsText(Protocol):
 
 
 @runtime_checkable
-class NeedsRoom(Protocol):
+class NeedsKvRoom(Protocol):
     """A drafter that keeps keys and values of its own: a sequence waits until there is room for it here, too."""
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
@@ -111,18 +111,18 @@ class CanDraw(Protocol):
 
 
 @runtime_checkable
-class NeedsCandidates(Protocol):
+class NeedsTopK(Protocol):
     """A drafter that learns from what the model holds likely."""
 
-    def saw(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
+    def on_topk(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
         """Before `observe`: the model's most likely tokens [1 + N, KEPT] int32, likeliest first, behind the last known token and behind
         each of the N nodes of the tree that this sequence had in the pass; -1 where there are no more."""
 
 
 @runtime_checkable
-class NeedsStates(Protocol):
+class NeedsHiddenStates(Protocol):
     """A drafter that reads the model's last hidden states, as its language-model head sees them."""
 
-    def hear(self, seq: int, first: int, states: np.ndarray) -> None:
+    def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
         """States [n, H] float32 of the committed tokens at positions first, first + 1, …: of prompts in pieces, of each pass before its
         `observe`. Those of tokens whose keys and values came from the prefix cache are not computed, and never heard of."""

@@ -33,8 +33,8 @@ COPY = ORDERS  # the group of the copied place
 REGIME = COPY + 1  # how well the text was predicted of late
 AGE = REGIME + 1  # how far back the longest match was last seen
 GAP = AGE + 1
-ANSWERS = GAP + 1  # the first of as many groups as ORDERS, and the gapped one
-PREDICTED = ANSWERS + ORDERS + 1
+OUTPUT_CACHE = GAP + 1  # the first of as many groups as ORDERS, and the gapped one
+PREDICTED = OUTPUT_CACHE + ORDERS + 1
 RECYCLED = PREDICTED + 1  # by the latest token
 RECYCLED_PAIR = RECYCLED + 1  # by the latest two
 EXTERNAL = RECYCLED_PAIR + 1  # the first external drafter's group
@@ -64,7 +64,7 @@ class Nodes(NamedTuple):
     place: np.ndarray  # [S * R, 6] int64, what `follow` knows at this node: of the text being copied, of the predicted output
     hits: np.ndarray  # [S * R] int64, a bit per latest token, newest lowest: it was the most likely candidate
     top: np.ndarray  # [S * R] int32, the most likely candidate
-    outside: np.ndarray  # [S * R, MAX_DRAFTERS] int32, the same path in each external tree: -1 its root, -2 it is not there
+    external: np.ndarray  # [S * R, MAX_DRAFTERS] int32, the same path in each external tree: -1 its root, -2 it is not there
     set: np.ndarray  # [S * R] int32, weight set
     n: np.ndarray  # [S * R] int32, candidates below this node; -1: never looked
     scale: np.ndarray  # [S * R] float64, factor by which siblings sum to at most 1
@@ -73,7 +73,7 @@ class Nodes(NamedTuple):
     cand_state: np.ndarray  # [S * R * WIDTH, GROUPS] int16, 0: the group is silent
 
 
-class Outside(NamedTuple):
+class ExternalTrees(NamedTuple):
     """External candidate trees, sequence by sequence and drafter by drafter."""
 
     start: np.ndarray  # [B * D + 1] int64: tree (b, d) is start[b * D + d] .. start[b * D + d + 1]
@@ -92,7 +92,7 @@ class Recycled(NamedTuple):
     pair_gaps: np.ndarray  # [H, KEPT] uint8
 
 
-class Work(NamedTuple):
+class Scratch(NamedTuple):
     """Scratch of one look at a node, so that nothing is allocated there."""
 
     recent: np.ndarray  # [LADDER[-1]] int32, newest first
@@ -105,11 +105,11 @@ class Work(NamedTuple):
     recycled: np.ndarray  # [2, WIDTH] int64
 
 
-def new_work() -> Work:
+def new_scratch() -> Scratch:
     n = 2 * (ORDERS + 1)
     heads, totals, runs, visits = (np.zeros(n, np.int64) for _ in range(4))
     recent, codes = np.zeros(LADDER[-1], np.int32), np.zeros((MAX_DRAFTERS, WIDTH), np.int64)
-    return Work(recent, heads, totals, runs, visits, np.zeros(n * WIDTH, np.int64), codes, np.zeros((2, WIDTH), np.int64))
+    return Scratch(recent, heads, totals, runs, visits, np.zeros(n * WIDTH, np.int64), codes, np.zeros((2, WIDTH), np.int64))
 
 
 def new_recycled(vocab_size: int, pairs: int) -> Recycled:
@@ -233,23 +233,23 @@ def _jump(state, seq, nodes, r, m, work):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _outsiders(nodes, r, n, outside, tree, n_drafters, work):
+def _outsiders(nodes, r, n, external, tree, n_drafters, work):
     """Add the external trees' children of node r to its n candidates -> the new n. Fills work.codes, -1 where a drafter is silent."""
     q = r * WIDTH
     for d in range(n_drafters):
         for j in range(WIDTH):
             work.codes[d, j] = -1
-        here = nodes.outside[r, d]
+        here = nodes.external[r, d]
         if here == -2:
             continue
-        a = outside.start[tree + d]
-        for i in range(a + here + 1, outside.start[tree + d + 1]):
-            if outside.parents[i] == here:
-                j = _candidate(nodes, q, n, outside.tokens[i])
+        a = external.start[tree + d]
+        for i in range(a + here + 1, external.start[tree + d + 1]):
+            if external.parents[i] == here:
+                j = _candidate(nodes, q, n, external.tokens[i])
                 if j < WIDTH:
-                    nodes.cand_token[q + j] = outside.tokens[i]
+                    nodes.cand_token[q + j] = external.tokens[i]
                     n = max(n, j + 1)
-                    work.codes[d, j] = outside.codes[i]
+                    work.codes[d, j] = external.codes[i]
     return n
 
 
@@ -310,7 +310,7 @@ def _count(seq, nodes, q, n, k, at, alike_longer, work):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, first, outside, tree, n_drafters, work):
+def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, first, external, tree, n_drafters, work):
     """Collect candidates below node r and every group's judgement of them. `first` is the root's row, `tree` the first external tree;
     `answers` the tables of earlier answers, `foreseen` [N] int32 the predicted output.
     """
@@ -331,7 +331,7 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
         nodes.cand_token[q + j] = expected
         n = max(n, j + 1)
     if n_drafters:
-        n = _outsiders(nodes, r, n, outside, tree, n_drafters, work)
+        n = _outsiders(nodes, r, n, external, tree, n_drafters, work)
     for k in range(max(m, others) - 1, -1, -1):
         if k < m:
             n = _count(seq, nodes, q, n, k, k, k < m - 1, work)
@@ -370,7 +370,7 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
         ahead = 1 + 2 * (5 * _MATCHED[min(nodes.place[r, 4], 64)] + _DEPARTED[_bits(nodes.place[r, 5])])
     regime = 1 + 16 * _regime(hits) + 4 * (hits & 3)
     whose = 0 if others == 0 or others < m else 1 if others == m else 2
-    beside = 1 if ahead and (nodes.place[r, 4] or nodes.place[r, 3] == 0) else 2 if n_drafters and nodes.outside[r, DATASTORE] > -2 else 0
+    beside = 1 if ahead and (nodes.place[r, 4] or nodes.place[r, 3] == 0) else 2 if n_drafters and nodes.external[r, DATASTORE] > -2 else 0
     nodes.set[r] = ((beside * 3 + whose) * (ORDERS + 1) * 3 + 3 * max(m, others) + relation) * MODES + _mode(hits)
     for j in range(n):
         token, c = nodes.cand_token[q + j], q + j
@@ -378,7 +378,7 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
             nodes.cand_state[c, k] = _history(seen[k * WIDTH + j], visits[k], runs[k]) if k < m else 0
         for k in range(ORDERS):
             at = K + k
-            nodes.cand_state[c, ANSWERS + k] = _history(seen[at * WIDTH + j], visits[at], runs[at]) if k < others else 0
+            nodes.cand_state[c, OUTPUT_CACHE + k] = _history(seen[at * WIDTH + j], visits[at], runs[at]) if k < others else 0
         nodes.cand_state[c, COPY] = place + (token == copied) if place else 0
         nodes.cand_state[c, REGIME] = regime + min(j, 3)
         nodes.cand_state[c, AGE] = age + (token == newest) if age else 0
@@ -387,7 +387,7 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
         nodes.cand_state[c, RECYCLED] = work.recycled[0, j] if one else 0
         nodes.cand_state[c, RECYCLED_PAIR] = work.recycled[1, j] if pair else 0
         for d in range(n_drafters):
-            nodes.cand_state[c, EXTERNAL + d] = 0 if nodes.outside[r, d] == -2 else 2 + work.codes[d, j]
+            nodes.cand_state[c, EXTERNAL + d] = 0 if nodes.external[r, d] == -2 else 2 + work.codes[d, j]
 
 
 @njit(cache=True, nogil=True)

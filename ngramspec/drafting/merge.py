@@ -18,20 +18,20 @@ from numba import njit
 
 from ngramspec.drafting.budget import lower_hull, pass_costs, worth
 from ngramspec.drafting.evidence import (
-    ANSWERS,
     BIAS,
     EXTERNAL,
     GAP,
     GROUPS,
     ORDERS,
+    OUTPUT_CACHE,
     PREDICTED,
     RECYCLED,
     REGIME,
     WIDTH,
+    ExternalTrees,
     Nodes,
-    Outside,
     Recycled,
-    Work,
+    Scratch,
     gather,
     hit_into,
     proposes,
@@ -55,7 +55,7 @@ from ngramspec.drafting.ngram import (
     push,
     resume,
 )
-from ngramspec.drafting.ngram import ANSWERS as ANSWERS_ROW
+from ngramspec.drafting.ngram import OUTPUT_CACHE as ANSWERS_ROW
 from ngramspec.drafting.ngram import PREDICTED as N_PREDICTED
 
 SIMILAR_SOURCE = GROUPS
@@ -91,7 +91,7 @@ def _lend(nodes, weights, work):
         lent(nodes.place),
         lent(nodes.hits),
         lent(nodes.top),
-        lent(nodes.outside),
+        lent(nodes.external),
         lent(nodes.set),
         lent(nodes.n),
         lent(nodes.scale),
@@ -99,7 +99,7 @@ def _lend(nodes, weights, work):
         lent(nodes.cand_prob),
         lent(nodes.cand_state),
     )
-    work = Work(
+    work = Scratch(
         lent(work.recent),
         lent(work.heads),
         lent(work.totals),
@@ -113,9 +113,9 @@ def _lend(nodes, weights, work):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _look(state, seq, answers_state, answers, recycled, nodes, r, first, outside, tree, n_drafters, weights, work):
+def _look(state, seq, answers_state, answers, recycled, nodes, r, first, external, tree, n_drafters, weights, work):
     """Fill the candidates of node r with probabilities."""
-    gather(state, seq, answers_state, answers, predicted(state), recycled, nodes, r, first, outside, tree, n_drafters, work)
+    gather(state, seq, answers_state, answers, predicted(state), recycled, nodes, r, first, external, tree, n_drafters, work)
     q, n, w = r * WIDTH, nodes.n[r], nodes.set[r]
     total, best = 0.0, -1.0
     for c in range(q, q + n):
@@ -199,7 +199,7 @@ def _source(state, seq, nodes, r, j, n_drafters, weights, sources):
         s = nodes.cand_state[r * WIDTH + j, g]
         if s == 0 or g == REGIME:
             continue
-        if g < ORDERS or g == GAP or ANSWERS <= g < PREDICTED:
+        if g < ORDERS or g == GAP or OUTPUT_CACHE <= g < PREDICTED:
             proposed = proposes(s)
         elif g >= RECYCLED:
             proposed = s > 1
@@ -273,7 +273,7 @@ def grow(
     nodes,
     weights,
     guard,
-    outside,
+    external,
     n_drafters,
     recycled,
     sources,
@@ -286,7 +286,7 @@ def grow(
     nodes, weights, work = _lend(nodes, weights, work)
     states, answers, contexts, sources = lent(states), lent(answers), lent(contexts), lent(sources)
     guard = Guard(lent(guard.n), lent(guard.codes))
-    outside = Outside(lent(outside.start), lent(outside.tokens), lent(outside.parents), lent(outside.codes))
+    external = ExternalTrees(lent(external.start), lent(external.tokens), lent(external.parents), lent(external.codes))
     recycled = Recycled(
         lent(recycled.tokens), lent(recycled.gaps), lent(recycled.keys), lent(recycled.pair_tokens), lent(recycled.pair_gaps)
     )
@@ -313,11 +313,11 @@ def grow(
         nodes.hits[first] = state[HITS]
         for d in range(n_drafters):
             tree = b * n_drafters + d
-            nodes.outside[first, d] = -1 if outside.start[tree + 1] > outside.start[tree] else -2
+            nodes.external[first, d] = -1 if external.start[tree + 1] > external.start[tree] else -2
         known = answers[state[ANSWERS_ROW]]
         _look(
             state, arrays(state, contexts), known, arrays(known, contexts), recycled,
-            nodes, first, first, outside, b * n_drafters, n_drafters, weights, work,
+            nodes, first, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
         state[DRAFTED] = 0
         size = _offer(nodes, first, guard, slot, keys, refs, size)
@@ -344,11 +344,11 @@ def grow(
         nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
         nodes.source[r] = _source(state, arrays(state, contexts), nodes, above, j, n_drafters, weights, sources)
         for d in range(n_drafters):
-            nodes.outside[r, d] = -2
-            here, tree = nodes.outside[above, d], b * n_drafters + d
-            for i in range(outside.start[tree] + here + 1 if here > -2 else outside.start[tree + 1], outside.start[tree + 1]):
-                if outside.parents[i] == here and outside.tokens[i] == token:
-                    nodes.outside[r, d] = i - outside.start[tree]
+            nodes.external[r, d] = -2
+            here, tree = nodes.external[above, d], b * n_drafters + d
+            for i in range(external.start[tree] + here + 1 if here > -2 else external.start[tree + 1], external.start[tree + 1]):
+                if external.parents[i] == here and external.tokens[i] == token:
+                    nodes.external[r, d] = i - external.start[tree]
                     break
         nodes.n[r] = -1
         ok, reach = worth(p, expected, taken, rate, hull, reach)
@@ -362,7 +362,7 @@ def grow(
         nodes.hits[r] = hit_into(nodes.hits[above], nodes.top[above] == j)
         _look(
             state, seq, known, arrays(known, contexts), recycled,
-            nodes, r, first, outside, b * n_drafters, n_drafters, weights, work,
+            nodes, r, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
         size = _offer(nodes, r, guard, slot, keys, refs, size)
 

@@ -45,7 +45,7 @@ _8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
 
 # columns of the per-sequence state, int64
 (TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED) = range(13)
-PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, ANSWERS, SIMILAR, STATE_COLUMNS = range(13, 21)
+PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, OUTPUT_CACHE, SIMILAR, STATE_COLUMNS = range(13, 21)
 """Address and length of the predicted output, the place in it, tokens agreed and missed there; the row of the shared answers' tables; how
 many tokens of similar files stand before the text."""
 

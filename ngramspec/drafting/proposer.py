@@ -16,8 +16,8 @@ import numpy as np
 
 from ngramspec.batch.types import DraftTree
 from ngramspec.drafting import evidence, merge, ngram
-from ngramspec.drafting.base import Candidates, Drafter, NeedsCandidates, NeedsModel, NeedsRoom, NeedsStates, NeedsText, Text, is_sound
-from ngramspec.drafting.evidence import Nodes, Outside
+from ngramspec.drafting.base import Candidates, Drafter, NeedsHiddenStates, NeedsKvRoom, NeedsModel, NeedsText, NeedsTopK, Text, is_sound
+from ngramspec.drafting.evidence import ExternalTrees, Nodes
 from ngramspec.drafting.merge import Guard, Weights
 from ngramspec.drafting.pace import Pace
 from ngramspec.drafting.suffix import NAME as DATASTORE
@@ -48,7 +48,7 @@ def cold_weights() -> Weights:
             states[context_groups, 1 << visits | seen] = np.log((hits + 0.05) / (visits - hits + 0.4)) + 0.3 * (seen & 1)
     states[context_groups, 2 << ngram.REACH :] = -2.0
     states[context_groups, (2 << ngram.REACH) + 2 * ngram.REACH + 2 :] = 3.0
-    context_groups = [*range(evidence.ANSWERS, evidence.ANSWERS + evidence.ORDERS + 1)]
+    context_groups = [*range(evidence.OUTPUT_CACHE, evidence.OUTPUT_CACHE + evidence.ORDERS + 1)]
     states[context_groups] = states[0]
     states[evidence.EXTERNAL :, 2:258] = np.log((np.arange(256) + 0.5) / (255.5 - np.arange(256)))
     for rank in range(evidence.KEPT):
@@ -142,19 +142,19 @@ class Proposer:
         self._contexts = np.array([n for n in ngram.LADDER if n < max_order and use_ngram], np.int32)
         self._own = _Tables(max_seqs, history, len(self._contexts))
         self._states, self._buffers = self._own.states, self._own.buffers
-        self._answers = _Tables(1 + (TENANTS if answers else 0), max(answers, 16), len(self._contexts))
-        self._answers.allocate(0, cap=2, entries=1)  # the tables of a tenant that knows nothing
+        self._output_cache = _Tables(1 + (TENANTS if answers else 0), max(answers, 16), len(self._contexts))
+        self._output_cache.allocate(0, cap=2, entries=1)  # the tables of a tenant that knows nothing
         self._tenants: dict[str, int] = {}
         self._predictions: dict[int, np.ndarray] = {}
         self._recycled_here = recycle and use_ngram
         self._readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsText)]
-        self._seers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsCandidates)]
-        self._hearers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsStates)]
-        self.recycles = self._recycled_here or bool(self._seers)
+        self._topk_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsTopK)]
+        self._state_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsHiddenStates)]
+        self.needs_topk = self._recycled_here or bool(self._topk_readers)
         """Wants to know what the model holds likely (`keep`)."""
-        self._keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsRoom)]
-        self.hears = bool(self._hearers)
-        """Wants hidden states (`hear`)."""
+        self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
+        self.needs_hidden_states = bool(self._state_readers)
+        """Wants hidden states (`on_hidden_states`)."""
         self._recycled = evidence.new_recycled(vocab_size, PAIRS) if self._recycled_here else evidence.new_recycled(0, 0)
         self._guard = Guard(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         rows = max_seqs * (spec_rows + 1)
@@ -167,7 +167,7 @@ class Proposer:
             place=np.zeros((rows, 6), np.int64),
             hits=np.zeros(rows, np.int64),
             top=np.zeros(rows, np.int32),
-            outside=np.full((rows, evidence.MAX_DRAFTERS), -2, np.int32),
+            external=np.full((rows, evidence.MAX_DRAFTERS), -2, np.int32),
             set=np.zeros(rows, np.int32),
             n=np.full(rows, -1, np.int32),
             cand_token=np.zeros(rows * evidence.WIDTH, np.int32),
@@ -175,9 +175,9 @@ class Proposer:
             cand_prob=np.zeros(rows * evidence.WIDTH),
             cand_state=np.zeros((rows * evidence.WIDTH, evidence.GROUPS), np.int16),
         )
-        self._work = evidence.new_work()
+        self._scratch = evidence.new_scratch()
         self._last_trees: dict[int, DraftTree] = {}
-        self._n_outside = 0
+        self._n_external = 0
 
     def bind(self, runner: Any) -> None:
         """Hand the `runner.Runner` to the drafters that compute with it."""
@@ -187,7 +187,7 @@ class Proposer:
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
         """Whether sequences of so many tokens can begin."""
-        return all(self._ask(d, "has_room", n_tokens) is not False for d in self._keepers)
+        return all(self._ask(d, "has_room", n_tokens) is not False for d in self._kv_keepers)
 
     def begin(
         self,
@@ -222,7 +222,7 @@ class Proposer:
         self._own.allocate(slot, cap=len(kept) + 64, entries=(len(kept) + 64) * (len(self._contexts) + 1))
         state = self._states[slot]
         ngram.seed(state, self._contexts, kept, self.history)
-        state[ngram.ANSWERS] = self._tenants.get(tenant, 0) if tenant is not None else 0
+        state[ngram.OUTPUT_CACHE] = self._tenants.get(tenant, 0) if tenant is not None else 0
         state[ngram.AHEAD], state[ngram.SIMILAR] = -1, n_similar
         if prediction is not None and len(prediction):
             self._predictions[slot] = foreseen = np.ascontiguousarray(prediction, np.int32)
@@ -249,10 +249,10 @@ class Proposer:
         """
         slots = np.ascontiguousarray(slots, np.int32)
         stored = self.datastore.propose(slots) if self.datastore is not None else None
-        outside, n_drafters = self._outside(slots, max_depth, max_nodes, stored)
+        external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = merge.grow(
             self._states,
-            self._answers.states,
+            self._output_cache.states,
             self._contexts,
             slots,
             np.ascontiguousarray(max_depth, np.int32),
@@ -263,11 +263,11 @@ class Proposer:
             self._nodes,
             self.weights,
             self._guard,
-            outside,
+            external,
             n_drafters,
             self._recycled,
             self._sources,
-            self._work,
+            self._scratch,
         )
         cuts = start.tolist()
         trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -300,10 +300,10 @@ class Proposer:
                 path,
                 self.history,
                 self._nodes,
-                self._n_outside,
+                self._n_external,
                 self.weights,
                 self._rates,
-                self._work,
+                self._scratch,
             )
             if b == len(slots):
                 break
@@ -337,42 +337,42 @@ class Proposer:
 
         At most `answers` tokens are kept, and the tenants that were not heard of for longest are forgotten.
         """
-        if len(self._answers.buffers) == 1 or len(self._contexts) == 0:
+        if len(self._output_cache.buffers) == 1 or len(self._contexts) == 0:
             return
         row = self._tenants.pop(tenant, 0)
         if not row:
-            free = [i for i in range(1, len(self._answers.buffers)) if self._answers.buffers[i] is None]
+            free = [i for i in range(1, len(self._output_cache.buffers)) if self._output_cache.buffers[i] is None]
             if not free:
                 forgotten = next(iter(self._tenants))
                 free = [self._tenants.pop(forgotten)]
-                self._states[self._states[:, ngram.ANSWERS] == free[0], ngram.ANSWERS] = 0
+                self._states[self._states[:, ngram.OUTPUT_CACHE] == free[0], ngram.OUTPUT_CACHE] = 0
             row = free[0]
-            self._answers.allocate(row, cap=1024, entries=1024 * (len(self._contexts) + 1))
+            self._output_cache.allocate(row, cap=1024, entries=1024 * (len(self._contexts) + 1))
         self._tenants[tenant] = row
         answer = np.append(np.asarray(answer, np.int32), np.int32(-1))  # -1: contexts do not reach from one answer into the next
-        answer = answer[-self._answers.history :]
-        if not ngram.fits(self._answers.states[row], self._contexts, self._answers.history, len(answer)):
-            self._answers.grow(row, len(answer), self._contexts)
-        ngram.extend(self._answers.states[row], self._contexts, answer, self._answers.history)
+        answer = answer[-self._output_cache.history :]
+        if not ngram.fits(self._output_cache.states[row], self._contexts, self._output_cache.history, len(answer)):
+            self._output_cache.grow(row, len(answer), self._contexts)
+        ngram.extend(self._output_cache.states[row], self._contexts, answer, self._output_cache.history)
 
-    def hopeless(self, slot: int) -> bool:
+    def is_unpredictable(self, slot: int) -> bool:
         """Whether next to nothing of a sequence's latest tokens was foreseen, so that it need not be looked at in every pass."""
         hits = int(self._states[slot, ngram.HITS])
         return hits.bit_length() > 32 and hits.bit_count() <= 2
 
-    def keep(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+    def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """What the model holds likely behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing): the last one of
         the sequence, then its nodes. tokens [n, KEPT], logits [n, KEPT] float32, as `evidence.likeliest` gives them."""
         tokens = np.ascontiguousarray(tokens, np.int32)
         if self._recycled_here:
             evidence.keep_rows(self._recycled, before, last, tokens, logits, _BOUNDS)
-        for d in self._seers:
-            self._ask(d, "saw", slot, self._last_trees.get(slot, _NO_TREE).first(len(tokens) - 1), tokens)
+        for d in self._topk_readers:
+            self._ask(d, "on_topk", slot, self._last_trees.get(slot, _NO_TREE).first(len(tokens) - 1), tokens)
 
-    def hear(self, slot: int, first: int, states: np.ndarray) -> None:
+    def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""
-        for d in self._hearers:
-            self._ask(d, "hear", slot, first, states)
+        for d in self._state_readers:
+            self._ask(d, "on_hidden_states", slot, first, states)
 
     def chain(self, slot: int, length: int) -> np.ndarray:
         """The tables' own prediction, without probabilities: [n] int32, n <= length, the longest context's most frequent continuations."""
@@ -395,13 +395,15 @@ class Proposer:
             self.drafters[d] = None
             return None
 
-    def _outside(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[Outside, int]:
+    def _external(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[ExternalTrees, int]:
         """All trees that come from outside the tables, sequence by sequence, and how many each sequence has (0 if there are none)."""
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
-        self._n_outside = 1 + len(self.drafters) if active else int(self.datastore is not None)
+        self._n_external = 1 + len(self.drafters) if active else int(self.datastore is not None)
         if not active:
-            return _NO_OUTSIDE if stored is None else Outside(stored.start, stored.tokens, stored.parents, stored.codes), self._n_outside
-        D, seqs = self._n_outside, slots.tolist()
+            return _NO_EXTERNAL if stored is None else ExternalTrees(
+                stored.start, stored.tokens, stored.parents, stored.codes
+            ), self._n_external
+        D, seqs = self._n_external, slots.tolist()
         trees: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(_NO_TOKENS, _NO_TOKENS, _NO_CODES)] * (D * len(seqs))
         if stored is not None:
             for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
@@ -417,15 +419,15 @@ class Proposer:
                     trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _codes(tree)
         bounds = np.zeros(len(trees) + 1, np.int64)
         bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in trees])
-        return Outside(bounds, *(np.concatenate(parts) for parts in zip(*trees, strict=True))), D
+        return ExternalTrees(bounds, *(np.concatenate(parts) for parts in zip(*trees, strict=True))), D
 
     def _set_places(self, slots: np.ndarray, trees: list[DraftTree], stored: Drafts) -> None:
         """Tell the nodes that the datastore has too where it has them."""
         R = len(self._nodes.token) // len(self._states)
         for b, (slot, tree) in enumerate(zip(slots.tolist(), trees, strict=True)):
-            node = self._nodes.outside[slot * R + 1 : slot * R + 1 + len(tree), evidence.DATASTORE]
+            node = self._nodes.external[slot * R + 1 : slot * R + 1 + len(tree), evidence.DATASTORE]
             if stored.start[b + 1] > stored.start[b]:
-                tree.places = np.where(node >= 0, stored.places[stored.start[b] + np.maximum(node, 0)], -1)
+                tree.store_positions = np.where(node >= 0, stored.positions[stored.start[b] + np.maximum(node, 0)], -1)
 
     def _sound(self, d: int, tree: Candidates) -> bool:
         """Whether an external tree can be trusted as far as its shape goes; if not, its drafter is switched off."""
@@ -493,14 +495,14 @@ class _Tables:
 _BOUNDS = np.array(evidence.GAPS, np.float32)
 SOURCES = ("ngram", "answers", "prediction", "recycled", "similar")
 _GROUPS = (
-    range(evidence.ANSWERS),
-    range(evidence.ANSWERS, evidence.PREDICTED),
+    range(evidence.OUTPUT_CACHE),
+    range(evidence.OUTPUT_CACHE, evidence.PREDICTED),
     (evidence.PREDICTED,),
     (evidence.RECYCLED, evidence.RECYCLED_PAIR),
 )
 _NO_CODES = np.empty(0, np.int16)
 _NO_TREE = DraftTree(_NO_TOKENS, _NO_TOKENS, np.empty(0, np.float32), np.empty(0, np.uint8))
-_NO_OUTSIDE = Outside(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
+_NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -514,7 +516,7 @@ def warmup() -> None:
     """Compile, or load from the cache on disk, everything that a step needs. Safe to call from another thread."""
     proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=cold_weights())
     slots, cost = np.zeros(1, np.int32), np.ones(8)
-    proposer.keep(0, np.array([-1, 1], np.int32), np.array([1, 2], np.int32), *evidence.likeliest(np.zeros((2, 16), np.float32)))
+    proposer.record_topk(0, np.array([-1, 1], np.int32), np.array([1, 2], np.int32), *evidence.likeliest(np.zeros((2, 16), np.float32)))
     proposer.remember(np.array([1, 2, 3], np.int32))
     proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
     trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)

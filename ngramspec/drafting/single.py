@@ -17,11 +17,11 @@ from ngramspec.drafting.base import (
     Candidates,
     CanDraw,
     Drafter,
-    NeedsCandidates,
+    NeedsHiddenStates,
+    NeedsKvRoom,
     NeedsModel,
-    NeedsRoom,
-    NeedsStates,
     NeedsText,
+    NeedsTopK,
     Text,
     is_sound,
 )
@@ -29,7 +29,7 @@ from ngramspec.drafting.base import (
 log = logging.getLogger(__name__)
 
 
-class Alone:
+class SingleDrafter:
     """The same calls as `Proposer` has, from the same caller. A drafter that raises is switched off: nothing is drafted any more."""
 
     datastore = None
@@ -39,7 +39,7 @@ class Alone:
         self.vocab_size, self.spec_length, self.spec_rows = vocab_size, spec_length, spec_rows
         self.drafter: Drafter | None = drafter
         self.source_names = [drafter.name]
-        self.recycles, self.hears = isinstance(drafter, NeedsCandidates), isinstance(drafter, NeedsStates)
+        self.needs_topk, self.needs_hidden_states = isinstance(drafter, NeedsTopK), isinstance(drafter, NeedsHiddenStates)
         self._trees: dict[int, DraftTree] = {}
         self._begun: set[int] = set()
         if isinstance(drafter, CanDraw):
@@ -51,7 +51,7 @@ class Alone:
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
         """Whether sequences of so many tokens can begin."""
-        return not isinstance(self.drafter, NeedsRoom) or self._ask("has_room", n_tokens) is not False
+        return not isinstance(self.drafter, NeedsKvRoom) or self._ask("has_room", n_tokens) is not False
 
     def begin(self, slot: int, tokens: np.ndarray, *, text: Text | None = None, **_: Any) -> None:
         self._begun.add(slot)
@@ -88,11 +88,11 @@ class Alone:
             drawn_from=None if drawn_from is None else [drawn_from[i] for i in kept],
         )
 
-    def keep(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        self._ask("saw", slot, self._trees.get(slot, _NO_TREE).first(len(tokens) - 1), np.asarray(tokens, np.int32))
+    def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        self._ask("on_topk", slot, self._trees.get(slot, _NO_TREE).first(len(tokens) - 1), np.asarray(tokens, np.int32))
 
-    def hear(self, slot: int, first: int, states: np.ndarray) -> None:
-        self._ask("hear", slot, first, states)
+    def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
+        self._ask("on_hidden_states", slot, first, states)
 
     def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
         for slot, tokens, path in zip(slots.tolist(), accepted, paths, strict=True):
@@ -109,7 +109,7 @@ class Alone:
     def remember(self, answer: np.ndarray, tenant: str = "") -> None:
         """Finished answers are of no use here."""
 
-    def hopeless(self, slot: int) -> bool:
+    def is_unpredictable(self, slot: int) -> bool:
         return False
 
     def _ask(self, what: str, *args: object) -> Any:

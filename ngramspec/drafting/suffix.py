@@ -41,7 +41,7 @@ class Drafts(NamedTuple):
     tokens: np.ndarray  # [N] int32
     parents: np.ndarray  # [N] int32, within the tree; -1: the root
     codes: np.ndarray  # [N] int16
-    places: np.ndarray  # [N] int64, for `locate`
+    positions: np.ndarray  # [N] int64, for `locate`
 
 
 @njit(cache=True, nogil=True)

@@ -29,7 +29,7 @@ COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Row counts at which the cost of a pass is measured."""
 
 
-class Policy(Protocol):
+class LinearPolicy(Protocol):
     """How products with one shape of weight are computed; `str` says it."""
 
     @property
@@ -41,8 +41,8 @@ class Output(Protocol):
     """What a pass gave, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
 
     @property
-    def picks(self) -> np.ndarray | None:
-        """[N] int32: the next token after each row whose picker the device serves (`Picker.on_device`), -1 where its logits hold no
+    def sampled(self) -> np.ndarray | None:
+        """[N] int32: the next token after each row whose picker the device serves (`Sampler.on_device`), -1 where its logits hold no
         finite maximum; nothing of meaning for other rows. None: the device picks no tokens."""
 
     def logits(self, first: int, end: int) -> np.ndarray:
@@ -71,7 +71,7 @@ class Runner(ABC):
     shapes: list[tuple[int, int]]
     """Per layer (n_kv_heads, head_dim)."""
     exactness: str
-    policies: Mapping[tuple[int, int], Policy]
+    policies: Mapping[tuple[int, int], LinearPolicy]
     """How products with a weight [N, K] are computed, by (N, K)."""
     tokenizer: Any = None
     """The model's own, if it has one. Set by the engine, as is `max_model_len`, for those that compare another model with this one."""
@@ -94,7 +94,7 @@ class Runner(ABC):
     def forward(self, batch: Batch) -> Output:
         """One pass over the rows [T]. Writes the rows' KV to their slots."""
 
-    def shallow(self, n_layers: int) -> Callable[[Batch], Output]:
+    def early_exit(self, n_layers: int) -> Callable[[Batch], Output]:
         """`forward` through the first layers alone, the final norm and the head. It writes their KV to the same slots of the same pool.
 
         Raises ValueError where there are fewer layers, UnsupportedModelError where they cannot be had by themselves.
@@ -114,7 +114,7 @@ class Runner(ABC):
     # ------------------------------------------------------------------ proofs and measurements
 
     def _slot_for_tests(self, n_slots: int) -> int:
-        slot = int(np.flatnonzero(self.pool.held == 0)[0])
+        slot = int(np.flatnonzero(self.pool.n_blocks_of == 0)[0])
         if not self.pool.reserve(slot, n_slots):
             raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
         return slot

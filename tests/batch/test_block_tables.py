@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ngramspec.batch.block_tables import BlockTables, Chain
+from ngramspec.batch.block_tables import BlockHashes, BlockTables
 from ngramspec.batch.types import BLOCK
 from ngramspec.cpu.pool import KVPool
 
@@ -23,9 +23,9 @@ class Tables(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SEQS - 1), n=st.integers(0, 6 * BLOCK))
     def reserve(self, slot: int, n: int) -> None:
-        missing = -(-n // BLOCK) - int(self.tables.held[slot])
+        missing = -(-n // BLOCK) - int(self.tables.n_blocks_of[slot])
         fits = missing <= self.tables.n_available
-        before = self.tables.tables[slot, : self.tables.held[slot]].copy()
+        before = self.tables.tables[slot, : self.tables.n_blocks_of[slot]].copy()
         assert self.tables.reserve(slot, n) == fits
         assert (self.tables.tables[slot, : len(before)] == before).all()
         if fits:
@@ -37,7 +37,7 @@ class Tables(RuleBasedStateMachine):
         kept = self.tables.tables[slot, : -(-length // BLOCK)].copy()
         self.tables.truncate_to(slot, length)
         self.lengths[slot] = length
-        assert self.tables.held[slot] == len(kept)
+        assert self.tables.n_blocks_of[slot] == len(kept)
         assert (self.tables.tables[slot, : len(kept)] == kept).all()
 
     @rule(slot=st.integers(0, SEQS - 1))
@@ -49,7 +49,7 @@ class Tables(RuleBasedStateMachine):
     def sound(self) -> None:
         self.tables.check_integrity()
         for slot in range(SEQS):
-            assert self.tables.held[slot] * BLOCK >= self.lengths[slot]
+            assert self.tables.n_blocks_of[slot] * BLOCK >= self.lengths[slot]
 
 
 TestTables = Tables.TestCase
@@ -61,7 +61,7 @@ class Text:
     def __init__(self, salt: str, letters: list[int], n: int) -> None:
         """A block is all of one letter, so that texts often begin alike."""
         self.salt, self.tokens = salt, np.repeat(np.array(letters, np.int32), BLOCK)[:n]
-        self.chain = Chain(salt, self.tokens)
+        self.block_hashes = BlockHashes(salt, self.tokens)
         self.computed = 0
 
     def truth(self, position: int) -> object:
@@ -90,12 +90,12 @@ class Prefixes(RuleBasedStateMachine):
     def come(self, salt: str, letters: list[int], n: int) -> None:
         slot = next(s for s in range(SEQS) if s not in self.texts)
         text = Text(salt, letters, n)
-        self.before |= dict(zip(text.chain.names, [None, *text.chain.names], strict=False))
-        names = text.chain.names[: (n - 1) // BLOCK]
-        known = next((i for i, name in enumerate(names) if name not in self.tables._known), len(names))
-        idle = sum(self.tables._known[name] in self.tables.cached for name in names[:known])
+        self.before |= dict(zip(text.block_hashes.hashes, [None, *text.block_hashes.hashes], strict=False))
+        hashes = text.block_hashes.hashes[: (n - 1) // BLOCK]
+        known = next((i for i, name in enumerate(hashes) if name not in self.tables._known), len(hashes))
+        idle = sum(self.tables._known[name] in self.tables.cached for name in hashes[:known])
         fits = -(-n // BLOCK) - known <= self.tables.n_available - idle
-        taken = self.tables.admit(slot, names, n)
+        taken = self.tables.admit(slot, hashes, n)
         assert taken == (known if fits else -1)
         if fits:
             text.computed = taken * BLOCK
@@ -109,7 +109,7 @@ class Prefixes(RuleBasedStateMachine):
         end = min(text.computed + n, len(text.tokens))
         self.write(slot, text.computed, [text.truth(p) for p in range(text.computed, end)])
         text.computed = end
-        self.tables.register(slot, text.chain.names[: end // BLOCK])
+        self.tables.register(slot, text.block_hashes.hashes[: end // BLOCK])
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), n=st.integers(1, 8))
@@ -145,15 +145,15 @@ TestPrefixes.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 def held(tables: BlockTables, slot: int) -> list[int]:
-    return tables.tables[slot, : tables.held[slot]].tolist()
+    return tables.tables[slot, : tables.n_blocks_of[slot]].tolist()
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
     tables = BlockTables(5, 2, 5 * BLOCK)
-    a, b = (Chain("", np.repeat(np.array(letters, np.int32), BLOCK)).names for letters in ([1, 2], [3, 4, 5]))
-    for names in (a, b, a):
-        assert tables.admit(0, names, len(names) * BLOCK) == (len(names) if names[0] in tables._known else 0)
-        tables.register(0, names)
+    a, b = (BlockHashes("", np.repeat(np.array(letters, np.int32), BLOCK)).hashes for letters in ([1, 2], [3, 4, 5]))
+    for hashes in (a, b, a):
+        assert tables.admit(0, hashes, len(hashes) * BLOCK) == (len(hashes) if hashes[0] in tables._known else 0)
+        tables.register(0, hashes)
         tables.release(0)
     assert len(tables.free) == 0
     assert tables.reserve(0, 3 * BLOCK)  # all of b, though a was there first
@@ -165,10 +165,10 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
 
 def test_texts_that_were_computed_at_the_same_time_share_their_blocks() -> None:
     tables = BlockTables(6, 2, 3 * BLOCK)
-    names = Chain("", np.zeros(2 * BLOCK, np.int32)).names
-    assert [tables.admit(slot, names, 3 * BLOCK) for slot in (0, 1)] == [0, 0]
-    tables.register(0, names)
-    tables.register(1, names)
+    hashes = BlockHashes("", np.zeros(2 * BLOCK, np.int32)).hashes
+    assert [tables.admit(slot, hashes, 3 * BLOCK) for slot in (0, 1)] == [0, 0]
+    tables.register(0, hashes)
+    tables.register(1, hashes)
     assert held(tables, 0)[:2] == held(tables, 1)[:2]
     assert tables.n_available == 2
     tables.check_integrity()
@@ -182,28 +182,28 @@ def test_texts_that_were_computed_at_the_same_time_share_their_blocks() -> None:
 def test_names_stand_for_all_tokens_before_and_for_the_salt() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 1 << 30, 4 * BLOCK + 5).astype(np.int32)
-    names = Chain("a", tokens).names
-    assert len(names) == 4
-    assert all(len(name) == 16 for name in names)
-    grown = Chain("a", tokens[:7])
+    hashes = BlockHashes("a", tokens).hashes
+    assert len(hashes) == 4
+    assert all(len(name) == 16 for name in hashes)
+    grown = BlockHashes("a", tokens[:7])
     for end in range(7, len(tokens) + 1, 9):
         grown.extend(tokens[:end])
     grown.extend(tokens)
-    assert grown.names == names
+    assert grown.hashes == hashes
     other = tokens.copy()
     other[BLOCK] += 1
-    assert Chain("a", other).names[0] == names[0]
-    assert not set(Chain("a", other).names[1:]) & set(names)
-    assert not set(Chain("b", tokens).names) & set(names)
-    copy = Chain("a", tokens[: 2 * BLOCK]).copy()
+    assert BlockHashes("a", other).hashes[0] == hashes[0]
+    assert not set(BlockHashes("a", other).hashes[1:]) & set(hashes)
+    assert not set(BlockHashes("b", tokens).hashes) & set(hashes)
+    copy = BlockHashes("a", tokens[: 2 * BLOCK]).copy()
     copy.extend(tokens)
-    assert copy.names == names
+    assert copy.hashes == hashes
 
 
 def test_registered_blocks_are_neither_written_nor_rolled_back() -> None:
     pool = KVPool([(1, 8)], 4, 1, 4 * BLOCK)
     assert pool.admit(0, (), 3 * BLOCK) == 0
-    pool.register(0, Chain("", np.zeros(2 * BLOCK, np.int32)).names)
+    pool.register(0, BlockHashes("", np.zeros(2 * BLOCK, np.int32)).hashes)
     pool.commit(0, 2 * BLOCK, np.array([2 * BLOCK + 3]))
     with pytest.raises(AssertionError, match="not written"):
         pool.commit(0, 2 * BLOCK - 1, np.array([2 * BLOCK + 3]))
@@ -237,5 +237,5 @@ def test_released_blocks_serve_others() -> None:
     assert tables.reserve(0, 3 * BLOCK)
     assert not tables.reserve(1, 1)
     tables.truncate_to(0, 2 * BLOCK - 1)
-    assert tables.held[0] == 2
+    assert tables.n_blocks_of[0] == 2
     assert tables.reserve(1, 1)

@@ -13,7 +13,7 @@ from scipy.stats import chi2
 
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.rejection import lenient, reject
-from ngramspec.batch.sampling import Picker, uniform_bits
+from ngramspec.batch.sampling import Sampler, uniform_bits
 from ngramspec.batch.types import DraftTree
 
 N, V = 100_000, 8
@@ -215,10 +215,10 @@ def test_rows_of_the_path_alone_are_asked_for_and_only_as_far_as_the_text_goes()
 
 
 def test_without_a_draft_the_token_is_the_requests_own_pick() -> None:
-    picker = Picker(SamplingParams(temperature=1.0), sample=1, seed=5, prompt=np.zeros(1, np.int64), vocab_size=V, stop_ids=frozenset())
+    sampler = Sampler(SamplingParams(temperature=1.0), index=1, seed=5, prompt=np.zeros(1, np.int64), vocab_size=V, stop_ids=frozenset())
     for position in range(200):
         u = uniform_bits(5, 1, position) / 2**53
-        assert list(reject(None, lambda row: WEIGHTS[ROOT], lambda depth, k, u=u: u)) == [(picker.draw(WEIGHTS[ROOT], position, 0), -1)]  # type: ignore[misc]
+        assert list(reject(None, lambda row: WEIGHTS[ROOT], lambda depth, k, u=u: u)) == [(sampler.draw(WEIGHTS[ROOT], position, 0), -1)]  # type: ignore[misc]
 
 
 def test_greedy_lenience_takes_the_likeliest_child_that_is_near_enough() -> None:

@@ -10,17 +10,15 @@ from scipy.stats import chisquare, kstest
 
 from ngramspec.batch.numeric import exp
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.sampling import NotFiniteError, Picker, _draw, _part, _philox, on_device, share_bits, token_logprob, uniform_bits
+from ngramspec.batch.sampling import NotFiniteError, Sampler, _draw, _part, _philox, on_device, share_bits, token_logprob, uniform_bits
 
 V = 50
 
 
-def picker(
-    sample: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), stop_ids: frozenset[int] = frozenset(), vocab: int = V, **params: Any
-) -> Picker:
-    return Picker(
-        SamplingParams(**params), sample=sample, seed=seed, prompt=np.array(prompt, np.int64), vocab_size=vocab, stop_ids=stop_ids
-    )
+def sampler(
+    index: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), stop_ids: frozenset[int] = frozenset(), vocab: int = V, **params: Any
+) -> Sampler:
+    return Sampler(SamplingParams(**params), index=index, seed=seed, prompt=np.array(prompt, np.int64), vocab_size=vocab, stop_ids=stop_ids)
 
 
 def row(seed: int = 0, scale: float = 2.0) -> np.ndarray:
@@ -57,7 +55,7 @@ def test_exp_is_accurate() -> None:
 def test_greedy_ties_go_to_the_lowest_id() -> None:
     logits = np.zeros(V, np.float32)
     logits[[9, 30]] = 1.0
-    assert picker().pick(logits, 0) == 9
+    assert sampler().sample(logits, 0) == 9
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.7, "min_p": 0.05}])
@@ -75,8 +73,8 @@ def test_sampled_distribution(params: dict[str, Any]) -> None:
     keep &= p >= params.get("min_p", 0)
     q = np.where(keep, p, 0)
     q /= q.sum()
-    chooser = picker(seed=4, temperature=temperature, **params)
-    counts = np.bincount([chooser.pick(logits, t) for t in range(20000)], minlength=V)
+    chooser = sampler(seed=4, temperature=temperature, **params)
+    counts = np.bincount([chooser.sample(logits, t) for t in range(20000)], minlength=V)
     assert (counts[q == 0] == 0).all()
     if (q > 0).sum() > 1:
         assert chisquare(counts[q > 0], q[q > 0] * counts.sum()).pvalue > 0.001
@@ -86,7 +84,7 @@ def test_sampled_distribution(params: dict[str, Any]) -> None:
 @given(seed=st.integers(0, 1000), k=st.integers(1, V + 5), scale=st.sampled_from([0.0, 0.01, 3.0, 200.0]))
 def test_top_k_keeps_exactly_the_first_k(seed: int, k: int, scale: float) -> None:
     logits = np.round(row(seed, scale), 1)  # with ties
-    kept = np.flatnonzero(picker(temperature=5.0, top_k=k).weights(logits, 0))
+    kept = np.flatnonzero(sampler(temperature=5.0, top_k=k).weights(logits, 0))
     x = (logits.astype(np.float64) - logits.max()) / 5
     expected = [i for i in np.lexsort((np.arange(V), -logits))[:k] if np.exp(x[i]) * 2**40 > 1]  # less likely ones weigh nothing
     assert sorted(expected) == kept.tolist()
@@ -107,7 +105,7 @@ def test_weights_are_the_sorted_definition_in_integers(
     """Against Python's own integers, and the pick by a plain running sum: exactly, with ties and banned tokens."""
     logits = np.round(row(seed, 1.0 if flat else 4.0), 1)
     logits[seed % V] = -np.inf
-    whole = picker(temperature=temperature).weights(logits, 0).tolist()
+    whole = sampler(temperature=temperature).weights(logits, 0).tolist()
     exact = np.exp((logits.astype(np.float64) - logits.max()) / np.float64(np.float32(temperature))) * 2**40
     assert np.allclose(whole, exact, rtol=1e-5, atol=1)
     held, total = 0, sum(whole[i] for i in sorted(range(V), key=lambda i: (-logits[i], i))[: top_k or V])
@@ -116,11 +114,11 @@ def test_weights_are_the_sorted_definition_in_integers(
         if held < max(1, total * share_bits(top_p) >> 53):
             held += whole[i]
             expected[i] = whole[i] if whole[i] >= min_p * 2**40 else 0
-    chooser = picker(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, sample=1)
+    chooser = sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, index=1)
     assert chooser.weights(logits, 0).tolist() == expected
     goal = sum(expected) * uniform_bits(seed, 1, 7) >> 53
     token = next(i for i in range(V) if sum(expected[: i + 1]) > goal)
-    assert chooser.pick(logits, 7) == token
+    assert chooser.sample(logits, 7) == token
 
 
 @given(st.integers(0, 2**62 - 1), st.integers(0, 2**53))
@@ -135,12 +133,12 @@ def test_draw_is_the_inverse_of_the_running_sum(weights: list[int], u: int) -> N
 
 
 def test_top_p_of_one_token() -> None:
-    chooser = picker(temperature=1.0, top_p=1e-9)
-    assert {chooser.pick(row(), t) for t in range(50)} == {int(row().argmax())}
+    chooser = sampler(temperature=1.0, top_p=1e-9)
+    assert {chooser.sample(row(), t) for t in range(50)} == {int(row().argmax())}
 
 
 def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
-    chooser = picker(prompt=(1, 2), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    chooser = sampler(prompt=(1, 2), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     for token in (2, 3, 3):
         chooser.accept(token)
     logits = np.full(V, 4.0, np.float32)
@@ -153,16 +151,16 @@ def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
 def test_bias_and_ban() -> None:
     logits = row()
     best = int(logits.argmax())
-    assert picker(logit_bias={best: -100}).pick(logits, 0) != best
-    assert picker(logit_bias={11: 100}).pick(logits, 0) == 11
-    assert picker(logit_bias={V + 3: 100}).pick(logits, 0) == best
+    assert sampler(logit_bias={best: -100}).sample(logits, 0) != best
+    assert sampler(logit_bias={11: 100}).sample(logits, 0) == 11
+    assert sampler(logit_bias={V + 3: 100}).sample(logits, 0) == best
 
 
 def test_min_tokens_bans_stops_until_then() -> None:
     logits = row()
     best = int(logits.argmax())
-    chooser = picker(min_tokens=2, stop_ids=frozenset({best}))
-    assert [chooser.pick(logits, t) == best for t in range(4)] == [False, False, True, True]
+    chooser = sampler(min_tokens=2, stop_ids=frozenset({best}))
+    assert [chooser.sample(logits, t) == best for t in range(4)] == [False, False, True, True]
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -179,13 +177,13 @@ def test_not_a_number(temperature: float) -> None:
     one[V - 1], infinite[3] = np.nan, np.inf
     for logits in (np.full(V, np.nan, np.float32), np.full(V, -np.inf, np.float32), one, infinite):
         with pytest.raises(NotFiniteError):
-            picker(temperature=temperature).pick(logits, 0)
+            sampler(temperature=temperature).sample(logits, 0)
 
 
 def test_what_a_device_can_pick() -> None:
     assert on_device(SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=3))
     for other in ({"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"logprobs": 0}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1}):
-        assert not picker(**other).on_device
+        assert not sampler(**other).on_device
 
 
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [

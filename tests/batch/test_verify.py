@@ -25,12 +25,12 @@ def test_none_some_all() -> None:
 def test_rows_of_the_path_alone_are_picked() -> None:
     picked = []
 
-    def pick(row: int) -> int:
+    def sample(row: int) -> int:
         picked.append(row)
         return {0: 6, 2: 8, 4: 1}[row]
 
     branching = tree([5, 6, 7, 8], [-1, -1, 0, 1])
-    assert list(walk(branching, pick)) == [(6, 1), (8, 3), (1, -1)]
+    assert list(walk(branching, sample)) == [(6, 1), (8, 3), (1, -1)]
     assert picked == [0, 2, 4]
 
 
@@ -63,9 +63,9 @@ def test_accepts_what_token_by_token_would_write(data: st.DataObject) -> None:
     salt = data.draw(st.integers(0, 9))
     model = lambda path: hash((salt, path)) % 4  # noqa: E731
     accepted = list(walk(tree(tokens, parents), lambda row: model(paths[row - 1])))
-    picks = np.array([model(paths[row - 1]) for row in range(len(tokens) + 1)], np.int32)
+    sampled = np.array([model(paths[row - 1]) for row in range(len(tokens) + 1)], np.int32)
     draft = tree(tokens, parents)
-    assert follow(draft.tokens, draft.parents, picks).tolist() == [node for _, node in accepted[:-1]]
+    assert follow(draft.tokens, draft.parents, sampled).tolist() == [node for _, node in accepted[:-1]]
     text: tuple[int, ...] = ()
     for token, node in accepted:
         assert token == model(text)

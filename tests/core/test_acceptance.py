@@ -13,7 +13,7 @@ from ngramspec import Engine, SamplingParams
 from ngramspec.core.step import Acceptance
 from ngramspec.drafters.counts import Counts
 from ngramspec.drafting.base import Candidates
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 
 LETTERS = (97, 98, 99, 100, 101)
 N = 4096
@@ -30,8 +30,8 @@ class Guess(Counts):
         guesses = []
         for seq in seqs:
             model, text = self._models[seq], self._texts[seq]
-            picker, position = text.picker.fork(), len(model.tokens) - text.n_prompt
-            token = picker.pick(np.log(model.distribution(model.tokens)).astype(np.float32), position)
+            sampler, position = text.sampler.fork(), len(model.tokens) - text.n_prompt
+            token = sampler.sample(np.log(model.distribution(model.tokens)).astype(np.float32), position)
             guesses.append(Candidates(np.array([token], np.int32), np.array([-1], np.int32), np.ones(1, np.float32)))
         return guesses
 
@@ -44,7 +44,7 @@ def engine() -> Iterator[Engine]:
 
 
 def use(engine: Engine, drafter: Counts, acceptance: Acceptance, *, draws: bool) -> None:
-    alone = Alone(drafter, vocab_size=engine.vocab_size, spec_length=3, spec_rows=8, draws=draws)
+    alone = SingleDrafter(drafter, vocab_size=engine.vocab_size, spec_length=3, spec_rows=8, draws=draws)
     engine.acceptance = engine.core.acceptance = acceptance
     engine._call(lambda: engine.core.use(alone))
 

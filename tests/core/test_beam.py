@@ -13,7 +13,7 @@ import tiny
 import torch
 from test_exact import FreeRows
 
-from ngramspec.batch.block_tables import Chain
+from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.errors import EngineClosedError, OutOfMemoryError
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import BLOCK, Beam, DraftTree
@@ -116,7 +116,7 @@ class Oracle:
             assert len(path) in (len(new) - 1, len(new))
             self.text[place] += tuple(new.tolist())
 
-    def keep(self, *_: Any) -> None:
+    def record_topk(self, *_: Any) -> None:
         pass
 
     def propose(self, places: np.ndarray, max_depth: np.ndarray, *_: Any) -> list[DraftTree]:
@@ -258,14 +258,14 @@ def test_fork_shares_what_is_registered_and_copies_the_rest(kind: str) -> None:
     for each in (*pool.keys, *pool.values):
         np.asarray(each)[:] = rng.random(each.shape)
     tokens = np.arange(BLOCK + 5, dtype=np.int32)
-    names = Chain("", tokens).names
+    names = BlockHashes("", tokens).hashes
     assert pool.reserve(0, BLOCK + 12)
     pool.register(0, names)
     slots = np.array([*range(BLOCK, BLOCK + 5), BLOCK + 7, BLOCK + 11])
     assert pool.fork(0, slots, 2, names)
     pool.check_integrity()
     assert pool.tables[2, 0] == pool.tables[0, 0]
-    assert pool.held[2] == 2
+    assert pool.n_blocks_of[2] == 2
 
     def read(slot: int, at: np.ndarray) -> list[np.ndarray]:
         blocks, offsets = pool.locate(slot, at)

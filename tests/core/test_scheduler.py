@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.batch.block_tables import BlockTables, Chain
+from ngramspec.batch.block_tables import BlockHashes, BlockTables
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.sampling import Picker
+from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK
 from ngramspec.core.scheduler import Scheduler
 from ngramspec.core.sequence import Sequence
@@ -31,17 +31,17 @@ class Silent:
 def sequence(n_prompt: int, n_output: int, shares: bool = False) -> Sequence:
     """All texts begin alike."""
     params, prompt = SamplingParams(max_tokens=n_output), np.zeros(n_prompt, np.int32)
-    picker = Picker(params, sample=0, seed=0, prompt=prompt, vocab_size=4, stop_ids=frozenset())
+    sampler = Sampler(params, index=0, seed=0, prompt=prompt, vocab_size=4, stop_ids=frozenset())
     return Sequence(
         prompt,
         params,
-        picker,
+        sampler,
         Silent(),
         index=0,
         stop_ids=frozenset(),
         max_len=MAX_LEN,
         speculation=True,
-        chain=Chain("", prompt) if shares else None,
+        block_hashes=BlockHashes("", prompt) if shares else None,
     )
 
 
@@ -49,17 +49,17 @@ def check(scheduler: Scheduler) -> None:
     tables: Any = scheduler.tables
     tables.check_integrity()
     slots = [s.slot for s in scheduler.running]
-    assert sorted(slots + scheduler.slots) == list(range(len(tables.held)))
+    assert sorted(slots + scheduler.slots) == list(range(len(tables.n_blocks_of)))
     assert all(s.slot < 0 and s.computed == 0 for s in scheduler.waiting)
     for seq in scheduler.running:
         assert 0 <= seq.computed < seq.n_tokens
-        assert tables.held[seq.slot] * BLOCK >= seq.computed >= tables.registered[seq.slot] * BLOCK
+        assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.computed >= tables.registered[seq.slot] * BLOCK
 
 
 def register(tables: BlockTables, seq: Sequence) -> None:
-    if seq.chain is not None:
-        seq.chain.extend(seq.tokens)
-        tables.register(seq.slot, seq.chain.names[: seq.computed // BLOCK])
+    if seq.block_hashes is not None:
+        seq.block_hashes.extend(seq.tokens)
+        tables.register(seq.slot, seq.block_hashes.hashes[: seq.computed // BLOCK])
 
 
 @settings(max_examples=120, deadline=None)
@@ -90,8 +90,8 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
             assert work, "running sequences, and nothing to do"
         for w in work:
             seq = w.seq
-            assert tables.held[seq.slot] * BLOCK >= seq.computed + w.n_rows
-            if not w.picks:
+            assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.computed + w.n_rows
+            if not w.samples:
                 seq.computed += w.n_rows
                 register(tables, seq)
                 continue
@@ -157,4 +157,4 @@ def test_a_sequence_starts_behind_what_is_known_of_it() -> None:
         assert seq.computed == seq.n_cached == taken
         assert [w.n_rows for w in work if w.seq is seq] == [seq.n_tokens - taken]
     assert tables.tables[third.slot, 0] == tables.tables[second.slot, 0]
-    assert (scheduler.n_sought, scheduler.n_found, scheduler.n_spared) == (6 * BLOCK + 1, 3 * BLOCK, 3 * BLOCK)
+    assert (scheduler.prefix_queries, scheduler.prefix_hits, scheduler.cached_tokens) == (6 * BLOCK + 1, 3 * BLOCK, 3 * BLOCK)

@@ -156,9 +156,9 @@ def test_any_shape_of_input() -> None:
 
 DIGEST = """
 import hashlib, numba, numpy as np, torch
-from ngramspec import tiles
-tiles.CHAINS = {chains} or tiles.CHAINS
-from ngramspec.products import Product
+from ngramspec.cpu import simd
+simd.CHAINS = {chains} or simd.CHAINS
+from ngramspec.cpu.matmul import Product
 numba.set_num_threads({threads})
 rng = np.random.default_rng(0)
 weight = torch.from_numpy(rng.integers(-128, 128, (80, 192)).astype(np.float32)) / 70

@@ -128,7 +128,7 @@ def test_commit_moves_as_the_pool_on_the_cpu_does(dtype: torch.dtype, device: st
         pool.keys[layer][:] = kv[layer, 0, :24].transpose(-1, -2).float().numpy()
         pool.values[layer][:] = kv[layer, 1, :24].float().numpy()
     for slot in (2, 0, 3, 1, 2, 0):  # in turns, so that tables are no runs
-        assert pool.reserve(slot, int(pool.held[slot]) * BLOCK + 3 * BLOCK)
+        assert pool.reserve(slot, int(pool.n_blocks_of[slot]) * BLOCK + 3 * BLOCK)
     sequences, starts, counts = [2, 0, 3, 1], [70, 31, 5, 9], [20, 11, 1, 0]
     paths = np.zeros((4, depth), np.int32)
     for s, (slot, start, count) in enumerate(zip(sequences, starts, counts, strict=True)):

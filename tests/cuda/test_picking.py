@@ -1,4 +1,4 @@
-"""Picking on the device: the very tokens that the CPU's `Picker` picks, whatever is asked for; candidates and walks likewise."""
+"""Picking on the device: the very tokens that the CPU's `Sampler` picks, whatever is asked for; candidates and walks likewise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aot import check_limits, compile_kernel, run_aot
 from triton.runtime import interpreter
 
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.sampling import NotFiniteError, Picker
+from ngramspec.batch.sampling import NotFiniteError, Sampler
 from ngramspec.batch.types import DraftTree
 from ngramspec.batch.verify import walk
 from ngramspec.cuda import sampling
@@ -71,19 +71,19 @@ def make_params(rng: np.random.Generator, V: int) -> SamplingParams:
     )
 
 
-def arrays(pickers: list[Picker], positions: np.ndarray, device: str) -> Sampling:
+def arrays(samplers: list[Sampler], positions: np.ndarray, device: str) -> Sampling:
     def put(values: Any, dtype: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype)).to(device)
 
-    params = [p.params for p in pickers]
-    seeds = np.array([[p.seed & 0xFFFFFFFF, p.seed >> 32] for p in pickers], np.uint32).view(np.int32)
+    params = [p.params for p in samplers]
+    seeds = np.array([[p.seed & 0xFFFFFFFF, p.seed >> 32] for p in samplers], np.uint32).view(np.int32)
     return Sampling(
         put([p.temperature for p in params], np.float32),
         put([p.top_k for p in params], np.int32),
         put([p.top_p for p in params], np.float64),
         put([p.min_p for p in params], np.float32),
         put(seeds, np.int32),
-        put([p.sample for p in pickers], np.int32),
+        put([p.index for p in samplers], np.int32),
         put(positions, np.int32),
     )
 
@@ -92,10 +92,10 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
     """n random rows: picks and candidates of one call against the CPU's, row by row."""
     rows = np.stack([make_row(rng, V) for _ in range(n)])
     params = params or [make_params(rng, V) for _ in range(n)]
-    pickers = [
-        Picker(
+    samplers = [
+        Sampler(
             params[i % len(params)],
-            sample=int(rng.integers(0, 128)),
+            index=int(rng.integers(0, 128)),
             seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
             prompt=np.zeros(0, np.int64),
             vocab_size=V,
@@ -108,14 +108,14 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
     likeliest = torch.full((n, K), -7, dtype=torch.int32, device=device), torch.zeros(n, K, device=device)
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         workspace = Workspace(n + 1, V, device, k=K, **sizes)
-        sampling.pick(torch.from_numpy(rows).to(device), arrays(pickers, positions, device), out, workspace, likeliest)
+        sampling.sample(torch.from_numpy(rows).to(device), arrays(samplers, positions, device), out, workspace, likeliest)
         tokens, logits = evidence.likeliest(rows)
-    for i, picker in enumerate(pickers):
+    for i, sampler in enumerate(samplers):
         try:
-            expected = picker.pick(rows[i], int(positions[i]))
+            expected = sampler.sample(rows[i], int(positions[i]))
         except NotFiniteError:
             expected = -1
-        assert int(out[i]) == expected, (V, sizes, picker.params)
+        assert int(out[i]) == expected, (V, sizes, sampler.params)
     numbers = ~np.isnan(rows).any(axis=1)
     assert (likeliest[0].cpu().numpy()[numbers] == tokens[numbers]).all()
     assert (likeliest[1].cpu().numpy()[numbers] == logits[numbers]).all()
@@ -171,18 +171,18 @@ def test_walks_are_those_of_the_cpu(device: str) -> None:
     """Random trees of several sequences, a prompt's rows before some roots, wide trees, and padding."""
     rng = np.random.default_rng(5)
     for n_seqs in (1, 3, 8):
-        ids, parents, picks, roots, ends, paths = [], [], [], [], [], []
+        ids, parents, sampled, roots, ends, paths = [], [], [], [], [], []
         for _ in range(n_seqs):
             n, before, wide = int(rng.choice([0, 1, 5, 30, 200])), int(rng.integers(0, 4)), rng.random() < 0.3
             ids += [3] * before
             parents += [-1] * before
-            picks += rng.integers(0, 3, before + 1 + n).tolist()
+            sampled += rng.integers(0, 3, before + 1 + n).tolist()
             root = len(ids)
             tree_parents = np.array([-1 if wide and i < 150 else int(rng.integers(max(-1, i - 3), i)) for i in range(n)], np.int32)
             tokens = np.empty(n, np.int32)
             for i in range(n):  # siblings differ, and now and then one is what was picked
                 taken = {int(tokens[j]) for j in range(i) if tree_parents[j] == tree_parents[i]}
-                tokens[i] = picks[root + 1 + tree_parents[i]]
+                tokens[i] = sampled[root + 1 + tree_parents[i]]
                 if int(tokens[i]) in taken or rng.random() < 0.2:
                     tokens[i] = max(taken, default=2) + 1
             ids += [1, *tokens.tolist()]
@@ -190,8 +190,10 @@ def test_walks_are_those_of_the_cpu(device: str) -> None:
             roots.append(root)
             ends.append(len(ids))
             tree = DraftTree(tokens, tree_parents, np.ones(n, np.float32), np.zeros(n, np.uint8))
-            paths.append([root + 1 + node for _, node in walk(tree, picks[root:].__getitem__) if node >= 0])
-        arrays = [torch.tensor(a, dtype=torch.int32, device=device) for a in (picks, [*ids, 0], [*parents, -1], [*roots, -1], [*ends, -1])]
+            paths.append([root + 1 + node for _, node in walk(tree, sampled[root:].__getitem__) if node >= 0])
+        arrays = [
+            torch.tensor(a, dtype=torch.int32, device=device) for a in (sampled, [*ids, 0], [*parents, -1], [*roots, -1], [*ends, -1])
+        ]
         depth = max(map(len, paths)) + 1
         counts, got = sampling.walk(*arrays, depth)
         assert counts.tolist() == [*map(len, paths), 0]
@@ -202,7 +204,7 @@ def test_walks_are_those_of_the_cpu(device: str) -> None:
 TYPES = {
     "logits": "*fp32", "stride": "i32:16", "n_vocab": "i32:16", "n_chunks": "i32", "temperature": "*fp32:1", "top_k": "*i32:1",
     "top_p": "*fp64:1", "min_p": "*fp32:1", "best": "*i64", "sums": "*i64", "seed": "*i32:1", "sample": "*i32:1", "position": "*i32:1",
-    "listed": "*i32", "out": "*i32:1", "ids": "*i32:1", "values": "*fp32:1", "picks": "*i32:1", "parents": "*i32:1", "roots": "*i32",
+    "listed": "*i32", "out": "*i32:1", "ids": "*i32:1", "values": "*fp32:1", "sampled": "*i32:1", "parents": "*i32:1", "roots": "*i32",
     "ends": "*i32", "counts": "*i32", "paths": "*i32", "depth": "i32", "stride_": "i32",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import chi2
 
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.sampling import Picker
+from ngramspec.batch.sampling import Sampler
 from ngramspec.drafters.counts import Counts, NgramModel
 from ngramspec.drafting.base import CanDraw, Drafter, NeedsModel, NeedsText, Text
 
@@ -30,7 +30,7 @@ def drafter(order: int, params: SamplingParams, *, seed: int = 0, length: int = 
     counts.draws = draws
     counts.bind(SimpleNamespace(vocab_size=V))
     counts.begin(3, TEXT)
-    counts.attach(3, Text(Picker(params, sample=0, seed=seed, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset()), 8, 100))
+    counts.attach(3, Text(Sampler(params, index=0, seed=seed, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset()), 8, 100))
     return counts
 
 
@@ -81,14 +81,14 @@ def test_q_is_what_the_request_would_sample_from() -> None:
     counts = drafter(1, params)
     (chain,) = counts.propose([3], 4)
     assert chain.drawn_from is not None
-    picker = Picker(params, sample=0, seed=0, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset())
+    sampler = Sampler(params, index=0, seed=0, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset())
     row = np.log(model(1).distribution(TEXT)).astype(np.float32)
     for position, (token, q) in enumerate(zip(chain.tokens.tolist(), chain.drawn_from, strict=True), 2):
-        weights = picker.weights(row, position)
+        weights = sampler.weights(row, position)
         assert (q == weights / weights.sum()).all()
         assert np.count_nonzero(q) == 3
-        assert token == picker.draw(weights, position, 1)
-        picker.accept(token)
+        assert token == sampler.draw(weights, position, 1)
+        sampler.accept(token)
     assert (counts.propose([3], 4)[0].tokens == chain.tokens).all()
 
 

@@ -27,7 +27,7 @@ from ngramspec.drafters.model import DraftModel, check_alike
 from ngramspec.drafters.names import make_drafter
 from ngramspec.drafters.stepwise import Stepwise
 from ngramspec.drafting.pace import Pace
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 from ngramspec.engine import Engine
 
 PARAMS = (GREEDY, SAMPLED, PENALISED)
@@ -62,7 +62,7 @@ def check_empty(engine: Engine, *drafters: Stepwise) -> None:
         pool.check_integrity()
         assert pool.n_available == pool.n_blocks
     proposer = engine.core.proposer
-    assert list(drafters) == ([proposer.drafter] if isinstance(proposer, Alone) else proposer.drafters)
+    assert list(drafters) == ([proposer.drafter] if isinstance(proposer, SingleDrafter) else proposer.drafters)
     assert not any(drafter._known for drafter in drafters)
 
 

@@ -19,7 +19,7 @@ from ngramspec.drafters.names import NAMES, make_drafter
 from ngramspec.drafters.recycling import TokenRecycling
 from ngramspec.drafting import Drafter, Proposer
 from ngramspec.drafting.pace import Pace
-from ngramspec.drafting.single import Alone
+from ngramspec.drafting.single import SingleDrafter
 from ngramspec.engine import Engine
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -100,7 +100,7 @@ def test_same_tokens_as_without(
         engine.core.cost = FreeRows()
         engine.core.use(Proposer(vocab_size=tiny.VOCAB, max_seqs=3, recycle=False, drafters=[drafter]))
     else:
-        engine.core.use(Alone(drafter, vocab_size=tiny.VOCAB, spec_length=64, spec_rows=64))
+        engine.core.use(SingleDrafter(drafter, vocab_size=tiny.VOCAB, spec_length=64, spec_rows=64))
     greedy, sampled = engine.complete(asked, GREEDY), engine.complete(asked, SAMPLED)
     assert [c.token_ids for c in greedy] == expected[0]
     assert [c.token_ids for c in sampled] == expected[1]
@@ -126,7 +126,7 @@ class Listener(TokenRecycling):
         super().begin(seq, tokens)
         self.heard[seq] = np.empty((0, HIDDEN), np.float32)
 
-    def hear(self, seq: int, first: int, states: np.ndarray) -> None:
+    def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
         assert first == len(self.heard[seq]), "every state once, in order"
         self.heard[seq] = np.concatenate([self.heard[seq], states])
 

@@ -58,9 +58,9 @@ def test_medusa_heads_propose_their_likeliest(
     drafter.begin(0, TOKENS)
     drafter.begin(1, TOKENS[:7])
     assert len(drafter.propose([0], 64)[0]) == 0, "no state was heard"
-    drafter.hear(0, 0, states[:20])
-    drafter.hear(0, 20, states[20:29])
-    drafter.hear(1, 3, states[3:6])
+    drafter.on_hidden_states(0, 0, states[:20])
+    drafter.on_hidden_states(0, 20, states[20:29])
+    drafter.on_hidden_states(1, 3, states[3:6])
     for tree, n in zip(drafter.propose([0, 1], 64), (30, 7), strict=True):
         likely = []
         for i in range(3):
@@ -123,12 +123,12 @@ def test_eagle_proposes_the_likeliest_paths(
     drafter.begin(0, TOKENS[:20])
     drafter.begin(1, TOKENS[:12])
     assert [len(tree) for tree in drafter.propose([0, 1], 64)] == [0, 0]
-    drafter.hear(0, first, states[first:13])
-    drafter.hear(0, 13, states[13:20])
-    drafter.hear(1, first, states[first:11])
+    drafter.on_hidden_states(0, first, states[first:13])
+    drafter.on_hidden_states(0, 13, states[13:20])
+    drafter.on_hidden_states(1, first, states[first:11])
     drafter.observe(0, TOKENS[20:21], TOKENS[:0])
     drafter.propose([0], 64)
-    drafter.hear(0, 20, states[20:23])
+    drafter.on_hidden_states(0, 20, states[20:23])
     drafter.observe(0, TOKENS[21:24], TOKENS[:0])
     for tree, n in zip(drafter.propose([0, 1], 64), (24, 12), strict=True):
         expected = eagle_tree(runner.model.lm_head, tensors, first, n, states, 3, 4)

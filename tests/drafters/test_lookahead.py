@@ -38,12 +38,12 @@ class Model:
 
     def step(self, budget: int = 64) -> tuple[DraftTree, np.ndarray]:
         tree = tree_of(self.drafter, budget)
-        picks = np.full((len(tree) + 1, KEPT), -1, np.int32)
-        picks[:, 0] = np.arange(self.next, self.next + len(picks))
-        self.next += len(picks)
-        self.drafter.saw(0, tree, picks)
-        self.drafter.observe(0, picks[0, :1], tree.tokens)
-        return tree, picks[:, 0]
+        sampled = np.full((len(tree) + 1, KEPT), -1, np.int32)
+        sampled[:, 0] = np.arange(self.next, self.next + len(sampled))
+        self.next += len(sampled)
+        self.drafter.on_topk(0, tree, sampled)
+        self.drafter.observe(0, sampled[0, :1], tree.tokens)
+        return tree, sampled[:, 0]
 
 
 def started(prompt: list[int], **options: bool) -> Lookahead:
@@ -78,15 +78,15 @@ def test_columns_move_by_a_level_and_leave_ngrams_to_the_pool() -> None:
         model.step()
     assert not drafter._texts[0].pool, "no column has N tokens yet"
     before, last = [list(column) for column in drafter._texts[0].columns], drafter._texts[0].tail[-1]
-    tree, picks = model.step()
+    tree, sampled = model.step()
     text = drafter._texts[0]
     node_of = {tuple(ancestors(tree, node)): node for node in range(len(tree))}
     for j, (old, new) in enumerate(zip(before, text.columns, strict=True)):
         path = [column[0] for column in before[1:j]] + old if j else old
-        pick = picks[1 + node_of[tuple(path)]]
-        assert new == [*old[1:], pick]
+        sample = sampled[1 + node_of[tuple(path)]]
+        assert new == [*old[1:], sample]
         whole = old if j else [last, *old]
-        assert (*whole[1:], pick) in text.pool[whole[0]]
+        assert (*whole[1:], sample) in text.pool[whole[0]]
 
 
 def test_guesses_begin_with_the_last_token_the_latest_first() -> None:

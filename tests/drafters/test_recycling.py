@@ -46,7 +46,7 @@ def test_what_was_seen_is_proposed() -> None:
     drafter.begin(0, ints(3, 1))
     assert len(drafter.propose([0], 64)[0]) == 0
     nodes = DraftTree(ints(2, 5, 2), ints(-1, 0, 1), np.ones(3, np.float32), np.zeros(3, np.uint8))
-    drafter.saw(0, nodes, np.stack([row(2, 4), row(9), row(1, 6), row(7, 8)]))
+    drafter.on_topk(0, nodes, np.stack([row(2, 4), row(9), row(1, 6), row(7, 8)]))
     drafter.observe(0, ints(2), ints(5, 2))
     drafter.end(0)
     drafter.begin(1, ints(5))
@@ -57,5 +57,5 @@ def test_what_was_seen_is_proposed() -> None:
     assert (np.diff(known.probs) <= 0).all()
     assert len(unknown) == 0
     assert len(drafter.propose([1], 2)[0]) == 2
-    drafter.saw(1, NO_NODES, row(3)[None])
+    drafter.on_topk(1, NO_NODES, row(3)[None])
     assert drafter.propose([1], 64)[0].tokens.tolist() == [3]

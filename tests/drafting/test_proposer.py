@@ -470,7 +470,7 @@ def test_the_models_own_candidates_are_drafted():
     proposer = Proposer(vocab_size=200, max_seqs=1, weights=cold_weights())
     rows = np.zeros((2, 200), np.float32)
     rows[0, [50, 60]], rows[1, 70] = (9.0, 8.8), 9.0
-    proposer.keep(0, ints(4, 5), ints(5, 50), *evidence.likeliest(rows))
+    proposer.record_topk(0, ints(4, 5), ints(5, 50), *evidence.likeliest(rows))
     proposer.begin(0, ints(9, 5))
     tree = propose(proposer, cost=FREE)[0]
     assert {(50,), (60,), (50, 70)} <= {tuple(p) for p in paths(tree)}

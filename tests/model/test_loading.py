@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
-from ngramspec.model import gguf, loading
+from ngramspec.model import gguf as gguf_files
+from ngramspec.model import loading
 from ngramspec.model.cache_dir import cache_home
 from ngramspec.model.loading import LoadedModel, load_model, load_tokenizer
 
@@ -287,7 +288,7 @@ def gguf(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         progress("converting")
         shutil.copytree(saved, folder, dirs_exist_ok=True)
 
-    monkeypatch.setattr(converted, "convert", convert)
+    monkeypatch.setattr(gguf_files, "convert", convert)
     monkeypatch.setattr(loading, "convert", convert)
     return path
 
@@ -302,10 +303,10 @@ def gguf_bytes(n_tensors: int = 1, offset: int = 0) -> bytes:
 
 def test_gguf_header(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(gguf_bytes(2))
-    assert gguf.read_header(tmp_path / "a.gguf") == ({"general.architecture": "llama", "a": None, "n": None}, 30)
+    assert gguf_files.read_header(tmp_path / "a.gguf") == ({"general.architecture": "llama", "a": None, "n": None}, 30)
     (tmp_path / "a.gguf").write_bytes(gguf_bytes(1, offset=64))
     with pytest.raises(ModelNotFoundError, match="before its last tensor"):
-        gguf.read_header(tmp_path / "a.gguf")
+        gguf_files.read_header(tmp_path / "a.gguf")
 
 
 @given(data=st.data())
@@ -316,7 +317,7 @@ def test_a_hostile_gguf_header_is_refused_or_read(tmp_path: Path, data: st.DataO
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.sampled_from([0, 1, 8, 9, 127, 255]))
     (tmp_path / "a.gguf").write_bytes(body[: data.draw(st.integers(0, len(body)))])
     try:
-        metadata, n_weights = gguf.read_header(tmp_path / "a.gguf")
+        metadata, n_weights = gguf_files.read_header(tmp_path / "a.gguf")
     except ModelNotFoundError:
         return
     assert len(metadata) <= 3
@@ -355,10 +356,10 @@ def flip_a_bit(path: Path, where: int) -> None:
         lambda entry: flip_a_bit(entry / "model.safetensors", -3),
         lambda entry: flip_a_bit(entry / "tokenizer.json", 50),
         lambda entry: (entry / "tokenizer.json").unlink(),
-        lambda entry: (entry / gguf.MANIFEST).unlink(),
-        lambda entry: (entry / gguf.MANIFEST).write_text("[]"),
-        lambda entry: (entry / gguf.MANIFEST).write_text(f'{{"format": {gguf.FORMAT}, "transformers": "0", "files": {{}}}}'),
-        lambda entry: (entry / gguf.MANIFEST).write_text('{"format": 0}'),
+        lambda entry: (entry / gguf_files.MANIFEST).unlink(),
+        lambda entry: (entry / gguf_files.MANIFEST).write_text("[]"),
+        lambda entry: (entry / gguf_files.MANIFEST).write_text(f'{{"format": {gguf_files.FORMAT}, "transformers": "0", "files": {{}}}}'),
+        lambda entry: (entry / gguf_files.MANIFEST).write_text('{"format": 0}'),
         lambda entry: shutil.rmtree(entry),
         lambda entry: [shutil.rmtree(entry), entry.write_text("a file")],
         lambda entry: shutil.copytree(entry, entry.with_name(entry.name + ".partial")) and shutil.rmtree(entry),
@@ -367,13 +368,13 @@ def flip_a_bit(path: Path, where: int) -> None:
 def test_a_damaged_cache_is_made_anew(gguf: Path, tmp_path: Path, damage: Callable[[Path], object]) -> None:
     cache = tmp_path / "cache"
     wanted = {name: value.clone() for name, value in stages(gguf, cache)[0].model.state_dict().items()}  # they are mapped
-    entry = gguf.entry_path(gguf, torch.float32, cache)
-    assert gguf.is_whole(entry)
+    entry = gguf_files.entry_path(gguf, torch.float32, cache)
+    assert gguf_files.is_whole(entry)
     damage(entry)
     loaded, messages = stages(gguf, cache)
     assert "converting" in messages
     assert all(torch.equal(wanted[name], value) for name, value in loaded.model.state_dict().items())
-    assert gguf.is_whole(entry)
+    assert gguf_files.is_whole(entry)
     assert sorted(path.name for path in entry.parent.iterdir()) == [entry.name, f"{entry.name}.lock"]
 
 
@@ -382,7 +383,7 @@ def test_a_conversion_that_fails_leaves_nothing(gguf: Path, tmp_path: Path, monk
         (folder / "config.json").write_text("half")
         raise UnsupportedModelError("no such architecture")
 
-    monkeypatch.setattr(converted, "convert", convert)
+    monkeypatch.setattr(gguf_files, "convert", convert)
     with pytest.raises(UnsupportedModelError, match="no such architecture"):
         stages(gguf, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
@@ -401,10 +402,10 @@ def _start(gguf: Path, cache: Path, saved: Path, conversions: Any, barrier: Any)
             conversions.value += 1
         shutil.copytree(saved, folder, dirs_exist_ok=True)
 
-    gguf.convert = convert
+    gguf_files.convert = convert
     barrier.wait(30)
-    entry = gguf.ensure_converted(gguf, torch.float32, cache, lambda message: None)
-    assert gguf.is_whole(entry)
+    entry = gguf_files.ensure_converted(gguf, torch.float32, cache, lambda message: None)
+    assert gguf_files.is_whole(entry)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -453,6 +454,6 @@ def test_smollm2_answers(smollm2: LoadedModel) -> None:
 
 
 def test_is_whole_needs_a_readable_manifest(tmp_path: Path) -> None:
-    assert not gguf.is_whole(tmp_path)
-    (tmp_path / gguf.MANIFEST).write_bytes(b"\xff")
-    assert not gguf.is_whole(tmp_path)
+    assert not gguf_files.is_whole(tmp_path)
+    (tmp_path / gguf_files.MANIFEST).write_bytes(b"\xff")
+    assert not gguf_files.is_whole(tmp_path)
