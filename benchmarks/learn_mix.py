@@ -262,7 +262,7 @@ def collect(traces: list[Made], weights: merge.Weights, max_out: int, vocab_size
         tables.begin(0, t.prompt, prediction=t.prediction, tenant=str(t.session))
         tables._own.grow(0, len(t.output) + 1, tables._contexts)
         n = _sample(
-            tables._states, tables._answers.states, tables._contexts, tables._recycled, tables._nodes, proposer._NO_EXTERNAL,
+            tables._states, tables._output_cache.states, tables._contexts, tables._recycled, tables._nodes, proposer._NO_EXTERNAL,
             tables.weights, tables._scratch, tables.history, t.output, t.top, t.logits, bounds, int(len(t.output) < max_out),
             samples, n, position,
         )  # fmt: skip

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ngramspec.batch.errors import (
+        CallbackError,
         EngineClosedError,
+        InvalidInputError,
         ModelNotFoundError,
         NgramspecError,
         OutOfMemoryError,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     )
     from ngramspec.batch.params import SamplingParams
     from ngramspec.batch.types import Beam, Choice, Completion, Delta, EngineStatus, Stats, TokenLogprob
+    from ngramspec.config import EngineConfig
     from ngramspec.datastore import Datastore
     from ngramspec.engine import Engine
 
@@ -33,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Engine",
+    "EngineConfig",
     "Datastore",
     "SamplingParams",
     "Completion",
@@ -43,7 +47,9 @@ __all__ = [
     "TokenLogprob",
     "EngineStatus",
     "NgramspecError",
+    "CallbackError",
     "EngineClosedError",
+    "InvalidInputError",
     "ModelNotFoundError",
     "OutOfMemoryError",
     "PromptTooLongError",
@@ -53,7 +59,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {"Engine": "engine", "Datastore": "datastore", "SamplingParams": "batch.params"}
+_HOMES = {"Engine": "engine", "EngineConfig": "config", "Datastore": "datastore", "SamplingParams": "batch.params"}
 _TYPES = ("Beam", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus")
 
 

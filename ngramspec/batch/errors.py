@@ -5,6 +5,10 @@ class NgramspecError(Exception):
     """Base of all errors raised on purpose. The message names the offending value and what would be accepted."""
 
 
+class InvalidInputError(NgramspecError, ValueError):
+    """A prompt, parameter, hint or setting is out of bounds or of the wrong type; the message says which and what is accepted."""
+
+
 class ModelNotFoundError(NgramspecError):
     """The model argument names no folder, GGUF file, known shorthand or reachable hub repository."""
 
@@ -25,9 +29,13 @@ class OutOfMemoryError(NgramspecError, MemoryError):
     """Weights or KV pool do not fit; the message says what was needed and what is free."""
 
 
-class PromptTooLongError(NgramspecError, ValueError):
+class PromptTooLongError(InvalidInputError):
     """Prompt does not fit `max_model_len` or the KV pool."""
 
 
 class EngineClosedError(NgramspecError, RuntimeError):
     """The engine was closed, or died of the error chained to this one."""
+
+
+class CallbackError(NgramspecError, RuntimeError):
+    """A `deliver` callback asked for what only the engine's own thread could do, in which it runs itself: it would wait forever."""

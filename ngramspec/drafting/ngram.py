@@ -27,8 +27,6 @@ from ngramspec.datastore.pointers import pointer
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Context lengths in tokens; order n of the literature has a context of n - 1."""
-MAX_HISTORY = (1 << 24) - 1
-"""`total` has 24 bits."""
 LONG_RUN = 64
 """`run` is not counted further."""
 REACH = 8

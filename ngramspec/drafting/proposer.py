@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.batch.types import DraftTree
 from ngramspec.drafting import evidence, merge, ngram
 from ngramspec.drafting.base import Candidates, Drafter, NeedsHiddenStates, NeedsKvRoom, NeedsModel, NeedsText, NeedsTopK, Text, is_sound
@@ -25,13 +26,8 @@ from ngramspec.drafting.suffix import Drafts, SuffixDrafter
 
 log = logging.getLogger(__name__)
 WEIGHTS = Path(__file__).with_name("weights.npz")
-MAX_ORDER = ngram.LADDER[-1] + 1
-HISTORY = 32_000
-ANSWERS = 200_000
 TENANTS = 16
 PAIRS = 1 << 16
-SPEC_LENGTH = 64
-SPEC_ROWS = 64
 RATES = (0.02, 0.05)
 """Online learning rates of mix and states."""
 
@@ -115,8 +111,8 @@ class Proposer:
         for name, value, lo, hi in (
             ("vocab_size", vocab_size, 1, 2**31 - 1),
             ("max_order", max_order, 2, MAX_ORDER),
-            ("history", history, 16, ngram.MAX_HISTORY),
-            ("answers", answers, 0, ngram.MAX_HISTORY),
+            ("history", history, 16, MAX_HISTORY),
+            ("answers", answers, 0, MAX_HISTORY),
             ("spec_length", spec_length, 0, 4096),
             ("spec_rows", spec_rows, 0, 4096),
             ("max_seqs", max_seqs, 1, 65536),

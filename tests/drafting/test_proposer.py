@@ -397,10 +397,10 @@ def test_answers_are_bounded_and_can_be_off():
     proposer = Proposer(vocab_size=10**6, max_seqs=1, answers=500, weights=cold_weights())
     for i in range(40):
         proposer.remember(np.arange(1000 * i, 1000 * i + 100, dtype=np.int32))
-    size = proposer._answers.buffers[1].nbytes
+    size = proposer._output_cache.buffers[1].nbytes
     for i in range(40, 200):
         proposer.remember(np.arange(1000 * i, 1000 * i + 100, dtype=np.int32))
-    assert proposer._answers.buffers[1].nbytes == size
+    assert proposer._output_cache.buffers[1].nbytes == size
     proposer.begin(0, ints(199_010, 199_011))
     assert propose(proposer, cost=FREE)[0].tokens[0] == 199_012
     proposer.begin(0, ints(10_010, 10_011))

@@ -1,0 +1,105 @@
+"""The engine's settings, each declared once: name, default, bounds and meaning.
+
+`Engine`'s keyword arguments, the command line and the server's options are all built from `EngineConfig`. Imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ngramspec.batch.errors import InvalidInputError
+from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
+from ngramspec.batch.options import Choice, Flag, Integer, Number, Text, check, option
+
+_MODEL, _SPECULATION = "Model and device", "Speculation"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is to be. Raises InvalidInputError, naming the accepted range, for any value outside it."""
+
+    device: str = option("cpu", Text(), "cpu, cuda or cuda:N.", panel=_MODEL)
+    dtype: str = option(
+        "auto",
+        Choice(("auto", "float32", "bfloat16", "float16")),
+        "float32; on CUDA bfloat16, float16 or float32. auto: the first of these.",
+        panel=_MODEL,
+    )
+    threads: int | None = option(None, Integer(1, optional=True), "Processor threads. Default: all cores.", panel=_MODEL)
+    max_model_len: int | None = option(
+        None, Integer(2, optional=True), "Most tokens of prompt and output. Default: what model and memory allow.", panel=_MODEL
+    )
+    max_seqs: int = option(64, Integer(1), "Sequences that run at a time.", panel=_MODEL, only=("serve",))
+    max_rows: int | None = option(
+        None, Integer(1, optional=True), "Most rows of prompts and sequences in a pass. Default: 256, on CUDA 2,048.", flags=None
+    )
+    kv_memory: int | None = option(
+        None,
+        Integer(1, 2**63 - 1, optional=True),
+        "Memory for keys and values, such as 2G. Default: a quarter of what is free, at most 4G; on CUDA all that may be used.",
+        metavar="SIZE",
+        panel=_MODEL,
+        only=("serve",),
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        Number(0, 1, above=True),
+        "Share of a CUDA device's memory that may be used, keys and values included.",
+        metavar="F",
+        panel=_MODEL,
+    )
+    linears: str = option(
+        "exact",
+        Choice(("exact", "unpacked", "vendor")),
+        "For comparison: on the CPU, unpacked keeps every weight as the float32 number that it stands for; on CUDA, vendor takes the "
+        "vendor's matrix products, with which rows depend on their number.",
+        flags=None,
+    )
+    graphs: bool = option(True, Flag(), "On CUDA, replay captured passes; else every kernel is launched by itself.", flags=None)
+    prefix_cache: bool = option(
+        True,
+        Flag(),
+        "Use again what was computed for a prompt that begins alike.",
+        flags=("--prefix-cache/--no-prefix-cache",),
+        panel=_MODEL,
+        only=("serve",),
+    )
+    speculation: bool = option(True, Flag(), "Draft; without, one token per pass.", flags=("--no-spec",), panel=_SPECULATION)
+    spec_length: int = option(SPEC_LENGTH, Integer(1, 4096), "Longest draft. What pays decides below it.", panel=_SPECULATION)
+    spec_rows: int = option(
+        SPEC_ROWS, Integer(1, 4096), "Most draft tokens of a sequence that are verified in one pass.", panel=_SPECULATION
+    )
+    max_order: int = option(MAX_ORDER, Integer(2, MAX_ORDER), "Longest n-gram looked up.", panel=_SPECULATION)
+    history: int = option(HISTORY, Integer(16, MAX_HISTORY), "Tokens of a sequence that its n-gram tables remember.", panel=_SPECULATION)
+    answers: int = option(
+        ANSWERS,
+        Integer(0, MAX_HISTORY),
+        "Tokens of finished answers to draft from, 0: none. Never across keys.",
+        panel=_SPECULATION,
+        only=("serve",),
+    )
+    similar: bool = option(
+        True, Flag(), "Draft from the datastores' files that are most like the prompt.", flags=("--no-similar",), panel=_SPECULATION
+    )
+    recycle: bool = option(True, Flag(), "Draft from the model's own candidates.", flags=("--no-recycle",), panel=_SPECULATION)
+    acceptance: str = option(
+        "walk",
+        Choice(("walk", "rejection")),
+        "walk: the text is the same as without drafts. rejection, with --alone: sampled text is only distributed alike (Leviathan et al.).",
+        metavar="walk|rejection",
+        panel=_SPECULATION,
+    )
+    lenience: float = option(
+        1.0,
+        Number(0, 1, above=True),
+        "Below 1: accept what the model holds a little less likely; the text is another (Leviathan et al.).",
+        metavar="F",
+        panel=_SPECULATION,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        n_cores = os.cpu_count() or 1
+        if self.threads is not None and self.threads > n_cores:
+            raise InvalidInputError(f"threads must be 1 to {n_cores}, got {self.threads}")
