@@ -1,221 +1,141 @@
-"""The engine's faces: synchronous, streaming and asynchronous, over one thread that steps.
+"""The engine's faces: synchronous, streaming and asynchronous, over the one thread that steps.
 
-Requests enter from any thread, are turned into sequences, and are stepped together by `core.Core`; pieces of text and
-results leave through a queue per request. Knows tokenizers and threads; what a step does is `core`'s business.
+Prompts, parameters and hints enter from any thread and become requests of sequences; pieces of text and results leave. What a step does,
+and what an engine is made of, is `core`'s and `assembly`'s business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import queue
 import secrets
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from collections.abc import Sequence as Several
-from concurrent.futures import Future
-from typing import Any, NamedTuple, Self, Unpack, overload
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Self, Unpack, overload
 
-import numba
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
-from ngramspec.batch import sampling
+from ngramspec import assembly
+from ngramspec.assembly import Progress
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.cost import CostModel
-from ngramspec.batch.errors import EngineClosedError, NgramspecError, OutOfMemoryError, PromptTooLongError
+from ngramspec.batch.errors import InvalidInputError, PromptTooLongError
 from ngramspec.batch.params import MAX_SEED, SamplingParams
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, Beam, Completion, Delta, EngineStatus
+from ngramspec.config import EngineConfig
+from ngramspec.core import sequence
+from ngramspec.core.acceptance import Acceptance, acceptance
 from ngramspec.core.beam import BeamSearch
 from ngramspec.core.request import Deliver, Hints, Request
-from ngramspec.core.sequence import Sequence
-from ngramspec.core.step import Acceptance, Core
-from ngramspec.core.stores import Store, named, open_store
-from ngramspec.cpu.runner import CpuRunner
+from ngramspec.core.step import Core
+from ngramspec.core.stores import Store, check_store, named, open_store
+from ngramspec.core.thread import StepThread
 from ngramspec.datastore.reader import Datastore
-from ngramspec.drafting import proposer as drafting
-from ngramspec.drafting.base import Drafter
-from ngramspec.drafting.single import SingleDrafter
-from ngramspec.model.loading import LoadedModel, available_memory, eos_token_ids, load_model
-from ngramspec.model.runner import Runner
+from ngramspec.drafting.base import Drafter, Speculator
+from ngramspec.drafting.none import NoDrafts
+from ngramspec.drafting.proposer import Proposer
 from ngramspec.text.decoding import NoText, TextStream
-from ngramspec.text.encoding import Encoding, Prompt
+from ngramspec.text.encoding import Prompt
 
-log = logging.getLogger(__name__)
-
-Progress = Callable[[str], None]
-
-
-class _Limits(NamedTuple):
-    """What bounds an engine; see `Engine`."""
-
-    max_model_len: int | None
-    kv_memory: int | None
-    max_seqs: int
-    max_rows: int
-    spec_rows: int
-    spec_length: int
-
-
-class _Place(NamedTuple):
-    """Where an engine computes, and how; see `Engine`."""
-
-    device: str
-    dtype: torch.dtype
-    gpu_memory_utilization: float
-    linears: str
-    graphs: bool
+__all__ = ["Deliver", "Engine", "Hints", "Request"]
 
 
 class Engine:
-    """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager.
-
-    Raises what `loading.load_model` and `runner.Runner` raise (see `errors`), and ValueError for settings out of range.
-    """
+    """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager."""
 
     def __init__(
         self,
         model: str | PreTrainedModel,
         *,
         tokenizer: Any = None,
-        device: str = "cpu",
-        dtype: str = "auto",
-        speculation: bool = True,
-        spec_length: int = drafting.SPEC_LENGTH,
-        spec_rows: int = drafting.SPEC_ROWS,
-        max_order: int = drafting.MAX_ORDER,
-        history: int = drafting.HISTORY,
-        max_model_len: int | None = None,
-        max_seqs: int = 64,
-        max_rows: int | None = None,
-        kv_memory: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        linears: str = "exact",
-        graphs: bool = True,
-        datastore: Store | Several[Store] | Mapping[str, Store] = (),
-        prefix_cache: bool = True,
-        similar: bool = True,
-        answers: int = drafting.ANSWERS,
-        recycle: bool = True,
-        drafters: Several[Drafter] = (),
+        datastore: Store | Sequence[Store] | Mapping[str, Store] = (),
+        drafters: Sequence[Drafter] = (),
         alone: Drafter | None = None,
-        acceptance: str = "walk",
-        lenience: float = 1.0,
-        threads: int | None = None,
         progress: Progress | None = None,
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> None:
         """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded model (which the engine takes over and changes).
 
-        `device`: "cpu", "cuda" or "cuda:N"; `dtype`: "float32", on CUDA also "bfloat16", which "auto" is there, and "float16".
-
-        `spec_length`, `spec_rows`: deepest and largest draft of a sequence; `max_order`, `history`: of the n-gram tables;
-        `max_model_len`: prompt and output together, default what model and memory allow; `max_seqs` run at a time, `max_rows` of
-        prompts and sequences a pass (default 256, on CUDA 2,048); `kv_memory`: bytes, default a quarter of what is free, on CUDA what
-        is left of the share `gpu_memory_utilization` of the device's memory; `threads`: default all cores; `progress` is told of the
-        stages of loading. For comparison: on the CPU, `linears` "unpacked" keeps every weight as the float32 number that it stands for; on
-        CUDA, "vendor" takes the vendor's matrix products, with which rows depend on their number, and `graphs` False launches every
-        kernel by itself.
+        `options`: settings by their names in `EngineConfig`, which says what they mean; or a `config` that has them.
 
         `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s, by name or named by
-        their folders; `prefix_cache`: keep what was computed for a text, as long as there is room, for others that begin alike;
-        `similar`: draft from the datastores' files that are most like a request; `answers`: tokens of finished answers that later
-        requests draw on, 0 for none; `recycle`: draft from the model's own candidates; `drafters`: further sources.
+        their folders; they are opened before the model is loaded. `drafters`: further sources of drafts; `alone`: draft by this one only,
+        as it says. `progress` is told of the stages of loading.
 
-        `alone`: draft by this one only, as it says; `acceptance` "rejection": what a drafter draws is accepted by rejection sampling, so
-        that sampled text is distributed as without drafts, but is another one; `lenience` below 1, in (0, 1]: tokens are accepted that
-        the model holds a little less likely, and nothing is exact any more (both: Leviathan et al.).
+        Raises InvalidInputError, DatastoreError, TokenizerMismatchError, and what `loading.load_model` and `model.runner.Runner` raise.
         """
-        if max_rows is None:
-            max_rows = 256 if device == "cpu" else 2048
-        _check_settings(threads, spec_length=spec_length, spec_rows=spec_rows, max_seqs=max_seqs, max_rows=max_rows)
-        if acceptance not in ("walk", "rejection"):
-            raise ValueError(f"acceptance must be 'walk' or 'rejection', got {acceptance!r}")
-        if not 0 < lenience <= 1:
-            raise ValueError(f"lenience must be above 0 and at most 1, got {lenience}")
-        if alone is not None and (drafters or named(datastore)):
-            raise ValueError("a drafter that drafts alone has neither other drafters nor datastores beside it")
-        self.acceptance = Acceptance(acceptance == "rejection", lenience)
-        place = _check_place(device, dtype, gpu_memory_utilization, linears, graphs)
-        self.threads = threads or torch.get_num_threads()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._unfinished: set[Request] = set()
-        self._gained: list[tuple[Request, Sequence]] = []  # what the last pass added and nobody was told yet
-        self._requests: dict[Sequence, Request] = {}
-        self._wake = threading.Condition()
-        self._closed = False
-        self._n_arriving = 0  # sequences of requests that the engine's thread has not seen
-        self._calls: set[Future[None]] = set()
+        if config is not None and options:
+            raise TypeError(f"give either a config or options, got both: {', '.join(options)}")
+        self.config = config = config or EngineConfig(**options)
+        stores = {name: open_store(store) for name, store in named(datastore).items()}
+        if alone is not None and (drafters or stores):
+            raise InvalidInputError("a drafter that drafts alone has neither other drafters nor datastores beside it")
+        device = assembly.check_device(config)
+        self.threads, self.prefix_cache = device.threads, config.prefix_cache
         self._datastores: dict[str, Datastore] = {}  # replaced as a whole, never changed
-        self.prefix_cache = prefix_cache
-        limits = _Limits(max_model_len, kv_memory, max_seqs, max_rows, spec_rows, spec_length)
 
-        def make_proposer() -> drafting.Proposer | SingleDrafter | None:
-            if not speculation:
-                return None
-            if alone is not None:
-                draws = self.acceptance.rejection
-                return SingleDrafter(alone, vocab_size=self.vocab_size, spec_length=spec_length, spec_rows=spec_rows, draws=draws)
-            return drafting.Proposer(
-                vocab_size=self.vocab_size,
-                max_order=max_order,
-                history=history,
-                spec_length=spec_length,
-                spec_rows=spec_rows,
-                max_seqs=max_seqs,
-                answers=answers,
-                recycle=recycle,
-                drafters=drafters,
-            )
+        def make(thread: StepThread) -> Core:
+            bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None))
+            self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
+            self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
+            self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
+            for store in stores.values():
+                check_store(store, self._encoding, self.name)
+            drafts = assembly.speculator(config, self.vocab_size, drafters, alone)
+            core = Core(self.runner, drafts, self.cost, thread.fail, acceptance(config.acceptance, config.lenience))
+            if stores:
+                core.use_datastores(stores)
+            self._datastores = stores
+            return core
 
-        def load() -> None:
-            self._load(model, tokenizer, progress or (lambda _: None), limits, place, make_proposer)
-            self.core.similar = similar
-            self._use_datastores({name: open_store(store, self._encoding, self.name) for name, store in named(datastore).items()})
+        self._thread = StepThread(make)
 
-        # The model is loaded in the thread that runs it. OpenMP keeps a team of workers for every thread that ever computed, and once teams
-        # outnumber the cores they no longer wait awake: a pass from a second thread took 23 ms instead of 13.
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._loop, args=(load, ready), name="ngramspec-engine", daemon=True)
-        self._thread.start()
-        ready.result()
+    @property
+    def core(self) -> Core:
+        """What the engine's thread runs. Not for other threads while requests are under way."""
+        return self._thread.core
 
-    def _load(
-        self,
-        model: str | PreTrainedModel,
-        tokenizer: Any,
-        say: Progress,
-        limits: _Limits,
-        place: _Place,
-        make_proposer: Callable[[], drafting.Proposer | SingleDrafter | None],
-    ) -> None:
-        warmer = threading.Thread(target=_warm_up, daemon=True)
-        warmer.start()
-        if isinstance(model, str):
-            loaded = load_model(model, dtype=place.dtype, device=place.device, tokenizer=tokenizer, progress=say)
-        else:
-            loaded = _adopt(model.to(torch.device(place.device)), tokenizer)  # type: ignore[arg-type]  # as torch declares it
-        self.name, self.tokenizer, self.eos_token_ids = loaded.name, loaded.tokenizer, loaded.eos_token_ids
-        config = loaded.model.config.get_text_config()
-        trained = int(getattr(config, "max_position_embeddings", 0) or 4096)
-        if limits.max_model_len is not None and not 2 <= limits.max_model_len <= trained:
-            raise ValueError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {limits.max_model_len}")
-        self.max_model_len = limits.max_model_len or trained
-        self.runner = _make_runner(loaded.model, place, limits, self.max_model_len, say)
-        self.max_model_len = min(self.max_model_len, self.runner.pool.n_tokens)
-        self.runner.tokenizer, self.runner.max_model_len = loaded.tokenizer, self.max_model_len
-        self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
-        self._encoding = Encoding(loaded.tokenizer, self.vocab_size)
-        say("measuring what a pass costs")
-        warmer.join()
-        pool = self.runner.pool
-        counts = [c for c in self.runner.cost_rows if 2 * c <= min(pool.n_tokens, pool.max_blocks * BLOCK)]
-        self.cost = CostModel(counts, self.runner.measure(counts), max_rows=2 * max(limits.max_rows, limits.spec_rows))
-        self.core = Core(self.runner, make_proposer(), self.cost, self._failed_alone, self.acceptance)
-        log.info("%s: exactness %s, %d tokens of KV", self.name, self.exactness, self.runner.pool.n_tokens)
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def speculator(self) -> Speculator:
+        """What drafts."""
+        return self.core.speculator
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """How drafts are accepted."""
+        return self.core.acceptance
+
+    @property
+    def source_names(self) -> list[str]:
+        """Who may have drafted a token: what `Stats.drafted_by_source` counts by, and `draft_sources` begin with."""
+        return list(self.speculator.source_names)
+
+    def use(self, *, speculator: Speculator | None = None, cost: CostModel | None = None, acceptance: Acceptance | None = None) -> None:
+        """Go on with other parts: what drafts, what a pass is said to cost, how drafts are accepted. For comparisons.
+
+        Only while no request is under way; returns when it is in force. Raises InvalidInputError, EngineClosedError, and what the
+        speculator's drafters raise at `bind`.
+        """
+
+        def change() -> None:
+            if self.core.scheduler.has_work:
+                raise InvalidInputError("parts of the engine change only while no request is under way")
+            if speculator is not None:
+                self.core.use(speculator)
+            if cost is not None:
+                self.core.cost = cost
+            if acceptance is not None:
+                self.core.acceptance = acceptance
+
+        self._thread.call(change)
+
+    def time_pass(self, rows: int, context: int) -> float:
+        """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
+        return self.runner.time_pass(rows, context)
 
     # ------------------------------------------------------------------ datastores
 
@@ -224,20 +144,15 @@ class Engine:
         """The datastores in use, by name: as they are now."""
         return dict(self._datastores)
 
-    @property
-    def stores(self) -> list[Datastore]:
-        """The datastores in use."""
-        return list(self._datastores.values())
-
     def add_datastore(self, name: str, store: Store) -> None:
         """Draft from one more datastore, or from another one under a name that is in use, for requests under way too.
 
-        From any thread; returns when it is in force. Raises DatastoreError, ValueError, TokenizerError, EngineClosedError.
+        From any thread; returns when it is in force. Raises DatastoreError, InvalidInputError, TokenizerError, EngineClosedError.
         """
         ((name, _),) = named({name: store}).items()
-        opened = open_store(store, self._encoding, self.name)
-        ready = self.core.index(opened)  # here: it can take seconds, in which passes go on
-        self._call(lambda: self._use_datastores(self._datastores | {name: opened}, ready))
+        opened = check_store(store, self._encoding, self.name)
+        ready = self.speculator.index(opened)  # here: it can take seconds, in which passes go on
+        self._thread.call(lambda: self._use_datastores(self._datastores | {name: opened}, ready))
 
     def remove_datastore(self, name: str) -> None:
         """Draft from a datastore no longer, for requests under way neither; they go on without.
@@ -250,10 +165,10 @@ class Engine:
                 raise KeyError(name)
             self._use_datastores({other: store for other, store in self._datastores.items() if other != name})
 
-        self._call(remove)
+        self._thread.call(remove)
 
-    def _use_datastores(self, stores: dict[str, Datastore], ready: Several[Any] | None = None) -> None:
-        self.core.draft_from(stores, ready)
+    def _use_datastores(self, stores: dict[str, Datastore], ready: list[Any] | None = None) -> None:
+        self.core.use_datastores(stores, ready)
         self._datastores = stores
 
     # ------------------------------------------------------------------ faces
@@ -265,7 +180,10 @@ class Engine:
         self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **hints: Unpack[Hints]
     ) -> list[Completion]: ...
     def complete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
-        """Complete a prompt (text or token ids), or a list of them together. Raises ValueError, PromptTooLongError, EngineClosedError."""
+        """Complete a prompt (text or token ids), or a list of them together.
+
+        Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
+        """
         several = _is_several(prompt)
         requests: list[Request] = []
         try:
@@ -278,27 +196,28 @@ class Engine:
             raise
         return results if several else results[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Iterator[Delta]:
-        """Pieces of text as they are written; the last one carries the completion. Closing the iterator cancels the request."""
+    async def acomplete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
+        """`complete` for asyncio."""
+
+        async def one(each: Prompt) -> Completion:
+            completion = None
+            async for piece in self.astream(each, params, **hints):
+                completion = piece.completion
+            assert completion is not None
+            return completion
+
+        if _is_several(prompt):
+            return list(await asyncio.gather(*(one(each) for each in prompt)))
+        return await one(prompt)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Stream:
+        """Pieces of text as they are written; the last one carries the completion. Closing or dropping the iterator cancels the request."""
         pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
-        request = self.submit(prompt, params, deliver=pieces.put, **hints)
-
-        def read() -> Iterator[Delta]:
-            try:
-                while True:
-                    piece = pieces.get()
-                    if isinstance(piece, Exception):
-                        raise piece
-                    yield piece
-                    if piece.completion is not None:
-                        return
-            finally:
-                request.cancel()
-
-        return read()
+        return Stream(self.submit(prompt, params, deliver=pieces.put, **hints), pieces)
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> AsyncIterator[Delta]:
-        """`stream` for asyncio. Leaving the loop over it, or cancelling the task, cancels the request."""
+        """`stream` for asyncio. The request is submitted with the first piece that is asked for; leaving the loop over it, or cancelling
+        the task, cancels it."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
@@ -318,55 +237,47 @@ class Engine:
         finally:
             request.cancel()
 
-    async def acomplete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
-        """`complete` for asyncio."""
-
-        async def one(each: Prompt) -> Completion:
-            completion = None
-            async for piece in self.astream(each, params, **hints):
-                completion = piece.completion
-            assert completion is not None
-            return completion
-
-        if _is_several(prompt):
-            return list(await asyncio.gather(*(one(each) for each in prompt)))
-        return await one(prompt)
-
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver = lambda _: None, **hints: Unpack[Hints]
     ) -> Request:
-        """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it.
+        """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
+        must not call the engine, but may cancel the request.
 
-        Raises ValueError, PromptTooLongError, EngineClosedError.
+        Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
         """
-        params = params or SamplingParams()
+        self._thread.check_caller()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError(f"params must be SamplingParams, got {type(params).__name__}")
         ids = self.encode(prompt)
-        if unknown := set(hints) - set(Hints.__annotations__):
-            raise TypeError(f"unknown hint {', '.join(sorted(unknown))}; there are {', '.join(Hints.__annotations__)}")
-        expected = hints.get("prediction")
+        self._check_hints(hints)
+        completion = Completion(
+            ids.tolist(),
+            [],
+            params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
+            self._exactness(params, hints.get("speculation", True)),
+        )
+        seqs = self._sequences(ids, params, completion, hints)
+        completion.choices.extend(seq.choice for seq in seqs)
+        request = Request(completion, params, seqs, deliver, self._thread)
+        self._thread.add(request)
+        return request
+
+    def _sequences(self, ids: np.ndarray, params: SamplingParams, completion: Completion, hints: Hints) -> list[sequence.Sequence]:
+        """One per sample."""
+        expected, chosen, tenant = hints.get("prediction"), hints.get("datastores"), hints.get("tenant", "")
         prediction = None if expected is None else self._encoding.ids(expected, "prediction", add_special_tokens=False)
-        seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)
-        chosen = hints.get("datastores")
-        if chosen is not None and (isinstance(chosen, str) or (unknown := set(chosen) - self._datastores.keys())):
-            raise ValueError(f"datastores must be among {sorted(self._datastores)}, got {chosen if isinstance(chosen, str) else unknown!r}")
-        tenant = hints.get("tenant", "")
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
-        completion = Completion(ids.tolist(), [], seed, self._exactness(params, hints.get("speculation", True)))
-        request = Request(completion, params, deliver, self._ask_to_cancel)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
-        for index in range(params.n):
-            sampler = Sampler(params, index=index, seed=seed, prompt=ids, vocab_size=self.vocab_size, stop_ids=stop_ids)
-            text = (
-                TextStream(self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens)
-                if self.tokenizer is not None
-                else NoText()
-            )
-            seq = Sequence(
+        seqs = [
+            sequence.Sequence(
                 ids,
                 params,
-                sampler,
-                text,
+                Sampler(params, index=index, seed=completion.seed, prompt=ids, vocab_size=self.vocab_size, stop_ids=stop_ids),
+                NoText()
+                if self.tokenizer is None
+                else TextStream(self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens),
                 index=index,
                 stop_ids=stop_ids,
                 max_len=self.max_model_len,
@@ -376,17 +287,27 @@ class Engine:
                 datastores=None if chosen is None else frozenset(chosen),
                 block_hashes=None if block_hashes is None else block_hashes.copy(),
             )
-            request._seqs.append(seq)
-            completion.choices.append(seq.choice)
+            for index in range(params.n)
+        ]
         if params.prompt_logprobs is not None:
-            completion.prompt_logprobs = request._seqs[0].prompt_logprobs = [None]
-        with self._wake:
-            self._unfinished.add(request)
-            self._n_arriving += params.n
-        if not self._post(lambda: self._add(request)):
-            self._unfinished.discard(request)
-            raise EngineClosedError("the engine is closed")
-        return request
+            completion.prompt_logprobs = seqs[0].prompt_logprobs = [None]
+        return seqs
+
+    def _check_hints(self, hints: Hints) -> None:
+        """Raises TypeError for unknown ones, InvalidInputError for wrong ones."""
+        if unknown := set(hints) - set(Hints.__annotations__):
+            raise TypeError(f"unknown hint {', '.join(sorted(unknown))}; there are {', '.join(Hints.__annotations__)}")
+        for name in ("speculation", "prefix_cache"):
+            if not isinstance(hints.get(name, True), bool):
+                raise InvalidInputError(f"{name} must be True or False, got {hints[name]!r}")
+        tenant = hints.get("tenant")
+        if tenant is not None and not isinstance(tenant, str):
+            raise InvalidInputError(f"tenant must be text or None, got {tenant!r}")
+        chosen = hints.get("datastores")
+        if chosen is None:
+            return
+        if isinstance(chosen, str) or not isinstance(chosen, (list, tuple, set, frozenset)) or not set(chosen) <= self._datastores.keys():
+            raise InvalidInputError(f"datastores must be a list of names among {sorted(self._datastores)}, got {chosen!r}")
 
     def beam_search(
         self,
@@ -399,23 +320,25 @@ class Engine:
         ignore_eos: bool = False,
         speculation: bool = True,
     ) -> list[Beam]:
-        """The `width` best texts that beam search finds, best first; the same bit for bit with speculation and without (see `beam`).
+        """The `width` best texts that beam search finds, best first; the same bit for bit with speculation and without (see `core.beam`).
 
         `length_penalty`: a text's score is the sum of its log-probabilities over its length to this power; `early_stopping`: end when
         `width` texts have ended, though one under way may still be better. Other requests go on, pass by pass in turn. It waits until
-        `width` of the engine's `max_seqs` places are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
+        `width` of the engine's `max_seqs` slots are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
         (KeyboardInterrupt) ends it before its next pass.
-        Raises ValueError, PromptTooLongError, OutOfMemoryError, EngineClosedError.
+        Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError.
         """
         ids = self.encode(prompt)
-        _check_settings(None, width=width, max_tokens=max_tokens)
-        if width > (most := min(len(self.runner.pool.n_blocks_of), self.runner.max_rows)):
-            raise ValueError(f"width must be 1 to {most}, what max_seqs and max_rows allow, got {width}")
+        most = min(len(self.runner.pool.n_blocks_of), self.runner.max_rows)
+        if not 1 <= width <= most:
+            raise InvalidInputError(f"width must be 1 to {most}, what max_seqs and max_rows allow, got {width}")
+        if max_tokens < 1:
+            raise InvalidInputError(f"max_tokens must be 1 or more, got {max_tokens}")
         if not -10 <= length_penalty <= 10:
-            raise ValueError(f"length_penalty must be -10 to 10, got {length_penalty}")
-        proposer = None
-        if speculation and self.core.proposer is not None:
-            proposer = drafting.Proposer(vocab_size=self.vocab_size, spec_length=self.core.proposer.spec_length, max_seqs=width, answers=0)
+            raise InvalidInputError(f"length_penalty must be -10 to 10, got {length_penalty}")
+        drafts: Speculator = NoDrafts()
+        if speculation and self.speculator.active:
+            drafts = Proposer(vocab_size=self.vocab_size, spec_length=self.speculator.spec_length, max_seqs=width, answers=0)
         search = BeamSearch(
             ids,
             width=width,
@@ -426,10 +349,9 @@ class Engine:
             runner=self.runner,
             scheduler=self.core.scheduler,
             block_hashes=BlockHashes("" if self.prefix_cache else secrets.token_hex(), ids),
-            proposer=proposer,
+            speculator=drafts,
             cost_ms=self.core.cost.table,
         )
-
         over = False
 
         def turn() -> None:
@@ -446,7 +368,7 @@ class Engine:
                     search.close()
 
         try:
-            self._call(turn, until=lambda: over)
+            self._thread.call(turn, until=lambda: over)
         except BaseException:
             search.done = True  # where the caller was interrupted, it goes no further
             raise
@@ -460,23 +382,11 @@ class Engine:
         worded = tokens[:-1] if tokens[-1] in stop_ids else tokens
         return "".join([*map(stream.push, worded), stream.finish()])
 
-    @property
-    def promise(self) -> str:
-        """What all completions can be relied on to be: `Completion.exactness` of those for which it is least."""
-        return self._exactness(SamplingParams(temperature=1.0), speculation=True)
-
-    def _exactness(self, params: SamplingParams, speculation: bool) -> str:
-        if not speculation or self.core.proposer is None:
-            return self.exactness
-        if self.acceptance.lenience < 1:
-            return "lenient"
-        return "distribution" if self.acceptance.rejection and params.temperature > 0 else self.exactness
-
     def encode(self, prompt: Prompt) -> np.ndarray:
-        """Token ids [n] int32 of a prompt, as the model will see them. Raises ValueError, PromptTooLongError, TokenizerError."""
+        """Token ids [n] int32 of a prompt, as the model will see them. Raises InvalidInputError, PromptTooLongError, TokenizerError."""
         ids = self._encoding.ids(prompt, "prompt")
         if len(ids) == 0:
-            raise ValueError("the prompt is empty: at least one token is needed")
+            raise InvalidInputError("the prompt is empty: at least one token is needed")
         if len(ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens; with max_model_len {self.max_model_len}, at most {self.max_model_len - 1} fit"
@@ -490,6 +400,16 @@ class Engine:
         """
         return self._encoding.plain(text)
 
+    # ------------------------------------------------------------------ what it is and does
+
+    @property
+    def promise(self) -> str:
+        """What all completions can be relied on to be: `Completion.exactness` of those for which it is least."""
+        return self._exactness(SamplingParams(temperature=1.0), speculation=True)
+
+    def _exactness(self, params: SamplingParams, speculation: bool) -> str:
+        return self.acceptance.exactness(self.exactness, params) if speculation and self.speculator.active else self.exactness
+
     def props(self) -> dict[str, Any]:
         """What this engine is: model, exactness, limits, measured costs."""
         counts = [int(c) for c in self.cost.counts]
@@ -499,8 +419,8 @@ class Engine:
             "device": self.runner.device,
             "dtype": self.runner.dtype,
             "threads": self.threads,
-            "speculation": self.core.proposer is not None,
-            "acceptance": "rejection" if self.acceptance.rejection else "walk",
+            "speculation": self.speculator.active,
+            "acceptance": self.acceptance.name,
             "lenience": self.acceptance.lenience,
             "datastores": [{"name": name, **store.info()} for name, store in self._datastores.items()],
             "prefix_cache": self.prefix_cache,
@@ -514,14 +434,14 @@ class Engine:
     @property
     def closed(self) -> bool:
         """Whether it takes no requests any more: it was closed, or it died."""
-        return self._closed
+        return self._thread.closed
 
     def status(self) -> EngineStatus:
         """What the engine is doing now. From any thread, and in no time: it waits for nothing."""
         scheduler, pool = self.core.scheduler, self.runner.pool
         n_cached = len(pool.cached)
         return EngineStatus(
-            waiting=len(scheduler.waiting) + self._n_arriving,
+            waiting=self._thread.n_waiting,
             running=len(scheduler.running),
             kv_tokens=pool.n_tokens,
             kv_used=(pool.n_blocks - len(pool.free) - n_cached) * BLOCK,
@@ -535,11 +455,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop; requests under way end with EngineClosedError. Any number of times."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -547,240 +463,43 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ the engine's thread
 
-    def _post(self, message: Callable[[], None]) -> bool:
-        """Have the engine's thread do something before its next step; False where there will be none."""
-        with self._wake:
-            if not self._closed:
-                self._inbox.append(message)
-                self._wake.notify()
-            return not self._closed
+class Stream(Iterator[Delta]):
+    """The pieces of one request. Closing it, dropping it or leaving its `with` block cancels what is not written yet."""
 
-    def _call(self, what: Callable[[], None], until: Callable[[], bool] = lambda: True) -> None:
-        """Have the engine's thread do something before its next step, and before each one until that is so, and wait for it.
+    def __init__(self, request: Request, pieces: queue.SimpleQueue[Delta | Exception]) -> None:
+        self._request, self._pieces, self._over = request, pieces, False
 
-        Raises what it raises, EngineClosedError.
-        """
-        if threading.current_thread() is self._thread:
-            what()
-            while not until():
-                what()
-            return None
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                what()
-            except Exception as e:
-                done.set_exception(e)
-            else:
-                if not until():
-                    self._post(run)  # a closed engine ends the call itself
-                    return
-                done.set_result(None)
-            self._calls.discard(done)
-
-        with self._wake:
-            self._calls.add(done)
-        if not self._post(run):
-            raise EngineClosedError("the engine is closed")
-        return done.result()
-
-    def _loop(self, load: Callable[[], None], ready: Future[None]) -> None:
-        error = EngineClosedError("the engine was closed")
+    def __next__(self) -> Delta:
+        """Raises the request's error."""
+        if self._over:
+            raise StopIteration
         try:
-            self._use_threads()
-            load()
-        except BaseException as e:
-            self._closed = True
-            ready.set_exception(e)
-            return
-        ready.set_result(None)
-        try:
-            while True:
-                with self._wake:
-                    while not (self._inbox or self.core.scheduler.has_work or self._closed):
-                        self._wake.wait()
-                    if self._closed:
-                        break
-                    messages = list(self._inbox)
-                    self._inbox.clear()
-                for message in messages:
-                    message()
-                self._step()
-        except BaseException as e:
-            log.exception("the engine stops")
-            error = EngineClosedError(f"the engine died: {e}")
-            error.__cause__ = e
-        finally:
-            with self._wake:
-                self._closed = True
-            for request in list(self._unfinished):
-                self._end(request, error)
-            for call in list(self._calls):
-                call.set_exception(error)
+            piece = self._pieces.get()
+        except BaseException:  # an interrupt
+            self.close()
+            raise
+        self._over = isinstance(piece, Exception) or piece.completion is not None
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
 
-    def _end(self, request: Request, error: Exception) -> None:
-        self._unfinished.discard(request)
-        request._fail(error)
+    def close(self) -> None:
+        """Any number of times."""
+        if not self._over:
+            self._over = True
+            self._request.cancel()
 
-    def _step(self) -> None:
-        try:
-            changed = self.core.step(self._hand_out)
-        except (NgramspecError, MemoryError, RuntimeError, ValueError) as e:
-            log.exception("a pass failed; its requests end")
-            cause: Exception = e
-            if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
-                cause = OutOfMemoryError(f"out of memory in a pass: {e}")
-                self.core.scheduler.max_rows = max(
-                    self.core.scheduler.max_rows // 2, len(self.runner.pool.n_blocks_of)
-                )  # prompts in smaller pieces
-            for seq in list(self.core.scheduler.running):
-                if seq in self._requests:
-                    self._failed_alone(seq, cause)
-            return
-        for seq in changed:
-            request = self._requests[seq]
-            if seq.finished:
-                del self._requests[seq]
-            self._gained.append((request, seq))
-        if not (self.runner.asynchronous and self.core.scheduler.has_work):  # else while the device is at the next pass
-            self._hand_out()
+    def __enter__(self) -> Self:
+        return self
 
-    def _hand_out(self) -> None:
-        """Give requests what their sequences gained in the last pass."""
-        gained, self._gained = self._gained, []
-        for request, seq in gained:
-            if request.done:
-                continue
-            try:
-                seq.show()
-            except Exception as e:  # its text
-                self._fail(request, e)
-            else:
-                self._emit(request, seq)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def _add(self, request: Request) -> None:
-        with self._wake:
-            self._n_arriving -= request.params.n
-        for seq in request._seqs:
-            self._requests[seq] = request
-            self.core.add(seq)
-
-    def _ask_to_cancel(self, request: Request) -> None:
-        self._post(lambda: self._cancel(request))
-
-    def _cancel(self, request: Request) -> None:
-        self._hand_out()
-        for seq in request._seqs:
-            if seq in self._requests:
-                self.core.remove(seq)
-                del self._requests[seq]
-                seq.finish("cancelled")
-                self._gained.append((request, seq))
-        self._hand_out()
-
-    def _failed_alone(self, seq: Sequence, error: Exception) -> None:
-        """End the request of a sequence that met an error."""
-        self._fail(self._requests[seq], error)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error, all its sequences."""
-        for seq in request._seqs:
-            if self._requests.pop(seq, None) is not None and (seq.slot >= 0 or seq in self.core.scheduler.waiting):
-                self.core.remove(seq)
-        self._end(request, error)
-
-    def _emit(self, request: Request, seq: Sequence) -> None:
-        request._emit(seq)
-        if request.done:
-            self._unfinished.discard(request)
-
-    def _use_threads(self) -> None:
-        torch.set_num_threads(self.threads)
-        numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))
-
-
-def _make_runner(model: PreTrainedModel, place: _Place, limits: _Limits, max_model_len: int, say: Progress) -> Runner:
-    # Draft nodes stand behind the last token: room for them past the longest text.
-    max_len = max_model_len + limits.spec_rows + 1
-    if place.device == "cpu":
-        kv_bytes = limits.kv_memory if limits.kv_memory is not None else _default_kv_bytes()
-        return CpuRunner(
-            model,
-            max_len=max_len,
-            max_seqs=limits.max_seqs,
-            max_rows=limits.max_rows,
-            kv_bytes=kv_bytes,
-            packed=place.linears == "exact",
-            progress=say,
-        )
-    from ngramspec.cuda.runner import CudaRunner
-
-    return CudaRunner(
-        model,
-        max_len=max_len,
-        max_seqs=limits.max_seqs,
-        max_rows=limits.max_rows,
-        kv_bytes=limits.kv_memory,
-        max_depth=limits.spec_length + 1,
-        memory_utilization=place.gpu_memory_utilization,
-        exact=place.linears == "exact",
-        graphs=place.graphs,
-        progress=say,
-    )
-
-
-def _check_place(device: str, dtype: str, utilization: float, linears: str, graphs: bool) -> _Place:
-    kind, _, number = device.partition(":")
-    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdigit())):
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
-    if kind == "cuda":
-        n_devices = torch.cuda.device_count()
-        if int(number or 0) >= n_devices:
-            raise ValueError(
-                f"there is no device {device!r}: torch {torch.__version__} sees {n_devices or 'no'} CUDA device{'s' * (n_devices != 1)}"
-            )
-        device = f"cuda:{number or 0}"
-    accepted = {"cpu": ("float32",), "cuda": ("bfloat16", "float16", "float32")}[kind]
-    if dtype == "auto":
-        dtype = accepted[0]
-    if dtype not in accepted:
-        raise ValueError(f"dtype on {kind} must be 'auto' or {' or '.join(map(repr, accepted))}, got {dtype!r}")
-    if not 0 < utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
-    other = {"cpu": "unpacked", "cuda": "vendor"}[kind]
-    if linears not in ("exact", other):
-        raise ValueError(f"linears on {kind} must be 'exact' or {other!r}, got {linears!r}")
-    return _Place(device, getattr(torch, dtype), utilization, linears, graphs)
-
-
-def _check_settings(threads: int | None, **at_least_one: int) -> None:
-    n_cores = os.cpu_count() or 1
-    if threads is not None and not 1 <= threads <= n_cores:
-        raise ValueError(f"threads must be 1 to {n_cores}, got {threads}")
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
-
-
-def _adopt(model: PreTrainedModel, tokenizer: Any) -> LoadedModel:
-    return LoadedModel(model, tokenizer, model.config.name_or_path or type(model).__name__, eos_token_ids(model, tokenizer))
+    def __del__(self) -> None:
+        self.close()
 
 
 def _is_several(prompt: Any) -> bool:
     """A list of prompts, as against one prompt: text, or a list of ids."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and (isinstance(prompt[0], str) or np.ndim(prompt[0]) == 1)
-
-
-def _default_kv_bytes() -> int:
-    """A quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
-    free = available_memory()
-    return min(4 << 30, free // 4) if free else 1 << 30
-
-
-def _warm_up() -> None:
-    """Compile, or load from disk, what the steps need besides the model, while the model loads."""
-    drafting.warmup()
-    sampling.warmup()
+    return isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) > 0 and (isinstance(prompt[0], str) or np.ndim(prompt[0]) == 1)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +18,12 @@ import torch
 from scipy.stats import chisquare
 from test_exact import FreeRows, Oracle, prompts
 
-from ngramspec.batch.errors import EngineClosedError, PromptTooLongError, TokenizerError
+from ngramspec.batch.errors import CallbackError, EngineClosedError, InvalidInputError, PromptTooLongError, TokenizerError
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Delta
 from ngramspec.core import sequence
 from ngramspec.drafting.base import Candidates
-from ngramspec.engine import Engine
+from ngramspec.engine import Engine, Stream
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
@@ -370,3 +375,168 @@ def test_sampled_output_is_distributed_as_the_models_own() -> None:
     expected = np.append(joint[likely], 1 - joint[likely].sum()) * len(got)
     assert len(likely) >= 8
     assert chisquare(observed, expected).pvalue > 0.001
+
+
+# ------------------------------------------------------------------ what is no prompt, no hint, or no place to call from
+
+
+@pytest.mark.parametrize("prompt", [None, {}, {"a": 1}, 5, 1.5, b"bytes", {1, 2}, [None], [1.5], [[1], "a"], "\ud800", "a\udcff"])
+def test_what_is_no_prompt_is_a_typed_error(rig: tuple[Engine, Perfect], prompt: Any) -> None:
+    with pytest.raises(InvalidInputError, match="prompt"):
+        rig[0].complete(prompt)
+
+
+@pytest.mark.parametrize("hints", [{"tenant": 5}, {"datastores": "all"}, {"datastores": 5}, {"speculation": None}, {"prefix_cache": 1}])
+def test_what_is_no_hint_is_a_typed_error(rig: tuple[Engine, Perfect], hints: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(hints))):
+        rig[0].complete(PROMPT, **hints)
+
+
+def test_params_of_another_kind_are_a_typed_error(rig: tuple[Engine, Perfect]) -> None:
+    with pytest.raises(InvalidInputError, match="SamplingParams"):
+        rig[0].complete(PROMPT, {"max_tokens": 5})  # type: ignore[call-overload]
+
+
+def _idle(engine: Engine) -> bool:
+    deadline = time.monotonic() + 30
+    while engine.status().running or engine.status().waiting:
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.005)
+    return engine.runner.pool.n_available == engine.runner.pool.n_blocks
+
+
+@pytest.mark.parametrize("end", [lambda stream: stream.close(), lambda stream: None], ids=["closed", "dropped"])
+def test_a_stream_that_ends_before_its_first_piece_cancels(end: Callable[[Stream], None]) -> None:
+    with Engine(tiny.tiny_model("llama"), max_seqs=2, max_model_len=120) as engine:
+        engine.core.cost = SlowRows()
+        stream = engine.stream(PROMPT, LONG)
+        request = stream._request
+        end(stream)
+        del stream
+        assert request.result(timeout=30).finish_reason == "cancelled"
+        assert _idle(engine)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_an_asynchronous_stream_that_ends_before_its_first_piece_cancels(close: bool) -> None:
+    with Engine(tiny.tiny_model("llama"), max_seqs=2, max_model_len=120) as engine:
+        engine.core.cost = SlowRows()
+
+        async def leave() -> None:
+            stream = engine.astream(PROMPT, LONG)
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            if close:
+                await stream.aclose()  # type: ignore[attr-defined]
+            del stream
+            await asyncio.sleep(0)
+
+        asyncio.run(leave())
+        assert _idle(engine)
+
+
+class SlowRows(FreeRows):
+    """Makes a pass take its time: what is dropped at once has not been written by then."""
+
+    def observe(self, rows: int, ms: float) -> None:
+        time.sleep(0.02)
+
+
+def test_a_callback_that_calls_the_engine_is_refused(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    engine, _ = rig
+    caught: list[Exception] = []
+
+    def deliver(piece: object) -> None:
+        if caught:
+            return
+        for call in (
+            lambda: engine.complete(PROMPT),
+            lambda: engine.submit(PROMPT),
+            lambda: engine.stream(PROMPT),
+            lambda: engine.beam_search(PROMPT, 2),
+            lambda: engine.remove_datastore("none"),
+            lambda: request.result(),
+        ):
+            try:
+                call()
+            except Exception as error:
+                caught.append(error)
+        engine.status(), engine.props()
+
+    gate = threading.Event()
+    request = engine.submit(PROMPT, LONG, deliver=lambda piece: (gate.wait(30), deliver(piece)))
+    gate.set()
+    assert request.result(timeout=60).token_ids == truth
+    assert [type(error) for error in caught] == [CallbackError] * 6
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_an_engine_used_after_a_fork_says_so() -> None:
+    with Engine(tiny.tiny_model("llama"), max_seqs=2, max_model_len=120) as engine:
+        running = engine.submit(PROMPT, LONG)
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:  # whatever happens here, nothing but this is left of it
+            told = []
+            for call in (lambda: engine.complete(PROMPT), lambda: engine.beam_search(PROMPT, 2), lambda: running.result(), engine.close):
+                try:
+                    call()
+                    told.append("nothing")
+                except Exception as error:
+                    told.append(f"{type(error).__name__} {'fork' in str(error)}")
+            os.write(write, "\n".join([*told, str(engine.closed)]).encode())
+            os._exit(0)
+        os.close(write)
+        ready, _, _ = select.select([read], [], [], 60)
+        told = os.read(read, 4096).decode().splitlines() if ready else ["it hangs"]
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        assert told == ["EngineClosedError True"] * 3 + ["nothing", "True"]
+        assert len(running.result(timeout=60).token_ids) == 60
+
+
+def test_a_failure_ends_the_samples_beside_it_and_no_other_request(truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of a request fail together, in the middle of the step that carries them all and others."""
+    append = sequence.Sequence.append
+
+    def poisoned(self: sequence.Sequence, token: int, *rest: object) -> bool:
+        if self.n_prompt == 3 and self.choice.index == 1 and self.n_output == 4:
+            raise RuntimeError("poisoned")
+        return append(self, token, *rest)  # type: ignore[arg-type]
+
+    with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=5, max_model_len=120) as engine:
+        monkeypatch.setattr(sequence.Sequence, "append", poisoned)
+        for _ in range(3):
+            bad = engine.submit([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, n=4, temperature=1.0, seed=1))
+            good = engine.submit(PROMPT, LONG)
+            with pytest.raises(RuntimeError, match="poisoned"):
+                bad.result(timeout=60)
+            assert good.result(timeout=60).token_ids == truth
+        assert _idle(engine)
+        engine.runner.pool.check_integrity()
+
+
+def test_what_the_host_does_during_a_pass_is_no_part_of_its_cost(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    engine, _ = rig
+    seen: list[float] = []
+
+    class Watched(FreeRows):
+        def observe(self, rows: int, ms: float) -> None:
+            seen.append(ms)
+
+    core, step = engine.core, engine.core.step
+    engine.use(cost=Watched())
+    try:
+        core.step = lambda meanwhile: step(lambda: (time.sleep(0.2), meanwhile()))  # type: ignore[method-assign, assignment, misc, return-value]
+        assert engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False).token_ids == truth[:5]
+    finally:
+        del core.step
+        engine.use(cost=FreeRows())
+    assert seen
+    assert max(seen) < 150

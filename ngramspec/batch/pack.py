@@ -35,6 +35,22 @@ class Span:
     """Picks the sequence's next tokens; a runner that can do so on its device does. None: only logits are wanted."""
     n_prompt: int = 0
     """Of the sequence: the row at position p is asked for output p + 1 - n_prompt."""
+    samples: bool = True
+    """The rows end the sequence's known tokens, so that its next ones are sampled from them."""
+    first_row: int = -1
+    """Row of the pass where the span's begin; set by `pack`."""
+    first_logits: int = -1
+    """Row of the pass's logits where the span's begin; set by `pack`."""
+
+    @property
+    def root_logits(self) -> int:
+        """Row of the logits after the last of `tokens`, which those after the nodes follow."""
+        return self.first_logits + self.logits - 1
+
+    @property
+    def end_logits(self) -> int:
+        """Row of the logits behind the span's last."""
+        return self.first_logits + self.n_logits
 
     @property
     def n_rows(self) -> int:
@@ -130,8 +146,9 @@ def pack(spans: list[Span], tables: BlockTables, rows_per_item: int = ROWS_PER_I
     pieces: list[np.ndarray] = []
     trees: list[np.ndarray] = []
     table = np.empty((len(spans), 5), np.int64)
-    n_logits = 0
+    n_rows, n_logits = 0, 0
     for b, span in enumerate(spans):
+        span.first_row, span.first_logits = n_rows, n_logits
         pieces.append(span.tokens)
         n_nodes = 0
         if span.tree is not None:
@@ -139,10 +156,10 @@ def pack(spans: list[Span], tables: BlockTables, rows_per_item: int = ROWS_PER_I
             pieces.append(span.tree.tokens)
             trees.append(span.tree.parents)
         table[b] = span.slot, span.start, len(span.tokens), n_nodes, span.logits
+        n_rows += len(span.tokens) + n_nodes
         n_logits += span.logits + n_nodes if span.logits else 0
     input_ids = np.concatenate(pieces, dtype=np.int64)
     parents = np.concatenate(trees) if trees else _NO_NODES
-    n_rows = len(input_ids)
     depth = _deepest(table[:, 3], parents)
     counts = table[:, 2] + table[:, 3]
     max_items = int((-(-counts // rows_per_item)).sum())

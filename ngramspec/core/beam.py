@@ -22,14 +22,13 @@ from ngramspec.batch.errors import OutOfMemoryError
 from ngramspec.batch.pack import Span, depths, pack
 from ngramspec.batch.sampling import NotFiniteError
 from ngramspec.batch.types import BLOCK, DraftTree
+from ngramspec.core.observers import record_topk
 from ngramspec.core.scheduler import Scheduler
-from ngramspec.drafting.evidence import likeliest
-from ngramspec.drafting.proposer import Proposer
+from ngramspec.drafting.base import Speculator
 from ngramspec.model.runner import Output, Runner
 
-_NO_TOKEN = np.array([-1], np.int32)
 _FREE = np.ones(2)
-"""What rows cost where all that the proposer foresees is wanted."""
+"""What rows cost where all that is foreseen is wanted."""
 FORESEEN = 32
 """Nodes per beam that drafts are chosen from."""
 BREADTHS = (1, 2, 4)
@@ -38,12 +37,12 @@ BREADTHS = (1, 2, 4)
 
 @dataclass(slots=True)
 class _Beam:
-    """A text that goes on, with its place in the pool and in the proposer."""
+    """A text that goes on, with its place in the pool and in the speculator."""
 
     tokens: np.ndarray  # [n] int32, prompt and output
     score: float
     lane: int
-    """Index into `BeamSearch.slots`; the proposer's own slot."""
+    """Index into `BeamSearch.slots`; the speculator's own slot."""
     computed: int
     """Tokens whose KV is in the pool."""
     block_hashes: BlockHashes
@@ -87,14 +86,14 @@ class BeamSearch:
         runner: Runner,
         scheduler: Scheduler,
         block_hashes: BlockHashes,
-        proposer: Proposer | None,
+        speculator: Speculator,
         cost_ms: np.ndarray,
     ) -> None:
-        """prompt [n] int32; `limit`: most tokens of output; `block_hashes`: of the prompt's blocks; `proposer`: for `width` sequences,
-        of this search alone, None: no drafts; cost_ms [R] float64: time of a pass with T rows at index T."""
+        """prompt [n] int32; `limit`: most tokens of output; `block_hashes`: of the prompt's blocks; `speculator`: for `width` sequences, of
+        this search alone; cost_ms [R] float64: time of a pass with T rows at index T."""
         self.prompt, self.width, self.limit, self.stop_ids = prompt, width, limit, stop_ids
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
-        self.runner, self.scheduler, self.proposer, self.cost_ms = runner, scheduler, proposer, cost_ms
+        self.runner, self.scheduler, self.speculator, self.cost_ms = runner, scheduler, speculator, cost_ms
         self.slots: list[int] = []
         self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes)]
         self.ended: list[Ended] = []
@@ -117,8 +116,9 @@ class BeamSearch:
         self._draft()
         spans = [self._span(beam, len(beam.tokens) - beam.computed) for beam in self.beams]
         output = self._forward(spans)
-        if self.proposer is not None:
-            self._recycle(self.proposer, output, spans)
+        if self.speculator.needs_topk:
+            for beam, span in zip(self.beams, spans, strict=True):
+                record_topk(self.speculator, beam.lane, beam.tokens, beam.tree, span, output)
         texts = self._search(output, spans)
         if not self.done:
             self._commit(output, texts)
@@ -143,8 +143,7 @@ class BeamSearch:
         if taken < 0:
             raise self._full(len(self.prompt))
         beam.computed = taken * BLOCK
-        if self.proposer is not None:
-            self.proposer.begin(0, self.prompt, stops=tuple(self.stop_ids))
+        self.speculator.begin(0, self.prompt, stops=tuple(self.stop_ids))
         return True
 
     def _full(self, n: int) -> OutOfMemoryError:
@@ -167,21 +166,21 @@ class BeamSearch:
         for beam in self.beams:
             if not pool.reserve(self.slots[beam.lane], len(beam.tokens)):
                 raise self._full(len(beam.tokens))
-        for beam, tree in zip(self.beams, self._trees(self.proposer), strict=True) if self.proposer is not None else ():
+        for beam, tree in zip(self.beams, self._trees(), strict=True):
             n = min(len(tree), pool.max_blocks * BLOCK - len(beam.tokens))
             while n and not pool.reserve(self.slots[beam.lane], len(beam.tokens) + n):  # a full pool: fewer guesses
                 n //= 2
             beam.tree = tree.first(n) if n else None
 
-    def _trees(self, proposer: Proposer) -> list[DraftTree]:
-        """Of what the proposer foresees, the nodes that make most steps per second.
+    def _trees(self) -> list[DraftTree]:
+        """Of what is foreseen, the nodes that make most steps per second.
 
         At every depth, those of all beams together that weigh most: a node's weight is its probability times its beam's, over that of all
         beams. A step goes on only if all it needs is there: with chance M^w, where the nodes of its depth weigh M together.
         """
         n, deepest = len(self.beams), self.limit - self._n_output - 1
         lanes = np.array([beam.lane for beam in self.beams], np.int32)
-        trees = proposer.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * FORESEEN)
+        trees = self.speculator.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * FORESEEN)
         ends = np.cumsum([0] + [len(tree) for tree in trees])
         depth = np.concatenate([depths(tree.parents) for tree in trees])
         parents = np.concatenate([np.where(tree.parents < 0, -1, tree.parents + end) for tree, end in zip(trees, ends, strict=False)])
@@ -202,16 +201,6 @@ class BeamSearch:
                 if steps / self.cost_ms[rows] > best:
                     best, chosen = steps / self.cost_ms[rows], kept[:-1].copy()
         return [_cut(tree, chosen[a:b]) for tree, a, b in zip(trees, ends[:-1], ends[1:], strict=True)]
-
-    def _recycle(self, proposer: Proposer, output: Output, spans: list[Span]) -> None:
-        row = 0
-        for beam, span in zip(self.beams, spans, strict=True):
-            last, before = beam.tokens[-1:], beam.tokens[-2:-1] if len(beam.tokens) > 1 else _NO_TOKEN
-            if beam.tree is not None:
-                last = np.concatenate([last, beam.tree.tokens])
-                before = np.concatenate([before, last[1 + beam.tree.parents]])
-            row, first = row + span.n_logits, row
-            proposer.record_topk(beam.lane, before, last, *(output.candidates(first, row) or likeliest(output.logits(first, row))))
 
     def _search(self, output: Output, spans: list[Span]) -> list[_Hypothesis]:
         """Step after step, as long as all rows that a step needs are there."""
@@ -279,10 +268,9 @@ class BeamSearch:
             self.runner.pool.release(self.slots[lane])
         # a beam is split before it goes on, where it overwrites its drafts
         self.beams = [self._keep(output, h) if first[h.beam] == i else self._split(h, free.pop()) for i, h in backwards][::-1]
-        if self.proposer is not None:
-            going = [texts[i] for i in first.values()]
-            news, paths = ([np.array(a, np.int32) for a in each] for each in ([h.new for h in going], [h.path for h in going]))
-            self.proposer.observe(np.array(kept, np.int32), news, paths)
+        going = [texts[i] for i in first.values()]
+        news, paths = ([np.array(a, np.int32) for a in each] for each in ([h.new for h in going], [h.path for h in going]))
+        self.speculator.observe(np.array(kept, np.int32), news, paths)
 
     def _next(self, h: _Hypothesis, lane: int, block_hashes: BlockHashes) -> _Beam:
         tokens = np.append(self.beams[h.beam].tokens, np.array(h.new, np.int32))
@@ -309,8 +297,7 @@ class BeamSearch:
         if not pool.fork(source, slots, target, beam.block_hashes.hashes[:n_shared]):
             raise self._full(len(beam.tokens))
         self._register(beam)
-        if self.proposer is not None:
-            self.proposer.begin(lane, beam.tokens, stops=tuple(self.stop_ids))
+        self.speculator.begin(lane, beam.tokens, stops=tuple(self.stop_ids))
         return beam
 
     def _register(self, beam: _Beam) -> None:

@@ -1,7 +1,6 @@
 """A request under way: what was asked, the choices in the making, and how pieces and results reach whoever waits.
 
-Made by `Engine.submit`; the engine's thread hands it what its sequences gained, and `deliver` takes it from there. Knows sequences, and
-nothing of passes or of how they are run.
+Sequences that gained something enter, `Delta`s leave for the request's sink, and its result for `result()`. Knows nothing of passes.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Several
-from typing import TypeAlias, TypedDict
+from collections.abc import Callable, Collection
+from typing import Protocol, TypeAlias, TypedDict
 
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Completion, Delta
@@ -33,22 +31,31 @@ class Hints(TypedDict, total=False):
     tenant: str | None
     """Finished answers are drafts for later requests of the same tenant, and computed prefixes are theirs to take over; None keeps both
     to this one."""
-    datastores: Several[str] | None
+    datastores: Collection[str] | None
     """Names of the datastores that drafts may come from; None: all."""
     prefix_cache: bool
     """False: what is computed for this request is neither taken from earlier ones nor left to later ones."""
 
 
+class Runs(Protocol):
+    """What a request needs of the thread that steps."""
+
+    def cancel(self, request: Request) -> None: ...
+
+    def check_caller(self) -> None:
+        """Raises CallbackError, EngineClosedError where the caller would wait forever."""
+
+
 class Request:
     """A submitted prompt. Made by `Engine.submit`; `result()` waits, `cancel()` frees what it holds."""
 
-    def __init__(self, completion: Completion, params: SamplingParams, deliver: Deliver, cancel: Callable[[Request], None]) -> None:
-        """`cancel` is called from any thread, any number of times."""
+    def __init__(self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver, thread: Runs) -> None:
+        """One of `seqs` per choice; `deliver` is called in the thread that steps."""
         self.params = params
         self.completion = completion
-        self._deliver, self._cancel = deliver, cancel
-        self._seqs: list[Sequence] = []
-        self._unfinished = params.n
+        self.seqs = seqs
+        self._deliver, self._thread = deliver, thread
+        self._n_unfinished = len(seqs)
         self._begun = False
         self._started = time.perf_counter()
         self._done = threading.Event()
@@ -56,56 +63,49 @@ class Request:
 
     def cancel(self) -> None:
         """Free the request's sequences before the next step; its result is what was written so far. From any thread, at any time."""
-        self._cancel(self)
+        self._thread.cancel(self)
 
     @property
     def done(self) -> bool:
         return self._done.is_set()
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end. Raises the request's error, or TimeoutError (the request goes on)."""
+        """Wait for the end. Raises the request's error, TimeoutError (the request goes on), CallbackError, EngineClosedError."""
+        if not self.done:
+            self._thread.check_caller()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the request did not end within {timeout} s")
         if self._error is not None:
             raise self._error
         return self.completion
 
-    # Called by the engine's thread only.
+    # Called by the thread that steps only.
 
-    def _emit(self, seq: Sequence) -> None:
-        """Hand out what the sequence gained since the last time."""
-        choice, n_shown = seq.choice, seq.n_shown
-        now = time.perf_counter() - self._started
+    def emit(self, seq: Sequence) -> None:
+        """Deliver what the sequence gained since the last time. Raises what its text raises."""
+        delta = seq.delta()
+        completion, now = self.completion, time.perf_counter() - self._started
         if not self._begun:
             self._begun = True
-            self.completion.queued_s = min((s.admitted_s - self._started for s in self._seqs if s.admitted_s is not None), default=now)
-            self.completion.cached_tokens = self._seqs[0].n_cached
-        if not self.completion.ttft_s and choice.token_ids:
-            self.completion.ttft_s = now
-        delta = Delta(
-            choice.index,
-            seq.new_text,
-            choice.token_ids[n_shown:],
-            choice.draft_sources[n_shown:],
-            choice.finish_reason,
-            texts=choice.texts[n_shown:],
-            logprobs=choice.logprobs[n_shown:] if choice.logprobs is not None else None,
-        )
-        seq.new_text, seq.n_shown = "", len(choice.token_ids)
-        self._unfinished -= seq.finished
-        if self._unfinished == 0:
-            self.completion.duration_s = now
-            delta.completion = self.completion
-        self._hand_out(delta)
-        if self._unfinished == 0:
+            completion.queued_s = min((s.admitted_s - self._started for s in self.seqs if s.admitted_s is not None), default=now)
+            completion.cached_tokens = self.seqs[0].n_cached
+        if not completion.ttft_s and seq.choice.token_ids:
+            completion.ttft_s = now
+        self._n_unfinished -= seq.finished
+        if self._n_unfinished == 0:
+            completion.duration_s = now
+            delta.completion = completion
+        self._hand(delta)
+        if self._n_unfinished == 0:
             self._done.set()
 
-    def _fail(self, error: Exception) -> None:
+    def end(self, error: Exception) -> None:
+        """Nothing follows but this error."""
         self._error = error
-        self._hand_out(error)
+        self._hand(error)
         self._done.set()
 
-    def _hand_out(self, piece: Delta | Exception) -> None:
+    def _hand(self, piece: Delta | Exception) -> None:
         try:
             self._deliver(piece)
         except Exception:  # of whoever submitted it: no matter of the other requests

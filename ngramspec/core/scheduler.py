@@ -45,6 +45,10 @@ class Scheduler:
         self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
         """Tokens looked for in the prefix cache, found there, and of these those of new sequences."""
 
+    def halve_rows(self) -> None:
+        """Prompts in smaller pieces from now on."""
+        self.max_rows = max(self.max_rows // 2, len(self.tables.n_blocks_of))
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

@@ -13,7 +13,7 @@ import numpy as np
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.sampling import NotFiniteError, Sampler, token_logprob
-from ngramspec.batch.types import Choice, DraftTree, TokenLogprob
+from ngramspec.batch.types import Choice, Delta, DraftTree, TokenLogprob
 
 
 class TextSink(Protocol):
@@ -28,6 +28,20 @@ class TextSink(Protocol):
 
 class Sequence:
     """A choice in the making. The scheduler owns `slot` and `computed`, the step `tree`."""
+
+    slot = -1
+    """Place in the pool and the speculator while running."""
+    computed = 0
+    """Tokens whose keys and values are in the pool."""
+    n_cached = 0
+    """Of these, tokens that were there when the sequence was first admitted."""
+    admitted_s: float | None = None
+    """When that was, by `time.perf_counter`."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """Filled in as the prompt is computed, where a list is put here; the first token has none."""
+    tree: DraftTree | None = None
+    drafting_paused = False
+    """No draft in this pass: the text is not to be foreseen, and looking costs time."""
 
     def __init__(
         self,
@@ -53,31 +67,15 @@ class Sequence:
         self.params, self.sampler, self.text = params, sampler, text
         self.stop_ids, self.speculation = stop_ids, speculation
         self.prediction, self.tenant, self.datastores, self.block_hashes = prediction, tenant, datastores, block_hashes
-        self.n_prompt = len(prompt)
+        self.n_prompt = self.n_tokens = len(prompt)
         self.limit = min(self.n_prompt + params.max_tokens, max_len)
         self.buffer = np.empty(self.limit, np.int32)
         self.buffer[: self.n_prompt] = prompt
-        self.n_tokens = self.n_prompt
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
-        self.slot = -1
-        """Place in the pool and the proposer while running."""
-        self.computed = 0
-        """Tokens whose KV is in the pool."""
-        self.n_cached = 0
-        """Of these, tokens that were there when the sequence was first admitted."""
-        self.admitted_s: float | None = None
-        """When that was, by `time.perf_counter`."""
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        """Filled in as the prompt is computed, where a list is put here; the first token has none."""
-        self.tree: DraftTree | None = None
-        self.drafting_paused = False
-        """No draft in this pass: the text is not to be foreseen, and looking costs time."""
-        self._wordless = 0  # 1 where the last token is one that ended the text
+        self._n_wordless = 0  # 1 where the last token is one that ended the text
         self._closed = False
-        self.new_text = ""
-        """Text not yet handed out."""
-        self.n_shown = 0
-        """Tokens handed out."""
+        self._new_text = ""  # not yet in a delta
+        self._n_told = 0  # tokens that are in deltas
 
     @property
     def tokens(self) -> np.ndarray:
@@ -122,18 +120,17 @@ class Sequence:
         for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
             known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
 
-    def append(self, token: int, source: str | None, logprob: TokenLogprob | None) -> bool:
+    def append(self, token: int, logprob: TokenLogprob | None) -> bool:
         """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""
         self.buffer[self.n_tokens] = token
         self.n_tokens += 1
         self.sampler.accept(token)
         choice = self.choice
         choice.token_ids.append(token)
-        choice.draft_sources.append(source)
         if logprob is not None and choice.logprobs is not None:
             choice.logprobs.append(logprob)
         if token in self.stop_ids and self.n_output > self.params.min_tokens:
-            self._wordless = 1
+            self._n_wordless = 1
             self.finish("stop")
             return True
         if self.params.stop:
@@ -154,16 +151,32 @@ class Sequence:
     def show(self) -> None:
         """Bring the text up to date. Without stop strings nothing waits for it: it can be done while the next pass is under way."""
         choice = self.choice
-        for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._wordless]:
+        for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._n_wordless]:
             choice.texts.append("")
             self._give(self.text.push(token))
         if self.finished and not self._closed:
             self._closed = True
-            choice.texts.extend([""] * self._wordless)
+            choice.texts.extend([""] * self._n_wordless)
             self._give(self.text.finish())
+
+    def delta(self) -> Delta:
+        """What the sequence gained since the last delta, its text brought up to date."""
+        self.show()
+        choice, n = self.choice, self._n_told
+        delta = Delta(
+            choice.index,
+            self._new_text,
+            choice.token_ids[n:],
+            choice.draft_sources[n:],
+            choice.finish_reason,
+            texts=choice.texts[n:],
+            logprobs=choice.logprobs[n:] if choice.logprobs is not None else None,
+        )
+        self._new_text, self._n_told = "", len(choice.token_ids)
+        return delta
 
     def _give(self, piece: str) -> None:
         self.choice.text += piece
-        self.new_text += piece
+        self._new_text += piece
         if piece and self.choice.texts:
             self.choice.texts[-1] += piece

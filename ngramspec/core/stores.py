@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from ngramspec.batch.errors import InvalidInputError
 from ngramspec.datastore.reader import Datastore
 from ngramspec.text.encoding import Encoding
 
@@ -18,10 +19,10 @@ Store: TypeAlias = str | os.PathLike[str] | Datastore
 
 
 def named(datastore: Store | Sequence[Store] | Mapping[str, Store]) -> dict[str, Store]:
-    """Those that have no name are called as their folders are, with a number behind it where that is taken. Raises ValueError."""
+    """Those that have no name are called as their folders are, with a number behind it where that is taken. Raises InvalidInputError."""
     if isinstance(datastore, Mapping):
         if wrong := [name for name in datastore if not (isinstance(name, str) and name)]:
-            raise ValueError(f"a datastore's name must be a text that is not empty, got {wrong[0]!r}")
+            raise InvalidInputError(f"a datastore's name must be a text that is not empty, got {wrong[0]!r}")
         return dict(datastore)
     stores: dict[str, Store] = {}
     for store in [datastore] if isinstance(datastore, (str, os.PathLike, Datastore)) else datastore:
@@ -31,9 +32,15 @@ def named(datastore: Store | Sequence[Store] | Mapping[str, Store]) -> dict[str,
     return stores
 
 
-def open_store(store: Store, encoding: Encoding, model: str) -> Datastore:
-    """Raises DatastoreError, TokenizerMismatchError where it was made with another tokenizer than that of the `model`, TokenizerError."""
+def open_store(store: Store) -> Datastore:
+    """Raises DatastoreError."""
+    return store if isinstance(store, Datastore) else Datastore.open(store)
+
+
+def check_store(store: Store, encoding: Encoding, model: str) -> Datastore:
+    """The store, opened. Raises DatastoreError, TokenizerMismatchError where it was made with another tokenizer than that of the `model`,
+    TokenizerError."""
     fingerprint = encoding.fingerprint
-    opened = store if isinstance(store, Datastore) else Datastore.open(store)
+    opened = open_store(store)
     opened.check_tokenizer(fingerprint, model)
     return opened

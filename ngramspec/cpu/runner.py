@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 
 import numba
@@ -37,8 +38,11 @@ class HostOutput:
 
     sampled = None
 
-    def __init__(self, rows: np.ndarray, pool: KVPool, batch: Batch, states: torch.Tensor | None) -> None:
-        self._rows, self._pool, self._batch, self._states = rows, pool, batch, states
+    def __init__(self, rows: np.ndarray, pool: KVPool, batch: Batch, states: torch.Tensor | None, ms: float) -> None:
+        self._rows, self._pool, self._batch, self._states, self._ms = rows, pool, batch, states, ms
+
+    def wait(self) -> float:
+        return self._ms
 
     def logits(self, first: int, end: int) -> np.ndarray:
         return self._rows[first:end]
@@ -125,17 +129,19 @@ class CpuRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> HostOutput:
+        started = time.perf_counter()
         inputs = {
             "input_ids": torch.from_numpy(batch.input_ids)[None],
             "position_ids": torch.from_numpy(batch.positions.astype(np.int64))[None],
             "use_cache": False,
             "ngramspec": attention.Pass(self.pool, batch),
         }
-        if len(batch.logits_rows) == 0:
+        if len(batch.logits_rows):
+            logits = self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0].numpy()
+        else:
             self.model.base_model(**inputs)
-            return HostOutput(np.empty((0, self.vocab_size), np.float32), self.pool, batch, self._states)
-        logits = self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0]
-        return HostOutput(logits.numpy(), self.pool, batch, self._states)
+            logits = np.empty((0, self.vocab_size), np.float32)
+        return HostOutput(logits, self.pool, batch, self._states, (time.perf_counter() - started) * 1e3)
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
         base = self.model.base_model

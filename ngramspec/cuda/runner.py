@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,10 +63,12 @@ class CudaOutput:
         """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was picked."""
         self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
 
+    def wait(self) -> float:
+        return self._runner.timer.stop()  # what was staged for the pass may be overwritten by the next
+
     @property
     def sampled(self) -> np.ndarray | None:
         if self._results is None:
-            self._runner.synchronize()  # what was staged for the pass may be overwritten by the next
             return None
         self._results.wait()
         return self._results.sampled[self._rows] if self._rows is not None else self._results.sampled[: len(self._batch.logits_rows)]
@@ -118,6 +121,32 @@ class Results:
             self._event.synchronize()
 
 
+class Timer:
+    """What one pass at a time takes on the device, from its first launch to its last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._started = self._ended = 0.0
+
+    def start(self) -> None:
+        if self._events:
+            self._events[0].record()
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        """Everything is launched."""
+        if self._events:
+            self._events[1].record()
+        self._ended = time.perf_counter()
+
+    def stop(self) -> float:
+        """Wait for the pass; its milliseconds."""
+        if not self._events:
+            return (self._ended - self._started) * 1e3
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1]))
+
+
 class CudaRunner(Runner):
     pool: CudaPool
     asynchronous = True
@@ -146,6 +175,7 @@ class CudaRunner(Runner):
         self._exact = exact
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self.timer = Timer(self._device)
         check_supported(model)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
@@ -262,9 +292,15 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> CudaOutput:
-        n, n_items = len(batch.input_ids), len(batch.items)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread: Triton launches on the current one
+        self.timer.start()
+        output = self._launch(batch)
+        self.timer.end()
+        return output
+
+    def _launch(self, batch: Batch) -> CudaOutput:
+        n, n_items = len(batch.input_ids), len(batch.items)
         self.pool.send_tables()
         bucket = bucket_for(n, n_items)
         inputs = None if bucket is None else self._graphs.inputs(bucket)

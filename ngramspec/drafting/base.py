@@ -1,11 +1,11 @@
-"""The contract of a source of drafts beside the n-gram tables. Knows no model; a bad drafter costs time, never a token.
+"""The contracts of drafting: `Speculator`, which the step asks, and `Drafter`, a source of drafts beside the n-gram tables.
 
-Token ids come in as int32 arrays, candidate trees go out as flat arrays in the shape of `types.DraftTree`.
+Token ids enter as int32 arrays, trees leave as flat arrays. Neither knows a model; a bad draft costs time, never a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,8 @@ import numpy as np
 
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import DraftTree
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.router import Index
 
 
 @dataclass(slots=True)
@@ -50,6 +52,98 @@ class Text:
     n_prompt: int
     limit: int
     """Most tokens of prompt and output together."""
+
+
+class Speculator(Protocol):
+    """What the step drafts with: the mix of all sources, one drafter by itself, or nothing. Slots are the step's, one per running sequence.
+
+    Calls for one slot are ordered begin, (propose, observe)*, end. One caller, in the thread that steps.
+    """
+
+    active: bool
+    """False: never drafts."""
+    source_names: list[str]
+    """What `DraftTree.sources` counts."""
+    spec_length: int
+    """Deepest node."""
+    needs_topk: bool
+    """Wants to know what the model holds likely (`record_topk`)."""
+    needs_hidden_states: bool
+    """Wants the model's last hidden states (`on_hidden_states`)."""
+
+    def bind(self, runner: Any) -> None:
+        """The `model.runner.Runner` that is drafted for, before any sequence begins. What it raises ends the engine."""
+
+    def has_room(self, n_tokens: Sequence[int]) -> bool:
+        """Whether sequences of so many tokens can begin now."""
+        ...
+
+    def begin(
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        *,
+        banned: Sequence[int] = (),
+        stops: Sequence[int] = (),
+        prediction: np.ndarray | None = None,
+        n_output: int = 0,
+        tenant: str | None = "",
+        datastores: frozenset[str] | None = None,
+        text: Text | None = None,
+    ) -> None:
+        """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
+
+        `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `prediction` [n] int32 is the output that is
+        expected. Answers are shared within a `tenant`; None shares nothing. `datastores`: names of those to draft from, None: all.
+        """
+
+    def is_unpredictable(self, slot: int) -> bool:
+        """Whether next to nothing of a sequence's latest tokens was foreseen, so that it need not be looked at in every pass."""
+        ...
+
+    def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
+        """One tree per slot (possibly empty), together at most `max_nodes` nodes.
+
+        slots [B] int32; max_depth [B] int32, deepest useful node (0: no draft); cost_ms [R+1] float64, time of a pass with T rows at
+        index T; base_rows, the rows that the pass carries without drafts.
+        """
+        ...
+
+    def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """What the model holds likely behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing): the last one of
+        the sequence, then its nodes. tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first."""
+
+    def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
+        """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""
+
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
+        """After acceptance: what was appended to each sequence, and which nodes of its last tree are on the accepted path.
+
+        accepted[b] [k] int32: path tokens, then the model's own next one, cut where the sequence ended; paths[b] [j] int32 in depth order.
+        """
+
+    def end(self, slot: int) -> None:
+        """The slot's sequence is gone. Unknown or free slots are left alone."""
+
+    def remember(self, answer: np.ndarray, tenant: str = "") -> None:
+        """A sequence has finished with this output [n] int32."""
+
+    def source_of(self, tree: DraftTree, node: int) -> str:
+        """Who proposed a node, with file and line where it comes from a datastore."""
+        ...
+
+    def index(self, store: Datastore) -> list[Index]:
+        """What `use_datastores` would have to make for a store, made now. From any thread."""
+        ...
+
+    def use_datastores(
+        self,
+        stores: Mapping[str, Datastore],
+        running: Iterable[tuple[int, np.ndarray, frozenset[str] | None]],
+        ready: Sequence[Index] | None = None,
+    ) -> None:
+        """Draft from these datastores from now on, for running sequences (slot, tokens, datastores) too. `ready`: their indices, where
+        they have been made. Raises ValueError."""
 
 
 @runtime_checkable

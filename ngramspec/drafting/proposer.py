@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.batch.types import DraftTree
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.router import Index, indices
 from ngramspec.drafting import evidence, merge, ngram
 from ngramspec.drafting.base import Candidates, Drafter, NeedsHiddenStates, NeedsKvRoom, NeedsModel, NeedsText, NeedsTopK, Text, is_sound
 from ngramspec.drafting.evidence import ExternalTrees, Nodes
@@ -83,12 +85,14 @@ class Proposer:
     """Draft trees for up to `max_seqs` sequences at a time. Not thread-safe: one caller, the engine's loop.
 
     `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they remember, `answers` the latest tokens
-    of finished answers that a tenant's sequences share (0: none), `recycle` whether the model's own candidates are kept (`recycle`);
+    of finished answers that a tenant's sequences share (0: none), `recycle` whether the model's own candidates are kept, `similar` whether
+    the files of a datastore that are most like a request are drafted from;
     a tree has at most `spec_rows` nodes and `spec_length` levels. `source_names[tree.sources[i]]` says who proposed node i.
     `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their probabilities, and are asked
     while what they bring pays for their time (`pace`).
     """
 
+    active = True
     source_names: list[str]
 
     def __init__(
@@ -104,6 +108,7 @@ class Proposer:
         drafters: Sequence[Drafter] = (),
         answers: int = ANSWERS,
         recycle: bool = True,
+        similar: bool = True,
         use_ngram: bool = True,
         weights: Weights | None = None,
         rates: tuple[float, float] = RATES,
@@ -121,7 +126,7 @@ class Proposer:
             if not lo <= value <= hi:
                 raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
         self.vocab_size, self.history, self.spec_length = vocab_size, history, spec_length
-        self.datastore = datastore
+        self.datastore, self.similar = datastore, similar
         self.drafters: list[Drafter | None] = list(drafters)
         self._paces = [Pace() for _ in drafters]
         self._asked: list[int] = []
@@ -370,14 +375,30 @@ class Proposer:
         for d in self._state_readers:
             self._ask(d, "on_hidden_states", slot, first, states)
 
-    def chain(self, slot: int, length: int) -> np.ndarray:
-        """The tables' own prediction, without probabilities: [n] int32, n <= length, the longest context's most frequent continuations."""
-        return ngram.chain(self._states[slot], self._contexts, length)
+    def source_of(self, tree: DraftTree, node: int) -> str:
+        name = self.source_names[tree.sources[node]]
+        if name != DATASTORE or tree.store_positions is None or tree.store_positions[node] < 0 or self.datastore is None:
+            return name
+        return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
 
-    def memory(self, slot: int) -> int:
-        """Bytes that the tables of a slot take."""
-        buffer = self._buffers[slot]
-        return 0 if buffer is None else buffer.nbytes
+    def index(self, store: Datastore) -> list[Index]:
+        return indices([store.snapshot]) if self.similar else []
+
+    def use_datastores(
+        self,
+        stores: Mapping[str, Datastore],
+        running: Iterable[tuple[int, np.ndarray, frozenset[str] | None]],
+        ready: Sequence[Index] | None = None,
+    ) -> None:
+        if not stores:
+            self.datastore = None
+        elif self.datastore is not None:
+            self.datastore.use(stores, ready or ())
+        else:
+            drafter = SuffixDrafter(stores, len(self._buffers), similar=self.similar, ready=ready)
+            for slot, tokens, datastores in running:
+                drafter.begin(slot, tokens, datastores)
+            self.datastore = drafter
 
     def _ask(self, d: int, what: str, *args: object) -> object:
         """Call drafter d; one that raises is switched off."""

@@ -7,12 +7,14 @@ which needs the distribution that each token was drawn from. Knows no model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ngramspec.batch.types import DraftTree
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.router import Index
 from ngramspec.drafting.base import (
     Candidates,
     CanDraw,
@@ -30,9 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class SingleDrafter:
-    """The same calls as `Proposer` has, from the same caller. A drafter that raises is switched off: nothing is drafted any more."""
+    """See `base.Speculator`. A drafter that raises is switched off: nothing is drafted any more."""
 
-    datastore = None
+    active = True
 
     def __init__(self, drafter: Drafter, *, vocab_size: int, spec_length: int, spec_rows: int, draws: bool = False) -> None:
         """A tree is cut to `spec_rows` nodes and `spec_length` levels. `draws`: its tokens shall be draws, if it can."""
@@ -111,6 +113,22 @@ class SingleDrafter:
 
     def is_unpredictable(self, slot: int) -> bool:
         return False
+
+    def source_of(self, tree: DraftTree, node: int) -> str:
+        return self.source_names[0]
+
+    def index(self, store: Datastore) -> list[Index]:
+        return []
+
+    def use_datastores(
+        self,
+        stores: Mapping[str, Datastore],
+        running: Iterable[tuple[int, np.ndarray, frozenset[str] | None]],
+        ready: Sequence[Index] | None = None,
+    ) -> None:
+        """Raises ValueError where there are any."""
+        if stores:
+            raise ValueError(f"{self.source_names[0]} drafts alone, without datastores")
 
     def _ask(self, what: str, *args: object) -> Any:
         if self.drafter is None:

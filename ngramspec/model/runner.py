@@ -40,6 +40,10 @@ class LinearPolicy(Protocol):
 class Output(Protocol):
     """What a pass gave, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
 
+    def wait(self) -> float:
+        """Until the pass is done; returns the milliseconds that it took, whatever the host did meanwhile."""
+        ...
+
     @property
     def sampled(self) -> np.ndarray | None:
         """[N] int32: the next token after each row whose picker the device serves (`Sampler.on_device`), -1 where its logits hold no
@@ -194,6 +198,11 @@ class Runner(ABC):
         context = min(256, (self.pool.max_blocks * BLOCK - counts[-1]) // 2)
         times = np.array([[self.time_pass(rows, max(context, 1)) for rows in counts] for _ in range(rounds)])
         return times.min(axis=0).tolist()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a pass failed for want of memory, the host's or a device's."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _chain(n: int) -> DraftTree:

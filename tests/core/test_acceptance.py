@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from ngramspec import Engine, SamplingParams
-from ngramspec.core.step import Acceptance
+from ngramspec.core.acceptance import Acceptance, Judged, Walk
 from ngramspec.drafters.counts import Counts
 from ngramspec.drafting.base import Candidates
 from ngramspec.drafting.single import SingleDrafter
@@ -45,8 +45,7 @@ def engine() -> Iterator[Engine]:
 
 def use(engine: Engine, drafter: Counts, acceptance: Acceptance, *, draws: bool) -> None:
     alone = SingleDrafter(drafter, vocab_size=engine.vocab_size, spec_length=3, spec_rows=8, draws=draws)
-    engine.acceptance = engine.core.acceptance = acceptance
-    engine._call(lambda: engine.core.use(alone))
+    engine.use(speculator=alone, acceptance=acceptance)
 
 
 def texts(engine: Engine, first_seed: int, *, speculation: bool = True) -> Counter[tuple[int, ...]]:
@@ -69,17 +68,17 @@ def test_rejection_sampling_keeps_the_distribution(engine: Engine) -> None:
     plain = texts(engine, 10**6, speculation=False)
     assert len(plain) > 100, "of 125"
     for drafter, draws in ((Counts(2, 3), True), (Guess(2, 3), False)):
-        use(engine, drafter, Acceptance(rejection=True), draws=draws)
+        use(engine, drafter, Judged(rejection=True), draws=draws)
         assert distance(plain, texts(engine, 5 * 10**6)) < BOUND, drafter.name
-    use(engine, Counts(2, 3), Acceptance(rejection=True, lenience=0.4), draws=True)
+    use(engine, Counts(2, 3), Judged(rejection=True, lenience=0.4), draws=True)
     assert distance(plain, texts(engine, 5 * 10**6)) > 2 * BOUND, "the test sees a distribution that is another"
 
 
 def test_a_completion_says_how_its_drafts_were_accepted(engine: Engine) -> None:
     greedy, sampled = SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, temperature=1.0, seed=1)
     told = {}
-    for name, acceptance in (("walk", Acceptance()), ("rejection", Acceptance(True)), ("lenient", Acceptance(lenience=0.5))):
-        use(engine, Counts(2, 3), acceptance, draws=acceptance.rejection)
+    for name, acceptance in (("walk", Walk()), ("rejection", Judged(rejection=True)), ("lenient", Judged(rejection=False, lenience=0.5))):
+        use(engine, Counts(2, 3), acceptance, draws=acceptance.name == "rejection")
         assert engine.promise == {"walk": engine.exactness, "rejection": "distribution", "lenient": "lenient"}[name]
         told[name] = [engine.complete([97, 98], params).exactness for params in (greedy, sampled)]
         assert engine.complete([97, 98], sampled, speculation=False).exactness == engine.exactness

@@ -13,13 +13,13 @@ import tiny
 import torch
 from test_exact import FreeRows
 
+import ngramspec.engine
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.errors import EngineClosedError, OutOfMemoryError
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import BLOCK, Beam, DraftTree
 from ngramspec.core.beam import BeamSearch, _continuations
 from ngramspec.cpu.pool import KVPool
-from ngramspec.drafting import proposer as drafting
 from ngramspec.engine import Engine
 
 ENDS = [*range(0, 240, 16), tiny.EOS]
@@ -101,7 +101,9 @@ def test_drafts_change_no_bit_and_save_passes(engine: Engine) -> None:
 
 
 class Oracle:
-    """In the place of the proposer: knows every beam that a search went through, and forgets or invents at random."""
+    """In the place of a proposer: knows every beam that a search went through, and forgets or invents at random."""
+
+    needs_topk = True
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -146,7 +148,7 @@ def test_deep_drafts_of_every_shape_change_no_bit(engine: Engine, monkeypatch: p
         commit(search, *args)
         oracle.beams.update(tuple(beam.tokens.tolist()) for beam in search.beams)
 
-    monkeypatch.setattr(drafting, "Proposer", lambda **_: oracle)
+    monkeypatch.setattr(ngramspec.engine, "Proposer", lambda **_: oracle)
     n_passes = [0, 0]
     for width, prompt in zip((2, 3, 4, 5, 6), repetitive(5, seed=2), strict=True):
         found = []

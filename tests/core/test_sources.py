@@ -20,6 +20,7 @@ from ngramspec.cli import screen
 from ngramspec.datastore import Datastore, DatastoreNotFoundError, TokenizerMismatchError
 from ngramspec.datastore import tokens as store_tokens
 from ngramspec.drafting import ngram, suffix
+from ngramspec.drafting.proposer import Proposer
 from ngramspec.engine import Engine
 
 PROMPT = np.random.default_rng(0).integers(0, 250, 20).tolist()
@@ -203,7 +204,7 @@ def halves(store: Path, tmp_path: Path, truth: list[int]) -> dict[str, Path]:
 def test_a_request_chooses_its_stores(halves: dict[str, Path], truth: list[int], form: str) -> None:
     with build(datastore=halves if form == "dict" else list(halves.values())) as engine:
         assert list(engine.datastores) == ["first", "second"]
-        assert [store.path for store in engine.stores] == list(halves.values())
+        assert [store.path for store in engine.datastores.values()] == list(halves.values())
         assert [store["name"] for store in engine.props()["datastores"]] == ["first", "second"]
         cases: list[tuple[list[str] | None, set[str]]] = [(None, {"0", "1"}), (["first"], {"0"}), (["second"], {"1"}), ([], set())]
         for chosen, expected in cases:
@@ -234,7 +235,7 @@ def test_folders_of_one_name_are_numbered(halves: dict[str, Path], tmp_path: Pat
 def test_stores_come_and_go_under_running_requests(halves: dict[str, Path], truth: list[int]) -> None:
     with build() as engine:
         assert engine.complete(PROMPT, PARAMS).token_ids == truth
-        assert engine.core.proposer is not None
+        assert isinstance(engine.speculator, Proposer)
         pieces = engine.stream(PROMPT, PARAMS)
         written = [next(pieces)]
         engine.add_datastore("second", halves["second"])  # the first store at all: its drafter is made for running sequences too
@@ -257,7 +258,7 @@ def test_stores_come_and_go_under_running_requests(halves: dict[str, Path], trut
         engine.add_datastore("first", halves["second"])  # another one under the same name
         assert names(engine.complete(PROMPT, PARAMS, datastores=["first"])) == {"1"}
         engine.remove_datastore("first")
-        assert engine.core.proposer.datastore is None, "as before the first one"
+        assert engine.speculator.datastore is None, "as before the first one"
         assert engine.complete(PROMPT, PARAMS).token_ids == truth
         with pytest.raises(KeyError, match="first"):
             engine.remove_datastore("first")
@@ -296,16 +297,16 @@ def test_files_like_a_request_come_from_stores_that_it_may_use(tmp_path: Path, t
     with build() as engine:
         engine.add_datastore("mine", tmp_path / "store")
         core = engine.core
-        assert core.proposer is not None
-        assert core.proposer.datastore is not None
+        assert isinstance(core.speculator, Proposer)
+        assert core.speculator.datastore is not None
         seen: list[int] = []
-        begin = core.proposer.begin
+        begin = core.speculator.begin
 
         def spy(slot: int, tokens: np.ndarray, **rest: object) -> None:
             begin(slot, tokens, **rest)  # type: ignore[arg-type]
-            seen.append(int(core.proposer._states[slot, ngram.SIMILAR]))  # type: ignore[union-attr]
+            seen.append(int(core.speculator._states[slot, ngram.SIMILAR]))  # type: ignore[union-attr]
 
-        core.proposer.begin = spy  # type: ignore[method-assign]
+        core.speculator.begin = spy  # type: ignore[method-assign]
         for chosen in (None, ["mine"], []):
             engine.complete(prompt, SamplingParams(max_tokens=2), datastores=chosen)
     assert seen[0] == seen[1] > 1000

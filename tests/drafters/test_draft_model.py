@@ -61,7 +61,7 @@ def check_empty(engine: Engine, *drafters: Stepwise) -> None:
     for pool in [engine.runner.pool, *(d.runner.pool for d in drafters if isinstance(d, DraftModel) and d.runner)]:
         pool.check_integrity()
         assert pool.n_available == pool.n_blocks
-    proposer = engine.core.proposer
+    proposer = engine.speculator
     assert list(drafters) == ([proposer.drafter] if isinstance(proposer, SingleDrafter) else proposer.drafters)
     assert not any(drafter._known for drafter in drafters)
 

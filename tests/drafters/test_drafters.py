@@ -18,6 +18,7 @@ from ngramspec.drafters.lookahead import Lookahead
 from ngramspec.drafters.names import NAMES, make_drafter
 from ngramspec.drafters.recycling import TokenRecycling
 from ngramspec.drafting import Drafter, Proposer
+from ngramspec.drafting.none import NoDrafts
 from ngramspec.drafting.pace import Pace
 from ngramspec.drafting.single import SingleDrafter
 from ngramspec.engine import Engine
@@ -56,7 +57,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine, asked: list[list[int]]) -> list[list[list[int]]]:
-    engine.core.use(None)
+    engine.core.use(NoDrafts())
     return [[c.token_ids for c in engine.complete(asked, params)] for params in (GREEDY, SAMPLED)]
 
 
@@ -104,7 +105,7 @@ def test_same_tokens_as_without(
     greedy, sampled = engine.complete(asked, GREEDY), engine.complete(asked, SAMPLED)
     assert [c.token_ids for c in greedy] == expected[0]
     assert [c.token_ids for c in sampled] == expected[1]
-    proposer = engine.core.proposer
+    proposer = engine.speculator
     assert proposer is not None
     assert (proposer.drafters if isinstance(proposer, Proposer) else [proposer.drafter]) == [drafter], "it was not switched off"
     assert sum(c.stats.drafted_by_source.get(name, 0) for c in greedy + sampled) > 100

@@ -1,0 +1,173 @@
+"""What an engine is made of: a model's name and settings enter, a model bound to its device, with what passes of it cost, leaves.
+
+The one module that knows which devices there are. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import torch
+from transformers import PreTrainedModel
+
+from ngramspec.batch import sampling
+from ngramspec.batch.cost import CostModel
+from ngramspec.batch.errors import InvalidInputError
+from ngramspec.batch.types import BLOCK
+from ngramspec.config import EngineConfig
+from ngramspec.cpu.runner import CpuRunner
+from ngramspec.drafting import proposer
+from ngramspec.drafting.base import Drafter, Speculator
+from ngramspec.drafting.none import NoDrafts
+from ngramspec.drafting.single import SingleDrafter
+from ngramspec.model.loading import LoadedModel, available_memory, eos_token_ids, load_model
+from ngramspec.model.runner import Runner
+from ngramspec.text.encoding import Encoding
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where an engine computes, and how."""
+
+    device: str
+    dtype: torch.dtype
+    threads: int
+    max_rows: int
+    exact: bool
+    """Products with rows that do not depend on each other; on the CPU, with weights kept as they came."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    """A model on its device, ready to run."""
+
+    name: str
+    tokenizer: Any
+    """transformers' own kind, or None."""
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    runner: Runner
+    cost: CostModel
+    encoding: Encoding
+
+
+def check_device(config: EngineConfig) -> DeviceConfig:
+    """Raises InvalidInputError for a device that is not there, or what it does not do."""
+    kind, _, number = config.device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdigit())):
+        raise InvalidInputError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {config.device!r}")
+    device = kind
+    if kind == "cuda":
+        device, n_devices = f"cuda:{number or 0}", torch.cuda.device_count()
+        if int(number or 0) >= n_devices:
+            there = f"{n_devices or 'no'} CUDA device{'s' * (n_devices != 1)}"
+            raise InvalidInputError(f"there is no device {device!r}: torch {torch.__version__} sees {there}")
+    accepted = {"cpu": ("float32",), "cuda": ("bfloat16", "float16", "float32")}[kind]
+    dtype = accepted[0] if config.dtype == "auto" else config.dtype
+    if dtype not in accepted:
+        raise InvalidInputError(f"dtype on {kind} must be 'auto' or {' or '.join(map(repr, accepted))}, got {dtype!r}")
+    other = {"cpu": "unpacked", "cuda": "vendor"}[kind]
+    if config.linears not in ("exact", other):
+        raise InvalidInputError(f"linears on {kind} must be 'exact' or {other!r}, got {config.linears!r}")
+    max_rows = config.max_rows or {"cpu": 256, "cuda": 2048}[kind]
+    return DeviceConfig(device, getattr(torch, dtype), config.threads or torch.get_num_threads(), max_rows, config.linears == "exact")
+
+
+def bind(model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress) -> BoundModel:
+    """Load a model, bind it and measure it, in the thread that is to run it.
+
+    Raises what `loading.load_model` and the device's runner raise (see `batch.errors`).
+    """
+    torch.set_num_threads(device.threads)
+    numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
+    warmer = threading.Thread(target=warm_up, daemon=True)
+    warmer.start()
+    if isinstance(model, str):
+        loaded = load_model(model, dtype=device.dtype, device=device.device, tokenizer=tokenizer, progress=progress)
+    else:
+        moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
+        loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
+    trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
+    if config.max_model_len is not None and config.max_model_len > trained:
+        raise InvalidInputError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {config.max_model_len}")
+    max_model_len = config.max_model_len or trained
+    runner = _runner(loaded.model, config, device, max_model_len, progress)
+    max_model_len = min(max_model_len, runner.pool.n_tokens)
+    runner.tokenizer, runner.max_model_len = loaded.tokenizer, max_model_len
+    progress("measuring what a pass costs")
+    warmer.join()
+    counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
+    cost = CostModel(counts, runner.measure(counts), max_rows=2 * max(device.max_rows, config.spec_rows))
+    log.info("%s: exactness %s, %d tokens of KV", loaded.name, runner.exactness, runner.pool.n_tokens)
+    encoding = Encoding(loaded.tokenizer, runner.vocab_size)
+    return BoundModel(loaded.name, loaded.tokenizer, loaded.eos_token_ids, max_model_len, runner, cost, encoding)
+
+
+def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
+    """What an engine with these settings drafts with."""
+    if not config.speculation:
+        return NoDrafts()
+    if alone is not None:
+        draws = config.acceptance == "rejection"
+        return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=config.spec_rows, draws=draws)
+    return proposer.Proposer(
+        vocab_size=vocab_size,
+        max_order=config.max_order,
+        history=config.history,
+        spec_length=config.spec_length,
+        spec_rows=config.spec_rows,
+        max_seqs=config.max_seqs,
+        answers=config.answers,
+        recycle=config.recycle,
+        similar=config.similar,
+        drafters=drafters,
+    )
+
+
+def _runner(model: PreTrainedModel, config: EngineConfig, device: DeviceConfig, max_model_len: int, progress: Progress) -> Runner:
+    max_len = max_model_len + config.spec_rows + 1  # draft nodes stand behind the last token: room for them past the longest text
+    if device.device == "cpu":
+        return CpuRunner(
+            model,
+            max_len=max_len,
+            max_seqs=config.max_seqs,
+            max_rows=device.max_rows,
+            kv_bytes=config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
+            packed=device.exact,
+            progress=progress,
+        )
+    from ngramspec.cuda.runner import CudaRunner  # imports Triton
+
+    return CudaRunner(
+        model,
+        max_len=max_len,
+        max_seqs=config.max_seqs,
+        max_rows=device.max_rows,
+        kv_bytes=config.kv_memory,
+        max_depth=config.spec_length + 1,
+        memory_utilization=config.gpu_memory_utilization,
+        exact=device.exact,
+        graphs=config.graphs,
+        progress=progress,
+    )
+
+
+def _default_kv_bytes() -> int:
+    """A quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
+    free = available_memory()
+    return min(4 << 30, free // 4) if free else 1 << 30
+
+
+def warm_up() -> None:
+    """Compile, or load from disk, what the steps need besides the model, while the model loads."""
+    proposer.warmup()
+    sampling.warmup()
