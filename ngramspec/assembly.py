@@ -23,7 +23,6 @@ from ngramspec.config import EngineConfig
 from ngramspec.cpu.runner import CpuRunner
 from ngramspec.drafting import proposer
 from ngramspec.drafting.base import Drafter, Speculator
-from ngramspec.drafting.none import NoDrafts
 from ngramspec.drafting.single import SingleDrafter
 from ngramspec.model.loading import LoadedModel, available_memory, eos_token_ids, load_model
 from ngramspec.model.runner import Runner
@@ -115,7 +114,7 @@ def bind(model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, dev
 def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
     """What an engine with these settings drafts with."""
     if not config.speculation:
-        return NoDrafts()
+        return Speculator()
     if alone is not None:
         draws = config.acceptance == "rejection"
         return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=config.spec_rows, draws=draws)

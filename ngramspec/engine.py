@@ -33,7 +33,6 @@ from ngramspec.core.stores import Store, check_store, named, open_store
 from ngramspec.core.thread import StepThread
 from ngramspec.datastore.reader import Datastore
 from ngramspec.drafting.base import Drafter, Speculator
-from ngramspec.drafting.none import NoDrafts
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.text.decoding import NoText, TextStream
 from ngramspec.text.encoding import Prompt
@@ -336,7 +335,7 @@ class Engine:
             raise InvalidInputError(f"max_tokens must be 1 or more, got {max_tokens}")
         if not -10 <= length_penalty <= 10:
             raise InvalidInputError(f"length_penalty must be -10 to 10, got {length_penalty}")
-        drafts: Speculator = NoDrafts()
+        drafts: Speculator = Speculator()
         if speculation and self.speculator.active:
             drafts = Proposer(vocab_size=self.vocab_size, spec_length=self.speculator.spec_length, max_seqs=width, answers=0)
         search = BeamSearch(

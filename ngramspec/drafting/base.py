@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +43,12 @@ def is_sound(candidates: object, vocab_size: int) -> bool:
         return False
 
 
+NO_TREE = DraftTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
+
+Running: TypeAlias = tuple[int, np.ndarray, frozenset[str] | None]
+"""Of a running sequence: slot, tokens [n] int32, names of the datastores to draft from or None for all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """What a drafter can know of a sequence beside its tokens."""
@@ -54,21 +60,22 @@ class Text:
     """Most tokens of prompt and output together."""
 
 
-class Speculator(Protocol):
-    """What the step drafts with: the mix of all sources, one drafter by itself, or nothing. Slots are the step's, one per running sequence.
+class Speculator:
+    """What the step drafts with: the mix of all sources, one drafter by itself, or, as it stands here, nothing.
 
-    Calls for one slot are ordered begin, (propose, observe)*, end. One caller, in the thread that steps.
+    Slots are the step's, one per running sequence. Calls for one slot are ordered begin, (propose, observe)*, end. One caller, in the
+    thread that steps.
     """
 
-    active: bool
-    """False: never drafts."""
-    source_names: list[str]
+    active = False
+    """Whether it ever drafts."""
+    source_names: list[str] = []  # noqa: RUF012  # nobody adds to it
     """What `DraftTree.sources` counts."""
-    spec_length: int
+    spec_length = 0
     """Deepest node."""
-    needs_topk: bool
+    needs_topk = False
     """Wants to know what the model holds likely (`record_topk`)."""
-    needs_hidden_states: bool
+    needs_hidden_states = False
     """Wants the model's last hidden states (`on_hidden_states`)."""
 
     def bind(self, runner: Any) -> None:
@@ -76,7 +83,7 @@ class Speculator(Protocol):
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
         """Whether sequences of so many tokens can begin now."""
-        ...
+        return True
 
     def begin(
         self,
@@ -99,7 +106,7 @@ class Speculator(Protocol):
 
     def is_unpredictable(self, slot: int) -> bool:
         """Whether next to nothing of a sequence's latest tokens was foreseen, so that it need not be looked at in every pass."""
-        ...
+        return False
 
     def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
         """One tree per slot (possibly empty), together at most `max_nodes` nodes.
@@ -107,7 +114,7 @@ class Speculator(Protocol):
         slots [B] int32; max_depth [B] int32, deepest useful node (0: no draft); cost_ms [R+1] float64, time of a pass with T rows at
         index T; base_rows, the rows that the pass carries without drafts.
         """
-        ...
+        return [NO_TREE] * len(slots)
 
     def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """What the model holds likely behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing): the last one of
@@ -120,6 +127,7 @@ class Speculator(Protocol):
         """After acceptance: what was appended to each sequence, and which nodes of its last tree are on the accepted path.
 
         accepted[b] [k] int32: path tokens, then the model's own next one, cut where the sequence ended; paths[b] [j] int32 in depth order.
+        A slot that was not proposed for learns nothing.
         """
 
     def end(self, slot: int) -> None:
@@ -130,20 +138,17 @@ class Speculator(Protocol):
 
     def source_of(self, tree: DraftTree, node: int) -> str:
         """Who proposed a node, with file and line where it comes from a datastore."""
-        ...
+        return self.source_names[tree.sources[node]]
 
     def index(self, store: Datastore) -> list[Index]:
         """What `use_datastores` would have to make for a store, made now. From any thread."""
-        ...
+        return []
 
-    def use_datastores(
-        self,
-        stores: Mapping[str, Datastore],
-        running: Iterable[tuple[int, np.ndarray, frozenset[str] | None]],
-        ready: Sequence[Index] | None = None,
-    ) -> None:
-        """Draft from these datastores from now on, for running sequences (slot, tokens, datastores) too. `ready`: their indices, where
-        they have been made. Raises ValueError."""
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
+        """Draft from these datastores from now on, for running sequences too. `ready`: their indices, where they have been made.
+
+        Raises ValueError.
+        """
 
 
 @runtime_checkable

@@ -19,7 +19,20 @@ from ngramspec.batch.types import DraftTree
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, indices
 from ngramspec.drafting import evidence, merge, ngram
-from ngramspec.drafting.base import Candidates, Drafter, NeedsHiddenStates, NeedsKvRoom, NeedsModel, NeedsText, NeedsTopK, Text, is_sound
+from ngramspec.drafting.base import (
+    NO_TREE,
+    Candidates,
+    Drafter,
+    NeedsHiddenStates,
+    NeedsKvRoom,
+    NeedsModel,
+    NeedsText,
+    NeedsTopK,
+    Running,
+    Speculator,
+    Text,
+    is_sound,
+)
 from ngramspec.drafting.evidence import ExternalTrees, Nodes
 from ngramspec.drafting.merge import Guard, Weights
 from ngramspec.drafting.pace import Pace
@@ -81,7 +94,7 @@ def _power_of_two(n: int) -> int:
     return 1 << max(int(n) - 1, 1).bit_length()
 
 
-class Proposer:
+class Proposer(Speculator):
     """Draft trees for up to `max_seqs` sequences at a time. Not thread-safe: one caller, the engine's loop.
 
     `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they remember, `answers` the latest tokens
@@ -93,7 +106,6 @@ class Proposer:
     """
 
     active = True
-    source_names: list[str]
 
     def __init__(
         self,
@@ -181,13 +193,11 @@ class Proposer:
         self._n_external = 0
 
     def bind(self, runner: Any) -> None:
-        """Hand the `runner.Runner` to the drafters that compute with it."""
         for drafter in self.drafters:
             if isinstance(drafter, NeedsModel):
                 drafter.bind(runner)
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        """Whether sequences of so many tokens can begin."""
         return all(self._ask(d, "has_room", n_tokens) is not False for d in self._kv_keepers)
 
     def begin(
@@ -203,11 +213,6 @@ class Proposer:
         datastores: frozenset[str] | None = None,
         text: Text | None = None,
     ) -> None:
-        """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
-
-        `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `prediction` [n] int32 is the output that is
-        expected. Answers are shared within a `tenant`; None shares nothing. `datastores`: names of those to draft from, None: all.
-        """
         if self._buffers[slot] is not None:
             self.end(slot)
         tokens = np.ascontiguousarray(tokens, np.int32)
@@ -243,11 +248,7 @@ class Proposer:
             self._ask(d, "attach", slot, text)
 
     def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
-        """One tree per slot (possibly empty), together at most `max_nodes` nodes: those that make most tokens per second.
-
-        slots [B] int32; max_depth [B] int32, deepest useful node (0: no draft); cost_ms [R+1] float64, time of a pass with T rows at
-        index T; base_rows, the rows that the pass carries without drafts.
-        """
+        """The nodes that make most tokens per second."""
         slots = np.ascontiguousarray(slots, np.int32)
         stored = self.datastore.propose(slots) if self.datastore is not None else None
         external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
@@ -280,11 +281,6 @@ class Proposer:
         return trees
 
     def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
-        """After the walk: what was appended to each sequence, and which nodes of its last tree are on the accepted path.
-
-        accepted[b] [k] int32: path tokens, then the model's own pick, cut where the sequence ended; paths[b] [j] int32 in depth order.
-        A slot that was not proposed for learns nothing.
-        """
         slots = np.ascontiguousarray(slots, np.int32)
         new_start, new = _concatenate(accepted)
         path_start, path = _concatenate(paths)
@@ -322,7 +318,6 @@ class Proposer:
         self._last_trees.clear()
 
     def end(self, slot: int) -> None:
-        """Free the slot's memory. Unknown or free slots are left alone."""
         if self._buffers[slot] is None:
             return
         self._own.free(slot)
@@ -357,26 +352,22 @@ class Proposer:
         ngram.extend(self._output_cache.states[row], self._contexts, answer, self._output_cache.history)
 
     def is_unpredictable(self, slot: int) -> bool:
-        """Whether next to nothing of a sequence's latest tokens was foreseen, so that it need not be looked at in every pass."""
         hits = int(self._states[slot, ngram.HITS])
         return hits.bit_length() > 32 and hits.bit_count() <= 2
 
     def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """What the model holds likely behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing): the last one of
-        the sequence, then its nodes. tokens [n, KEPT], logits [n, KEPT] float32, as `evidence.likeliest` gives them."""
         tokens = np.ascontiguousarray(tokens, np.int32)
         if self._recycled_here:
             evidence.keep_rows(self._recycled, before, last, tokens, logits, _BOUNDS)
         for d in self._topk_readers:
-            self._ask(d, "on_topk", slot, self._last_trees.get(slot, _NO_TREE).first(len(tokens) - 1), tokens)
+            self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(len(tokens) - 1), tokens)
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
-        """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""
         for d in self._state_readers:
             self._ask(d, "on_hidden_states", slot, first, states)
 
     def source_of(self, tree: DraftTree, node: int) -> str:
-        name = self.source_names[tree.sources[node]]
+        name = super().source_of(tree, node)
         if name != DATASTORE or tree.store_positions is None or tree.store_positions[node] < 0 or self.datastore is None:
             return name
         return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
@@ -384,12 +375,7 @@ class Proposer:
     def index(self, store: Datastore) -> list[Index]:
         return indices([store.snapshot]) if self.similar else []
 
-    def use_datastores(
-        self,
-        stores: Mapping[str, Datastore],
-        running: Iterable[tuple[int, np.ndarray, frozenset[str] | None]],
-        ready: Sequence[Index] | None = None,
-    ) -> None:
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
         if not stores:
             self.datastore = None
         elif self.datastore is not None:
@@ -458,11 +444,11 @@ class Proposer:
     def _rejected(self, slot: int, d: int, path: np.ndarray) -> np.ndarray:
         mine = self._drafted(slot, d)
         mine[np.asarray(path, np.int64)] = False
-        return self._last_trees.get(slot, _NO_TREE).tokens[mine]
+        return self._last_trees.get(slot, NO_TREE).tokens[mine]
 
     def _drafted(self, slot: int, d: int) -> np.ndarray:
         """Which nodes of a slot's last tree are drafter d's: [N] bool."""
-        return self._last_trees.get(slot, _NO_TREE).sources == len(SOURCES) + 1 + d
+        return self._last_trees.get(slot, NO_TREE).sources == len(SOURCES) + 1 + d
 
 
 def _codes(tree: Candidates) -> np.ndarray:
@@ -518,7 +504,6 @@ _GROUPS = (
     (evidence.RECYCLED, evidence.RECYCLED_PAIR),
 )
 _NO_CODES = np.empty(0, np.int16)
-_NO_TREE = DraftTree(_NO_TOKENS, _NO_TOKENS, np.empty(0, np.float32), np.empty(0, np.uint8))
 _NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
 
 

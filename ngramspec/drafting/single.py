@@ -16,6 +16,7 @@ from ngramspec.batch.types import DraftTree
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
 from ngramspec.drafting.base import (
+    NO_TREE,
     Candidates,
     CanDraw,
     Drafter,
@@ -24,6 +25,8 @@ from ngramspec.drafting.base import (
     NeedsModel,
     NeedsText,
     NeedsTopK,
+    Running,
+    Speculator,
     Text,
     is_sound,
 )
@@ -31,8 +34,8 @@ from ngramspec.drafting.base import (
 log = logging.getLogger(__name__)
 
 
-class SingleDrafter:
-    """See `base.Speculator`. A drafter that raises is switched off: nothing is drafted any more."""
+class SingleDrafter(Speculator):
+    """A drafter that raises is switched off: nothing is drafted any more."""
 
     active = True
 
@@ -52,7 +55,6 @@ class SingleDrafter:
             self.drafter.bind(runner)
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        """Whether sequences of so many tokens can begin."""
         return not isinstance(self.drafter, NeedsKvRoom) or self._ask("has_room", n_tokens) is not False
 
     def begin(self, slot: int, tokens: np.ndarray, *, text: Text | None = None, **_: Any) -> None:
@@ -62,7 +64,7 @@ class SingleDrafter:
             self._ask("attach", slot, text)
 
     def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
-        """One tree per slot, all of them with the same room; what a row costs counts for nothing."""
+        """All trees have the same room; what a row costs counts for nothing."""
         seqs, room = slots.tolist(), min(self.spec_rows, max(max_nodes, 0) // len(slots))
         answer = self._ask("propose", seqs, room) or [_NOTHING] * len(seqs)
         if len(answer) != len(seqs) or not all(is_sound(candidates, self.vocab_size) for candidates in answer):
@@ -91,7 +93,7 @@ class SingleDrafter:
         )
 
     def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        self._ask("on_topk", slot, self._trees.get(slot, _NO_TREE).first(len(tokens) - 1), np.asarray(tokens, np.int32))
+        self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(len(tokens) - 1), np.asarray(tokens, np.int32))
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         self._ask("on_hidden_states", slot, first, states)
@@ -108,24 +110,7 @@ class SingleDrafter:
             self._begun.remove(slot)
             self._ask("end", slot)
 
-    def remember(self, answer: np.ndarray, tenant: str = "") -> None:
-        """Finished answers are of no use here."""
-
-    def is_unpredictable(self, slot: int) -> bool:
-        return False
-
-    def source_of(self, tree: DraftTree, node: int) -> str:
-        return self.source_names[0]
-
-    def index(self, store: Datastore) -> list[Index]:
-        return []
-
-    def use_datastores(
-        self,
-        stores: Mapping[str, Datastore],
-        running: Iterable[tuple[int, np.ndarray, frozenset[str] | None]],
-        ready: Sequence[Index] | None = None,
-    ) -> None:
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
         """Raises ValueError where there are any."""
         if stores:
             raise ValueError(f"{self.source_names[0]} drafts alone, without datastores")
@@ -142,4 +127,3 @@ class SingleDrafter:
 
 
 _NOTHING = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
-_NO_TREE = DraftTree(_NOTHING.tokens, _NOTHING.parents, _NOTHING.probs, np.empty(0, np.uint8))

@@ -18,7 +18,7 @@ from ngramspec.drafters.lookahead import Lookahead
 from ngramspec.drafters.names import NAMES, make_drafter
 from ngramspec.drafters.recycling import TokenRecycling
 from ngramspec.drafting import Drafter, Proposer
-from ngramspec.drafting.none import NoDrafts
+from ngramspec.drafting.base import Speculator
 from ngramspec.drafting.pace import Pace
 from ngramspec.drafting.single import SingleDrafter
 from ngramspec.engine import Engine
@@ -57,7 +57,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine, asked: list[list[int]]) -> list[list[list[int]]]:
-    engine.core.use(NoDrafts())
+    engine.core.use(Speculator())
     return [[c.token_ids for c in engine.complete(asked, params)] for params in (GREEDY, SAMPLED)]
 
 
