@@ -13,6 +13,8 @@ from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPE
 from ngramspec.batch.options import Choice, Flag, Integer, Number, Text, check, option
 
 _MODEL, _SPECULATION = "Model and device", "Speculation"
+_DECODING = ("complete", "serve")
+"""The commands that decode with drafts from all sources; beam search has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,22 @@ class EngineConfig:
         panel=_MODEL,
         only=("serve",),
     )
-    speculation: bool = option(True, Flag(), "Draft; without, one token per pass.", flags=("--no-spec",), panel=_SPECULATION)
+    speculation: bool = option(
+        True,
+        Flag(),
+        "Draft; without, one token per pass.",
+        flags=("--no-spec",),
+        panel=_SPECULATION,
+        off="One token per pass, without drafts.",
+    )
     spec_length: int = option(SPEC_LENGTH, Integer(1, 4096), "Longest draft. What pays decides below it.", panel=_SPECULATION)
     spec_rows: int = option(
-        SPEC_ROWS, Integer(1, 4096), "Most draft tokens of a sequence that are verified in one pass.", panel=_SPECULATION
+        SPEC_ROWS, Integer(1, 4096), "Most draft tokens of a sequence that are verified in one pass.", panel=_SPECULATION, only=_DECODING
     )
-    max_order: int = option(MAX_ORDER, Integer(2, MAX_ORDER), "Longest n-gram looked up.", panel=_SPECULATION)
-    history: int = option(HISTORY, Integer(16, MAX_HISTORY), "Tokens of a sequence that its n-gram tables remember.", panel=_SPECULATION)
+    max_order: int = option(MAX_ORDER, Integer(2, MAX_ORDER), "Longest n-gram looked up.", panel=_SPECULATION, only=_DECODING)
+    history: int = option(
+        HISTORY, Integer(16, MAX_HISTORY), "Tokens of a sequence that its n-gram tables remember.", panel=_SPECULATION, only=_DECODING
+    )
     answers: int = option(
         ANSWERS,
         Integer(0, MAX_HISTORY),
@@ -80,15 +91,28 @@ class EngineConfig:
         only=("serve",),
     )
     similar: bool = option(
-        True, Flag(), "Draft from the datastores' files that are most like the prompt.", flags=("--no-similar",), panel=_SPECULATION
+        True,
+        Flag(),
+        "Draft from the datastores' files that are most like the prompt.",
+        panel=_SPECULATION,
+        only=_DECODING,
+        off="Do not draft from the datastores' files that are most like the prompt.",
     )
-    recycle: bool = option(True, Flag(), "Draft from the model's own candidates.", flags=("--no-recycle",), panel=_SPECULATION)
+    recycle: bool = option(
+        True,
+        Flag(),
+        "Draft from the model's own candidates.",
+        panel=_SPECULATION,
+        only=_DECODING,
+        off="Do not draft from the model's own candidates.",
+    )
     acceptance: str = option(
         "walk",
         Choice(("walk", "rejection")),
         "walk: the text is the same as without drafts. rejection, with --alone: sampled text is only distributed alike (Leviathan et al.).",
         metavar="walk|rejection",
         panel=_SPECULATION,
+        only=_DECODING,
     )
     lenience: float = option(
         1.0,
@@ -96,6 +120,7 @@ class EngineConfig:
         "Below 1: accept what the model holds a little less likely; the text is another (Leviathan et al.).",
         metavar="F",
         panel=_SPECULATION,
+        only=_DECODING,
     )
 
     def __post_init__(self) -> None:

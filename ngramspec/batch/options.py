@@ -147,12 +147,14 @@ class Option:
     help: str
     """What it means: a sentence or two."""
     flags: tuple[str, ...] | None = ()
-    """What a command line calls it; (): as `flag` makes it of the name; None: a command line does not have it."""
+    """What a command line calls it; (): `flag`, with --no- for a switch that is on by default; None: it does not have it."""
     metavar: str | None = None
     panel: str = ""
     """The heading under which a command line shows it."""
     only: tuple[str, ...] = ()
     """The commands that have it; (): all that take such settings."""
+    off: str = ""
+    """For a switch that is on by default: what it means to turn it off, the help of its --no-… flag."""
 
     @property
     def flag(self) -> str:

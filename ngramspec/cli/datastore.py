@@ -19,19 +19,22 @@ from typing import Annotated, Any
 import typer
 
 from ngramspec import __version__
+from ngramspec.cli.common import BadInputError, option, parse_size, printable, read_prompt
 
 TERMINATED = 143
 _WRITER = f"ngramspec {__version__}"
 _CORPUS, _OUTPUT = "Corpus", "Output"
 
 app = typer.Typer(
+    name="datastore",
     help="Look into datastores, look texts up in them, tidy them, keep them up to date.",
     no_args_is_help=True,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 StoreArgument = Annotated[Path, typer.Argument(help="The folder of the datastore.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=_OUTPUT)]
+Json = Annotated[bool, option(_OUTPUT, "Print one JSON document.", "--json")]
 Memory = Annotated[
     str | None,
     typer.Option("--max-memory", metavar="SIZE", help="Memory for sorting, such as 800M or 4G. Default: half of what is free."),
@@ -47,10 +50,6 @@ Tokenizer = Annotated[
 ]
 
 
-def _corpus(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_CORPUS, **more)
-
-
 def build_datastore(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Folders, files, .jsonl(.gz), .zip, .whl, .tar.gz. With --update: more of them.")
@@ -62,16 +61,19 @@ def build_datastore(
     update: Annotated[
         bool, typer.Option("--update", "-u", help="Bring a store up to date: only what changed is read and tokenized again.")
     ] = False,
-    include: Annotated[list[str] | None, _corpus("Take only what matches, whatever its type. As in .gitignore; may be repeated.")] = None,
-    exclude: Annotated[list[str] | None, _corpus("Leave out what matches. As in .gitignore; may be repeated.")] = None,
+    include: Annotated[
+        list[str] | None, option(_CORPUS, "Take only what matches, whatever its type. As in .gitignore; may be repeated.")
+    ] = None,
+    exclude: Annotated[list[str] | None, option(_CORPUS, "Leave out what matches. As in .gitignore; may be repeated.")] = None,
     language: Annotated[
-        str | None, _corpus("Take only these, such as python,rust or py,rs. Default: all known source and text.", "--language", "-l")
+        str | None,
+        option(_CORPUS, "Take only these, such as python,rust or py,rs. Default: all known source and text.", "--language", "-l"),
     ] = None,
-    max_file_size: Annotated[str | None, _corpus("Leave out larger files and members. Default: 1M.", metavar="SIZE")] = None,
+    max_file_size: Annotated[str | None, option(_CORPUS, "Leave out larger files and members. Default: 1M.", metavar="SIZE")] = None,
     text_field: Annotated[
-        list[str] | None, _corpus("The field of .jsonl rows that holds the text; the first there is. Default: text, content, code.")
+        list[str] | None, option(_CORPUS, "The field of .jsonl rows that holds the text; the first there is. Default: text, content, code.")
     ] = None,
-    untracked: Annotated[bool, _corpus("In a git repository, also files that git does not track (nor ignore).")] = False,
+    untracked: Annotated[bool, option(_CORPUS, "In a git repository, also files that git does not track (nor ignore).")] = False,
     router: Annotated[
         bool | None,
         typer.Option(
@@ -86,7 +88,7 @@ def build_datastore(
     ] = False,
     blocks: Annotated[int | None, typer.Option(min=1, help="With --ray: segments, each built by one task.")] = None,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[bool, option(_OUTPUT, "No progress and no summary.", "--quiet", "-q")] = False,
 ) -> None:
     """Build a datastore: text that the model is likely to repeat, for drafts.
 
@@ -102,20 +104,18 @@ def build_datastore(
 
       ngramspec build-datastore --update -o store
     """
-    from ngramspec.cli import main as cli
-
     if output is None:
-        raise cli.BadInputError("name the folder of the datastore: -o STORE")
+        raise BadInputError("name the folder of the datastore: -o STORE")
     if not update and not paths:
-        raise cli.BadInputError("there is no corpus: give folders or files, as in `ngramspec build-datastore . -o STORE`")
+        raise BadInputError("there is no corpus: give folders or files, as in `ngramspec build-datastore . -o STORE`")
     if ray and update:
-        raise cli.BadInputError("--ray builds a store anew; leave out either --ray or --update")
+        raise BadInputError("--ray builds a store anew; leave out either --ray or --update")
     if router is not None and update:
-        raise cli.BadInputError("an update keeps the router that the store was built with or without; leave out --update to change it")
+        raise BadInputError("an update keeps the router that the store was built with or without; leave out --update to change it")
     routed = router is not False
     if jobs is not None:
         os.environ["RAYON_NUM_THREADS"] = str(jobs)  # read by `tokenizers` when it first runs in parallel
-    with _failures(), _terminable():
+    with _terminable():
         from ngramspec.cli import screen_datastore
         from ngramspec.datastore import build, corpus
         from ngramspec.datastore import update as updating
@@ -125,53 +125,31 @@ def build_datastore(
             "include": tuple(include) if include else None,
             "exclude": tuple(exclude) if exclude else None,
             "languages": tuple(name.strip() for name in language.split(",") if name.strip()) if language else None,
-            "max_file_size": _size(max_file_size, "--max-file-size"),
+            "max_file_size": parse_size(max_file_size, "--max-file-size"),
             "text_fields": tuple(text_field) if text_field else None,
             "untracked": untracked or None,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        memory = _size(max_memory, "--max-memory")
+        memory = parse_size(max_memory, "--max-memory")
         if update:
             manifest = read_manifest(output)
             options = corpus.CorpusOptions(**{**dataclasses.asdict(updating.options_of(manifest)), **given})
             name = tokenizer or manifest.tokenizer_name
         elif tokenizer is None:
-            raise cli.BadInputError("name the model that the datastore is for: --tokenizer M, such as --tokenizer smollm2")
+            raise BadInputError("name the model that the datastore is for: --tokenizer M, such as --tokenizer smollm2")
         else:
             options, name = corpus.CorpusOptions(**given), tokenizer
-        backend = _backend(tokenizer)
+        backend = tokenizer_backend(tokenizer)
         with screen_datastore.progress(quiet) as tell:
+            how: dict[str, Any] = {"options": options, "writer": _WRITER, "tell": tell}
             if update:
-                summary = updating.update(
-                    output, backend, name, paths or (), options=options, jobs=jobs, max_memory=memory, writer=_WRITER, tell=tell
-                )
+                summary = updating.update(output, backend, name, paths or (), jobs=jobs, max_memory=memory, **how)
             elif ray:
                 from ngramspec.datastore import ray as distributed
 
-                summary = distributed.build(
-                    paths or (),
-                    output,
-                    backend,
-                    name,
-                    options=options,
-                    blocks=blocks,
-                    router=routed,
-                    writer=_WRITER,
-                    tell=tell,
-                )
+                summary = distributed.build(paths or (), output, backend, name, blocks=blocks, router=routed, **how)
             else:
-                summary = build.build(
-                    paths or (),
-                    output,
-                    backend,
-                    name,
-                    options=options,
-                    router=routed,
-                    jobs=jobs,
-                    max_memory=memory,
-                    writer=_WRITER,
-                    tell=tell,
-                )
+                summary = build.build(paths or (), output, backend, name, router=routed, jobs=jobs, max_memory=memory, **how)
     if as_json:
         print(json.dumps({"store": str(output), **summary.as_json()}))
     if not quiet:
@@ -181,11 +159,10 @@ def build_datastore(
 @app.command()
 def info(store: StoreArgument, as_json: Json = False) -> None:
     """What a datastore holds, and what it was made from."""
-    with _failures():
-        from ngramspec.datastore.reader import Datastore
+    from ngramspec.datastore.reader import Datastore
 
-        with Datastore.open(store) as opened:
-            found = opened.info()
+    with Datastore.open(store) as opened:
+        found = opened.info()
     if as_json:
         print(json.dumps(found))
     else:
@@ -200,12 +177,11 @@ def verify(
     headers: Annotated[bool, typer.Option("--headers", help="Only what every opening checks; takes milliseconds.")] = False,
 ) -> None:
     """Check every byte of a datastore: checksums, the order of the suffixes, documents and paths. Exit code 1 where it is damaged."""
-    with _failures():
-        from ngramspec.datastore.reader import Datastore
+    from ngramspec.datastore.reader import Datastore
 
-        with Datastore.open(store, verify="header" if headers else "full") as opened:
-            found = opened.info()
-    print(f"{store} is whole: {found['documents']} documents in {found['segments']} segments, generation {found['generation']}")
+    with Datastore.open(store, verify="header" if headers else "full") as opened:
+        found = opened.info()
+    print(f"{printable(store)} is whole: {found['documents']} documents in {found['segments']} segments, generation {found['generation']}")
 
 
 @app.command()
@@ -219,18 +195,16 @@ def lookup(
     as_json: Json = False,
 ) -> None:
     """Find the longest end of a text that occurs in a datastore: what follows it, how often, and where it stands."""
-    from ngramspec.cli import main as cli
+    written = read_prompt(text, file)
 
-    written = cli._read_prompt(text, file)
-    with _failures():
-        from ngramspec.datastore.reader import Datastore
-        from ngramspec.datastore.update import encoder_of
+    from ngramspec.datastore.reader import Datastore
+    from ngramspec.datastore.update import encoder_of
 
-        with Datastore.open(store) as opened:
-            encoder = encoder_of(store, opened.snapshot.manifest, _backend(tokenizer), tokenizer)
-            tokens, lengths = encoder.encode([written])
-            found = opened.lookup(tokens[: int(lengths[0])].tolist(), max_match=max_match, limit=limit)
-            matched = tokens[int(lengths[0]) - found.length : int(lengths[0])].tolist()
+    with Datastore.open(store) as opened:
+        encoder = encoder_of(store, opened.snapshot.manifest, tokenizer_backend(tokenizer), tokenizer)
+        tokens, lengths = encoder.encode([written])
+        found = opened.lookup(tokens[: int(lengths[0])].tolist(), max_match=max_match, limit=limit)
+        matched = tokens[int(lengths[0]) - found.length : int(lengths[0])].tolist()
     document = {
         "match": {"tokens": found.length, "text": encoder.decode(matched)},
         "count": found.count,
@@ -256,10 +230,10 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a datastore's segments and drop its dead documents: look-ups become quicker, the store smaller."""
-    with _failures(), _terminable():
+    with _terminable():
         from ngramspec.datastore import update as updating
 
-        summary = updating.merge(store, "tiered" if tiered else "all", max_memory=_size(max_memory, "--max-memory"), writer=_WRITER)
+        summary = updating.merge(store, "tiered" if tiered else "all", max_memory=parse_size(max_memory, "--max-memory"), writer=_WRITER)
     _print(summary, store, as_json)
 
 
@@ -272,14 +246,12 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Drop documents for good. Patterns also keep later updates from bringing them back."""
-    from ngramspec.cli import main as cli
-
     if bool(patterns) == dead:
-        raise cli.BadInputError("say what to drop: either patterns, such as 'tests/' '*.md', or --dead")
-    with _failures(), _terminable():
+        raise BadInputError("say what to drop: either patterns, such as 'tests/' '*.md', or --dead")
+    with _terminable():
         from ngramspec.datastore import update as updating
 
-        summary = updating.prune(store, patterns or (), max_memory=_size(max_memory, "--max-memory"), writer=_WRITER)
+        summary = updating.prune(store, patterns or (), max_memory=parse_size(max_memory, "--max-memory"), writer=_WRITER)
     _print(summary, store, as_json)
 
 
@@ -291,43 +263,22 @@ def watch(
     max_memory: Memory = None,
 ) -> None:
     """Keep a datastore up to date while its files change, until Ctrl-C. A running engine picks the changes up."""
-    with _failures(), _terminable():
+    with _terminable():
         from ngramspec.cli import screen_datastore
         from ngramspec.datastore.watch import watch as watching
 
         with contextlib.suppress(KeyboardInterrupt):
             watching(
                 store,
-                _backend(tokenizer),
+                tokenizer_backend(tokenizer),
                 tokenizer,
                 paths or (),
-                max_memory=_size(max_memory, "--max-memory"),
+                max_memory=parse_size(max_memory, "--max-memory"),
                 writer=_WRITER,
                 ready=screen_datastore.print_watched,
                 say=screen_datastore.print_outcome,
             )
-    print(f"ngramspec: {store} is no longer watched", file=sys.stderr)
-
-
-def register(top: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    top.command("build-datastore")(build_datastore)
-    top.add_typer(app, name="datastore")
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """Errors of the datastore as the command line tells them: exit code 1 for what failed, 2 for what was given."""
-    from ngramspec.cli import main as cli
-    from ngramspec.datastore import errors
-
-    try:
-        yield
-    except (errors.DatastoreLockedError, errors.DatastoreFullError, errors.DatastoreCorruptError) as error:
-        print(f"ngramspec: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except errors.DatastoreError as error:
-        raise cli.BadInputError(str(error)) from error
+    print(f"ngramspec: {printable(store)} is no longer watched", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -348,35 +299,17 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _backend(name: str | None) -> Any:
+def tokenizer_backend(name: str | None) -> Any:
     """The `tokenizers.Tokenizer` of a model, which takes seconds to import and load; None where none is named."""
     if name is None:
         return None
-    from ngramspec.cli import main as cli
     from ngramspec.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(name)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise cli.BadInputError(f"the tokenizer of {name!r} is not one of the tokenizers library; a tokenizer.json is needed")
+        raise BadInputError(f"the tokenizer of {name!r} is not one of the tokenizers library; a tokenizer.json is needed")
     return backend
-
-
-def _size(text: str | None, option: str) -> int | None:
-    """Bytes of a size such as 800M, 4G or 123456."""
-    from ngramspec.cli import main as cli
-
-    if text is None:
-        return None
-    number = text.strip().upper().removesuffix("B").removesuffix("I")
-    scale = {"K": 10, "M": 20, "G": 30, "T": 40}.get(number[-1:], 0)
-    try:
-        size = int(float(number[:-1] if scale else number) * (1 << scale))
-    except (ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise cli.BadInputError(f"{option} must be a size such as 500K, 800M or 4G, got {text!r}")
-    return size
 
 
 def _print(summary: Any, store: Path, as_json: bool) -> None:

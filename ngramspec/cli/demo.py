@@ -57,8 +57,8 @@ TASKS: dict[str, tuple[str, bool]] = {
 
 def main() -> int:
     console = Console(highlight=False, soft_wrap=True)
-    with screen.progress(quiet=False) as say:
-        engine = Engine(MODEL, max_model_len=2048, progress=say)
+    with screen.progress(quiet=False) as progress:
+        engine = Engine(MODEL, max_model_len=2048, progress=progress)
     params = SamplingParams(max_tokens=MAX_TOKENS)
     table = Table("task", "tokens", "tok/s plain", "tok/s drafted", "sooner", "tokens a pass", "same tokens", title="The same text, sooner")
     seconds = {False: 0.0, True: 0.0}
@@ -76,6 +76,8 @@ def main() -> int:
                 if delta.completion is not None:
                     on = delta.completion
             view.finish(on)
+            if not console.is_terminal and on.text[-1:] not in ("", "\n"):
+                console.print()  # a text that was cut ends within a line
             off = engine.complete(ids, params, speculation=False)
             same = off.token_ids == on.token_ids
             differing += not same

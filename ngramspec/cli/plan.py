@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from ngramspec.cli.common import BadInputError, console, option, read_file
 
 _DRAFTS, _RUN, _OUTPUT = "Drafts", "A run", "Output"
 
 
 def plan(
-    alpha: Annotated[
-        float | None, typer.Option(help="Chance that a draft token is accepted once those before it were.", rich_help_panel=_DRAFTS)
-    ] = None,
-    gamma: Annotated[
-        int | None, typer.Option(help="Length of a draft. Default: the best for alpha and c.", rich_help_panel=_DRAFTS)
-    ] = None,
+    alpha: Annotated[float | None, option(_DRAFTS, "Chance that a draft token is accepted once those before it were.")] = None,
+    gamma: Annotated[int | None, option(_DRAFTS, "Length of a draft. Default: the best for alpha and c.")] = None,
     c: Annotated[
         float | None,
-        typer.Option("--c", help="Time of drafting a token over that of a pass. Default: 0.", rich_help_panel=_DRAFTS),
+        option(_DRAFTS, "Time of drafting a token over that of a pass. Default: 0.", "--c"),
     ] = None,
-    c_hat: Annotated[float, typer.Option("--c-hat", help="The same in arithmetic operations.", rich_help_panel=_DRAFTS)] = 0.0,
-    max_gamma: Annotated[int, typer.Option(help="Longest draft to consider.", rich_help_panel=_DRAFTS)] = 64,
+    c_hat: Annotated[float, option(_DRAFTS, "The same in arithmetic operations.", "--c-hat")] = 0.0,
+    max_gamma: Annotated[int, option(_DRAFTS, "Longest draft to consider.")] = 64,
     run: Annotated[
         Path | None,
-        typer.Option(
-            help="Expected against measured: the output of `ngramspec complete --json`, or a document of benchmarks.decode.",
-            rich_help_panel=_RUN,
-        ),
+        option(_RUN, "Expected against measured: the output of `ngramspec complete --json`, or a document of benchmarks.decode."),
     ] = None,
-    baseline: Annotated[
-        Path | None, typer.Option(help="The same text with `ngramspec complete --json --no-spec`, for the speedup.", rich_help_panel=_RUN)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=_OUTPUT)] = False,
+    baseline: Annotated[Path | None, option(_RUN, "The same text with `ngramspec complete --json --no-spec`, for the speedup.")] = None,
+    as_json: Annotated[bool, option(_OUTPUT, "Print one JSON document.", "--json")] = False,
 ) -> None:
     """Say what speculation is worth: tokens per pass, time and operations, and the best draft length.
 
@@ -48,13 +38,12 @@ def plan(
 
       ngramspec plan --run on.json --baseline off.json
     """
-    from ngramspec.cli import main as cli
     from ngramspec.cli import planner
 
     if (alpha is None) == (run is None):
-        raise cli.BadInputError("give either --alpha, or --run FILE to estimate it")
+        raise BadInputError("give either --alpha, or --run FILE to estimate it")
     if baseline is not None and run is None:
-        raise cli.BadInputError("--baseline goes with --run")
+        raise BadInputError("--baseline goes with --run")
     try:
         if run is not None:
             document = _measured(run, baseline, c)
@@ -66,7 +55,7 @@ def plan(
         best = planner.best_gamma(alpha, c, max_gamma)
         document["planned"] = [_row(alpha, length, c, c_hat) for length in dict.fromkeys([best if gamma is None else gamma, best])]
     except ValueError as error:
-        raise cli.BadInputError(str(error)) from error
+        raise BadInputError(str(error)) from error
     if as_json:
         print(json.dumps({"alpha": alpha, "c": c, "c_hat": c_hat, "best_gamma": best, **document}))
     else:
@@ -107,10 +96,8 @@ def _measured(run: Path, baseline: Path | None, c: float | None) -> dict[str, An
 
 
 def _read(file: Path) -> dict[str, Any]:
-    from ngramspec.cli import main as cli
-
     try:
-        document = json.loads(cli._read_file(file, "the run"))
+        document = json.loads(read_file(file, "the run"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not a JSON document: {error}") from error
     if not isinstance(document, dict):
@@ -119,28 +106,22 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _show(alpha: float, c: float, c_hat: float, max_gamma: int, best: int, document: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    screen = console()
     if "measured" in document:
         table = Table("run", "expected", "measured", box=None)
         for name, title in (("tokens_per_pass", "tokens per pass"), ("walltime", "times as fast")):
             measured = document["measured"][name]
             table.add_row(title, f"{document['expected'][name]:.2f}", "-" if measured is None else f"{measured:.2f}")
-        console.print(f"alpha {alpha:.3f}, mean draft length {document['gamma']:.2f}: estimated from the run")
-        console.print(table)
+        screen.print(f"alpha {alpha:.3f}, mean draft length {document['gamma']:.2f}: estimated from the run")
+        screen.print(table)
         if document["effective_c"] is not None:
-            console.print(f"what was measured is that of c {document['effective_c']:.3f}: drafting, and the wider pass")
-        console.print()
+            screen.print(f"what was measured is that of c {document['effective_c']:.3f}: drafting, and the wider pass")
+        screen.print()
     table = Table("", "draft length", "tokens per pass", "times as fast", "times the operations", box=None)
     for row in document["planned"]:
         figures = (f"{row[name]:.2f}" for name in ("tokens_per_pass", "walltime", "operations"))
         table.add_row("best" if row["gamma"] == best else "", f"{row['gamma']}", *figures)
-    console.print(table)
-    console.print(f"with alpha {alpha:.4g}, c {c:.3g}, c-hat {c_hat:.3g}; the best of lengths up to {max_gamma}")
-
-
-def register(top: typer.Typer) -> None:
-    """Add the command to the command line."""
-    top.command("plan")(plan)
+    screen.print(table)
+    screen.print(f"with alpha {alpha:.4g}, c {c:.3g}, c-hat {c_hat:.3g}; the best of lengths up to {max_gamma}")

@@ -11,8 +11,7 @@ All functions raise ValueError for values outside these.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +137,7 @@ def estimate(document: Mapping[str, Any]) -> Run:
     return Run(tokens_per_pass, alpha, reach, gamma, seconds, speedup)
 
 
-def _by_depth(accepted: Several[int], drafted: Several[int], drafts: int, passes: int) -> tuple[float, tuple[float, ...]]:
+def _by_depth(accepted: Sequence[int], drafted: Sequence[int], drafts: int, passes: int) -> tuple[float, tuple[float, ...]]:
     """alpha and `Run.reach` from nodes per depth."""
     reached = [min(n, drafts) for n in drafted]  # passes; exact for chains
     places = [min(n, before) for n, before in zip(reached, [drafts, *accepted], strict=False)]

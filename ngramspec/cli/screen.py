@@ -17,6 +17,8 @@ from rich.text import Text
 
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Completion, Delta
+from ngramspec.cli import common
+from ngramspec.cli.common import printable
 from ngramspec.text.decoding import TextStream
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
@@ -33,9 +35,9 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda message: None
     elif console.is_terminal:
         with console.status("starting") as status:
-            yield lambda message: status.update(Text(message))
+            yield lambda message: status.update(Text(printable(message)))
     else:
-        yield lambda message: print(f"ngramspec: {message}", file=sys.stderr)
+        yield lambda message: print(f"ngramspec: {printable(message)}", file=sys.stderr)
 
 
 def verbatim(sources: Sequence[str | None]) -> list[tuple[str, int]]:
@@ -62,7 +64,7 @@ class View:
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, *, drafts: bool, silent: bool) -> None:
         self._out = Console(highlight=False, soft_wrap=True)
-        self._err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 200)
+        self._err = common.console(stderr=True)
         self._drafts = drafts
         self._silent = silent
         self._colours: dict[str, str] = {}
@@ -111,12 +113,12 @@ class View:
         for source, drafted in sorted(stats.drafted_by_source.items(), key=lambda item: -item[1]):
             accepted = stats.accepted_by_source.get(source, 0)
             share = accepted / drafted if drafted else 0.0
-            name = Text(f"  {source}", style=self._colour(source) if self._drafts else "")
+            name = Text(printable(f"  {source}"), style=self._colour(source) if self._drafts else "")
             table.add_row(name, f"{drafted}", f"{accepted} accepted, {share:.0%}")
         table.add_row("seed", f"{done.seed}", f"exactness {done.exactness}")
         for choice in done.choices if self._drafts else []:
             for where, n in verbatim(choice.draft_sources)[:8]:
-                table.add_row(Text(f"  {n} tokens", style=self._colour("datastore")), "", Text(where))
+                table.add_row(Text(f"  {n} tokens", style=self._colour("datastore")), "", Text(printable(where)))
         self._err.print(table)
         if not self._silent:
             for choice in done.choices:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from ngramspec.cli.common import console, printable
 from ngramspec.datastore import progress as datastore_progress
 from ngramspec.datastore.progress import Summary, Tell
 
@@ -25,12 +26,12 @@ _NAMED = 10  # unreadable files that a summary names
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Tell]:
     """A function to hand to a build: a bar in a terminal, elsewhere a line per stage and one every ten seconds."""
-    console = Console(stderr=True)
+    screen = Console(stderr=True)
     if quiet:
         yield datastore_progress.silent
-    elif console.is_terminal:
+    elif screen.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}", markup=False))
-        with Progress(*columns, console=console, transient=True, refresh_per_second=8) as bars:
+        with Progress(*columns, console=screen, transient=True, refresh_per_second=8) as bars:
             task = bars.add_task("looking", total=None, text="")
             yield _sparing(
                 lambda p: bars.update(
@@ -88,55 +89,56 @@ def print_summary(summary: Summary) -> None:
     table.add_row("seconds", f"{seconds:.1f}", f"{stages}{rate}")
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.most_common())
     table.add_row("left out", f"{summary.skipped.total():,}", Text(left_out))
-    console = _console(stderr=True)
-    console.print(table)
+    screen = _console(stderr=True)
+    screen.print(table)
     for path, why in summary.named[:_NAMED]:
-        console.print(Text(f"could not be read: {path}: {why}"))
+        screen.print(Text(printable(f"could not be read: {path}: {why}")))
     if len(summary.named) > _NAMED:
-        console.print(f"and {len(summary.named) - _NAMED} more")
+        screen.print(f"and {len(summary.named) - _NAMED} more")
 
 
 def print_info(found: dict[str, Any]) -> None:
     """What `Datastore.info` says."""
     table = _grid(("left", "left"))
     tokenizer = found["tokenizer"]
-    table.add_row("store", f"{found['path']}, generation {found['generation']}, written by {found['writer']}")
-    table.add_row("tokenizer", f"{tokenizer['name']}, {tokenizer['fingerprint'][:12]}, vocabulary {found['vocab_size']:,}")
+    table.add_row("store", Text(printable(f"{found['path']}, generation {found['generation']}, written by {found['writer']}")))
+    name = printable(f"{tokenizer['name']}, {tokenizer['fingerprint'][:12]}, vocabulary {found['vocab_size']:,}")
+    table.add_row("tokenizer", Text(name))
     table.add_row("documents", f"{found['documents']:,}, and {found['dead_documents']:,} dead, in {found['segments']} segments")
     table.add_row("tokens", f"{found['tokens']:,}")
     table.add_row("size", f"{found['bytes'] / 1e6:,.1f} MB, {found['bytes_per_token']:.2f} bytes per token")
-    table.add_row("made from", Text("\n".join(str(source.get("path", source)) for source in found["sources"])))
+    table.add_row("made from", Text("\n".join(printable(source.get("path", source)) for source in found["sources"])))
     chosen = {name: value for name, value in found["options"].items() if value}
-    table.add_row("options", Text(", ".join(f"{name} {_plain(value)}" for name, value in chosen.items())))
+    table.add_row("options", Text(printable(", ".join(f"{name} {_plain(value)}" for name, value in chosen.items()))))
     _console().print(table)
 
 
 def print_match(document: dict[str, Any]) -> None:
     """What a look-up found, as `datastore lookup --json` has it."""
-    console = _console()
+    screen = _console()
     match = document["match"]
     if not match["tokens"]:
-        console.print("no end of this text occurs")
+        screen.print("no end of this text occurs")
         return
     times = f"{document['count']:,}{'' if document['complete'] else ' or more'}"
-    console.print(Text(f"{match['tokens']} tokens, {times} times: {match['text'][-100:]!r}"))
+    screen.print(Text(f"{match['tokens']} tokens, {times} times: {match['text'][-100:]!r}"))
     table = _grid(("right", "left"))
     for item in document["continuations"]:
         table.add_row(f"{item['count']:,}", Text(repr(item["text"])))
-    console.print(table)
+    screen.print(table)
     for place in document["locations"]:
-        console.print(Text(f"{place['path']}:{place['line']}"))
+        screen.print(Text(printable(f"{place['path']}:{place['line']}")))
 
 
 def print_watched(sources: Sequence[Any]) -> None:
-    print(f"ngramspec: watching {', '.join(source.label for source in sources)}; Ctrl-C ends it", file=sys.stderr, flush=True)
+    print(f"ngramspec: watching {printable(', '.join(source.label for source in sources))}; Ctrl-C ends it", file=sys.stderr, flush=True)
 
 
 def print_outcome(outcome: Summary | Exception) -> None:
     """One line for each update of a watched store, on standard error."""
     clock = time.strftime("%H:%M:%S")
     if isinstance(outcome, Exception):
-        text = f"failed, will be tried again: {outcome}"
+        text = f"failed, will be tried again: {printable(outcome)}"
     else:
         merged = f", {outcome.merged} segments merged" if outcome.merged else ""
         text = (
@@ -154,8 +156,7 @@ def _grid(justify: Sequence[Any] = ("left", "right", "left")) -> Table:
 
 
 def _console(stderr: bool = False) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else 200)
+    return console(stderr=stderr, soft_wrap=not (sys.stderr if stderr else sys.stdout).isatty())
 
 
 def _plain(value: Any) -> str:

@@ -1,6 +1,7 @@
 """From text to token ids, and the identity of a tokenizer: the engine's side of what comes in. Knows no model beyond its vocabulary's size.
 
-Texts and lists of ids enter, checked ids leave. `ids` reads control tokens where they stand in a text, `plain` knows none.
+Texts and lists of ids enter as users give them, checked ids leave. `ids` reads control tokens where they stand in a text, `plain` knows
+none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tokenizers import Tokenizer
 
-from ngramspec.batch.errors import TokenizerError
+from ngramspec.batch.errors import InvalidInputError, TokenizerError
 from ngramspec.datastore import tokens
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -26,21 +27,27 @@ class Encoding:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
     def ids(self, text: Prompt, what: str, *, add_special_tokens: bool = True) -> np.ndarray:
-        """[n] int32 of a text, or of ids that are checked. `what` it is called in errors. Raises ValueError, TokenizerError."""
+        """[n] int32 of a text, or of ids that are checked. `what` it is called in errors. Raises InvalidInputError, TokenizerError."""
         if isinstance(text, str):
+            check_unicode(text, what)
             if self.tokenizer is None:
                 raise TokenizerError(f"a text {what} needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
             ids = np.asarray(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], np.int64)
         else:
-            ids = np.asarray(text)
-            if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-                raise ValueError(f"a {what} must be text or a flat list of token ids, got {text!r:.80}")
+            given = _integers(text)
+            if given is None:
+                raise InvalidInputError(f"a {what} must be text or a flat list of token ids, got {text!r:.80}")
+            ids = given
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
+            raise InvalidInputError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
         return ids.astype(np.int32)
 
     def plain(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is a control token, with nothing put before or behind it. Raises TokenizerError."""
+        """Ids of a text in which nothing is a control token, with nothing put before or behind it.
+
+        Raises InvalidInputError, TokenizerError.
+        """
+        check_unicode(text, "text")
         tokenizer, control = self._plain
         # Not `encode`: it keeps Python's lock, and with it every other thread, for the seconds that a long text takes.
         ids = np.asarray(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int64)
@@ -62,3 +69,27 @@ class Encoding:
         if backend is None:
             raise TokenizerError(f"{what} needs the model's tokenizer, one of the `tokenizers` library")
         return backend
+
+
+def check_unicode(text: object, what: str) -> None:
+    """Raises InvalidInputError for what is no text, or has lone surrogates, which tokenizers do not take."""
+    if not isinstance(text, str):
+        raise InvalidInputError(f"a {what} must be text, got {text!r:.80}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = ascii(text[error.start])
+        raise InvalidInputError(f"a {what} must be valid Unicode text: character {error.start} is the lone surrogate {wrong}") from None
+
+
+def _integers(given: Any) -> np.ndarray | None:
+    """[n] of a flat list of integers; None of anything else."""
+    try:
+        ids = np.asarray(given)
+    except (ValueError, TypeError, OverflowError):  # lists of several lengths
+        return None
+    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        return None
+    # Among integers, True would be counted as 1.
+    mixed = isinstance(given, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, given))
+    return None if mixed else ids

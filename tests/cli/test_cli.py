@@ -4,99 +4,22 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
+from playback import TEXT, PlaybackEngine, run
 
 from ngramspec import ModelNotFoundError, OutOfMemoryError, __version__
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Choice, Completion, Delta, Stats
 from ngramspec.cli import main as cli
-
-TEXT = "return 日本 x\n"
-
-
-class PlaybackEngine:
-    """Writes TEXT for every choice, two byte tokens per step, every other token drafted."""
-
-    made: dict[str, Any]
-    fail: Exception | None = None
-    interrupt_after: int | None = None
-
-    def __init__(self, model: str, **settings: Any) -> None:
-        if self.fail is not None:
-            raise self.fail
-        settings.pop("progress")("loading")
-        type(self).made = {"model": model, **settings}
-        self.tokenizer = tiny.byte_tokenizer()
-
-    def __enter__(self) -> PlaybackEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer.encode(text), np.int32)
-
-    def submit(self, prompt: list[int], params: SamplingParams, *, deliver: Callable[[Delta], None]) -> PlaybackRequest:
-        type(self).made |= {"prompt": bytes(prompt).decode(), "params": params}
-        request = PlaybackRequest(prompt, params)
-        for i, delta in enumerate(request.deltas()):
-            if i == self.interrupt_after:
-                threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-                break
-            deliver(delta)
-        return request
-
-
-class PlaybackRequest:
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
-        tokens = list(TEXT.encode())
-        sources = [None if i % 2 else "ngram" for i in range(len(tokens))]
-        stats = Stats(len(tokens) // 2, len(tokens), 20, len(tokens) // 2, {"ngram": 20}, {"ngram": len(tokens) // 2})
-        choices = [Choice(i, TEXT, tokens, "stop", None, sources, stats) for i in range(params.n)]
-        self.done = Completion(prompt, choices, 7, "bitwise", 0.1, 2.0)
-
-    def deltas(self) -> Iterator[Delta]:
-        for choice in self.done.choices:
-            for i in range(0, len(choice.token_ids), 2):
-                last = i + 2 >= len(choice.token_ids)
-                ends = self.done if last and choice is self.done.choices[-1] else None
-                yield Delta(
-                    choice.index, TEXT if last else "", choice.token_ids[i : i + 2], choice.draft_sources[i : i + 2], completion=ends
-                )
-
-    def cancel(self) -> None:
-        self.done.choices[0].finish_reason = "cancelled"
-
-    def result(self, timeout: float | None = None) -> Completion:
-        return self.done
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PlaybackEngine]]:
-    fresh = type("Fresh", (PlaybackEngine,), {"made": {}})
-    monkeypatch.setitem(sys.modules, "ngramspec.engine", SimpleNamespace(Engine=fresh))
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    return fresh
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["ngramspec", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    return exit_.value.code
+from ngramspec.cli.common import printable
+from ngramspec.datastore import TokenizerMismatchError
 
 
 @pytest.mark.parametrize("drafts", [[], ["--show-drafts"]])
@@ -188,6 +111,18 @@ def test_the_prompt_may_come_from_a_pipe_or_file(
         (["x", "--temperature", "-1"], "temperature must be 0, or a number in [1e-06, 100], got -1.0"),
         (["x", "--max-tokens", "0"], "max_tokens"),
         (["x", "--spec-length", "0"], "--spec-length"),
+        (["x", "--temperature", "101"], "--temperature: temperature must be"),
+        (["x", "--lenience", "0"], "--lenience: lenience must be a number in (0, 1], got 0.0"),
+        (["x", "--acceptance", "maybe"], "--acceptance: acceptance must be 'walk' or 'rejection', got 'maybe'"),
+        (["x", "--stop", ""], "--stop: stop must be up to 64 non-empty strings"),
+        (["x", "--min-tokens", "9", "--max-tokens", "8"], "min_tokens must be an integer from 0 to max_tokens (8), got 9"),
+        (["x\udcff"], "the prompt is not valid Unicode: character 1 is \\udcff"),
+        (["x\udcff", "--chat"], "the prompt is not valid Unicode"),
+        (["x", "--stop", "\ud800"], "--stop is not valid Unicode: character 0 is \\ud800"),
+        (["x", "--dtype", "\udcff"], "--dtype is not valid Unicode"),
+        (["x", "--prediction", "no/\udcff/file"], "no/\\udcff/file"),
+        (["--file", "no/\x1b[31m\nfile"], "cannot be read from no/\\x1b[31m\\nfile"),
+        (["x", "--n\udcff"], "--n\\udcff"),
         (["x", "--file", "y"], "not both"),
         (["--file", "no/such/file"], "no/such/file"),
         ([], "there is no prompt"),
@@ -236,8 +171,91 @@ def test_version_and_help_are_quick() -> None:
 
 
 def test_importing_ngramspec_imports_nothing_heavy() -> None:
-    code = "import sys, ngramspec, ngramspec.cli; print([m for m in ('torch', 'transformers', 'numba', 'numpy') if m in sys.modules])"
+    """Nor does making any of the commands, as `--help` does."""
+    code = "import sys, ngramspec, typer.main, ngramspec.cli.main as cli; list(typer.main.get_command(cli.app).commands.values()); "
+    code += "print([m for m in ('torch', 'transformers', 'numba', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_command_does_not_wait_for_the_others_to_be_imported() -> None:
+    code = "import sys, ngramspec.cli.main as cli; sys.argv = ['ngramspec', '--version']; sys.stdout = None\ntry: cli.main()\n"
+    code += "except SystemExit: print(sorted(m for m in sys.modules if m.startswith('ngramspec.')), file=sys.stderr)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert imported == "['ngramspec.cli', 'ngramspec.cli.common', 'ngramspec.cli.main']\n"
+
+
+def test_bytes_of_the_command_line_that_are_no_text(tmp_path: Path) -> None:
+    command = [sys.executable.encode(), b"-m", b"ngramspec", b"complete", b"x \xff", b"-q"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"ngramspec: the prompt is not valid Unicode: character 2 is \\udcff; UTF-8 text is accepted\n"
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "damaged"])
+@pytest.mark.parametrize("command", ["complete", "serve"])
+def test_a_wrong_datastore_is_told_before_a_model_is_loaded(
+    engine: type[PlaybackEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+    kind: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ngramspec.server.serve", SimpleNamespace(run=lambda *_: pytest.fail("it is served")))
+    store = tmp_path / "a\nstore\x1b"
+    if kind == "file":
+        store.touch()
+    elif kind == "damaged":
+        store.mkdir()
+        (store / "MANIFEST").write_text('{"format": 1}')
+    assert run(monkeypatch, command, *(["x"] if command == "complete" else []), "-d", store) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("ngramspec: --datastore: ")
+    assert "a\\nstore\\x1b" in message
+    assert not engine.made
+
+
+def test_an_error_of_a_datastore_that_the_engine_meets(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.fail = TokenizerMismatchError("store was made with another tokenizer")
+    assert run(monkeypatch, "complete", "x", "-q") == 2
+    assert capsys.readouterr().err == "ngramspec: store was made with another tokenizer\n"
+
+
+def test_what_to_do_about_a_model_may_be_a_line_of_its_own(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.fail = ModelNotFoundError("install it with:\n  pip \x1b")
+    assert run(monkeypatch, "complete", "x", "-q") == 2
+    assert capsys.readouterr().err == "ngramspec: install it with:\n  pip \\x1b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("été 日本 x_1.py", "été 日本 x_1.py"),
+        ("a\nb\tc\x1b[0m\x7f", "a\\nb\\tc\\x1b[0m\\x7f"),
+        ("\x9b31m", "\\x9b31m"),
+        ("\udcff", "\\udcff"),
+        ("\u202egnp.exe\u2028", "\\u202egnp.exe\\u2028"),
+    ],
+)
+def test_names_are_printed_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_sources_with_control_characters(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.source = "datastore:a\n\x1b[2J.py:7"
+    engine.loading = "reading a\nfile"
+    assert run(monkeypatch, "complete", "x", "--show-drafts") == 0
+    err = capsys.readouterr().err
+    assert "a\\n\\x1b[2J.py:7" in err.split("tokens", 2)[-1]
+    assert err.count("a\\n\\x1b[2J.py:7") == 2, "a source, and a run of its tokens"
+    assert "\x1b" not in err
+    assert "ngramspec: reading a\\nfile\n" in err
 
 
 def test_beams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

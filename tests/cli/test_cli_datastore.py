@@ -15,9 +15,9 @@ import tiny
 from rich.console import Console
 
 from ngramspec import __version__
-from ngramspec.cli import datastore as cli_datastore
 from ngramspec.cli import main as cli
 from ngramspec.cli import screen_datastore
+from ngramspec.cli.common import parse_size
 from ngramspec.datastore import Datastore, DatastoreCorruptError, Progress, Summary
 from ngramspec.datastore.commit import writing
 from ngramspec.datastore.format import read_manifest
@@ -191,7 +191,7 @@ def test_help_helps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     ("text", "size"), [("1", 1), ("500K", 500 << 10), ("1.5g", 3 << 29), ("2GiB", 2 << 30), ("8MB", 8 << 20), (" 3 T ", 3 << 40)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert cli_datastore._size(text, "--x") == size
+    assert parse_size(text, "--x") == size
 
 
 def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,10 +227,10 @@ class Absent:
         if name.partition(".")[0] in ("torch", "transformers", "huggingface_hub", "safetensors", "faiss", *sys.argv[1].split(",")):
             raise ImportError(f"{name} is not to be imported")
 sys.meta_path.insert(0, Absent())
-from ngramspec import cli
+from ngramspec.cli import main as cli
 if "watch" in sys.argv:
     import signal
-    from ngramspec import screen_datastore
+    from ngramspec.cli import screen_datastore
     screen_datastore.print_watched = lambda sources: signal.raise_signal(signal.SIGINT)
 sys.argv = ["ngramspec", *sys.argv[2:]]
 cli.main()
@@ -284,10 +284,11 @@ def test_a_damaged_tokenizer_is_named(
 
 BUILD = """
 import sys
-from ngramspec import cli, cli_datastore
+from ngramspec.cli import datastore
+from ngramspec.cli import main as cli
 from ngramspec.datastore import pieces
 from tokenizers import Tokenizer
-cli_datastore._backend = lambda name: name and Tokenizer.from_file(name + "/tokenizer.json")
+datastore.tokenizer_backend = lambda name: name and Tokenizer.from_file(name + "/tokenizer.json")
 real = pieces.sort_suffixes
 def slow(*arguments):
     print("sorting", flush=True)

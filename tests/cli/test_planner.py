@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from ngramspec.batch.types import Stats
 from ngramspec.cli import main as cli
 from ngramspec.cli import planner
+from ngramspec.cli.complete import with_rates
 
 TABLE_1 = [
     # alpha, gamma, operations, speed
@@ -93,7 +94,7 @@ def _simulated(alpha: float, lengths: np.ndarray) -> Stats:
 @pytest.mark.parametrize("alpha", [0.3, 0.8, 1.0])
 def test_alpha_of_a_run_is_found_again(alpha: float) -> None:
     stats = _simulated(alpha, np.repeat([0, 6], [1000, 4000]))
-    document = {"stats": cli._with_rates(stats), "duration_s": 10.0}
+    document = {"stats": with_rates(stats), "duration_s": 10.0}
     run = planner.estimate(document)
     assert run.alpha == pytest.approx(alpha, abs=0.02)
     assert run.gamma == pytest.approx(4.8)
@@ -139,8 +140,8 @@ def test_command_plans() -> None:
 def test_command_compares_a_run_with_its_baseline(tmp_path: Path) -> None:
     on, off = tmp_path / "on.json", tmp_path / "off.json"
     stats, plain = _simulated(0.6, np.full(500, 4)), _simulated(0, np.full(500, 0))
-    on.write_text(json.dumps({"stats": cli._with_rates(stats), "duration_s": stats.tokens * 1.0}))
-    off.write_text(json.dumps({"stats": cli._with_rates(plain), "duration_s": plain.tokens * 1.5}))
+    on.write_text(json.dumps({"stats": with_rates(stats), "duration_s": stats.tokens * 1.0}))
+    off.write_text(json.dumps({"stats": with_rates(plain), "duration_s": plain.tokens * 1.5}))
     document = _plan("--run", str(on), "--baseline", str(off))
     assert document["alpha"] == pytest.approx(0.6, abs=0.03)
     assert document["measured"] == {"tokens_per_pass": stats.tokens_per_pass, "walltime": pytest.approx(1.5)}
@@ -161,4 +162,4 @@ def test_command_compares_a_run_with_its_baseline(tmp_path: Path) -> None:
 def test_bad_input_ends_with_code_2(args: list[str], message: str) -> None:
     with pytest.raises(cli.BadInputError, match=message) as error:
         CliRunner().invoke(cli.app, ["plan", *args], catch_exceptions=False)
-    assert cli._exit_code(error.value) == 2
+    assert cli.exit_code(error.value) == 2

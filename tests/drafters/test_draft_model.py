@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Completion, Stats
-from ngramspec.cli.drafts import draft_settings
-from ngramspec.cli.main import BadInputError, app
 from ngramspec.drafters.layers import DraftLayers
 from ngramspec.drafters.model import DraftModel, check_alike
 from ngramspec.drafters.names import make_drafter
@@ -239,17 +237,3 @@ def test_drafters_by_name() -> None:
     for wrong in ("model", "layers:x", "nothing:1"):
         with pytest.raises(ValueError, match="drafter"):
             make_drafter(wrong)
-
-
-def test_the_commands_have_the_same_options_on_drafts() -> None:
-    import typer
-
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    of = {name: {p.name: p.opts for p in commands[name].params} for name in ("complete", "serve")}
-    for option in ("draft_model", "draft_layers", "drafter", "alone", "acceptance", "lenience"):
-        assert of["complete"][option] == of["serve"][option]
-    assert draft_settings(None, None, None, False, None, None) == {}
-    assert draft_settings("m", 3, ["x"], False, None, 0.5) == {"drafters": ["model:m", "layers:3", "x"], "lenience": 0.5}
-    assert draft_settings(None, 3, None, True, "rejection", None) == {"drafters": ["layers:3"], "alone": True, "acceptance": "rejection"}
-    with pytest.raises(BadInputError, match="got 2"):
-        draft_settings("m", 3, None, True, None, None)

@@ -1,0 +1,120 @@
+"""What several commands do alike: declare options, read prompts, files and sizes, open engines and datastores, print names safely.
+
+What the user gave enters; texts, numbers, open engines and stores leave, or `BadInputError`. Knows no command and no option but by the
+name that an error tells. Imports nothing that takes time until it is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ngramspec.datastore.reader import Datastore
+    from ngramspec.engine import Engine
+
+
+class BadInputError(Exception):
+    """What the user gave cannot be worked with. The message says what could."""
+
+
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """An option of a command, under a heading of its `--help`."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+def printable(text: object) -> str:
+    """A text for a terminal: control characters, lone surrogates and what else is invisible as escapes, such as \\x1b."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
+
+
+def check_text(text: str, what: str) -> str:
+    """The text, if it is valid Unicode: bytes of the command line that are not UTF-8 are lone surrogates in it. Raises BadInputError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = printable(text[error.start : error.start + 1])
+        raise BadInputError(f"{what} is not valid Unicode: character {error.start} is {wrong}; UTF-8 text is accepted") from None
+    return text
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The text of PROMPT, of --file, or of standard input. Raises BadInputError."""
+    if prompt is not None and file is not None:
+        raise BadInputError("give either a PROMPT or --file, not both")
+    if file is not None:
+        text = read_file(file, "the prompt")
+    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        text = read_file(None, "the prompt")
+    elif prompt is not None:
+        text = check_text(prompt, "the prompt")
+    else:
+        raise BadInputError("there is no prompt: give a PROMPT, --file FILE, or - and text on standard input")
+    if not text:
+        raise BadInputError("the prompt is empty")
+    return text
+
+
+def read_file(file: Path | None, what: str) -> str:
+    """The text of a file, or of standard input. `what` it is called in errors. Raises BadInputError."""
+    try:
+        return (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode()
+    except OSError as error:
+        raise BadInputError(f"{what} cannot be read from {file or 'standard input'}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{what} in {file or 'standard input'} is not UTF-8 text: byte {error.start} is invalid") from error
+
+
+def parse_size(text: str | None, option: str) -> int | None:
+    """Bytes of a size such as 800M, 4G or 123456; None of None. Raises BadInputError, which names the option."""
+    if text is None:
+        return None
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    scale = {"K": 10, "M": 20, "G": 30, "T": 40}.get(number[-1:], 0)
+    try:
+        size = int(float(number[:-1] if scale else number) * (1 << scale))
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise BadInputError(f"{option} must be a size such as 500K, 800M or 4G, got {text!r}")
+    return size
+
+
+def open_store(folder: Path | str) -> Datastore:
+    """The datastore of a --datastore, opened before a model is loaded, so that a wrong one is told at once. Raises BadInputError."""
+    from ngramspec.datastore.errors import DatastoreError
+    from ngramspec.datastore.reader import Datastore
+
+    try:
+        return Datastore.open(folder)
+    except DatastoreError as error:
+        raise BadInputError(f"--datastore: {error}") from error
+
+
+def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False, **settings: Any) -> Engine:
+    """`Engine`, but for `drafters` by their names, see `drafters.names`; `alone`: there is one, and nothing beside it.
+
+    Raises BadInputError for what is out of bounds, and what `Engine` raises.
+    """
+    from ngramspec.drafters.names import make_drafter
+    from ngramspec.engine import Engine
+
+    try:
+        made = [make_drafter(name) for name in drafters]
+        return Engine(model, **settings, **({"alone": made[0]} if alone else {"drafters": made}))
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+
+
+def console(*, stderr: bool = False, **more: Any) -> Console:
+    """A console that does not colour numbers, and takes 200 columns where there is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 200, **more)

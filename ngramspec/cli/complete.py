@@ -1,0 +1,129 @@
+"""`ngramspec complete`: a prompt enters, its completion leaves on standard output as it is written, or as one JSON document.
+
+What it looks like in a terminal is `screen`'s business. The engine is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import queue
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ngramspec.batch.params import SamplingParams
+from ngramspec.cli import common, drafts
+from ngramspec.cli.common import BadInputError, option
+from ngramspec.cli.options import OUTPUT, PROMPT, SPECULATION, Model, Prompt, PromptFile, with_options
+from ngramspec.config import EngineConfig
+
+if TYPE_CHECKING:
+    from ngramspec.batch.types import Completion, Delta, Stats
+    from ngramspec.cli.screen import View
+    from ngramspec.engine import Engine, Hints
+
+
+@with_options("complete", sampling=SamplingParams, engine_settings=EngineConfig)
+def complete(
+    sampling: dict[str, Any],
+    engine_settings: dict[str, Any],
+    prompt: Prompt = None,
+    file: PromptFile = None,
+    chat: Annotated[
+        bool, option(PROMPT, "Wrap the prompt as a user's message in the model's chat template, or continue it as it is.", "--chat/--raw")
+    ] = False,
+    model: Model = "smollm2",
+    show_drafts: Annotated[bool, option(SPECULATION, "Colour accepted draft tokens by their source.", "--show-drafts")] = False,
+    datastore: Annotated[
+        list[Path] | None, option(SPECULATION, "Draft from this datastore too; may be given several times.", "--datastore", "-d")
+    ] = None,
+    draft_model: drafts.DraftModel = None,
+    draft_layers: drafts.DraftLayers = None,
+    drafter: drafts.Drafters = None,
+    alone: drafts.Alone = False,
+    prediction: Annotated[Path | None, option(SPECULATION, "A file with the text that is expected, such as the unedited one.")] = None,
+    as_json: Annotated[bool, option(OUTPUT, "Print one JSON document instead of the text.", "--json")] = False,
+    quiet: Annotated[bool, option(OUTPUT, "No progress and no statistics.", "--quiet", "-q")] = False,
+) -> None:
+    """Complete a text, and say how much sooner it came.
+
+    The text is streamed to standard output, statistics go to standard error. Ctrl-C ends the text where it is.
+
+    Examples:
+
+      ngramspec complete "def fibonacci(n):" --show-drafts
+
+      ngramspec complete --chat "Why is the sky blue?" --temperature 0.7 --seed 1
+
+      git diff | ngramspec complete - --model ./my-model --json
+    """
+    text = common.read_prompt(prompt, file)
+    expected = common.read_file(prediction, "the prediction") if prediction is not None else None
+    params = SamplingParams(**sampling)
+    sources = drafts.draft_settings(draft_model, draft_layers, drafter, alone)
+    stores = [common.open_store(folder) for folder in datastore or ()]
+
+    from ngramspec.cli import screen
+
+    with screen.progress(quiet) as progress:
+        engine = common.open_engine(model, datastore=stores, progress=progress, **sources, **engine_settings)
+    with engine:
+        ids = _tokens(engine, text, chat, model)
+        view = screen.View(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)
+        done, interrupted = _stream(engine, ids, params, view, expected)
+    if as_json:
+        print(json.dumps(_document(done, model)))
+    if not quiet:
+        view.summary(done)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _stream(engine: Engine, ids: list[int], params: SamplingParams, view: View, prediction: str | None) -> tuple[Completion, bool]:
+    """Show the text as it comes. Returns what there is, and whether the user ended it."""
+    pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
+    hints: Hints = {} if prediction is None else {"prediction": prediction}
+    request = engine.submit(ids, params, deliver=pieces.put, **hints)
+    interrupted = False
+    try:
+        while True:
+            piece = pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            view.add(piece)
+            if piece.completion is not None:
+                break
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        request.cancel()
+    done = request.result()
+    view.finish(done)
+    return done, interrupted
+
+
+def _tokens(engine: Engine, text: str, chat: bool, model: str) -> list[int]:
+    if chat and not engine.tokenizer.chat_template:
+        raise BadInputError(f"--chat: {model} has no chat template; leave --chat out, or use an instruction-tuned model")
+    try:
+        if not chat:
+            return engine.encode(text).tolist()
+        message = [{"role": "user", "content": text}]
+        return list(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+
+
+def _document(done: Completion, model: str) -> dict[str, Any]:
+    document = {"model": model, **dataclasses.asdict(done)}
+    for made, choice in zip(document["choices"], done.choices, strict=True):
+        made["stats"] = with_rates(choice.stats)
+    document["stats"] = with_rates(done.stats)
+    document["tok_s"] = done.stats.tokens / done.duration_s if done.duration_s else None
+    return document
+
+
+def with_rates(stats: Stats) -> dict[str, Any]:
+    """Statistics as JSON has them, with the rates that follow from them."""
+    rates = {name: round(getattr(stats, name), 4) for name in ("acceptance_rate", "tokens_per_pass", "rows_per_pass")}
+    return dataclasses.asdict(stats) | rates
