@@ -34,14 +34,15 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
 
 
-def check_text(text: str, what: str) -> str:
-    """The text, if it is valid Unicode: bytes of the command line that are not UTF-8 are lone surrogates in it. Raises BadInputError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        wrong = printable(text[error.start : error.start + 1])
-        raise BadInputError(f"{what} is not valid Unicode: character {error.start} is {wrong}; UTF-8 text is accepted") from None
-    return text
+def check_text(value: Any, what: str) -> None:
+    """Raises BadInputError where a text or a list of them is no valid Unicode: bytes of the command line that are not UTF-8 become lone
+    surrogates. `what` the value is called in errors."""
+    for text in value if isinstance(value, list) else [value]:
+        try:
+            _ = text.encode() if isinstance(text, str) else None
+        except UnicodeEncodeError as error:
+            wrong = printable(text[error.start])
+            raise BadInputError(f"{what} is not valid Unicode: character {error.start} is {wrong}; UTF-8 text is accepted") from None
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -53,7 +54,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         text = read_file(None, "the prompt")
     elif prompt is not None:
-        text = check_text(prompt, "the prompt")
+        text = prompt
+        check_text(text, "the prompt")
     else:
         raise BadInputError("there is no prompt: give a PROMPT, --file FILE, or - and text on standard input")
     if not text:

@@ -103,9 +103,7 @@ def _given(options: list[Option], values: dict[str, Any], context: typer.Context
             continue
         if each.metavar == _SIZE:
             value = parse_size(value, flag)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
-                check_text(text, flag)
+        check_text(value, flag)
         try:
             each.check(value)
         except InvalidInputError as error:

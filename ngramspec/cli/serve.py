@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.cli import common, drafts
-from ngramspec.cli.common import BadInputError, option
+from ngramspec.cli.common import BadInputError, check_text, option
 from ngramspec.cli.options import ENGINE, MODEL_HELP, SPECULATION, with_options
 from ngramspec.config import EngineConfig
 
@@ -139,6 +139,8 @@ def _settings(**given: Any) -> ServerSettings:
 
     from ngramspec.server.settings import ServerSettings
 
+    for name, value in given.items():
+        check_text(value, name)
     try:
         return ServerSettings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:

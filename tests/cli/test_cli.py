@@ -215,6 +215,14 @@ def test_a_wrong_datastore_is_told_before_a_model_is_loaded(
     assert not engine.made
 
 
+@pytest.mark.parametrize("option", ["--host", "--cors-origin", "--api-key", "--device"])
+def test_options_of_the_server_that_are_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert run(monkeypatch, "serve", option, "secret-\udcff-key") == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "is not valid Unicode: character 7 is \\udcff" in message
+    assert "secret" not in message
+
+
 def test_an_error_of_a_datastore_that_the_engine_meets(
     engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -205,19 +205,51 @@ def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "3/10 files, 1.5 M tokens, 2.5 MB/s, 2 s left" in text
 
 
+def test_names_with_control_characters_are_printed_escaped(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("s\x1b[2J[b]\n").mkdir()
+    Path("s\x1b[2J[b]\n/a\n\x1b.py").write_text(TEXT)
+
+    def told(*arguments: object, code: int = 0) -> str:
+        assert run(monkeypatch, *arguments) == code
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out + err
+        return out + err
+
+    told("build-datastore", "s\x1b[2J[b]\n", "-o", "st\x1b[i]\n", "-t", model, "--exclude", "x\x1b[2J")
+    info = told("datastore", "info", "st\x1b[i]\n")
+    assert "st\\x1b[i]\\n, generation" in info
+    assert any(line.rstrip().endswith("s\\x1b[2J[b]\\n") for line in info.splitlines())
+    assert "exclude x\\x1b[2J" in info
+    assert "a\\n\\x1b.py:1" in told("datastore", "lookup", "st\x1b[i]\n", "def f")
+    assert told("datastore", "verify", "st\x1b[i]\n").startswith("st\\x1b[i]\\n is whole")
+    real = screen_datastore.print_watched
+    monkeypatch.setattr(screen_datastore, "print_watched", lambda sources: (real(sources), signal.raise_signal(signal.SIGINT)))
+    watched = told("datastore", "watch", "st\x1b[i]\n").splitlines()
+    assert "s\\x1b[2J[b]\\n; Ctrl-C ends it" in watched[0]
+    assert watched[1] == "ngramspec: st\\x1b[i]\\n is no longer watched"
+    assert told("datastore", "info", "no\x1b\n", code=2).count("\n") == 1
+
+
 def test_what_could_not_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    screen_datastore.print_summary(Summary(3, True, named=[(f"[x]{n}.py", "Permission denied") for n in range(12)]))
+    names = ["[x]0", "\x1b\n", *(f"[x]{n}" for n in range(2, 12))]
+    screen_datastore.print_summary(Summary(3, True, named=[(f"{name}.py", "Permission denied") for name in names]))
     text = capsys.readouterr().err
     assert "could not be read: [x]0.py: Permission denied" in text
+    assert "could not be read: \\x1b\\n.py: Permission denied" in text
     assert "and 2 more" in text
 
 
 def test_watching_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     screen_datastore.print_outcome(Summary(4, True, added=1, removed=2, merged=3, seconds={"total": 0.25}))
     screen_datastore.print_outcome(DatastoreCorruptError("it is broken"))
-    first, second = capsys.readouterr().err.splitlines()
+    screen_datastore.print_outcome(DatastoreCorruptError("a\n\x1b is broken"))
+    first, second, third = capsys.readouterr().err.splitlines()
     assert first.endswith("1 documents added, 2 removed, 3 segments merged: generation 4 after 0.25 s")
     assert second.endswith("failed, will be tried again: it is broken")
+    assert third.endswith("again: a\\n\\x1b is broken")
 
 
 WITHOUT_A_MODEL = """
