@@ -305,8 +305,9 @@ class Engine:
         chosen = hints.get("datastores")
         if chosen is None:
             return
-        if isinstance(chosen, str) or not isinstance(chosen, (list, tuple, set, frozenset)) or not set(chosen) <= self._datastores.keys():
-            raise InvalidInputError(f"datastores must be a list of names among {sorted(self._datastores)}, got {chosen!r}")
+        several = isinstance(chosen, (list, tuple, set, frozenset))
+        if wrong := [name for name in chosen if name not in self._datastores] if several else [chosen]:
+            raise InvalidInputError(f"datastores must be among {sorted(self._datastores)}, got {wrong if several else chosen!r}")
 
     def beam_search(
         self,

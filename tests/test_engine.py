@@ -380,7 +380,7 @@ def test_sampled_output_is_distributed_as_the_models_own() -> None:
 # ------------------------------------------------------------------ what is no prompt, no hint, or no place to call from
 
 
-@pytest.mark.parametrize("prompt", [None, {}, {"a": 1}, 5, 1.5, b"bytes", {1, 2}, [None], [1.5], [[1], "a"], "\ud800", "a\udcff"])
+@pytest.mark.parametrize("prompt", [None, {}, {"a": 1}, 5, 1.5, b"bytes", {1, 2}, [None], [1.5], [[[1]]], "\ud800", "a\udcff"])
 def test_what_is_no_prompt_is_a_typed_error(rig: tuple[Engine, Perfect], prompt: Any) -> None:
     with pytest.raises(InvalidInputError, match="prompt"):
         rig[0].complete(prompt)
