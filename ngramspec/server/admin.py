@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,9 +17,7 @@ from ngramspec import __version__
 from ngramspec.datastore import Datastore, DatastoreError, DatastoreFullError, DatastoreLockedError
 from ngramspec.server.auth import Identity, administrator
 from ngramspec.server.errors import ApiError, ErrorBody, retry_after
-
-if TYPE_CHECKING:
-    from ngramspec.server.app import State
+from ngramspec.server.state import State
 
 Name = Annotated[str, Path(pattern=r"^[\w.-]{1,64}$", description="What requests call it.")]
 Administrator = Annotated[Identity, Depends(administrator)]
@@ -89,7 +87,7 @@ def router(state: State) -> APIRouter:
         """Draft from a datastore that lies on the server's machine, or from another one under a name that is in use."""
 
         def put() -> DatastoreInfo:
-            with _told("path"):
+            with _as_api_errors("path"):
                 engine.add_datastore(name, folder.path)
                 return _info(name, find(name))
 
@@ -103,7 +101,7 @@ def router(state: State) -> APIRouter:
         store = find(name)
 
         def bring_up_to_date() -> Updated:
-            with _told("name"):
+            with _as_api_errors("name"):
                 done = update(store.path, writer=f"ngramspec {__version__}")
             return Updated(
                 name=name,
@@ -132,8 +130,8 @@ def _info(name: str, store: Datastore) -> DatastoreInfo:
 
 
 @contextlib.contextmanager
-def _told(param: str) -> Iterator[None]:
-    """What is wrong with a store, as the administrator's errors."""
+def _as_api_errors(param: str) -> Iterator[None]:
+    """Errors of datastores, as answers to the administrator."""
     try:
         yield
     except DatastoreLockedError as error:

@@ -1,37 +1,30 @@
 """Admission and running: the way from a route to the engine and back, and the end of it when a client goes away.
 
-A route takes a `Place` before it does any work, hands in prompts as `Work`, and gets completions or a stream of deltas. However the
-response ends, the place frees what was running under it. Knows ASGI and the engine's faces, neither prompts nor formats of answers.
+A route makes a `Reservation` before it does any work, hands in prompts as `Work`, and gets completions or a stream of deltas. However the
+response ends, closing the reservation cancels what was running under it. Knows ASGI and the engine's faces, neither prompts nor formats of
+answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
-from fastapi import Request, Response
-from sse_starlette import EventSourceResponse
-from starlette.types import Message, Receive, Scope, Send
+from fastapi import Request
+from starlette.types import Message, Receive
 
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Completion, Delta
 from ngramspec.engine import Engine, Hints
 from ngramspec.engine import Request as EngineRequest
-from ngramspec.server.errors import ApiError, ClientGone, of_engine, retry_after, unexpected
+from ngramspec.server.errors import ApiError, ClientGone, of_engine, retry_after
 from ngramspec.server.mailbox import Mailbox
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.pacing import Pacer
 from ngramspec.server.settings import ServerSettings
-
-log = logging.getLogger(__name__)
-
-PING_S = 15
-"""A comment on a silent stream this often, for proxies that close what is silent."""
 
 Piece = tuple[int, Delta | Exception]
 
@@ -54,46 +47,46 @@ async def _read(pieces: asyncio.Queue[Piece], n_works: int) -> AsyncIterator[tup
         yield index, what
 
 
-class Place:
+class Reservation:
     """Room for some sequences, reserved before any work is done for them, and the requests that run in it.
 
-    `with` it, or hand it to `Desk.sse`. Of the event loop's thread.
+    `with` it, or hand it to an `EventStream`. Used in the event loop's thread.
     """
 
-    def __init__(self, desk: Desk, sequences: int) -> None:
+    def __init__(self, admission: Admission, sequences: int) -> None:
         self.sequences = sequences
         self.requests: list[EngineRequest] = []
         self.fail: Callable[[Exception], None] = lambda error: None
         """Ends whoever waits for results with an error."""
-        self._desk = desk
-        self._kept = False
+        self._admission = admission
+        self._detached = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._kept:
-            self.release()
+        if not self._detached:
+            self.close()
 
-    def keep(self) -> None:
-        """Leaving the `with` block does not release: a streaming response that outlives it does."""
-        self._kept = True
+    def detach(self) -> None:
+        """Leaving the `with` block no longer closes it: a streaming response that outlives the block does."""
+        self._detached = True
 
-    def vacate(self) -> None:
-        """Give the room back: the engine is done, though the answer may still be on its way. Any number of times."""
-        self._desk._taken -= self.sequences
+    def return_room(self) -> None:
+        """The engine is done with these sequences, though the answer may still be on its way. Any number of times."""
+        self._admission._reserved -= self.sequences
         self.sequences = 0
 
-    def release(self) -> None:
-        """Cancel what still runs, give the room back, and be done. Any number of times."""
+    def close(self) -> None:
+        """Cancel what still runs, return the room, and be forgotten. Any number of times."""
         for request in self.requests:
             if not request.done:
                 request.cancel()
-        self.vacate()
-        self._desk._places.discard(self)
+        self.return_room()
+        self._admission._reservations.discard(self)
 
 
-class Desk:
+class Admission:
     """Bounds what is in flight, runs it, and follows its clients. Used from one event loop."""
 
     def __init__(self, engine: Engine, settings: ServerSettings, metrics: Metrics) -> None:
@@ -101,30 +94,30 @@ class Desk:
         self.capacity = int(engine.props()["max_seqs"]) + settings.max_queue
         """Sequences in flight: those that run and those that wait."""
         self.draining = False
-        self._places: set[Place] = set()  # of all that are not answered to the end
-        self._taken = 0
+        self._reservations: set[Reservation] = set()  # of all that are not answered to the end
+        self._reserved = 0
         self._mean_s = 1.0  # of a request, lately
         self._mailbox = Mailbox()
 
     @property
     def in_flight(self) -> int:
-        """Sequences that hold a place."""
-        return self._taken
+        """Sequences that are reserved."""
+        return self._reserved
 
     @property
     def requests(self) -> list[EngineRequest]:
         """Requests under way."""
-        return [request for place in self._places for request in place.requests if not request.done]
+        return [request for reservation in self._reservations for request in reservation.requests if not request.done]
 
     # ------------------------------------------------------------------ admission
 
-    def place(self, sequences: int = 1) -> Place:
+    def reserve(self, sequences: int = 1) -> Reservation:
         """Reserve room, at once or not at all: raises ApiError 429 where it is full, 503 where there is no new work."""
         self.check_open()
-        place = Place(self, 0)
-        self._grow(place, sequences)
-        self._places.add(place)
-        return place
+        reservation = Reservation(self, 0)
+        self._grow(reservation, sequences)
+        self._reservations.add(reservation)
+        return reservation
 
     def check_open(self) -> None:
         """Raises ApiError 503 where no new work is taken."""
@@ -135,24 +128,24 @@ class Desk:
             self.metrics.refused("engine_dead")
             raise ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
 
-    def _grow(self, place: Place, sequences: int) -> None:
+    def _grow(self, reservation: Reservation, sequences: int) -> None:
         if sequences > self.capacity:
             raise ApiError(400, f"the request is for {sequences} texts at once; this server holds {self.capacity}", param="n")
-        more = max(0, sequences - place.sequences)
+        more = max(0, sequences - reservation.sequences)
         self.check_room(more)
-        self._taken += more
-        place.sequences += more
+        self._reserved += more
+        reservation.sequences += more
 
     def check_room(self, sequences: int) -> None:
         """Raises ApiError 429 where there is no room for so many more."""
-        if self._taken + sequences > self.capacity:
+        if self._reserved + sequences > self.capacity:
             self.metrics.refused("queue_full")
-            wait_s = min(60.0, self._mean_s * max(1.0, self._taken / self.capacity))
+            wait_s = min(60.0, self._mean_s * max(1.0, self._reserved / self.capacity))
             raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=retry_after(wait_s))
 
     # ------------------------------------------------------------------ running
 
-    async def results(self, place: Place, http: Request, works: Sequence[Work]) -> list[Completion]:
+    async def results(self, reservation: Reservation, http: Request, works: Sequence[Work]) -> list[Completion]:
         """Run to the end. Raises ApiError, and ClientGone where the client left; either way nothing runs on."""
         started = time.perf_counter()
         left: dict[int, Completion] = {}
@@ -170,10 +163,10 @@ class Desk:
             if len(left) == len(works):
                 ended.set_result(None)
 
-        with place:
+        with reservation:
             watch = asyncio.create_task(until_gone(http.receive))
             try:
-                self._submit(place, http, works, take, final_only=True)
+                self._submit(reservation, http, works, take, final_only=True)
                 await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not ended.done():
                     raise ClientGone
@@ -186,56 +179,56 @@ class Desk:
                 if ended.done() and not ended.cancelled():
                     ended.exception()  # looked at, so that asyncio does not complain of it
 
-    def stream(self, place: Place, http: Request, works: Sequence[Work]) -> AsyncIterator[tuple[int, Delta]]:
+    def stream(self, reservation: Reservation, http: Request, works: Sequence[Work]) -> AsyncIterator[tuple[int, Delta]]:
         """Run, and hand out (number of the work, delta) as they come. What is wrong with the works raises here, before anything is sent.
 
         The last delta of each work carries its completion. With `pad_stream` every delta holds one token of each text, at an even rate.
         """
         if self.settings.pad_stream:
             pacer = Pacer(len(works), self._interval_s)
-            self._submit(place, http, works, lambda piece: pacer.put(*piece))
+            self._submit(reservation, http, works, lambda piece: pacer.put(*piece))
             return pacer.read()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        self._submit(place, http, works, pieces.put_nowait)
+        self._submit(reservation, http, works, pieces.put_nowait)
         return _read(pieces, len(works))
 
     def _submit(
-        self, place: Place, http: Request, works: Sequence[Work], take: Callable[[Piece], None], *, final_only: bool = False
+        self, reservation: Reservation, http: Request, works: Sequence[Work], take: Callable[[Piece], None], *, final_only: bool = False
     ) -> None:
         """Hand the works in, one or more. Raises ApiError; then none of them runs."""
         assert works
         self.check_open()
-        self._grow(place, sum(work.params.n for work in works))
+        self._grow(reservation, sum(work.params.n for work in works))
         self._mailbox.bind()
-        place.fail = lambda error: take((0, error))
+        reservation.fail = lambda error: take((0, error))
         started, unfinished = time.perf_counter(), len(works)
 
         def deliver(index: int) -> Callable[[Delta | Exception], None]:
-            def engine_says(what: Delta | Exception) -> None:  # in the engine's thread
+            def from_engine(what: Delta | Exception) -> None:  # in the engine's thread
                 if not (final_only and isinstance(what, Delta) and what.completion is None):
-                    self._mailbox.post(hear, (index, what))
+                    self._mailbox.post(receive, (index, what))
 
-            return engine_says
+            return from_engine
 
-        def hear(piece: Piece) -> None:
+        def receive(piece: Piece) -> None:
             nonlocal unfinished
             index, what = piece
             if isinstance(what, Exception):
-                self.metrics.finished(place.requests[index].completion, "error")
+                self.metrics.finished(reservation.requests[index].completion, "error")
                 take((index, of_engine(what)))
                 return
             if what.completion is not None:
                 unfinished -= 1
                 self._count(what.completion, http, started)
                 if not unfinished:
-                    place.vacate()  # a slow reader keeps its text, not its room
+                    reservation.return_room()  # a slow reader keeps its text, not its room
             take(piece)
 
         try:
             for i, work in enumerate(works):
-                place.requests.append(self.engine.submit(work.prompt, work.params, deliver=deliver(i), **work.hints))
+                reservation.requests.append(self.engine.submit(work.prompt, work.params, deliver=deliver(i), **work.hints))
         except Exception as error:
-            place.release()
+            reservation.close()
             known = of_engine(error, submitting=True)
             if known.status == 500:
                 raise
@@ -269,66 +262,21 @@ class Desk:
             if watch.done():
                 raise ClientGone
 
-    # ------------------------------------------------------------------ answering
-
-    def sse(self, place: Place, http: Request, events: AsyncIterator[dict[str, Any] | str], *, done: bool = True) -> Response:
-        """A response that sends each event as a `data:` line, and `data: [DONE]` at the end if `done`.
-
-        An error in `events` leaves as one more event in the envelope, then the stream ends. Takes the place over from its `with` block.
-        """
-        place.keep()
-        return _Events(place, events, done)
-
     # ------------------------------------------------------------------ the end
 
     async def drain(self, timeout: float) -> None:
         """Take no new work; wait until all are answered, for `timeout` seconds, then end the rest with a 503."""
         self.draining = True
         deadline = time.monotonic() + timeout
-        while self._places and time.monotonic() < deadline:
+        while self._reservations and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.cancel_all()
 
     def cancel_all(self) -> None:
         """End everything in flight with a 503."""
-        for place in list(self._places):
-            place.fail(ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10)))
-            place.release()
-
-
-class _Events(EventSourceResponse):
-    """Server-sent events that free their place however they end."""
-
-    def __init__(self, place: Place, events: AsyncIterator[dict[str, Any] | str], done: bool) -> None:
-        super().__init__(_encoded(events, done), sep="\n", ping=PING_S)
-        self._place, self._events = place, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            if any(not request.done for request in self._place.requests):
-                scope.get("state", {}).get("facts", {})["left"] = True  # the client did, before the end
-            self._place.release()
-
-
-async def _encoded(events: AsyncIterator[dict[str, Any] | str], done: bool) -> AsyncIterator[bytes]:
-    """Events as bytes; an error as the last one."""
-    try:
-        async for event in events:
-            yield _line(event)
-        if done:
-            yield _line("[DONE]")
-    except ApiError as error:
-        yield _line(error.body)
-    except Exception:
-        log.exception("a stream failed")
-        yield _line(unexpected().body)
-
-
-def _line(event: dict[str, Any] | str) -> bytes:
-    text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+        for reservation in list(self._reservations):
+            reservation.fail(ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10)))
+            reservation.close()
 
 
 async def until_gone(receive: Receive) -> None:

@@ -178,10 +178,10 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     return ApiError(400, "; ".join(told) or "the request is not valid", param=first or None)
 
 
-def _name(place: Sequence[str | int]) -> str:
+def _name(location: Sequence[str | int]) -> str:
     """`messages[0].content` from ("body", "messages", 0, "content", "str"): the branches of a union are pydantic's own affair."""
     name = ""
-    for part in place[1:]:
+    for part in location[1:]:
         if isinstance(part, int):
             name += f"[{part}]"
         elif re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in _BRANCHES:

@@ -1,4 +1,4 @@
-"""Bounds of a request, checked at the border: headers and body as bytes, JSON as such, sampling parameters by their sizes.
+"""Bounds of a request, checked before it is handed on: headers and body as bytes, JSON as such, sampling parameters by their sizes.
 
 Bytes and parameters enter, ApiErrors leave. What is within the bounds goes on unchanged.
 """
@@ -119,7 +119,7 @@ class Bounds:
         limits = self.limits
         each = min(params.max_tokens, self.max_model_len)
         self._most("max_tokens", params.n * n_prompts * each, limits.output_tokens, "tokens of all texts together")
-        self._most("logprobs", max(params.logprobs or 0, getattr(params, "prompt_logprobs", None) or 0), limits.logprobs, "logprobs")
+        self._most("logprobs", max(params.logprobs or 0, params.prompt_logprobs or 0), limits.logprobs, "logprobs")
         self._most("stop", len(params.stop), limits.stops, "stop strings")
         self._most("stop", max(map(len, params.stop), default=0), limits.stop_chars, "characters of a stop string")
         self._most("stop_token_ids", len(params.stop_token_ids), limits.bias, "stop_token_ids")

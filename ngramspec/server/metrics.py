@@ -1,15 +1,13 @@
 """What Prometheus reads: counters of finished and refused requests, and gauges of the engine at the moment of the scrape.
 
-Completions enter as they finish, text leaves at `/metrics`. Names are vLLM's after our prefix, so that its dashboards need a new
+Completions enter as they finish, text leaves when it is asked for. Names are vLLM's after our prefix, so that its dashboards need a new
 prefix and little else. Knows neither requests nor who sent them: every label has a fixed set of values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -18,10 +16,6 @@ from prometheus_client.registry import Collector
 import ngramspec
 from ngramspec.batch.types import Completion
 from ngramspec.engine import Engine
-from ngramspec.server.auth import Identity, identify
-
-if TYPE_CHECKING:
-    from ngramspec.server.app import State
 
 PREFIX = "ngramspec:"
 SOURCES = ("ngram", "datastore", "similar", "prediction", "answers", "recycled", "model", "layers")
@@ -156,15 +150,3 @@ class _WithoutCreated(Collector):
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
-
-
-def router(state: State) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.get("/metrics", response_class=Response, tags=["operation"])
-    def metrics(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Response:
-        """Prometheus' text format."""
-        body, content_type = state.metrics.expose(request.headers.get("accept", ""))
-        return Response(body, media_type=content_type)
-
-    return routes

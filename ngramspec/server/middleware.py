@@ -1,6 +1,7 @@
-"""The border that every request passes: a name for it, checks of host, headers and body, security headers, one line in the log.
+"""What is done to every request: a name for it, checks of host, headers and body, security headers, one line in the log.
 
-Plain ASGI around the application, so that no route can forget it and streams pass through untouched.
+Requests enter, and go on to the application or are refused; responses leave with headers of ours. Plain ASGI around the application, so
+that no route can forget it and streams pass through untouched. Knows no route but by its path.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngramspec.server import errors, limits, logs
-from ngramspec.server.admission import Desk
-from ngramspec.server.auth import Hosts, Keyring
+from ngramspec.server.auth import Hosts
 from ngramspec.server.errors import ApiError, ClientGone
-from ngramspec.server.metrics import Metrics
-from ngramspec.server.settings import ServerSettings
+from ngramspec.server.state import State
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +35,13 @@ _HEADERS = {
 """On every response that does not say otherwise."""
 
 
-WORK = frozenset({"/v1/completions", "/v1/chat/completions", "/completion", "/completions", "/infill"})
-"""Paths of requests that need a place at the desk."""
+class RequestMiddleware:
+    """Around an application: gives each request a name, checks host, headers, body and room, adds headers, writes one line in the log."""
 
-
-class Border:
-    """What every request passes: a name for it, checks of host, headers and body, security headers, one line in the log."""
-
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, desk: Desk, keyring: Keyring) -> None:
-        self.app, self.limits, self.hosts, self.metrics = app, settings.limits, Hosts(settings), metrics
-        self.desk, self.keyring = desk, keyring
+    def __init__(self, app: ASGIApp, state: State, generating: Collection[str]) -> None:
+        """`generating`: paths of requests that reserve sequences."""
+        self.app, self.limits, self.hosts = app, state.settings.limits, Hosts(state.settings)
+        self.metrics, self.admission, self.keyring, self.generating = state.metrics, state.admission, state.keyring, generating
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +74,7 @@ class Border:
                 else:
                     body = b""  # nobody looks at it: the application refuses the request, or the route takes no body
             except ApiError as error:
-                if error.status != 429:  # which the desk has counted
+                if error.status != 429:  # which admission has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
                 await error.response()(scope, receive, answer)
             else:
@@ -89,7 +86,7 @@ class Border:
             if not status:
                 await errors.unexpected().response()(scope, receive, answer)
         finally:
-            route = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in WORK else "-")
+            route = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
             caller = scope["state"].get("caller", "")
             logs.log_request(
@@ -100,8 +97,8 @@ class Border:
 
     def _check_room(self, scope: Scope) -> None:
         """Refuse work for which there is no room before its body is looked at, which would cost those that run."""
-        if scope["method"] == "POST" and scope["path"] in WORK:
-            self.desk.check_room(1)
+        if scope["method"] == "POST" and scope["path"] in self.generating:
+            self.admission.check_room(1)
 
     def _check_head(self, scope: Scope) -> None:
         limits.check_headers(scope["headers"], self.limits)

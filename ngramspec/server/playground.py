@@ -7,16 +7,14 @@ those of any client; knows nothing of completions.
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, HTTPException, Response
 from pydantic import BaseModel
 
 from ngramspec import __version__
 from ngramspec.server.auth import Identity, identify
-
-if TYPE_CHECKING:
-    from ngramspec.server.app import State
+from ngramspec.server.state import State
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -170,7 +170,7 @@ class Server(uvicorn.Server):
         async def drain() -> None:
             if self.front.app is not None:
                 log.info("%s: no new work; running requests have %g s to end", why, self.settings.drain_timeout)
-                await self.front.app.state.server.desk.drain(self.settings.drain_timeout)
+                await self.front.app.state.server.admission.drain(self.settings.drain_timeout)
             self.should_exit = True
 
         self._draining = asyncio.create_task(drain())

@@ -5,7 +5,7 @@ Completions enter, plain dicts for an answer leave. Who may see how much is deci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ngramspec.batch.types import Completion, Stats
@@ -58,10 +58,15 @@ def predicted(completions: Sequence[Completion]) -> tuple[int, int]:
     return accepted, max(total(completions).drafted_by_source.get(PREDICTION, 0) - accepted, 0)
 
 
+def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:
+    """Each token's text, and who drafted it; None: the model wrote it unaided."""
+    return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
+
+
 def timings(completion: Completion) -> dict[str, float]:
     """llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
 
-    `prompt_n` counts what was computed, `cache_n` what the prefix cache had. Waiting for a place is in neither.
+    `prompt_n` counts what was computed, `cache_n` what the prefix cache had. Waiting in the queue is in neither.
     """
     stats = completion.stats
     prompt_n = len(completion.prompt_token_ids) - completion.cached_tokens

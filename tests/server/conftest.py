@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -38,11 +39,28 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def fim_tokenizer() -> PreTrainedTokenizerFast:
+    """That of chats with Qwen's control tokens to fill in the middle."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]}, False)
+    return tokenizer
+
+
 def tiny_engine(**settings: Any) -> Engine:
     """A random Llama of 1,024 positions that completes bytes and knows ChatML."""
     tokenizer = settings.pop("tokenizer", None) or chat_tokenizer()
     model = tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024)
     return Engine(model, tokenizer=tokenizer, **({"max_seqs": 8, "kv_memory": 64 << 20, "threads": 1} | settings))
+
+
+@contextlib.contextmanager
+def left_clean(engine: Engine) -> Iterator[Engine]:
+    """Closes an engine at the end, when nothing may be left of any request."""
+    with engine:
+        yield engine
+        status = engine.status()
+        assert status.waiting == status.running == 0
+        engine.runner.pool.check_integrity()
 
 
 @dataclass
@@ -55,10 +73,8 @@ class Server:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    with tiny_engine() as engine:
+    with left_clean(tiny_engine()) as engine:
         yield engine
-        assert not engine.core.scheduler.has_work
-        engine.runner.pool.check_integrity()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Loaded by schemathesis in test_schema: of the requests that are as documented, every other one is made such that it can succeed.
+"""Loaded by schemathesis in test_document: of the requests that are as documented, every other one is made such that it can succeed.
 
 What a schema does not say would else end nearly all of them early: that there is no such model, that a text has half a character, or that
 `min_tokens` is more than `max_tokens`.

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, tiny_engine
+from conftest import Server, left_clean, tiny_engine
 
 from ngramspec.batch.errors import OutOfMemoryError
 from ngramspec.engine import Engine
@@ -65,7 +65,7 @@ class Rig:
 
     def __init__(self, server: Server, brake: Brake) -> None:
         self.server, self.engine, self.brake = server, server.engine, brake
-        self.desk = server.app.state.server.desk
+        self.admission = server.app.state.server.admission
 
     def until(self, true: Callable[[], bool], within: float = 30, step: bool = False) -> float:
         """Seconds until it is true; the engine makes passes meanwhile if `step`."""
@@ -79,7 +79,7 @@ class Rig:
 
     def idle(self) -> bool:
         status = self.engine.status()
-        return status.waiting == status.running == status.kv_used == self.desk.in_flight == 0
+        return status.waiting == status.running == status.kv_used == self.admission.in_flight == 0
 
     def send(self, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
         host, port = self.server.url.removeprefix("http://").split(":")
@@ -102,15 +102,13 @@ class Rig:
 
     def run(self, what: Any) -> Any:
         """Run a coroutine in the server's loop, not waiting for it."""
-        return asyncio.run_coroutine_threadsafe(what, self.desk._mailbox._loop)
+        return asyncio.run_coroutine_threadsafe(what, self.admission._mailbox._loop)
 
 
 @pytest.fixture(scope="module")
 def braked() -> Iterator[tuple[Engine, Brake]]:
-    with tiny_engine(max_seqs=RUNNING, max_rows=MAX_ROWS, prefix_cache=False, speculation=False) as engine:
+    with left_clean(tiny_engine(max_seqs=RUNNING, max_rows=MAX_ROWS, prefix_cache=False, speculation=False)) as engine:
         yield engine, Brake(engine)
-        assert not engine.core.scheduler.has_work
-        engine.runner.pool.check_integrity()
 
 
 @pytest.fixture
@@ -140,22 +138,22 @@ def test_a_client_that_leaves_frees_its_sequence(make_rig: Callable[[int], Rig],
     cancelled = rig.metric("request_cancelled_total")
     brake.hold()
     others = [rig.send(LONG) for _ in range(RUNNING)] if phase == "queued" else []
-    rig.until(lambda: rig.desk.in_flight == len(others))
+    rig.until(lambda: rig.admission.in_flight == len(others))
     prompt = "a" * 100 if phase == "prefill" else "ab"
     connection = rig.send(LONG | {"prompt": prompt, "stream": stream})
     if phase == "queued":
-        rig.until(lambda: rig.desk.in_flight == RUNNING + 1 and status().waiting == 1, step=True)
+        rig.until(lambda: rig.admission.in_flight == RUNNING + 1 and status().waiting == 1, step=True)
     else:
-        rig.until(lambda: rig.desk.in_flight == 1 and status().running == 1)
+        rig.until(lambda: rig.admission.in_flight == 1 and status().running == 1)
     if phase == "prefill":
         passes = status().passes
         rig.until(lambda: status().passes >= passes + 3, step=True)
     elif phase == "middle":
-        rig.until(lambda: bool(rig.desk.requests and len(rig.desk.requests[0].completion.token_ids) > 4), step=True)
+        rig.until(lambda: bool(rig.admission.requests and len(rig.admission.requests[0].completion.token_ids) > 4), step=True)
     before = status().passes
     connection.close()
     left = len(others)
-    took = rig.until(lambda: rig.desk.in_flight == left and status().waiting + status().running == left, step=True)
+    took = rig.until(lambda: rig.admission.in_flight == left and status().waiting + status().running == left, step=True)
     assert took < SOON_S
     assert status().passes - before < 400, "it ended because it was done"
     for other in others:
@@ -169,15 +167,15 @@ def test_a_client_that_asked_twice_on_one_connection_is_still_seen_to_leave(rig:
     rig.brake.hold()
     connection = rig.send(LONG)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
-    rig.until(lambda: rig.desk.in_flight == 1)
+    rig.until(lambda: rig.admission.in_flight == 1)
     connection.close()
-    assert rig.until(lambda: rig.desk.in_flight == 0) < SOON_S
+    assert rig.until(lambda: rig.admission.in_flight == 0) < SOON_S
 
 
 def test_beyond_the_queue_is_refused_at_once(rig: Rig) -> None:
     rig.brake.hold()
     answers = [rig.later(max_tokens=2), rig.later(max_tokens=2)]
-    rig.until(lambda: rig.desk.in_flight == 2)
+    rig.until(lambda: rig.admission.in_flight == 2)
     for more in ({}, {"stream": True}, {"prompt": "a" * 10**6}):
         started = time.monotonic()
         refused = rig.post(**more)
@@ -191,10 +189,22 @@ def test_beyond_the_queue_is_refused_at_once(rig: Rig) -> None:
     assert rig.post(max_tokens=2).status_code == 200
 
 
-def test_every_text_of_a_request_takes_a_place(rig: Rig) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/completion", "/completions", "/infill"])
+def test_without_room_no_body_is_looked_at(rig: Rig, path: str) -> None:
+    rig.brake.hold()
+    answers = [rig.later(max_tokens=2), rig.later(max_tokens=2)]
+    rig.until(lambda: rig.admission.in_flight == 2)
+    no_json = {"content": b"{", "headers": {"content-type": "application/json"}}
+    assert httpx.post(f"{rig.server.url}{path}", **no_json).status_code == 429
+    assert httpx.post(f"{rig.server.url}/tokenize", **no_json).status_code == 400, "it writes nothing"
+    rig.brake.release()
+    assert [answer.result(30).status_code for answer in answers] == [200, 200]
+
+
+def test_every_text_of_a_request_needs_room(rig: Rig) -> None:
     rig.brake.hold()
     running = rig.later(max_tokens=2)
-    rig.until(lambda: rig.desk.in_flight == 1)
+    rig.until(lambda: rig.admission.in_flight == 1)
     assert rig.post(n=2).status_code == 429
     assert rig.post(prompt=["a", "b"]).status_code == 429
     impossible = rig.post(n=3)
@@ -202,7 +212,7 @@ def test_every_text_of_a_request_takes_a_place(rig: Rig) -> None:
     rig.brake.release()
     assert running.result(30).status_code == 200
     assert len(rig.post(n=2, max_tokens=2).json()["choices"]) == 2
-    assert rig.desk.in_flight == 0
+    assert rig.admission.in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +223,7 @@ def test_an_engine_error_is_the_requests_own(rig: Rig, error: Exception, status:
     waiting = rig.later(max_tokens=2)
     rig.until(lambda: rig.engine.status().running == 1)
     other = rig.later(max_tokens=3)
-    rig.until(lambda: rig.desk.in_flight == 2)
+    rig.until(lambda: rig.admission.in_flight == 2)
     rig.brake.error = error
     rig.brake.release()
     failed = waiting.result(30)
@@ -242,17 +252,17 @@ def test_what_the_engine_refuses_is_told_before_a_stream_begins(rig: Rig) -> Non
         refused = rig.post(prompt="a" * 1024, stream=stream)
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "context_length_exceeded"
-        assert rig.desk.in_flight == 0
+        assert rig.admission.in_flight == 0
 
 
 def test_draining_lets_what_runs_finish_and_takes_no_more(rig: Rig) -> None:
     assert rig.post(max_tokens=1).status_code == 200
-    rig.until(lambda: rig.desk.in_flight == 0)
+    rig.until(lambda: rig.admission.in_flight == 0)
     rig.brake.hold()
     running = rig.later(max_tokens=20)
     rig.until(lambda: rig.engine.status().running == 1)
-    drained = rig.run(rig.desk.drain(60))
-    rig.until(lambda: rig.desk.draining)
+    drained = rig.run(rig.admission.drain(60))
+    rig.until(lambda: rig.admission.draining)
     health = httpx.get(f"{rig.server.url}/health")
     assert (health.status_code, health.json()["error"]["code"]) == (503, "unavailable")
     refused = rig.post()
@@ -266,14 +276,14 @@ def test_draining_lets_what_runs_finish_and_takes_no_more(rig: Rig) -> None:
 
 def test_what_outlives_the_drain_timeout_is_told_so(rig: Rig) -> None:
     assert rig.post(max_tokens=1).status_code == 200
-    rig.until(lambda: rig.desk.in_flight == 0)
+    rig.until(lambda: rig.admission.in_flight == 0)
     rig.brake.hold()
     with httpx.stream("POST", f"{rig.server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as streaming:
         assert streaming.status_code == 200
         waiting = rig.later()
         rig.until(lambda: rig.engine.status().running + rig.engine.status().waiting == 2)
-        rig.run(rig.desk.drain(0)).result(30)
-        assert rig.desk.in_flight == 0
+        rig.run(rig.admission.drain(0)).result(30)
+        assert rig.admission.in_flight == 0
         assert (waiting.result(30).status_code, waiting.result(0).json()["error"]["code"]) == (503, "shutting_down")
         *_, last = (line for line in streaming.iter_lines() if line.startswith("data: "))
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
@@ -284,8 +294,8 @@ def test_draining_waits_for_answers_that_are_still_on_their_way(rig: Rig, start_
     paced = Rig(start_server(rig.engine, ServerSettings(pad_stream=50)), rig.brake)
     answer = paced.later(max_tokens=10, stream=True)
     paced.until(lambda: paced.metric("generation_tokens_total") == 10)
-    paced.until(lambda: paced.desk.in_flight == 0)
-    paced.run(paced.desk.drain(30)).result(30)
+    paced.until(lambda: paced.admission.in_flight == 0)
+    paced.run(paced.admission.drain(30)).result(30)
     assert answer.result(5).text.endswith("data: [DONE]\n\n")
 
 

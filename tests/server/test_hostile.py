@@ -1,7 +1,7 @@
 """Requests that mean harm, on every route that reads one: each gets an answer or a typed refusal, and the next one is served as before.
 
 Which numbers and texts a request has is read from the shapes of the requests themselves, so that a new field is tried without a line here.
-What a request's bytes must be, whatever its route, is in test_border.
+What a request's bytes must be, whatever its route, is in test_middleware.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, chat_tokenizer, tiny_engine
+from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from pydantic import BaseModel
 
 from ngramspec.batch.params import SamplingParams
@@ -80,12 +80,8 @@ def leaves(model: type[BaseModel], good: dict[str, Any], kinds: set[str]) -> lis
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    tokenizer = chat_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]}, False)
-    with tiny_engine(tokenizer=tokenizer, max_seqs=8, max_model_len=MAX_LEN, kv_memory=16 << 20) as engine:
+    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=MAX_LEN, kv_memory=16 << 20)) as engine:
         yield engine
-        assert not engine.core.scheduler.has_work
-        engine.runner.pool.check_integrity()
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +105,7 @@ def check(client: httpx.Client, server: Server, expected: str) -> None:
     """The server is healthy, holds nothing of the requests before, and writes what it wrote before."""
     assert client.get("/health").json() == {"status": "ok"}
     assert client.post("/v1/completions", json=GOOD).json()["choices"][0]["text"] == expected
-    assert server.app.state.server.desk.in_flight == 0
+    assert server.app.state.server.admission.in_flight == 0
 
 
 def send(client: httpx.Client, path: str, body: str | bytes, method: str = "POST") -> httpx.Response:

@@ -51,7 +51,7 @@ def recital(start_server: Callable[..., Any], tmp_path_factory: pytest.TempPathF
     engine, gate = reciting_engine(PROMPT + ANSWER, tokenizer, datastore=root / "maths", similar=False, answers=0, recycle=False)
     with engine:
         server = start_server(engine, ServerSettings(max_queue=0))
-        yield Recital(server.url, engine, gate, lambda: server.app.state.server.desk.in_flight)
+        yield Recital(server.url, engine, gate, lambda: server.app.state.server.admission.in_flight)
         gate.open()
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,23 @@ def until_health(url: str, status: int) -> None:
     raise AssertionError(f"/health never said {status}")
 
 
+@contextlib.contextmanager
+def held_stream(url: str, brake: Brake) -> Iterator[Iterator[str]]:
+    """The events of a stream that stops behind its first one, until the brake is released."""
+    until_health(url, 200)
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        next(lines)
+        brake.hold()
+        yield lines
+
+
 def test_the_first_signal_drains() -> None:
     engine = tiny_engine()
     brake = Brake(engine)
 
     def client(url: str) -> None:
-        until_health(url, 200)
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S) as response:
-            lines = (line for line in response.iter_lines() if line.startswith("data: "))
-            next(lines)
-            brake.hold()
+        with held_stream(url, brake) as lines:
             os.kill(os.getpid(), signal.SIGTERM)
             until_health(url, 503)
             refused = httpx.post(f"{url}/v1/completions", json=LONG)
@@ -94,11 +101,7 @@ def test_what_outlives_the_drain_timeout_is_ended() -> None:
     brake = Brake(engine)
 
     def client(url: str) -> None:
-        until_health(url, 200)
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S) as response:
-            lines = (line for line in response.iter_lines() if line.startswith("data: "))
-            next(lines)
-            brake.hold()
+        with held_stream(url, brake) as lines:
             os.kill(os.getpid(), signal.SIGINT)
             *_, last = lines
         brake.release()

@@ -1,6 +1,6 @@
 """Answers that may end before the model ends them: at a line that is less indented, or at the first line end after some time.
 
-The deltas of works that the desk runs enter; the text that is to be shown leaves, with its tokens. Knows the desk, not the form of answers.
+The deltas of works that run enter; the text that is to be shown leaves, with its tokens. Knows `admission`, not the form of answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request
 
 from ngramspec.batch.types import Completion, Delta, TokenLogprob
-from ngramspec.server.admission import Place, Work, until_gone
+from ngramspec.server.admission import Reservation, Work, until_gone
 from ngramspec.server.errors import ClientGone
 from ngramspec.server.llamacpp.schemas import Generation
 
@@ -73,7 +73,7 @@ _INDENTATION = re.compile(r"\n([ \t]*)(?=[^ \t])")
 
 
 async def shown(
-    place: Place, pieces: AsyncIterator[tuple[int, Delta]], answers: list[Answer]
+    reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[Answer]
 ) -> AsyncIterator[tuple[int, str, list[int], list[TokenLogprob]]]:
     """(number of the work, new text, its tokens, their log-probabilities) for every delta.
 
@@ -83,12 +83,12 @@ async def shown(
         was_cut = answers[i].is_cut
         text, tokens, logprobs = answers[i].take(delta)
         if answers[i].is_cut and not was_cut:
-            place.requests[i].cancel()
+            reservation.requests[i].cancel()
         yield i, text, tokens, logprobs
 
 
-async def finish(place: Place, pieces: AsyncIterator[tuple[int, Delta]], answers: list[Answer]) -> None:
-    async for _ in shown(place, pieces, answers):
+async def finish(reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[Answer]) -> None:
+    async for _ in shown(reservation, pieces, answers):
         pass
 
 

@@ -1,37 +1,40 @@
 """The shape of llama.cpp's requests: what is accepted where, in its words, with the extras that all our routes take.
 
-JSON that was parsed enters, checked requests leave. Types are strict, unknown fields are ignored. Knows nothing of routes or tokenizers.
+JSON that was parsed enters; checked requests, and `SamplingParams` made of them, leave. Knows nothing of routes or tokenizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, Strict, field_validator, model_validator
 
-from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS
+from ngramspec.batch.options import MAX_INT
+from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
+from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError
-from ngramspec.server.openai.schemas import MAX_INT, Extras, Few, Items, TokenId, _Strict
+from ngramspec.server.schemas import Extras, Few, Items, StrictModel, TokenId
 
 TextOrTokens = str | Items[TokenId | str]
 """A text, or texts and token ids that are put end to end."""
 
 _UNSUPPORTED = ("grammar", "json_schema", "lora", "post_sampling_probs")
 """What would change the answer's promise, and is refused where it asks for anything."""
+OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
+"""llama.cpp's, and those of `SamplingParams`; both are taken."""
 
 
+@sampling.takes_sampling(OTHER_NAMES)
 class Generation(Extras):
     """What /infill and /completion share."""
+
+    defaults: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    """llama.cpp's, where they are not those of `SamplingParams`."""
 
     n_predict: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
     """-1: until the context is full; 0: the prompt is computed, and nothing written."""
     n_cmpl: Annotated[int, Field(ge=1, le=128)] = 1
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[Items[Annotated[tuple[TokenId, float | bool], Strict(False)]] | dict[str, float], Few] = Field(
         default_factory=list
     )
@@ -69,12 +72,34 @@ class Generation(Extras):
     def _random(cls, seed: int) -> int:
         return -1 if seed == 2**32 - 1 else seed  # llama.cpp's own word for any seed
 
-    def seed_of(self, i: int) -> int | None:
-        """Of the i-th text of a prompt."""
-        return None if self.seed < 0 else (self.seed + i) % (MAX_SEED + 1)
+    def params(self, i: int, *, room: int, stop_ids: Sequence[int] = ()) -> SamplingParams:
+        """How the i-th text of a prompt is written, in up to `room` tokens. `stop_ids` end it, too. Raises ValueError."""
+        given = self.defaults | sampling.given(self, OTHER_NAMES)
+        if not given.get("ignore_eos"):
+            given["stop_token_ids"] = [*stop_ids, *given.get("stop_token_ids", ())]
+        return SamplingParams(
+            max_tokens=max(self.n_predict, 1) if self.n_predict >= 0 else room,
+            seed=None if self.seed < 0 else (self.seed + i) % (MAX_SEED + 1),
+            stop=tuple(word for word in ([self.stop] if isinstance(self.stop, str) else self.stop) if word),
+            logit_bias=self.bias(),
+            logprobs=self.n_probs or None,
+            **given,
+        )
 
-    def stops(self) -> tuple[str, ...]:
-        return tuple(word for word in ([self.stop] if isinstance(self.stop, str) else self.stop) if word)
+    def settings(self, params: SamplingParams) -> dict[str, Any]:
+        """llama.cpp's `generation_settings`, without what the model says."""
+        theirs = {name: other for other, name in OTHER_NAMES.items()}
+        return {theirs.get(name, name): getattr(params, name) for name in sampling.SHARED} | {
+            "n_predict": self.n_predict,
+            "max_tokens": params.max_tokens,
+            "seed": -1 if params.seed is None else params.seed,
+            "stop": list(params.stop),
+            "n_probs": self.n_probs,
+            "n_indent": self.n_indent,
+            "t_max_predict_ms": self.t_max_predict_ms,
+            "stream": self.stream,
+            "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+        }
 
     def bias(self) -> dict[int, float]:
         """Raises ValueError."""
@@ -106,7 +131,7 @@ class LlamaCompletionBody(Generation):
             yield self.prompt  # type: ignore[misc]
 
 
-class Chunk(_Strict):
+class Chunk(StrictModel):
     """A part of another file."""
 
     text: str
@@ -114,6 +139,8 @@ class Chunk(_Strict):
 
 
 class InfillBody(Generation):
+    defaults: ClassVar[dict[str, Any]] = Generation.defaults | {"temperature": 0.0}
+
     input_prefix: str
     input_suffix: str
     input_extra: Items[Chunk] = Field(default_factory=list)
@@ -121,7 +148,7 @@ class InfillBody(Generation):
     """What stands before the cursor in its line: goes on behind the prefix."""
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(StrictModel):
     content: TextOrTokens
     add_special: bool = False
     parse_special: bool = True
@@ -137,7 +164,7 @@ class TokenizeResponse(BaseModel):
     tokens: list[int] | list[Piece]
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(StrictModel):
     tokens: Items[TokenId]
 
 

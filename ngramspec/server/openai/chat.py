@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec.batch.types import Choice, Completion, Delta, TokenLogprob
-from ngramspec.server import logprobs
 from ngramspec.server.admission import Work
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.errors import ApiError, refusing
-from ngramspec.server.logprobs import TokenTexts
-from ngramspec.server.openai.job import SSE, Job
+from ngramspec.server.events import GENERATES, EventStream
+from ngramspec.server.openai import logprobs
+from ngramspec.server.openai.handler import CompletionHandler
 from ngramspec.server.openai.schemas import ChatRequest, ChatResponse, Message, Part
 from ngramspec.server.prompts import Prompts, Turn
-
-if TYPE_CHECKING:
-    from ngramspec.server.app import State
+from ngramspec.server.state import State
+from ngramspec.server.token_texts import TokenTexts
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
@@ -34,21 +33,21 @@ def router(state: State) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["openai"])
     prompts, texts = Prompts(state.engine), TokenTexts(state.engine.tokenizer)
 
-    @routes.post("/chat/completions", response_model=ChatResponse, response_model_exclude_unset=True, responses=SSE)
+    @routes.post("/chat/completions", response_model=ChatResponse, response_model_exclude_unset=True, responses=GENERATES)
     async def chat(body: ChatRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
         """Answer a conversation."""
-        job = _Chat(state, prompts, texts, body, identity)
-        with state.desk.place(job.n) as place:
-            works = [await asyncio.to_thread(job.work)]
-            if job.streams:
-                return state.desk.sse(place, http, job.events(state.desk.stream(place, http, works)))
-            (completion,) = await state.desk.results(place, http, works)
-            return job.answer(completion)
+        handler = _ChatHandler(state, prompts, texts, body, identity)
+        with state.admission.reserve(handler.n) as reservation:
+            works = [await asyncio.to_thread(handler.work)]
+            if handler.streams:
+                return EventStream(reservation, handler.events(state.admission.stream(reservation, http, works)))
+            (completion,) = await state.admission.results(reservation, http, works)
+            return handler.answer(completion)
 
     return routes
 
 
-class _Chat(Job):
+class _ChatHandler(CompletionHandler):
     """One request of /v1/chat/completions."""
 
     def __init__(self, state: State, prompts: Prompts, texts: TokenTexts, body: ChatRequest, identity: Identity) -> None:
@@ -84,7 +83,7 @@ class _Chat(Job):
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         left = max(min(self._engine.max_model_len - len(ids), self._limits.output_tokens // self.n), 1)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.sampling(max_tokens=left if asked is None else asked, n=self.n, logprobs=top)
+        params = body.params(max_tokens=left if asked is None else asked, n=self.n, logprobs=top)
         self._bounds.check(params)
         return Work(ids, params, self.hints)
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
@@ -17,13 +17,13 @@ from ngramspec.batch.types import Choice, Completion, Delta, TokenLogprob
 from ngramspec.server.admission import Work
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.errors import ApiError, refusing
-from ngramspec.server.logprobs import TokenTexts, legacy
-from ngramspec.server.openai.job import SSE, Job, held, no_model
+from ngramspec.server.events import GENERATES, EventStream
+from ngramspec.server.openai.handler import CompletionHandler, held, no_model
+from ngramspec.server.openai.logprobs import legacy
 from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
 from ngramspec.server.prompts import Prompts
-
-if TYPE_CHECKING:
-    from ngramspec.server.app import State
+from ngramspec.server.state import State
+from ngramspec.server.token_texts import TokenTexts
 
 KIND = "text_completion"
 MAX_TOKENS = 16
@@ -47,20 +47,20 @@ def router(state: State) -> APIRouter:
             raise no_model(name, engine.name)
         return model
 
-    @routes.post("/completions", response_model=CompletionResponse, response_model_exclude_unset=True, responses=SSE)
+    @routes.post("/completions", response_model=CompletionResponse, response_model_exclude_unset=True, responses=GENERATES)
     async def complete(body: CompletionRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
         """Continue one or several texts."""
-        job = _Completions(state, prompts, texts, body, identity)
-        with state.desk.place(len(job.prompts) * job.params.n) as place:
-            works = await asyncio.to_thread(job.works)
-            if job.streams:
-                return state.desk.sse(place, http, job.events(state.desk.stream(place, http, works)))
-            return job.answer(await state.desk.results(place, http, works))
+        handler = _TextHandler(state, prompts, texts, body, identity)
+        with state.admission.reserve(len(handler.prompts) * handler.params.n) as reservation:
+            works = await asyncio.to_thread(handler.works)
+            if handler.streams:
+                return EventStream(reservation, handler.events(state.admission.stream(reservation, http, works)))
+            return handler.answer(await state.admission.results(reservation, http, works))
 
     return routes
 
 
-class _Completions(Job):
+class _TextHandler(CompletionHandler):
     """One request of /v1/completions."""
 
     def __init__(self, state: State, prompts: Prompts, texts: TokenTexts, body: CompletionRequest, identity: Identity) -> None:
@@ -84,10 +84,10 @@ class _Completions(Job):
             _refuse(not all(isinstance(prompt, str) for prompt in self.prompts), "suffix", "only with prompts of text")
         logprobs = 0 if body.logprobs is None and best_of > self.n else body.logprobs  # they rank
         prompt_logprobs = body.logprobs if self.echo else None
-        self.params = body.sampling(max_tokens=max(max_tokens, 1), n=best_of, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        self.params = body.params(max_tokens=max(max_tokens, 1), n=best_of, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         self._bounds.check(self.params, len(self.prompts))
         self._fim = state.fim if body.suffix else None
-        if self._fim is not None and not body.ignore_eos:
+        if self._fim is not None and not self.params.ignore_eos:
             self.params = replace(self.params, stop_token_ids=(*self.params.stop_token_ids, *self._fim.stop_ids))
 
     def works(self) -> list[Work]:

@@ -1,107 +1,58 @@
 """The shape of OpenAI's requests and answers: what is accepted where, and how a request's fields become `SamplingParams`.
 
-JSON that was parsed enters, checked requests leave; answers are checked on their way out. Types are strict (true is no number, "1" is
-none either), unknown fields are ignored, null means the default. Knows nothing of routes, tokenizers or the engine's state.
+JSON that was parsed enters, checked requests leave; answers are checked on their way out. null means the default. Sampling parameters
+that are no different here than elsewhere come from `sampling`. Knows nothing of routes, tokenizers or the engine's state.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from ngramspec.batch.options import MAX_INT
 from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
+from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError, bad_request
+from ngramspec.server.schemas import Extras, Few, Items, StrictModel, TokenId
 
-MAX_INT = 2**31 - 1
-MAX_BIAS = 1 << 14
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+TEMPERATURE = 1.0
+"""Where a request does not say, as OpenAI has it."""
 StopString = Annotated[str, Field(min_length=1)]
-Level = Literal["none", "summary", "detailed"]
-Item = TypeVar("Item")
-Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
-"""A list. Only the first item that is wrong is told of: half a million of them take a minute to tell."""
 
 
-def _few(given: Any) -> Any:
-    if isinstance(given, (dict, list)) and len(given) > MAX_BIAS:
-        raise ValueError(f"at most {MAX_BIAS} entries, got {len(given)}")
-    return given
-
-
-Few = BeforeValidator(_few)
-"""Looked at before each entry is."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class Extras(_Strict):
-    """What every route of completions takes beside OpenAI's fields: names of vLLM's, then our own."""
-
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Items[TokenId] | None = None
-
-    datastore: str | Items[str] | None = None
-    """Names of datastores to draft from; absent: all that the key may use; []: none."""
-    speculation: bool | None = None
-    """False: one token a pass."""
-    speculative_metrics: Level | None = None
-    return_sources: bool | None = None
-    """Say for each token where its draft came from; on loopback or for an administrator."""
-
-
+@sampling.takes_sampling()
 class Sampled(Extras):
     """The fields that both of OpenAI's routes share."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Few] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    def sampling(self, *, max_tokens: int, n: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+    def params(self, *, max_tokens: int, n: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         """Raises ApiError (400) that names the field."""
-        given = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "stop": self.stop or (),
-            "logit_bias": _bias(self.logit_bias or {}),
-            **{name: value for name in _AS_GIVEN if (value := getattr(self, name)) is not None},
-        }
         try:
-            return SamplingParams(max_tokens=max_tokens, n=n, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
+            return SamplingParams(
+                max_tokens=max_tokens,
+                n=n,
+                seed=self.seed,
+                stop=self.stop or (),  # type: ignore[arg-type]
+                logit_bias=_bias(self.logit_bias or {}),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                **{"temperature": TEMPERATURE} | sampling.given(self),
+            )
         except ValueError as error:
             raise bad_request(error) from None
-
-
-_AS_GIVEN = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "seed",
-)
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
@@ -122,24 +73,24 @@ class CompletionRequest(Sampled):
     """The output that is expected, such as an edited file's old text."""
 
 
-class Part(_Strict):
+class Part(StrictModel):
     type: str
     text: str | None = None
 
 
-class Message(_Strict):
+class Message(StrictModel):
     role: str
     content: str | Items[Part] | None = None
     tool_calls: list[Any] | None = None
     function_call: Any = None
 
 
-class Prediction(_Strict):
+class Prediction(StrictModel):
     type: Literal["content"]
     content: str | Items[Part]
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(StrictModel):
     type: str
 
 

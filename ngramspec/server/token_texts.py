@@ -1,6 +1,6 @@
-"""Log-probabilities in OpenAI's two shapes: the lists of `/v1/completions`, and the objects of `/v1/chat/completions`.
+"""What single tokens say: the text and bytes of each, alone and in a running text.
 
-`TokenLogprob`s of the engine enter, dicts for an answer leave, with each token's own text and bytes. Knows the tokenizer, not requests.
+Token ids enter, texts and bytes leave. Knows the tokenizer, and neither requests nor answers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ngramspec.batch.types import TokenLogprob
 from ngramspec.text.decoding import TextStream
 
 LEAST = -9999.0
@@ -72,41 +71,6 @@ def _letters() -> dict[str, int]:
 _LETTERS = _letters()
 
 
-def legacy(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprob | None, str]], offset: int) -> dict[str, Any]:
-    """Of /v1/completions. tokens: (id, its log-probability, what it added to the text); `offset`: length of the text before.
-
-    A prompt's first token has no log-probability. `top_logprobs` has the likeliest tokens and the one that was taken.
-    """
-    found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for token, logprob, added in tokens:
-        found["text_offset"].append(offset)
-        found["tokens"].append(texts.text(token))
-        found["token_logprobs"].append(None if logprob is None else _finite(logprob.logprob))
-        found["top_logprobs"].append(None if logprob is None else _top(texts, logprob))
-        offset += len(added)
-    return found
-
-
-def _top(texts: TokenTexts, logprob: TokenLogprob) -> dict[str, float]:
-    top: dict[str, float] = {}
-    for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-        top.setdefault(texts.text(token), _finite(value))  # of two with one text, the likelier
-    return top
-
-
-def chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Of /v1/chat/completions."""
-
-    def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": texts.text(token), "logprob": _finite(value), "bytes": list(texts.bytes(token))}
-
-    return {
-        "content": [
-            entry(each.token_id, each.logprob) | {"top_logprobs": [entry(token, value) for token, value in each.top]} for each in logprobs
-        ],
-        "refusal": None,
-    }
-
-
-def _finite(value: float) -> float:
-    return max(value, LEAST)
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return max(logprob, LEAST)

@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
 
 import ngramspec
 from ngramspec.batch.types import Choice, Completion, Delta
-from ngramspec.engine import Hints
 from ngramspec.server import stats
 from ngramspec.server.auth import Identity
 from ngramspec.server.errors import ApiError
 from ngramspec.server.openai.schemas import Sampled
-
-if TYPE_CHECKING:
-    from ngramspec.server.app import State
-
-SSE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"description": "Pieces of the answer, each as `data: {…}`."}}}}
-}
-"""For a route's documentation: its answer may be a stream."""
+from ngramspec.server.state import State
 
 
-class Job:
-    """A request that passed its first checks, on its way to being answered. Raises ApiError where it asks for what it may not have."""
+class CompletionHandler:
+    """One request on its way to an answer. Raises ApiError where it asks for what it may not have, or there is no such model."""
 
     def __init__(self, state: State, request: Sampled, identity: Identity, kind: Literal["cmpl", "chatcmpl"]) -> None:
         engine = state.engine
@@ -36,18 +28,12 @@ class Job:
             raise no_model(request.model, engine.name)
         self.level = request.speculative_metrics or "none"
         self.sources = bool(request.return_sources)
-        for name, asked in (("return_sources", self.sources), ("speculative_metrics", self.level == "detailed")):
-            if asked and not identity.trusted:
-                raise ApiError(403, f"{name}: where drafts come from is told on this machine, or to an administrator", param=name)
+        request.check_trust(identity)
         self.streams = bool(request.stream)
         if request.stream_options is not None and not self.streams:
             raise ApiError(400, "stream_options: only with stream", param="stream_options")
         self.include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        self.hints = Hints(
-            tenant=identity.tenant,
-            datastores=identity.datastores(request.datastore, engine.datastores),
-            speculation=request.speculation is not False,
-        )
+        self.hints = request.hints(identity, engine)
         self.id = f"{kind}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = engine.name
@@ -85,7 +71,7 @@ class Job:
 
     def told_sources(self, part: Choice | Delta) -> dict[str, Any]:
         """What a choice says of its tokens, where it was asked for."""
-        return {"ngramspec": {"tokens": sourced(part.texts, part.draft_sources)}} if self.sources else {}
+        return {"ngramspec": {"tokens": stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
 
     def closing(self, kind: str, completions: Sequence[Completion], *, silent: bool = False) -> list[dict[str, Any]]:
         """The last piece of a stream, where there is something to say."""
@@ -93,10 +79,6 @@ class Job:
         if not self.include_usage:
             return [self.head(kind) | {"choices": []} | extras] if extras else []
         return [self.head(kind) | {"choices": [], "usage": self.usage(completions, silent=silent)} | extras]
-
-
-def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:
-    return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
 
 
 def no_model(asked: str, there: str) -> ApiError:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Server, chat_tokenizer, tiny_engine
+from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from pydantic import SecretStr
 
 from ngramspec.batch.params import SamplingParams
@@ -29,12 +29,8 @@ GOOD = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    tokenizer = chat_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]}, False)
-    with tiny_engine(tokenizer=tokenizer, max_model_len=MAX_LEN, kv_memory=16 << 20) as engine:
+    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=MAX_LEN, kv_memory=16 << 20)) as engine:
         yield engine
-        assert not engine.core.scheduler.has_work
-        engine.runner.pool.check_integrity()
 
 
 @pytest.fixture(scope="module")

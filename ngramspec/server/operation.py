@@ -1,0 +1,39 @@
+"""Routes for whoever operates the server: /health, /metrics and the OpenAPI document.
+
+The state enters, what it says of itself leaves. Knows nothing of completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from ngramspec.server.auth import Identity, identify
+from ngramspec.server.errors import ApiError, retry_after
+from ngramspec.server.state import State
+
+
+def router(state: State) -> APIRouter:
+    routes = APIRouter(tags=["operation"])
+
+    @routes.get("/health")
+    async def health() -> dict[str, str]:
+        """200 while the server takes work, 503 before and after."""
+        if state.admission.draining or state.engine.closed:
+            what = "shutting down" if state.admission.draining else "the engine has stopped"
+            raise ApiError(503, what, code="unavailable", headers=retry_after(10))
+        return {"status": "ok"}
+
+    @routes.get("/metrics", response_class=Response)
+    def metrics(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Response:
+        """Prometheus' text format."""
+        body, content_type = state.metrics.expose(request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
+
+    @routes.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> dict[str, Any]:
+        document: dict[str, Any] = request.app.openapi()
+        return document
+
+    return routes
