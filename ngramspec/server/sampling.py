@@ -31,7 +31,7 @@ def strict_type(kind: Kind) -> Any:
             return Annotated[int, Field(ge=low, le=high)]
         case Number(low, high, above, or_zero):
             least = min(low, 0) if or_zero else low
-            return Annotated[float, Field(gt=least, le=high) if above else Field(ge=least, le=high)]
+            return Annotated[float, Field(gt=least, le=high) if above and not or_zero else Field(ge=least, le=high)]
         case Flag():
             return bool
         case Choice(values):
