@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ngramspec.batch.types import Completion, Delta
 
 
 class Pacer:
-    """The deltas of `n_works` prompts on their way to one client. Of the event loop's thread."""
+    """The deltas of `n_works` prompts on their way to one client. Used in the event loop's thread."""
 
-    def __init__(self, n_works: int, interval_s: float) -> None:
-        self.interval_s = interval_s
+    def __init__(self, n_works: int, interval_s: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self.interval_s, self._sleep = interval_s, sleep
         self._unfinished = n_works
         self._texts: dict[tuple[int, int], deque[Delta]] = {}
         self._completions: dict[int, Completion] = {}
@@ -50,7 +50,7 @@ class Pacer:
                     raise self._error
                 if not self._unfinished:
                     return
-            await asyncio.sleep(self.interval_s)  # from now: what was late stays late, for catching up would be a burst
+            await self._sleep(self.interval_s)  # from now: what was late stays late, for catching up would be a burst
 
 
 def single_tokens(delta: Delta) -> list[Delta]:

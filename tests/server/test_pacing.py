@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
+from collections.abc import Callable
 
 import pytest
 
@@ -24,14 +23,29 @@ def completion(n: int = 1) -> Completion:
     return Completion([1], [Choice(i) for i in range(n)], 0, "bitwise")
 
 
+class Clock:
+    """Time that passes when somebody sleeps, and what is to happen at some times."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.at: dict[float, Callable[[], None]] = {}
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for when in [when for when in self.at if when <= self.now]:
+            self.at.pop(when)()
+        await asyncio.sleep(0)
+
+
 def paced(*pieces: tuple[int, Delta | Exception], n_works: int = 1) -> list[tuple[float, int, Delta]]:
     """What leaves, and when, if all of it comes at once."""
 
     async def read() -> list[tuple[float, int, Delta]]:
-        pacer = Pacer(n_works, INTERVAL_S)
+        clock = Clock()
+        pacer = Pacer(n_works, INTERVAL_S, clock.sleep)
         for index, what in pieces:
             pacer.put(index, what)
-        return [(time.monotonic(), index, piece) async for index, piece in pacer.read()]
+        return [(clock.now, index, piece) async for index, piece in pacer.read()]
 
     return asyncio.run(read())
 
@@ -45,8 +59,7 @@ def test_a_burst_leaves_one_by_one() -> None:
     assert [piece.completion for _, _, piece in came] == [None] * 23 + [done]
     assert [piece.finish_reason for _, _, piece in came] == [None] * 23 + ["length"]
     times = [when for when, _, _ in came]
-    assert times[-1] - times[0] >= 23 * INTERVAL_S * 0.99
-    assert min(b - a for a, b in itertools.pairwise(times)) >= INTERVAL_S * 0.99
+    assert times == pytest.approx([i * INTERVAL_S for i in range(24)])
 
 
 def test_texts_of_one_request_leave_side_by_side_and_the_last_of_them_completes_it() -> None:
@@ -67,7 +80,7 @@ def test_an_error_comes_after_what_was_written() -> None:
     seen = []
 
     async def read() -> None:
-        pacer = Pacer(1, INTERVAL_S)
+        pacer = Pacer(1, INTERVAL_S, Clock().sleep)
         pacer.put(0, delta(0, ["a", "b"]))
         pacer.put(0, RuntimeError("end"))
         async for _, piece in pacer.read():
@@ -80,16 +93,13 @@ def test_an_error_comes_after_what_was_written() -> None:
 
 def test_a_late_token_is_not_made_up_for() -> None:
     async def read() -> list[float]:
-        loop, pacer, times = asyncio.get_running_loop(), Pacer(1, INTERVAL_S), []
+        clock = Clock()
+        pacer = Pacer(1, INTERVAL_S, clock.sleep)
         pacer.put(0, delta(0, ["a"]))
-        loop.call_later(10 * INTERVAL_S, pacer.put, 0, delta(0, ["b"] * 5, "length", completion()))
-        async for _ in pacer.read():
-            times.append(time.monotonic())
-        return times
+        clock.at[9.5 * INTERVAL_S] = lambda: pacer.put(0, delta(0, ["b"] * 5, "length", completion()))
+        return [clock.now async for _ in pacer.read()]
 
-    times = asyncio.run(read())
-    assert len(times) == 6
-    assert min(b - a for a, b in itertools.pairwise(times)) >= INTERVAL_S * 0.99
+    assert asyncio.run(read()) == pytest.approx([i * INTERVAL_S for i in (0, 10, 11, 12, 13, 14)])
 
 
 def test_an_end_without_a_token() -> None:
