@@ -18,11 +18,10 @@ from ngramspec.batch.types import Completion
 from ngramspec.engine import Engine
 
 PREFIX = "ngramspec:"
-SOURCES = ("ngram", "datastore", "similar", "prediction", "answers", "recycled", "model", "layers")
 FINISH_REASONS = ("stop", "length")
 REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid")
 OTHER = "other"
-"""What a label says where the value is none of its fixed set: a drafter of the user's own, say."""
+"""What a label says where the value is none of its fixed set."""
 
 _PASS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 _WAIT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -34,6 +33,8 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
+        self.sources = frozenset(name.partition(":")[0] for name in engine.source_names)
+        """Who may have proposed a draft token, without the file and line that a datastore adds."""
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -67,7 +68,7 @@ class Metrics:
             self._success.labels(reason)
         for reason in (*REFUSALS, OTHER):
             self._refused.labels(reason)
-        for source in SOURCES:
+        for source in sorted(self.sources):
             self._draft_by_source.labels(source)
             self._accepted_by_source.labels(source)
         self.registry.register(_Status(engine))
@@ -86,7 +87,7 @@ class Metrics:
         ):
             for name, count in by_source.items():
                 source = name.partition(":")[0]
-                counter.labels(source if source in SOURCES else OTHER).inc(count)
+                counter.labels(source if source in self.sources else OTHER).inc(count)
         self._prompt_tokens.inc(len(completion.prompt_token_ids))
         self._generation_tokens.inc(stats.tokens)
         if outcome == "cancelled":

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Choice, Completion, Stats
 from ngramspec.engine import Engine
-from ngramspec.server.metrics import PREFIX, REFUSALS, SOURCES, Metrics
+from ngramspec.server.metrics import PREFIX, REFUSALS, Metrics
 from ngramspec.server.settings import ServerSettings
 
 VLLM_COUNTERS = (
@@ -120,11 +120,21 @@ def test_no_label_takes_a_value_from_outside(metrics: Metrics) -> None:
     for _, labels in series:
         for name, label in labels:
             seen.setdefault(name, set()).add(label)
-    assert seen["source"] == {*SOURCES, "other"}
+    assert seen["source"] == {*metrics.sources, "other"}
     assert seen["reason"] == {*REFUSALS, "other"}
     assert seen["finished_reason"] == {"stop", "length", "other"}
     assert value(series, "spec_decode_num_draft_tokens_by_source_total", source="datastore") == 400
     assert value(series, "request_refused_total", reason="other") == 20
+
+
+def test_every_source_that_the_engine_names_has_a_label(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "source_names", property(lambda _: ["ngram", "datastore", "lookahead"]))
+    metrics = Metrics(engine)
+    drafted = {"lookahead": 2, "datastore:a.py:1": 3, "unheard-of": 4}
+    metrics.finished(completion(Stats(drafted=9, drafted_by_source=drafted), "stop"), "done")
+    name, series = "spec_decode_num_draft_tokens_by_source_total", read(metrics)
+    found = {source: value(series, name, source=source) for source in ("ngram", "datastore", "lookahead", "other")}
+    assert found == {"ngram": 0, "datastore": 3, "lookahead": 2, "other": 4}
 
 
 def test_each_application_counts_for_itself(engine: Engine) -> None:
