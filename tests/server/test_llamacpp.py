@@ -343,6 +343,16 @@ def test_shapes_of_prompts(editor: httpx.Client, fim_engine: Engine) -> None:
     assert alone["content"] == expected.text
 
 
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
+def test_max_tokens_is_n_predict_where_that_is_not_given(editor: httpx.Client, path: str) -> None:
+    body = {"prompt": "abc", "input_prefix": "a", "input_suffix": "b", "ignore_eos": True, "temperature": 0}
+    for asked, n in (({"max_tokens": 7}, 7), ({"n_predict": None, "max_tokens": 7}, 7), ({"n_predict": 3, "max_tokens": 7}, 3)):
+        answer = post(editor, path, body | asked)
+        assert (answer["tokens_predicted"], answer["generation_settings"]["n_predict"]) == (n, n), asked
+    assert post(editor, path, body | {"max_tokens": 0})["content"] == ""
+    assert editor.post(path, json=body | {"max_tokens": -2}).json()["error"]["param"] == "max_tokens"
+
+
 def test_control_tokens_in_a_prompt_are_text_unless_asked_for(editor: httpx.Client) -> None:
     body = {"prompt": "a<|fim_middle|>", "n_predict": 1}
     assert post(editor, "/completion", body)["tokens_evaluated"] == 15

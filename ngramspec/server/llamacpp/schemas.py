@@ -6,7 +6,7 @@ JSON that was parsed enters; checked requests, and `SamplingParams` made of them
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, Field, Strict, field_validator, model_validator
 
@@ -34,6 +34,8 @@ class Generation(Extras):
 
     n_predict: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
     """-1: until the context is full; 0: the prompt is computed, and nothing written."""
+    max_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """`n_predict` by its other name, where that is not given."""
     n_cmpl: Annotated[int, Field(ge=1, le=128)] = 1
     logit_bias: Annotated[Items[Annotated[tuple[TokenId, float | bool], Strict(False)]] | dict[str, float], Few] = Field(
         default_factory=list
@@ -66,6 +68,12 @@ class Generation(Extras):
             if given.get(name):
                 raise ApiError(400, f"{name} is not supported", param=name, code="not_supported")
         return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _by_its_other_name(self) -> Self:
+        if "n_predict" not in self.model_fields_set and self.max_tokens is not None:
+            self.n_predict = self.max_tokens
+        return self
 
     @field_validator("seed")
     @classmethod
