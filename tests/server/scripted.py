@@ -95,6 +95,6 @@ def reciting_engine(text: str, tokenizer: PreTrainedTokenizerFast, **settings: A
     gate = Gate()
     limits = {"max_seqs": 2, "kv_memory": 128 << 20, "threads": 1}
     engine = Engine(model, tokenizer=tokenizer, drafters=[gate], **(limits | settings))
-    engine.core.cost = FreeRows()
+    engine.use(cost=FreeRows())
     gate.reach(engine)
     return engine, gate
