@@ -30,7 +30,7 @@ class Kind(Protocol):
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not (isinstance(value, float) and math.isnan(value))
 
 
 @dataclass(frozen=True, slots=True)
