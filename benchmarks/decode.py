@@ -32,7 +32,7 @@ from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task,
 from benchmarks.recorded import ReplayEngine, outputs_of, recorded_prompts
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.datastore.format import MANIFEST
-from ngramspec.model.loading import _smollm2_gguf, load_model, load_tokenizer
+from ngramspec.model.loading import load_model, load_tokenizer, smollm2_gguf
 
 SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost", "tokenizer")
 LOCAL_VLLM = Path(".venv-vllm/bin/python")
@@ -232,7 +232,7 @@ def weights_folder(args: argparse.Namespace, engine: Engine, stack: contextlib.E
 
 def gguf_file(model: str) -> Path | None:
     """The GGUF file that a model's name stands for, if it does."""
-    path = _smollm2_gguf() if model == "smollm2" else Path(model)
+    path = smollm2_gguf() if model == "smollm2" else Path(model)
     return path if path.suffix.lower() == ".gguf" else None
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ngramspec.engine import Engine
 from ngramspec.model import loading
+from ngramspec.model.cache_dir import cache_dir
 from ngramspec.model.gguf import ensure_converted
 
 signal.signal(
@@ -50,13 +51,13 @@ def word_tokenizer() -> PreTrainedTokenizerBase:
 def smollm2_gguf() -> Path:
     if importlib.util.find_spec(loading.SMOLLM2_PACKAGE) is None:
         pytest.skip(f"smollm2 is not installed: {loading.SMOLLM2_COMMAND}")
-    return loading._smollm2_gguf()
+    return loading.smollm2_gguf()
 
 
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2_gguf: Path) -> Path:
     """SmolLM2 in fp32 as a folder of safetensors, converted on the first use of this machine."""
-    return ensure_converted(smollm2_gguf, torch.float32, loading.cache_home(), lambda message: None)
+    return ensure_converted(smollm2_gguf, torch.float32, cache_dir(), lambda message: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
-"""Linear layers on the CPU: products (`products`) in the place of `nn.Linear`, several in one where layers see the same input.
+"""Linear layers on the CPU: modules that stand in for `nn.Linear` and multiply with packed weights (`matmul`).
 
-Knows modules and nothing of models. `x [1, T, K]` goes in, `[1, T, N]` comes out, float32.
+Layers that see the same input share one product. `x [1, T, K]` goes in, `[1, T, N]` comes out, float32. Nothing here knows which layers a
+model has.
 """
 
 from __future__ import annotations

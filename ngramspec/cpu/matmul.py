@@ -1,10 +1,10 @@
-"""Matrix products on the CPU, x [T, K] with packed weights (`panels`): a row has the same bits whatever the number of rows.
+"""Matrix products on the CPU, x [T, K] with packed weights (`packing`): a row has the same bits whatever the number of rows.
 
 Every output is one chain of fused multiply-adds over the inputs in their order, begun with the bias: neither the other rows, nor the
-number of threads, nor the width of the processor's vectors, nor the form in which a weight is kept comes into it. So nothing has to be
-proved on the machine. What varies is how many chains are on the way at once, so that a weight that was read serves many rows.
+number of threads, nor the width of the processor's vectors, nor the format in which a weight is kept comes into it. So nothing has to be
+proved on the machine. What varies is how many chains are computed at once, so that a weight that was read serves many rows.
 
-A plain pass waits for memory; what is read is what it costs, which is why the form matters.
+A plain pass waits for memory: its cost is what it reads, which is why the format matters. Nothing here knows models or layers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import get_num_threads, njit, prange, types
+from numba import from_dtype, get_num_threads, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ngramspec.cpu import simd
-from ngramspec.cpu.packing import DEPTH, FORMS, SCALES, pack, whole
+from ngramspec.cpu.packing import DEPTH, SCALES, STORAGE, WeightFormat, pack, pack_float32
 from ngramspec.cpu.simd import BYTE, CHAINS, FLOATS, INTS, LONG, STEP, WIDTH
 
 MOST_ROWS = min(16, CHAINS)
-"""Of one tile."""
+"""Of one tile: outputs that are summed up in registers together."""
 BREADTH, GROUP = 3, CHAINS // 3
 """Panels and rows of a tile where there are many rows: the panels are unpacked once for all of them."""
 SOME = 4
@@ -38,13 +38,13 @@ ALONE = 1 << 15
 
 @dataclass(slots=True)
 class PackedPolicy:
-    """In which forms the weights of one shape are kept."""
+    """In which formats the weights of one shape are kept."""
 
-    forms: set[str] = field(default_factory=set)
+    formats: set[WeightFormat] = field(default_factory=set)
     bitwise = True
 
     def __str__(self) -> str:
-        return " or ".join(sorted(self.forms))
+        return " or ".join(sorted(kind.value for kind in self.formats))
 
 
 class Product:
@@ -53,26 +53,22 @@ class Product:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, packed: bool = True) -> None:
         """Not `packed`: the weights as float32."""
         self.n_out, self.n_in = weight.shape
-        self.panels = pack(weight) if packed else whole(weight)
-        self.bias = np.zeros(len(self.panels) * WIDTH, np.float32)
+        self.format, self.weight = pack(weight) if packed else pack_float32(weight)
+        self.bias = np.zeros(len(self.weight) * WIDTH, np.float32)
         if bias is not None:
             self.bias[: self.n_out] = bias.detach().numpy()
-
-    @property
-    def form(self) -> str:
-        return FORMS[self.panels.dtype]
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """[T, K] → [T, N], float32 in C order."""
         assert x.shape[1] == self.n_in, (x.shape, self.n_in)  # what follows reads addresses
         assert x.dtype == np.float32, x.dtype
         assert x.flags.c_contiguous, x.strides
-        n_rows, n_in = len(x), self.panels.shape[1] * DEPTH
+        n_rows, n_in = len(x), self.weight.shape[1] * DEPTH
         if n_in != self.n_in:
             x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
         y = np.empty((n_rows, len(self.bias)), np.float32)
-        run = _multiply_alone if n_rows * self.panels.size <= ALONE else _multiply
-        run(x, self.panels, self.bias, y, threads)
+        run = _multiply_alone if n_rows * self.weight.size <= ALONE else _multiply
+        run(x, self.weight, self.bias, y, threads)
         return y if len(self.bias) == self.n_out else np.ascontiguousarray(y[:, : self.n_out])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,42 +78,39 @@ class Product:
         )
 
 
-CODES = (types.int8, types.uint8)
+_FORMATS = {from_dtype(storage): kind for kind, storage in STORAGE.items()}
+"""By the element type that a compiled kernel sees."""
 
 
-def _weights(builder: Any, dtype: Any, at: Any, scale: Any, offset: Any) -> Any:
+def _weights(builder: Any, kind: WeightFormat, at: Any, scale: Any, offset: Any) -> Any:
     """16 weights at this address, float32."""
-    if dtype in CODES:
+    if kind in (WeightFormat.CODES, WeightFormat.CODES_BY_16):
         codes = simd.load(builder, at, ir.VectorType(BYTE, WIDTH), WIDTH)
         return simd.fused(builder, scale, builder.sitofp(builder.sext(codes, INTS), FLOATS), offset)
-    if dtype == types.uint16:
+    if kind is WeightFormat.BFLOAT16:
         halves = simd.load(builder, at, ir.VectorType(ir.IntType(16), WIDTH), 2 * WIDTH)
         return builder.bitcast(builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * WIDTH)), FLOATS)
-    if dtype == types.int16:
+    if kind is WeightFormat.FLOAT16:
         return builder.fpext(simd.load(builder, at, ir.VectorType(ir.HalfType(), WIDTH), 2 * WIDTH), FLOATS)
     return simd.load(builder, at, FLOATS, 4)
-
-
-def _sizes(dtype: Any) -> tuple[int, int]:
-    """Bytes in front of a block's weights, and of a weight."""
-    return {types.int8: (SCALES, 1), types.uint8: (SCALES, 1), types.uint16: (0, 2), types.int16: (0, 2), types.float32: (0, 4)}[dtype]
 
 
 TURNS = DEPTH // STEP
 """Turns of the loop in a block."""
 
 
-def _inputs(builder: Any, dtype: Any, ws: list[Any], i: Any, distance: Any = None) -> Callable[[int], list[Any]]:
-    """What gives the weights of the j-th input in the i-th turn through panels at `ws`; what lies a distance further is fetched."""
-    front, size = _sizes(dtype)
+def _inputs(builder: Any, kind: WeightFormat, ws: list[Any], i: Any, distance: Any = None) -> Callable[[int], list[Any]]:
+    """A function from j to the weights of the j-th input in the i-th turn through panels at `ws`. Prefetches what lies so far ahead."""
+    front = SCALES if kind in (WeightFormat.CODES, WeightFormat.CODES_BY_16) else 0
+    size = STORAGE[kind].itemsize
     block_bytes = front + size * DEPTH * WIDTH
     part, block = builder.urem(i, LONG(TURNS)), builder.udiv(i, LONG(TURNS))
     blocks = [builder.add(w, builder.mul(block, LONG(block_bytes))) for w in ws]
     scales = offsets = [None] * len(ws)
-    if dtype == types.int8:
+    if kind is WeightFormat.CODES:
         scales = [simd.load(builder, at, FLOATS, 64) for at in blocks]
         offsets = [simd.load(builder, builder.add(at, LONG(4 * WIDTH)), FLOATS, 64) for at in blocks]
-    elif dtype == types.uint8:
+    elif kind is WeightFormat.CODES_BY_16:
         half = builder.mul(builder.udiv(part, LONG(TURNS // 2)), LONG(4 * WIDTH))
         scales, offsets = [simd.load(builder, builder.add(at, half), FLOATS, 64) for at in blocks], [simd.ZEROS] * len(ws)
     for at in blocks if distance is not None else []:
@@ -128,7 +121,7 @@ def _inputs(builder: Any, dtype: Any, ws: list[Any], i: Any, distance: Any = Non
 
     def weights(j: int) -> list[Any]:
         at = [builder.add(start, LONG(size * WIDTH * j)) for start in here]
-        return [_weights(builder, dtype, *one) for one in zip(at, scales, offsets, strict=True)]
+        return [_weights(builder, kind, *one) for one in zip(at, scales, offsets, strict=True)]
 
     return weights
 
@@ -139,7 +132,7 @@ def _tile(typing_context, panels, rows, x, first_row, n_rows, w, first_panel, bi
 
     Rows from n_rows on are the last one again. What lies `ahead` panels further is fetched meanwhile.
     """
-    n_panels, n_tile_rows, dtype = panels.literal_value, rows.literal_value, w.dtype
+    n_panels, n_tile_rows, kind = panels.literal_value, rows.literal_value, _FORMATS[w.dtype]
 
     def codegen(context, builder, signature, args):
         def address(i):
@@ -155,7 +148,7 @@ def _tile(typing_context, panels, rows, x, first_row, n_rows, w, first_panel, bi
         starts = [simd.load(builder, builder.add(bias, out), FLOATS, 4) for out in outs]
         xs = [builder.add(x, builder.mul(line, x_step)) for line in lines]
         n_turns = builder.mul(shape[1], LONG(TURNS))
-        totals = simd.sums(builder, [starts] * n_tile_rows, xs, STEP, n_turns, lambda i: _inputs(builder, dtype, ws, i, distance))
+        totals = simd.sums(builder, [starts] * n_tile_rows, xs, STEP, n_turns, lambda i: _inputs(builder, kind, ws, i, distance))
         for line, total in zip(lines, totals, strict=True):
             row = builder.add(y, builder.mul(line, y_step))
             for out, value in zip(outs, total, strict=True):
@@ -177,7 +170,7 @@ def _unpack(typing_context, w, panel, out, at):
         target = builder.add(to, builder.mul(args[3], cgutils.unpack_tuple(builder, whole.strides)[0]))
         n_turns = builder.mul(cgutils.unpack_tuple(builder, array.shape)[1], LONG(TURNS))
         with cgutils.for_range(builder, n_turns) as loop:
-            weights = _inputs(builder, w.dtype, [source], loop.index)
+            weights = _inputs(builder, _FORMATS[w.dtype], [source], loop.index)
             for j in range(STEP):
                 line = builder.add(builder.mul(loop.index, LONG(STEP)), LONG(j))
                 simd.store(builder, weights(j)[0], builder.add(target, builder.mul(line, LONG(4 * WIDTH))))

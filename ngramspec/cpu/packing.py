@@ -1,22 +1,14 @@
-"""Weights as a product reads them: in panels of 16 outputs, in the smallest form that gives back every weight bit for bit.
+"""Weights as the matrix product reads them: in panels of 16 outputs, in the smallest format that gives back every weight bit for bit.
 
-A matrix [N, K] float32 enters, an array [panels, blocks, L] leaves, whose dtype tells its form. A block is 16 outputs by 32 inputs, the
-16 weights of an input side by side, zeros where the matrix ends:
-
-- int8: codes of weights that were quantised in blocks of 32 (GGUF's Q4_0 to Q5_1, Q8_0, Q4_K, Q5_K): float32 scale [16], float32 offset
-  [16], int8 code [32, 16]; a weight is fma(scale, code, offset). 1.25 bytes a weight;
-- uint8: the same of weights that were quantised in blocks of 16 (GGUF's Q6_K, Q3_K): float32 scale [2, 16] of the first and the last 16
-  inputs, int8 code [32, 16]; a weight is scale · code;
-- uint16: the upper halves of weights that were bfloat16;
-- int16: the bits of weights that were float16, where the processor reads such;
-- float32: any others.
-
-Which one it is shows in the weights themselves, wherever they come from. Knows nothing of products.
+`pack` turns a matrix [N, K] float32 into an array [panels, blocks, L] and its `WeightFormat`, which it finds from the weights themselves,
+wherever they come from. A block is 16 outputs by 32 inputs, the 16 weights of an input side by side, zeros where the matrix ends. It does
+not know who multiplies with them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,16 +21,40 @@ DEPTH = 32
 """Inputs of a block."""
 SCALES = 2 * 4 * WIDTH
 """Bytes in front of a block's codes."""
-FORMS = {
-    np.dtype(d): name
-    for d, name in (
-        (np.int8, "8-bit codes"),
-        (np.uint8, "8-bit codes by 16"),
-        (np.uint16, "bfloat16"),
-        (np.int16, "float16"),
-        (np.float32, "float32"),
-    )
+
+
+class WeightFormat(Enum):
+    """How the weights of a matrix are kept, by the name that users read."""
+
+    CODES = "8-bit codes"
+    """Weights that were quantised in blocks of 32 (GGUF's Q4_0 to Q5_1, Q8_0, Q4_K, Q5_K): a block is float32 scale [16], float32 offset
+    [16], int8 code [32, 16]; a weight is fma(scale, code, offset). 1.25 bytes a weight."""
+    CODES_BY_16 = "8-bit codes by 16"
+    """The same of weights that were quantised in blocks of 16 (GGUF's Q6_K, Q3_K): float32 scale [2, 16] of the first and the last 16
+    inputs, int8 code [32, 16]; a weight is scale · code."""
+    BFLOAT16 = "bfloat16"
+    """The upper halves of weights that were bfloat16."""
+    FLOAT16 = "float16"
+    """The bits of weights that were float16, where the processor converts such."""
+    FLOAT32 = "float32"
+    """Any others."""
+
+
+STORAGE: dict[WeightFormat, np.dtype[Any]] = {
+    WeightFormat.CODES: np.dtype(np.int8),
+    WeightFormat.CODES_BY_16: np.dtype(np.uint8),
+    WeightFormat.BFLOAT16: np.dtype(np.uint16),
+    WeightFormat.FLOAT16: np.dtype(np.int16),
+    WeightFormat.FLOAT32: np.dtype(np.float32),
 }
+"""The element type of each format's array: another for each, so that numba compiles a kernel for each. It says no more than that."""
+
+
+class PackedWeight(NamedTuple):
+    format: WeightFormat
+    data: np.ndarray
+    """[panels, blocks, L] of the format's storage, at an address that is a multiple of 64."""
+
 
 _F = np.float32
 _SHORT_SUM, _SHORT_PRODUCT = np.int32(7), np.int32(5)
@@ -47,25 +63,25 @@ _FROM_ZERO = (_F(127), _F(-8), _F(-16))
 _STEPS = (15, 31, *range(1, 15), *range(16, 31), *range(32, 64))
 
 
-def pack(weight: torch.Tensor) -> np.ndarray:
-    """The panels of a weight [N, K] float32, at an address that is a multiple of 64."""
+def pack(weight: torch.Tensor) -> PackedWeight:
+    """A weight [N, K] float32 in the smallest format that keeps every bit of it."""
     rows = _rows(weight)
     n, k = rows.shape
     if rows.size and not (rows.view(np.uint32) & 0xFFFF).any():
-        return _placed((rows.view(np.uint32) >> 16).astype(np.uint16))
+        return _packed(WeightFormat.BFLOAT16, (rows.view(np.uint32) >> 16).astype(np.uint16))
     if k % DEPTH == 0 and rows.size:
         codes = _aligned(n, k, SCALES + DEPTH * WIDTH, np.int8)
-        for by_16 in (False, True):
-            if _place_codes(rows, codes, codes.view(np.float32), by_16):
-                return codes.view(np.uint8) if by_16 else codes
+        for kind in (WeightFormat.CODES, WeightFormat.CODES_BY_16):
+            if _pack_codes(rows, codes, codes.view(np.float32), kind is WeightFormat.CODES_BY_16):
+                return PackedWeight(kind, codes.view(STORAGE[kind]))
     if HALVES and rows.size and (halves := _as_halves(rows)) is not None:
-        return _placed(halves)
-    return _placed(rows)
+        return _packed(WeightFormat.FLOAT16, halves)
+    return _packed(WeightFormat.FLOAT32, rows)
 
 
-def whole(weight: torch.Tensor) -> np.ndarray:
-    """The panels of a weight [N, K] float32 as they are."""
-    return _placed(_rows(weight))
+def pack_float32(weight: torch.Tensor) -> PackedWeight:
+    """A weight [N, K] float32 as it is."""
+    return _packed(WeightFormat.FLOAT32, _rows(weight))
 
 
 def _rows(weight: torch.Tensor) -> np.ndarray:
@@ -75,7 +91,7 @@ def _rows(weight: torch.Tensor) -> np.ndarray:
 
 
 def _as_halves(rows: np.ndarray) -> np.ndarray | None:
-    """The bits of rows as float16, where that is all there is to them."""
+    """The bits of rows as float16, where that loses nothing; else None."""
     with np.errstate(over="ignore"):
         for some in (rows[:1], rows):  # most others are found out by their first row
             halves = some.astype(np.float16)
@@ -84,11 +100,13 @@ def _as_halves(rows: np.ndarray) -> np.ndarray | None:
     return halves.view(np.int16)
 
 
-def _placed(rows: np.ndarray) -> np.ndarray:
+def _packed(kind: WeightFormat, rows: np.ndarray) -> PackedWeight:
+    """Rows [N, K] of weights that are in the format already."""
+    assert rows.dtype == STORAGE[kind], (kind, rows.dtype)
     n, k = rows.shape
     data = _aligned(n, k, DEPTH * WIDTH, rows.dtype)
-    _place(rows, data)
-    return data
+    _pack_rows(rows, data)
+    return PackedWeight(kind, data)
 
 
 def _aligned(n: int, k: int, length: int, dtype: Any) -> np.ndarray:
@@ -101,7 +119,7 @@ def _aligned(n: int, k: int, length: int, dtype: Any) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _place(rows, data):
+def _pack_rows(rows, data):
     n, k = rows.shape
     for p in prange(data.shape[0]):
         for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
@@ -110,7 +128,7 @@ def _place(rows, data):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _place_codes(rows, data, scales, by_16):
+def _pack_codes(rows, data, scales, by_16):
     """Whether every block has codes. `scales`: data seen as float32."""
     n = rows.shape[0]
     failed = np.zeros(data.shape[0], np.bool_)

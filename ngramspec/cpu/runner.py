@@ -1,4 +1,8 @@
-"""The runner on the CPU: transformers' modules with products of our own and fused small operations, float32."""
+"""The runner on the CPU: transformers' modules with packed linear layers, fused small operations and paged attention, in float32.
+
+It replaces modules of a loaded model, computes batches on the host's cores and returns logits. It does not know what a request, a draft or
+a stop is.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from ngramspec.model.hf_modules import bias_of, joined, weight_of
 from ngramspec.model.runner import Runner, check_supported
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that see the same input and become one product."""
+"""Linear layers that see the same input and become one."""
 
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue takes 100 µs to start a second thread, omp 2
 
@@ -87,7 +91,7 @@ class CpuRunner(Runner):
         if {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
-        tokens, expected = self._adopt(model)
+        tokens, expected = self.adopt(model)
         progress("packing weights")
         with torch.inference_mode():
             self._pack_linears()
@@ -101,13 +105,13 @@ class CpuRunner(Runner):
         self.pool = KVPool(self.shapes, n_blocks, max_seqs, max_len)
         progress("checking exactness (the first start compiles its kernels)")
         self._fuse_layers(expected, tokens)
-        self._prove()
+        self.prove()
 
     # ------------------------------------------------------------------ binding
 
-    def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    def _matmul(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
         product = Product(weight, bias, packed=self._packed)
-        self.policies.setdefault((product.n_out, product.n_in), PackedPolicy()).forms.add(product.form)
+        self.policies.setdefault((product.n_out, product.n_in), PackedPolicy()).formats.add(product.format)
         return product
 
     def _pack_linears(self) -> None:
@@ -120,10 +124,10 @@ class CpuRunner(Runner):
                     self._share(parent, group, layers)  # type: ignore[arg-type]
             for name, child in parent.named_children():
                 if (weight := weight_of(child)) is not None:
-                    setattr(parent, name, PackedLinear(self._product(weight, bias_of(child))))
+                    setattr(parent, name, PackedLinear(self._matmul(weight, bias_of(child))))
 
     def _share(self, parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
-        shared = Shared(self._product(*joined(layers)), [layer.out_features for layer in layers])
+        shared = Shared(self._matmul(*joined(layers)), [layer.out_features for layer in layers])
         for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
             setattr(parent, name, SharedPart(shared, i, layer.in_features))
 
@@ -180,9 +184,9 @@ class CpuRunner(Runner):
         layers = getattr(base, "layers", None)
         if isinstance(layers, nn.ModuleList) and fused.Stack.fits(layers):
             base.layers = nn.ModuleList([fused.Stack(layers)])
-            if self._error(expected, tokens) < TOLERANCE:
+            if self.logits_error(expected, tokens) < TOLERANCE:
                 return
             base.layers = layers
-        error = self._error(expected, tokens)
+        error = self.logits_error(expected, tokens)
         if not error < TOLERANCE:
-            raise self._differs(error)
+            raise self.mismatch(error)

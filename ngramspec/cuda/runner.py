@@ -179,7 +179,7 @@ class CudaRunner(Runner):
         check_supported(model)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
-        tokens, expected = self._adopt(model)
+        tokens, expected = self.adopt(model)
         n_heads, (n_kv_heads, head_dim) = (
             int(model.config.get_text_config().num_attention_heads),
             max(self.shapes, key=lambda shape: shape[1]),
@@ -195,7 +195,7 @@ class CudaRunner(Runner):
             self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=False)
             self._compare(bound, expected, tokens, max_len)
         self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=graphs)
-        self._prove()
+        self.prove()
 
     @property
     def device(self) -> str:
@@ -258,16 +258,16 @@ class CudaRunner(Runner):
         for decoder in [stack, None] if stack else [None]:
             self._decoder: Decoder = decoder or Modules(self.model, self._linear, max_len)
             self._decoder.pool = self.pool
-            error = self._error(expected, tokens)
+            error = self.logits_error(expected, tokens)
             if error < TOLERANCE[self._dtype]:
                 log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
                 return
-        raise self._differs(error)
+        raise self.mismatch(error)
 
-    def _self_test(self) -> bool:
+    def self_test(self) -> bool:
         """Also a long prompt, in large pieces beside another one and in small pieces alone."""
         n = 500 if self._device.type == "cuda" else 40  # an interpreter takes its time
-        return super()._self_test() and self._test_pieces(min(n, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3))
+        return super().self_test() and self._test_pieces(min(n, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3))
 
     def _test_pieces(self, n: int) -> bool:
         if n < 2:
@@ -276,7 +276,7 @@ class CudaRunner(Runner):
         slots: list[int] = []
         try:
             for _ in range(3 if len(self.pool.n_blocks_of) > 2 else 2):
-                slots.append(self._slot_for_tests(n))
+                slots.append(self.slot_for_tests(n))
             a, b = slots[:2]
             mates = [Span(slots[2], tokens[::-1][: n - 1].copy(), 0, logits=0)] if len(slots) > 2 else []
             self.run([*mates, Span(a, tokens[: n - 1], 0, logits=0)])

@@ -25,7 +25,7 @@ class DraftLayers(Stepwise):
         self.n_layers = n_layers
 
     def bind(self, runner: Runner) -> None:
-        """Raises ValueError where the model has fewer layers, UnsupportedModelError where they cannot be had by themselves."""
+        """Raises ValueError where the model has fewer layers, UnsupportedModelError where they cannot be run by themselves."""
         self._use(runner.early_exit(self.n_layers), runner.pool, runner.rows_per_item, runner.max_rows)
 
     def _keep(self, seq: int, known: Known, accepted: np.ndarray) -> int:

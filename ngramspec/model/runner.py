@@ -1,8 +1,8 @@
-"""The runner: a transformers model with our attention, pool and linear layers; one pass over any mix of rows.
+"""The contract between a device and the step: a `Runner` computes one pass over any mix of rows, `Batch` in, `Output` out.
 
-What is common to all devices: which models are refused, the proof that rows do not depend on each other on this machine, the
-measurement of what a pass costs. A device's own runner (`cpu`, `cuda.runner`) binds a loaded model and answers
-`forward(Batch) -> Output`. It knows nothing of requests, drafting or stopping.
+Also what is the same on every device: which models are refused, the check against transformers' own logits, the proof that rows do not
+depend on each other on this machine, the measurement of what a pass costs. A device's runner (`cpu.runner`, `cuda.runner`) replaces
+a loaded model's attention and linear layers by its own. Nothing here knows requests, drafting or stopping.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 class LinearPolicy(Protocol):
-    """How products with one shape of weight are computed; `str` says it."""
+    """How matrix products with one shape of weight are computed; `str` describes it."""
 
     @property
     def bitwise(self) -> bool:
-        """Rows proved independent of their number."""
+        """Whether a row's result was proved independent of how many rows the pass has."""
 
 
 class Output(Protocol):
-    """What a pass gave, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
+    """What a pass computed, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
 
     def wait(self) -> float:
         """Until the pass is done; returns the milliseconds that it took, whatever the host did meanwhile."""
@@ -46,8 +46,8 @@ class Output(Protocol):
 
     @property
     def sampled(self) -> np.ndarray | None:
-        """[N] int32: the next token after each row whose picker the device serves (`Sampler.on_device`), -1 where its logits hold no
-        finite maximum; nothing of meaning for other rows. None: the device picks no tokens."""
+        """[N] int32: the next token after each row whose sampler the device serves (`Sampler.on_device`), -1 where its logits hold no
+        finite maximum; nothing of meaning for other rows. None: the device samples no tokens."""
 
     def logits(self, first: int, end: int) -> np.ndarray:
         """[end - first, V] float32"""
@@ -76,13 +76,13 @@ class Runner(ABC):
     """Per layer (n_kv_heads, head_dim)."""
     exactness: str
     policies: Mapping[tuple[int, int], LinearPolicy]
-    """How products with a weight [N, K] are computed, by (N, K)."""
+    """How matrix products with a weight [N, K] are computed, by (N, K)."""
     tokenizer: Any = None
     """The model's own, if it has one. Set by the engine, as is `max_model_len`, for those that compare another model with this one."""
     max_model_len: int
     """Longest text, prompt and output together."""
     asynchronous = False
-    """A pass goes on while its output is not read."""
+    """`forward` returns before the device is done; reading its output waits."""
     rows_per_item = ROWS_PER_ITEM
     cost_rows: tuple[int, ...] = COST_ROWS
 
@@ -101,12 +101,12 @@ class Runner(ABC):
     def early_exit(self, n_layers: int) -> Callable[[Batch], Output]:
         """`forward` through the first layers alone, the final norm and the head. It writes their KV to the same slots of the same pool.
 
-        Raises ValueError where there are fewer layers, UnsupportedModelError where they cannot be had by themselves.
+        Raises ValueError where there are fewer layers, UnsupportedModelError where they cannot be run by themselves.
         """
         raise UnsupportedModelError(f"drafts from the first layers are not made on {self.device}")
 
     def keep_states(self, wanted: bool) -> None:
-        """Whether outputs from now on tell hidden states. Raises UnsupportedModelError where they cannot."""
+        """Whether outputs from now on have hidden states. Raises UnsupportedModelError on a device that does not provide them."""
         if wanted:
             raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
 
@@ -117,16 +117,17 @@ class Runner(ABC):
 
     # ------------------------------------------------------------------ proofs and measurements
 
-    def _slot_for_tests(self, n_slots: int) -> int:
+    def slot_for_tests(self, n_slots: int) -> int:
+        """A free sequence slot with room for so many tokens, for a check or a measurement; release it. Raises OutOfMemoryError."""
         slot = int(np.flatnonzero(self.pool.n_blocks_of == 0)[0])
         if not self.pool.reserve(slot, n_slots):
             raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
         return slot
 
-    def _adopt(self, model: PreTrainedModel) -> tuple[np.ndarray, torch.Tensor]:
-        """Have a model's attention be ours, and find out its shapes.
+    def adopt(self, model: PreTrainedModel) -> tuple[np.ndarray, torch.Tensor]:
+        """Route a model's attention to ours, and set `vocab_size` and `shapes`.
 
-        Returns tokens [n] int32, and transformers' own logits [V] behind them.
+        Returns tokens [n] int32, and transformers' own logits [V] after the last of them, to compare with.
         """
         config = model.config.get_text_config()
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -137,34 +138,35 @@ class Runner(ABC):
         self.shapes = kv_shapes(model)
         return tokens.numpy().astype(np.int32), expected
 
-    def _prove(self) -> None:
-        """Find out `exactness`."""
+    def prove(self) -> None:
+        """Set `exactness`: "bitwise" where the policies and `self_test` prove rows independent of each other, else "numerical"."""
         doubted = [f"{shape}: {policy}" for shape, policy in self.policies.items() if not policy.bitwise]
-        self.exactness = "bitwise" if not doubted and self._self_test() else "numerical"
+        self.exactness = "bitwise" if not doubted and self.self_test() else "numerical"
         if self.exactness == "numerical":
             what = ", ".join(doubted) or "attention or small operations"
             log.warning("exactness: numerical (rows depend on their number: %s)", what)
 
-    def _differs(self, error: float) -> UnsupportedModelError:
+    def mismatch(self, error: float) -> UnsupportedModelError:
+        """The error to raise for logits that are this far from transformers' own."""
         return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
 
-    def _error(self, expected: torch.Tensor, tokens: np.ndarray) -> float:
-        """Largest difference of the logits, over their size."""
-        slot = self._slot_for_tests(len(tokens))
+    def logits_error(self, expected: torch.Tensor, tokens: np.ndarray) -> float:
+        """Largest difference of our logits after `tokens` [n] from `expected` [V], over the size of these."""
+        slot = self.slot_for_tests(len(tokens))
         try:
             got = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
         finally:
             self.pool.release(slot)
         return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
-    def _self_test(self) -> bool:
+    def self_test(self) -> bool:
         """A prompt in chunks, a chain and a tree against the same tokens one by one: bitwise equal logits?"""
         rng = np.random.default_rng(0)
         n = min(40, self.pool.max_blocks * BLOCK - 12)
         tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
         parents = np.array([-1, -1, 0, 1, 3, 2, 4, 6], np.int32)
         tree = DraftTree(tokens[n:], parents, np.ones(8, np.float32), np.zeros(8, np.uint8))
-        slot = self._slot_for_tests(n + 8)
+        slot = self.slot_for_tests(n + 8)
         try:
             self.run([Span(slot, tokens[: n // 2], 0, logits=0)])
             whole = self.run([Span(slot, tokens[n // 2 : n], n // 2, tree)])
@@ -184,7 +186,7 @@ class Runner(ABC):
 
     def time_pass(self, rows: int, context: int) -> float:
         """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
-        slot = self._slot_for_tests(context + rows)
+        slot = self.slot_for_tests(context + rows)
         try:
             spans = [Span(slot, np.full(1, 7, np.int32), context - 1, _chain(rows - 1))]
             start = time.perf_counter()

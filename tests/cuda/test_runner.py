@@ -50,7 +50,7 @@ def test_our_own_kernels_throughout(arch: str, device: str) -> None:
 def test_the_models_own_modules(arch: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With our attention and products. On the CPU torch's own operations depend on where in memory a number stands: no proof there."""
     if device == "cpu":
-        monkeypatch.setattr(CudaRunner, "_self_test", lambda self: False)
+        monkeypatch.setattr(CudaRunner, "self_test", lambda self: False)
     runner = bind(arch, torch.float32, device)
     assert isinstance(runner._decoder, Modules)
     assert runner.exactness == ("numerical" if device == "cpu" else "bitwise")

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
 from ngramspec.model import gguf as gguf_files
 from ngramspec.model import loading
-from ngramspec.model.cache_dir import cache_home
+from ngramspec.model.cache_dir import cache_dir
 from ngramspec.model.loading import LoadedModel, load_model, load_tokenizer
 
 
@@ -268,12 +268,12 @@ def test_smollm2_without_its_package_prints_the_command(monkeypatch: pytest.Monk
         load_model("smollm2")
 
 
-def test_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NGRAMSPEC_CACHE", str(tmp_path))
-    assert cache_home() == tmp_path
+    assert cache_dir() == tmp_path
     monkeypatch.delenv("NGRAMSPEC_CACHE")
-    assert cache_home().is_absolute()
-    assert "ngramspec" in cache_home().parts
+    assert cache_dir().is_absolute()
+    assert "ngramspec" in cache_dir().parts
 
 
 # The cache of converted GGUF files: a conversion stands in that writes a tiny model in no time.
