@@ -217,12 +217,12 @@ def _sample(
     """Follow one output token by token, taking samples from row n on -> the next free row."""
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
     known = answers[state[ngram.OUTPUT_CACHE]]
-    place, look_back = nodes.place[0], np.empty(merge.RESUME, np.int32)
+    cursor, look_back = nodes.cursor[0], np.empty(merge.RESUME, np.int32)
     for i in range(len(output) + ends):
         seq = ngram.arrays(state, contexts)
         nodes.hits[0] = state[ngram.HITS]
-        place[0], place[1], place[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
-        place[3], place[4], place[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
+        cursor[0], cursor[1], cursor[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
+        cursor[3], cursor[4], cursor[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
         merge._look(state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, 0, 0, weights, work)
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
@@ -238,9 +238,9 @@ def _sample(
             last = seq.tokens[(state[ngram.LENGTH] - 1) & (len(seq.tokens) - 1)]
             before = seq.tokens[(state[ngram.LENGTH] - 2) & (len(seq.tokens) - 1)]
             evidence.keep(recycled, np.int64(before), np.int64(last), top[i], logits[i], bounds)
-        copied = merge._copy(state, seq, place[0], place[1], place[2], truth)
+        copied = merge._copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
         state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES] = copied
-        ahead = merge._foresee(state, place[3], place[4], place[5], truth)
+        ahead = merge._foresee(state, cursor[3], cursor[4], cursor[5], truth)
         state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED] = ahead
         ngram.push(state, seq, truth, history, keys)
         if i % 3 == 2:  # a pass accepts a few tokens at once

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.chain import chain
 from benchmarks.peers import Run
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
@@ -75,7 +76,7 @@ class FixedLength(Proposer):
     def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
         trees = []
         for slot, depth in zip(slots.tolist(), max_depth.tolist(), strict=True):
-            tokens = self.chain(slot, max(min(self.length, depth, max_nodes), 0))
+            tokens = chain(self, slot, max(min(self.length, depth, max_nodes), 0))
             n = len(tokens)
             max_nodes -= n
             trees.append(DraftTree(tokens, np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8)))

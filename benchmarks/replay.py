@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 from numba import njit
 
+from benchmarks.chain import chain
 from benchmarks.common import SLOPES, environment, print_document, print_table
 from ngramspec.batch.types import DraftTree
 from ngramspec.datastore import Datastore
@@ -167,7 +168,7 @@ class Chain(Ours):
         self.length = length
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
-        tokens = self.proposer.chain(0, self.length).tolist()
+        tokens = chain(self.proposer, 0, self.length).tolist()
         return tokens, range(-1, len(tokens) - 1)
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:

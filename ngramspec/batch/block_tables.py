@@ -1,8 +1,8 @@
-"""The KV cache: a pool of blocks, the block tables of the sequences in it, rollback, and the prefixes that are kept for later.
+"""Bookkeeping of the KV cache: a pool of blocks, the block tables of the sequences in it, rollback, and prefixes kept for later.
 
-Knows nothing of models, drafts or scheduling: sequences are slot numbers, positions are integers. Rows
-ask for write slots and get them (`reserve`); after a step the accepted path's keys and values are moved to
-the positions of their tokens (`commit`) and whole blocks beyond a length are given back (`truncate_to`).
+Knows nothing of models, drafts or scheduling, and touches no memory: sequences are slot numbers, positions are integers. Rows
+ask for write slots and get them (`reserve`); after a step the pools of the devices move the accepted path's keys and values to
+the positions of their tokens, and whole blocks beyond a length are given back (`truncate_to`).
 
 A block that is full of committed tokens can be registered under a hash, which stands for these tokens and all before
 them (`BlockHashes`). Whoever comes with the same hashes takes such blocks over (`admit`), also while others hold them: nobody
@@ -41,7 +41,7 @@ class BlockHashes:
 
 
 class BlockTables:
-    """Which blocks each sequence holds, in order, and which are kept for their contents. Pure bookkeeping: no tensor is touched.
+    """Which blocks each sequence holds, in order, and which are kept for their contents.
 
     A sequence's slot s lies in block `tables[slot, s // BLOCK]` at offset `s % BLOCK`.
     """

@@ -1,6 +1,6 @@
 """What a pass with T rows costs: measured at load, kept up to date by the passes themselves.
 
-Rows and milliseconds come in, a table of milliseconds per row count goes out; knows nothing else.
+Rows and milliseconds of passes go in, a table of milliseconds per row count comes out. Knows nothing of what the rows are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Scalar building blocks of the numba kernels, with their rounding said outright.
+"""Scalar building blocks of the numba kernels, with their rounding stated.
 
-`fma` rounds once wherever it stands, `exp` is a fixed polynomial: vectorised or not, inlined or not, the
+Numbers in, numbers out. `fma` rounds once wherever it stands, `exp` is a fixed polynomial: vectorised or not, inlined or not, the
 bits are the same, which an optimiser free to contract or a vendor's libm would not promise.
 """
 
@@ -11,10 +11,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 _F = np.float32
-_LOG2E, _LN2_HI, _LN2_LO = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
+LOG2E, LN2_HI, LN2_LO = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
 _HALF, _ONE = _F(0.5), _F(1.0)
 # Minimax polynomial of exp on [-ln2/2, ln2/2], as in Cephes' expf: relative error below 2 ulp.
-_C2, _C3, _C4, _C5, _C6, _C7 = (
+C2, C3, C4, C5, C6, C7 = (
     _F(5.0000001201e-1),
     _F(1.6666665459e-1),
     _F(4.1665795894e-2),
@@ -22,7 +22,8 @@ _C2, _C3, _C4, _C5, _C6, _C7 = (
     _F(1.3981999507e-3),
     _F(1.9875691500e-4),
 )
-_LOW, _HIGH = _F(-87.0), _F(88.0)
+LOW, HIGH = _F(-87.0), _F(88.0)
+"""What `exp` clamps its argument to."""
 
 
 @intrinsic
@@ -52,13 +53,13 @@ def bits_of_float(typing_context, x):
 @njit(cache=True, nogil=True)
 def exp(x):
     """e to the x, float32; x is clamped to [-87, 88], so that the result is normal and finite."""
-    x = min(max(x, _LOW), _HIGH)
-    n = np.floor(fma(x, _LOG2E, _HALF))
-    r = fma(-n, _LN2_LO, fma(-n, _LN2_HI, x))
-    y = fma(_C7, r, _C6)
-    y = fma(y, r, _C5)
-    y = fma(y, r, _C4)
-    y = fma(y, r, _C3)
-    y = fma(y, r, _C2)
+    x = min(max(x, LOW), HIGH)
+    n = np.floor(fma(x, LOG2E, _HALF))
+    r = fma(-n, LN2_LO, fma(-n, LN2_HI, x))
+    y = fma(C7, r, C6)
+    y = fma(y, r, C5)
+    y = fma(y, r, C4)
+    y = fma(y, r, C3)
+    y = fma(y, r, C2)
     y = fma(y, r * r, r + _ONE)
     return y * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))

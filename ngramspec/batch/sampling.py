@@ -1,4 +1,4 @@
-"""Picking a token from one row of logits: one implementation for every row, drafted or not.
+"""Sampling a token from one row of logits: one implementation for every row, drafted or not.
 
 Knows `SamplingParams` and numbers; no model, no draft. A `Sampler` belongs to one sequence: it carries the counts
 that penalties need, along the accepted tokens. `sample(row, t)` gives the token at output position t; it depends on

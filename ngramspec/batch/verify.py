@@ -1,8 +1,9 @@
 """Verification: walking a draft with the model's own tokens. Chains and trees, greedy and sampled, one way.
 
-At each node the model's own token is picked; the walk steps to the child that carries it and ends where there
-is none. With position-keyed sampling this *is* speculative sampling for a deterministic draft (a one-hot q:
-accept x with probability p(x), else the residual p without x), for chains and trees alike: DESIGN §2.
+A draft tree and the model's tokens after its rows go in; the accepted tokens and their nodes come out. At each node the
+model's own token is sampled; the walk steps to the child that carries it and ends where there is none. With position-keyed
+sampling this *is* speculative sampling for a deterministic draft (a one-hot q: accept x with probability p(x), else the
+residual p without x), for chains and trees alike. Knows neither logits nor KV.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def walk(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple
     """Yield (token, node) for every accepted token, in order: node is the draft node that carried it, or -1 for the last.
 
     `sample(row)` is the model's token after row 0 (the root) or row i + 1 (node i). It is called for the rows of the path
-    alone and in order, so that a picker may carry state along it; a consumer that stops early stops the picking too.
+    alone and in order, so that a sampler may carry state along it; a consumer that stops early stops the sampling too.
     """
     node = -1
     while True:
@@ -36,7 +37,7 @@ def walk(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple
 
 @njit(cache=True, nogil=True)
 def follow(tokens, parents, sampled):
-    """`walk` where the model's tokens after all rows are known, picks [1 + N] int32: the nodes of the accepted path, in order."""
+    """`walk` where the model's tokens after all rows are known, sampled [1 + N] int32: the nodes of the accepted path, in order."""
     path = np.empty(tokens.shape[0], np.int32)
     n, node = 0, np.int32(-1)
     for i in range(tokens.shape[0]):  # a child comes after its parent, and siblings differ in token

@@ -1,4 +1,4 @@
-"""Attention over the paged pool: the entry that transformers calls, and its CPU implementation.
+"""Attention over the paged pool on the CPU.
 
 Knows the layout of one layer's pool and what each row may see; knows nothing of sequences, models or
 drafts. `attend` takes the layer's query, key and value rows, writes keys and values to their slots and
@@ -7,7 +7,7 @@ one over the keys in the order of their position in the text; the sum of a softm
 positions. So the bits of a (row, head) cannot depend on other rows, on where a key lies in memory, or on how a text was cut
 into passes.
 
-Layout of a layer, chosen so that tiles (`tiles`) read consecutive floats:
+Layout of a layer, chosen so that tiles (`simd`) read consecutive floats:
 keys `[n_blocks, n_kv_heads, head_dim, BLOCK]`, values `[n_blocks, n_kv_heads, BLOCK, head_dim]`.
 """
 
@@ -122,7 +122,7 @@ def _mix(acc, acc_at, n, n_dim, s, s_at, width, values, at, n_keys):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _place(k, v, keys, values, blocks, offsets):
+def _write_kv(k, v, keys, values, blocks, offsets):
     """Write key and value rows k, v [T, Hk, D] to their slots."""
     for i in prange(k.shape[0]):
         r = np.int64(i)  # prange counts in uint64, which turns to float64 beside int64
@@ -134,8 +134,8 @@ def _place(k, v, keys, values, blocks, offsets):
 
 
 @njit(cache=True, nogil=True)
-def _turn_and_place_row(x, cos, sin, q, keys, values, offset):
-    """Rotate and place one row x [(H + 2 Hk) D], by cos, sin [D]: queries to q [H, D], the rest to the keys and values of its block."""
+def _rope_kv_row(x, cos, sin, q, keys, values, offset):
+    """Rotate one row x [(H + 2 Hk) D], by cos, sin [D], and write it: queries to q [H, D], the rest to the keys and values of its block."""
     n_q, n_dim, n_kv = q.shape[0], q.shape[1], keys.shape[0]
     half = n_dim // 2
     for h in range(n_q):
@@ -154,16 +154,16 @@ def _turn_and_place_row(x, cos, sin, q, keys, values, offset):
 
 
 @njit(cache=True, nogil=True)
-def _turn_and_place_few(qkv, cos, sin, q, keys, values, blocks, offsets):
+def _rope_kv_few(qkv, cos, sin, q, keys, values, blocks, offsets):
     for r in range(qkv.shape[0]):
-        _turn_and_place_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
+        _rope_kv_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _turn_and_place_many(qkv, cos, sin, q, keys, values, blocks, offsets):
+def _rope_kv_many(qkv, cos, sin, q, keys, values, blocks, offsets):
     for i in prange(qkv.shape[0]):
         r = np.int64(i)
-        _turn_and_place_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
+        _rope_kv_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
 
 
 PARALLEL = 1 << 14
@@ -171,7 +171,7 @@ PARALLEL = 1 << 14
 
 
 @njit(cache=True, nogil=True, parallel=True, error_model="numpy")
-def _look(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, n_threads):
+def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, n_threads):
     """q [T, H, D] against the pool of one layer, into out [T, H, D]. Keys and values of the rows must be in their slots."""
     n_q, n_dim, n_kv = q.shape[1], q.shape[2], keys.shape[1]
     group = n_q // n_kv
@@ -223,7 +223,9 @@ def _look(q, keys, values, out, items, tables, positions, bases, paths, scale, w
             totals[m] = _softmax(scores, start, end, lanes)
         for t in range(tile0, n_tiles):
             tile, first = (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, t * BLOCK
-            common = min(shared - first, BLOCK) if latest <= first else np.int64(0)  # keys that all rows see, at their own places
+            common = (
+                min(shared - first, BLOCK) if latest <= first else np.int64(0)
+            )  # keys that all rows see, in the slots of their positions
             if common > 0:
                 _mix(acc, 0, n_heads, n_dim, s, first, width, flat_values, tile, common)
             for r in range(row0, row1):
@@ -262,9 +264,9 @@ def attend(
     """
     keys, values = pool.keys[layer], pool.values[layer]
     assert k.shape[1:] == (keys.shape[1], keys.shape[2]), (k.shape, keys.shape)
-    _place(k.contiguous().numpy(), v.contiguous().numpy(), keys, values, batch.blocks, batch.offsets)
+    _write_kv(k.contiguous().numpy(), v.contiguous().numpy(), keys, values, batch.blocks, batch.offsets)
     out = torch.empty(q.shape, dtype=torch.float32)
-    _look(
+    _attend(
         q.contiguous().numpy(), keys, values, out.numpy(), batch.items, batch.tables, batch.positions, batch.bases, batch.paths,
         _F(scale), int(window), _F(softcap), get_num_threads(),
     )  # fmt: skip
@@ -274,21 +276,21 @@ def attend(
 def attend_packed(
     qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, n_heads: int, pool: KVPool, layer: int, batch: Batch, scale: float, threads: int
 ) -> np.ndarray:
-    """`attend` for queries, keys and values side by side, qkv [T, (H + 2 Hk) D], yet to be turned by cos, sin [T, D], whose halves are
-    paired: queries to a place of their own, the rest to the pool. Returns [T, H D].
+    """`attend` for queries, keys and values side by side, qkv [T, (H + 2 Hk) D], yet to be rotated by cos, sin [T, D], whose halves are
+    paired: queries to an array of their own, keys and values to the pool. Returns [T, H D].
     """
     keys, values = pool.keys[layer], pool.values[layer]
     q = np.empty((len(qkv), n_heads, keys.shape[2]), np.float32)
-    turn_and_place = _turn_and_place_many if qkv.size >= PARALLEL else _turn_and_place_few
-    turn_and_place(qkv, cos, sin, q, keys, values, batch.blocks, batch.offsets)
+    rope_kv = _rope_kv_many if qkv.size >= PARALLEL else _rope_kv_few
+    rope_kv(qkv, cos, sin, q, keys, values, batch.blocks, batch.offsets)
     out = np.empty_like(q)
-    _look(q, keys, values, out, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, _F(scale), 0, _ZERO, threads)
+    _attend(q, keys, values, out, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, _F(scale), 0, _ZERO, threads)
     return out.reshape(len(qkv), -1)
 
 
 @dataclass(slots=True)
 class Pass:
-    """What a model's attention layers are handed in a pass, as the keyword argument `ngramspec`."""
+    """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`model.attention.AttentionPass`)."""
 
     pool: KVPool
     batch: Batch

@@ -1,6 +1,6 @@
 """Small operations of a layer on the CPU, each in one call instead of many: norm with residual, rotary embedding, gated activation.
 
-Knows the parts of decoder layers, nothing of requests. A fused norm or MLP takes a module's place only after it has
+Knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces a module only after it has
 given the same result on random input (`replace_small_operations`); layers made of such parts alone become one `Stack`,
 which the runner keeps only while the model's logits stay the same. A variant that computes something else keeps
 its own code. Every row is computed alone, in a fixed order.
@@ -118,7 +118,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) with gate and up as one product."""
+    """down(silu(gate(x)) · up(x)) with gate and up as one matrix product."""
 
     def __init__(self, shared: Shared, down: PackedLinear) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The KV pool in the host's memory: the blocks of `batch.block_tables` with keys and values behind them, float32.
 
-Shapes enter, arrays that attention reads and writes are held; an accepted path's keys and values are moved to the positions of their
-tokens (`commit`). Knows nothing of models, drafts or scheduling.
+It allocates the arrays that attention reads and writes, and moves an accepted path's keys and values to the positions of their tokens
+(`commit`). Knows nothing of models, drafts or scheduling.
 """
 
 from __future__ import annotations

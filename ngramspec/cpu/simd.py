@@ -1,8 +1,8 @@
-"""Sums of products held in registers, the inner loop of matrix products and of attention on the CPU.
+"""The inner loop of matrix products and of attention on the CPU: sums of products that stay in vector registers.
 
 A tile is some rows by some panels of 16 outputs. Every output is one chain of fused multiply-adds over the inputs in their order, so that
 its bits depend neither on the other rows and panels of the tile nor on the width of the processor's vectors. Written as the compiler's
-own vectors, since what numba is given as loops keeps its sums in memory. Knows addresses alone.
+own vectors, since numba would keep the sums of a plain loop in memory. Knows addresses alone.
 """
 
 from __future__ import annotations

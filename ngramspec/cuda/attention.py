@@ -1,7 +1,7 @@
 """Attention over the paged pool on the device: each row's softmax over its keys, in the order of their position in the text.
 
-Knows the memory of one layer and what each row may see (`Rows`), nothing of models. `q [R, H, D]` goes in, `out [R, H, D]` comes
-out. Keys and values are `[n_blocks + 1, Hk, BLOCK, D]`, those of the pass's own rows already in their slots.
+`q [R, H, D]` goes in, `out [R, H, D]` comes out; `Rows` says what each row may see. Nothing here knows models or requests. Keys and values
+are `[n_blocks + 1, Hk, BLOCK, D]`, those of the pass's own rows already in their slots.
 
 A text's keys are cut into splits, these into tiles, both at absolute positions. Within a split a running softmax takes tile after
 tile; the splits are merged first to last. One program goes through all splits of an item (rows of one sequence that share what is
@@ -89,10 +89,10 @@ def _blocks_of(table, split, table_width):
 
 
 @triton.jit
-def _gather(memory, place, inside, h, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Key or value rows [TILE, DP] of head h at `place` [TILE] (block * BLOCK + offset), zeros where not `inside`."""
+def _gather(memory, slots, inside, h, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Key or value rows [TILE, DP] of head h at `slots` of the memory [TILE] (block * BLOCK + offset), zeros where not `inside`."""
     d = tl.arange(0, DP)
-    at = (place // _BLOCK).to(tl.int64) * (HK * _BLOCK * D) + (h * _BLOCK + place % _BLOCK) * D
+    at = (slots // _BLOCK).to(tl.int64) * (HK * _BLOCK * D) + (h * _BLOCK + slots % _BLOCK) * D
     mask = inside[:, None] if D == DP else inside[:, None] & (d < D)[None, :]
     return tl.load(memory + at[:, None] + d[None, :], mask=mask, other=0.0)
 
@@ -177,9 +177,9 @@ def _attend(
             key = tile * _TILE + tl.arange(0, _TILE)
             even = tl.sum(tl.where(at == tile * 2, blocks, 0), 0)
             odd = tl.sum(tl.where(at == tile * 2 + 1, blocks, 0), 0)
-            place = tl.where(key % _TILE < _BLOCK, even, odd) * _BLOCK + key % _BLOCK
-            k = _gather(keys, place, key < n_keys, h, HK, D, DP)
-            v = _gather(values, place, key < n_keys, h, HK, D, DP)
+            memory_slot = tl.where(key % _TILE < _BLOCK, even, odd) * _BLOCK + key % _BLOCK
+            k = _gather(keys, memory_slot, key < n_keys, h, HK, D, DP)
+            v = _gather(values, memory_slot, key < n_keys, h, HK, D, DP)
             visible = key[:, None] <= position[None, :]
             if WINDOW > 0:
                 visible &= key[:, None] > position[None, :] - WINDOW
@@ -193,13 +193,13 @@ def _attend(
             drafted = seen & (key[None, :] >= row_base[:, None])
             path_at = (first_row + r)[:, None] * depth + (key[None, :] - row_base[:, None])
             slot = tl.where(drafted, tl.load(paths + path_at, mask=drafted, other=0), key[None, :])
-            places = tl.load(table + slot // _BLOCK, mask=seen, other=0) * _BLOCK + slot % _BLOCK  # [ROWS, TILE]
+            memory_slots = tl.load(table + slot // _BLOCK, mask=seen, other=0) * _BLOCK + slot % _BLOCK  # [ROWS, TILE]
             for i in range(end_row - first_row):
                 mine = r == i
                 own = tl.sum(tl.where(mine, row_position, 0), 0)
-                place = tl.sum(tl.where(mine[:, None], places, 0), 0)
-                k = _gather(keys, place, key <= own, h, HK, D, DP)
-                v = _gather(values, place, key <= own, h, HK, D, DP)
+                memory_slot = tl.sum(tl.where(mine[:, None], memory_slots, 0), 0)
+                k = _gather(keys, memory_slot, key <= own, h, HK, D, DP)
+                v = _gather(values, memory_slot, key <= own, h, HK, D, DP)
                 # The other columns see nothing: their state is multiplied by one and zeros are added, which leaves it as it is.
                 visible = (row == first_row + i)[None, :] & (key <= own)[:, None]
                 if WINDOW > 0:

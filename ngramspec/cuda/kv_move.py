@@ -1,4 +1,7 @@
-"""Keeping an accepted path: its keys and values move from where the draft wrote them to where their tokens are."""
+"""Keeping an accepted path on the device: its keys and values move from the draft's slots to those of their tokens' positions.
+
+Knows the memory of all layers of one shape and block tables, nothing of drafts or requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with weights on a CUDA device: a row's result has the same bits whatever the number of rows.
+"""Matrix products with weights on a CUDA device: a row's result has the same bits whatever the number of rows.
 
 Knows weights and rows, nothing of models. `x [R, K]` goes in, sums `[P, R, N]` in float32 or finished rows `[R, N]` come out.
 

@@ -1,6 +1,7 @@
-"""A model's pass over packed rows on the device: as our own kernels where its layers are of the Llama kind, else through its own modules.
+"""A model's pass over packed rows on the device: by our own kernels where its layers are of the Llama kind, else by its own modules.
 
-Both take device arrays and give logits, allocate by torch (so that a captured graph owns what it uses) and wait for nothing.
+Token ids and `Rows` on the device go in, logits come out. Both ways allocate by torch (so that a captured graph owns what it uses) and
+never wait for the device. Neither knows requests or drafts.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.cuda import layers
 from ngramspec.cuda.attention import Workspace, attend
 from ngramspec.cuda.pool import CudaPool
-from ngramspec.cuda.rope_kv import place, turn_and_place
+from ngramspec.cuda.rope_kv import rope_kv, write_kv
 from ngramspec.cuda.rows import Rows
 from ngramspec.model.hf_modules import bias_of, joined, rms_norm, weight_of
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Models whose layers `Stack` computes, if their modules are the ones it knows and the logits agree."""
+"""Models whose layers `Stack` computes, if they have the modules that it expects and the logits agree."""
 
 
 class Linear(Protocol):
-    """What multiplies rows with one weight: our product, or the vendor's."""
+    """A linear layer: our `Product`, or the vendor's."""
 
     bias: torch.Tensor | None
 
@@ -154,7 +155,7 @@ class Stack:
                 normed = layers.norm(x, layer.first, self.eps)
             else:
                 normed = layers.add_norm(x, partials, bias, layer.first, self.eps)
-            turn_and_place(
+            rope_kv(
                 layer.qkv.partial(normed), layer.qkv.bias, self.cos, self.sin, rows, keys, values, q, layer.q_norm, layer.k_norm, self.eps
             )
             attend(q, keys, values, rows, mixed, scale=layer.scale, window=layer.window, **_launch(plan))
@@ -194,7 +195,7 @@ class Modules:
 
 
 class Attention:
-    """What a model's attention layers are handed in a pass, as the keyword argument `ngramspec` (see `attention.forward`)."""
+    """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`model.attention.AttentionPass`)."""
 
     def __init__(self, pool: CudaPool, rows: Rows, plan: Plan) -> None:
         self.pool, self.rows, self.plan = pool, rows, plan
@@ -203,7 +204,7 @@ class Attention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
     ) -> torch.Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        place(k.contiguous(), v.contiguous(), self.rows, keys, values)
+        write_kv(k.contiguous(), v.contiguous(), self.rows, keys, values)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows that only fill up a bucket are not written
         attend(q.contiguous(), keys, values, self.rows, out, scale=scale, window=window, softcap=softcap, **_launch(self.plan))
         return out

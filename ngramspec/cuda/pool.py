@@ -1,5 +1,6 @@
-"""The KV cache on the device: block tables on the host, their mirror and the memory behind them on the device.
+"""The KV pool in the device's memory: `batch.block_tables` with their mirror and the keys and values behind them on the device.
 
+It moves an accepted path's keys and values to the positions of their tokens (`commit`), and knows no models, drafts or scheduling.
 Layers of the same shape are one tensor `[L, 2, n_blocks + 1, Hk, BLOCK, D]`: keys and values of a block lie side by side by head. The last
 block belongs to nobody: rows that only fill up a bucket write there.
 """
@@ -40,9 +41,9 @@ class CudaPool(BlockTables):
             wanted = n_blocks * self.block_bytes(shapes, dtype) >> 20
             raise OutOfMemoryError(f"a KV pool of {n_blocks} blocks ({wanted} MiB) does not fit in the memory of {device}") from e
         self.keys, self.values = [], []
-        place = {layer: (group, i) for group, layers in zip(self.memory, groups.values(), strict=True) for i, layer in enumerate(layers)}
+        located = {layer: (group, i) for group, layers in zip(self.memory, groups.values(), strict=True) for i, layer in enumerate(layers)}
         for layer in range(len(shapes)):
-            group, i = place[layer]
+            group, i = located[layer]
             self.keys.append(group[i, 0])
             self.values.append(group[i, 1])
         self.device_tables = torch.zeros(max_seqs, self.max_blocks, dtype=torch.int32, device=device)
@@ -70,8 +71,8 @@ class CudaPool(BlockTables):
     def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
         if not super().fork(source, slots, target, hashes):
             return False
-        places = (*self.locate(source, slots), *self.locate(target, BLOCK * len(hashes) + np.arange(len(slots))))
-        a, i, b, j = (torch.as_tensor(x, dtype=torch.int64, device=self.device_tables.device) for x in places)
+        ends = (*self.locate(source, slots), *self.locate(target, BLOCK * len(hashes) + np.arange(len(slots))))
+        a, i, b, j = (torch.as_tensor(x, dtype=torch.int64, device=self.device_tables.device) for x in ends)
         for memory in self.memory:
             memory[:, :, b, :, j] = memory[:, :, a, :, i]
         return True

@@ -1,6 +1,7 @@
-"""From a product's sums to rotated queries and the pool: what stands between the projection of a layer's attention and the attention.
+"""The step between the projection of a layer's queries, keys and values and its attention: bias, norm, rotary embedding, KV write.
 
-Knows the rounding of transformers' modules, step by step, and the memory of one layer. Each row and head is computed by itself.
+The projection's partial sums go in; rotated queries come out, keys and values land in the pool. Every step is rounded as transformers'
+modules round it. Each row and head is computed by itself; nothing here knows sequences.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def _scaled(x, rms, weight, at, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _turn_and_place(
+def _rope_kv(
     partials,  # [P, R, (H + 2 HK) D] float32
     bias,  # [(H + 2 HK) D] or None
-    cos,  # [L, TURNED]
-    sin,  # [L, TURNED]
+    cos,  # [L, ROTATED]
+    sin,  # [L, ROTATED]
     positions,  # [R]
     slots,  # [R]
     keys,  # [n_blocks + 1, HK, BLOCK, D]
@@ -51,15 +52,15 @@ def _turn_and_place(
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
-    TURNED: tl.constexpr,  # dimensions that are rotated: the first ones
-    HALF: tl.constexpr,  # TURNED / 2 rounded up to a power of two
-    REST: tl.constexpr,  # D - TURNED rounded up to a power of two; 0 where all are rotated
+    ROTATED: tl.constexpr,  # dimensions that are rotated: the first ones
+    HALF: tl.constexpr,  # ROTATED / 2 rounded up to a power of two
+    REST: tl.constexpr,  # D - ROTATED rounded up to a power of two; 0 where all are rotated
 ):
     dtype: tl.constexpr = q.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width: tl.constexpr = (H + 2 * HK) * D
     size = n_rows.to(tl.int64) * width
-    half: tl.constexpr = TURNED // 2
+    half: tl.constexpr = ROTATED // 2
     first = tl.arange(0, HALF)
     inside = first < half
     at = row * width + head * D
@@ -68,7 +69,7 @@ def _turn_and_place(
     a = _summed(partials, bias, at + first, head * D + first, inside, size, N_PARTIALS, dtype)
     b = _summed(partials, bias, at + half + first, head * D + half + first, inside, size, N_PARTIALS, dtype)
     if REST > 0:
-        rest = TURNED + tl.arange(0, REST)
+        rest = ROTATED + tl.arange(0, REST)
         c = _summed(partials, bias, at + rest, head * D + rest, rest < D, size, N_PARTIALS, dtype)
     if head < H + HK:
         if q_norm is not None:
@@ -83,12 +84,12 @@ def _turn_and_place(
             b = _scaled(b, rms, weight, half + first, inside, dtype)
             if REST > 0:
                 c = _scaled(c, rms, weight, rest, rest < D, dtype)
-        turn = position * TURNED + first
-        cos_a, cos_b = tl.load(cos + turn, mask=inside, other=0.0), tl.load(cos + turn + half, mask=inside, other=0.0)
-        sin_a, sin_b = tl.load(sin + turn, mask=inside, other=0.0), tl.load(sin + turn + half, mask=inside, other=0.0)
-        turned_a = (a * cos_a.to(tl.float32)).to(dtype).to(tl.float32) - (b * sin_a.to(tl.float32)).to(dtype).to(tl.float32)
-        turned_b = (b * cos_b.to(tl.float32)).to(dtype).to(tl.float32) + (a * sin_b.to(tl.float32)).to(dtype).to(tl.float32)
-        a, b = turned_a, turned_b
+        angle = position * ROTATED + first
+        cos_a, cos_b = tl.load(cos + angle, mask=inside, other=0.0), tl.load(cos + angle + half, mask=inside, other=0.0)
+        sin_a, sin_b = tl.load(sin + angle, mask=inside, other=0.0), tl.load(sin + angle + half, mask=inside, other=0.0)
+        rotated_a = (a * cos_a.to(tl.float32)).to(dtype).to(tl.float32) - (b * sin_a.to(tl.float32)).to(dtype).to(tl.float32)
+        rotated_b = (b * cos_b.to(tl.float32)).to(dtype).to(tl.float32) + (a * sin_b.to(tl.float32)).to(dtype).to(tl.float32)
+        a, b = rotated_a, rotated_b
     if head < H:
         target = q + (row * H + head) * D
     else:
@@ -102,7 +103,7 @@ def _turn_and_place(
         tl.store(target + rest, c.to(dtype), mask=rest < D)
 
 
-def turn_and_place(
+def rope_kv(
     partials: torch.Tensor,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
@@ -119,21 +120,21 @@ def turn_and_place(
     to their slots in keys and values [n_blocks + 1, Hk, BLOCK, D]; one launch.
 
     Queries and keys get an RMS norm over each head where `q_norm` and `k_norm` [D] are given, and their first dimensions are rotated,
-    halves paired, by cos and sin [L, turned] of the row's position. Every step is rounded to q's dtype, as transformers rounds it.
+    halves paired, by cos and sin [L, rotated] of the row's position. Every step is rounded to q's dtype, as transformers rounds it.
     """
     n_partials, n_rows, size = partials.shape
     n_heads, head_dim = q.shape[1:]
-    n_kv_heads, turned = keys.shape[1], cos.shape[1]
+    n_kv_heads, rotated = keys.shape[1], cos.shape[1]
     assert size == (n_heads + 2 * n_kv_heads) * head_dim, (partials.shape, q.shape, keys.shape)
     assert cos.shape == sin.shape, (cos.shape, sin.shape)
-    assert turned in range(2, head_dim + 1, 2), (turned, head_dim)
+    assert rotated in range(2, head_dim + 1, 2), (rotated, head_dim)
     assert keys.shape == values.shape, (keys.shape, values.shape)
     assert q.dtype == keys.dtype == values.dtype, (q.dtype, keys.dtype, values.dtype)
     assert (q_norm is None) == (k_norm is None)
     assert all(x.is_contiguous() for x in (partials, cos, sin, keys, values, q, rows.positions, rows.slots))
     if n_rows == 0:
         return
-    _turn_and_place[(n_rows, n_heads + 2 * n_kv_heads)](
+    _rope_kv[(n_rows, n_heads + 2 * n_kv_heads)](
         partials,
         bias,
         cos,
@@ -151,16 +152,16 @@ def turn_and_place(
         H=n_heads,
         HK=n_kv_heads,
         D=head_dim,
-        TURNED=turned,
-        HALF=triton.next_power_of_2(turned // 2),
-        REST=triton.next_power_of_2(head_dim - turned) if turned < head_dim else 0,
+        ROTATED=rotated,
+        HALF=triton.next_power_of_2(rotated // 2),
+        REST=triton.next_power_of_2(head_dim - rotated) if rotated < head_dim else 0,
         num_warps=1,
         enable_fp_fusion=False,
     )
 
 
 @triton.jit
-def _place(k, v, slots, keys, values, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _write_kv(k, v, slots, keys, values, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DP)
     slot = tl.load(slots + row)
     source = (row * HK + head) * D + d
@@ -169,13 +170,13 @@ def _place(k, v, slots, keys, values, HK: tl.constexpr, D: tl.constexpr, DP: tl.
     tl.store(values + target, tl.load(v + source, mask=d < D, other=0.0), mask=d < D)
 
 
-def place(k: torch.Tensor, v: torch.Tensor, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+def write_kv(k: torch.Tensor, v: torch.Tensor, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write key and value rows k, v [R, Hk, D] to their slots in keys and values [n_blocks + 1, Hk, BLOCK, D]; one launch."""
     n_rows, n_kv_heads, head_dim = k.shape
     assert v.shape == k.shape, (k.shape, v.shape)
     assert keys.shape == values.shape == (len(keys), n_kv_heads, BLOCK, head_dim), (k.shape, keys.shape, values.shape)
     assert all(x.is_contiguous() for x in (k, v, keys, values, rows.slots))
     if n_rows:
-        _place[(n_rows, n_kv_heads)](
+        _write_kv[(n_rows, n_kv_heads)](
             k, v, rows.slots, keys, values, HK=n_kv_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), num_warps=1
         )

@@ -1,4 +1,4 @@
-"""What attention on the device must know of a pass's rows: where each writes and what it sees."""
+"""Which slot each row of a pass writes and which keys it sees: `types.Batch` as device arrays, shared by the kernels of attention."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The runner on a CUDA device: a pass is one graph, and what comes back of it is which tokens were picked.
+"""The runner on a CUDA device: a pass is one graph, and its results are the sampled tokens.
 
-Small passes (decoding, with or without drafts) are captured per bucket of rows and groups, from the embedding to the picked tokens and
-the move of the accepted path's KV; large ones (prompts) are launched kernel by kernel, with the same kernels and the same bits. The
-runner gives up the host after the launch: reading the output waits.
+Small passes (decoding, with or without drafts) are captured per bucket of rows and groups, from the embedding to the sampled tokens and
+the move of the accepted path's KV; large ones (prompts) are launched kernel by kernel, with the same kernels and the same bits. `forward`
+returns after the launch: reading the output waits. What a request or a drafter is, it does not know.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PROGRAMS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True, slots=True)
 class KernelPolicy:
-    """How products with one shape of weight are computed, and whether rows proved independent of each other."""
+    """How matrix products with one shape of weight are computed, and whether rows proved independent of each other."""
 
     name: str
     bitwise: bool
@@ -60,7 +60,7 @@ class KernelPolicy:
 
 class CudaOutput:
     def __init__(self, runner: CudaRunner, batch: Batch, logits: torch.Tensor, rows: np.ndarray | None, results: Results | None) -> None:
-        """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was picked."""
+        """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was sampled."""
         self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
 
     def wait(self) -> float:
@@ -98,7 +98,7 @@ class CudaOutput:
 
 
 class Results:
-    """What a pass sends back for R rows: picked tokens, the most likely ones and their logits; one copy."""
+    """What a pass sends back for R rows: sampled tokens, the most likely ones and their logits; one copy."""
 
     def __init__(self, n_rows: int, device: torch.device) -> None:
         words = n_rows * (1 + 2 * KEPT)
@@ -342,7 +342,7 @@ class CudaRunner(Runner):
         self._finish(inputs, logits, None, inputs.results)
 
     def _finish(self, inputs: Inputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: Results) -> None:
-        """Pick tokens from the logits of the rows `wanted` [N], or of all; walk every tree with them and keep the accepted paths' KV."""
+        """Sample tokens from the logits of the rows `wanted` [N], or of all; walk every tree with them and keep the accepted paths' KV."""
         likeliest = results.device_tokens, results.device_values
         how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
         sampling.sample(logits, how, results.device_sampled, self._sampling_space(len(logits)), likeliest)

@@ -1,4 +1,4 @@
-"""Picking on a CUDA device: the token that `ngramspec.batch.sampling.Sampler` picks from the same logits, for every row of a pass.
+"""Sampling on a CUDA device: the token that `ngramspec.batch.sampling.Sampler` samples from the same logits, for every row of a pass.
 
 Knows rows of logits, sampling parameters as device arrays, and draft trees as parent rows; no sequence, no text. `sample` takes three
 launches whatever the rows ask for, so that it can be captured: the best tokens of each chunk of a row; weights by chunk; then one
@@ -53,7 +53,7 @@ class Sampling:
     min_p: torch.Tensor  # [R] float32
     seed: torch.Tensor  # [R, 2] int32: the low half's bits, the high half's
     sample: torch.Tensor  # [R] int32: which of the request's n
-    position: torch.Tensor  # [R] int32: of the output that is picked, 0 for the first
+    position: torch.Tensor  # [R] int32: of the output token, 0 for the first
 
     def of(self, rows: torch.Tensor) -> Sampling:
         """The same for these rows [N] int64 alone."""
@@ -259,12 +259,12 @@ def walk(
     counts: torch.Tensor | None = None,
     paths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`verify.walk` for B sequences: from its root row to the child row whose id the row before picked, and so on.
+    """`verify.walk` for B sequences: from its root row to the child row whose id was sampled at the row before, and so on.
 
-    picks, ids, parents [R] int32: the token picked at a row, its own, the row of its parent in the draft (-1: none); a sequence's rows are
-    those from roots[b] to ends[b] - 1, parents first. A root of -1: no sequence. Returns counts [B] int32, the draft rows that are
-    accepted, and paths [B, depth] int32, these rows in order and -1 behind them. The last token is what the last of them (or the
-    root) picked.
+    sampled, ids, parents [R] int32: the token sampled at a row, its own, the row of its parent in the draft (-1: none); a sequence's rows
+    are those from roots[b] to ends[b] - 1, parents first. A root of -1: no sequence. Returns counts [B] int32, the draft rows that are
+    accepted, and paths [B, depth] int32, these rows in order and -1 behind them. The last token is the one sampled at the last of
+    them (or the root).
     """
     B = len(roots)
     counts = torch.empty(B, dtype=torch.int32, device=sampled.device) if counts is None else counts

@@ -22,11 +22,9 @@ LAST_ID = tl.constexpr(0x7FFFFFFF)
 _WEIGHT = tl.constexpr(2.0**WEIGHT_BITS)
 _WHOLE = tl.constexpr(2.0**FRACTION_BITS)
 
-_LOG2E, _LN2_HI, _LN2_LO = (tl.constexpr(float(c)) for c in (numeric._LOG2E, numeric._LN2_HI, numeric._LN2_LO))
-_C2, _C3, _C4, _C5, _C6, _C7 = (
-    tl.constexpr(float(c)) for c in (numeric._C2, numeric._C3, numeric._C4, numeric._C5, numeric._C6, numeric._C7)
-)
-_LOW = tl.constexpr(float(numeric._LOW))
+_LOG2E, _LN2_HI, _LN2_LO = (tl.constexpr(float(c)) for c in (numeric.LOG2E, numeric.LN2_HI, numeric.LN2_LO))
+_C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(float(c)) for c in (numeric.C2, numeric.C3, numeric.C4, numeric.C5, numeric.C6, numeric.C7))
+_LOW = tl.constexpr(float(numeric.LOW))
 
 
 @triton.jit

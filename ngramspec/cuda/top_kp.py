@@ -1,6 +1,6 @@
 """Top-k and top-p on a CUDA device: one block finds where a row is cut off and draws from what is left.
 
-Knows one row of logits, its weights, and what was summed up by chunks before. The cut is a place in the order (logit falling, id
+Knows one row of logits, its weights, and what was summed up by chunks before. The cut is a position in the order (logit falling, id
 rising): all tokens with greater logits, and the first few of those with this one. It is searched for by halving: sums by chunk bracket
 it between two of 16 logits, passes over the row narrow that until few enough tokens are inside, and these are gathered
 for the rest. What is drawn is drawn from a list if a list holds all that the cut leaves, else by passes over the row.

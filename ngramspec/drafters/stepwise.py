@@ -26,7 +26,7 @@ class Chains:
     """One sequence's draft in the making, level by level: chains that begin behind its last token.
 
     Drawn chains are independent of each other and may be alike (SpecInfer, Miao et al., 2024). Of the others, the first takes what the
-    request's own picker would take from these logits, by the same u, and the rest begin with the likeliest other tokens.
+    request's own sampler would take from these logits, by the same u, and the rest begin with the likeliest other tokens.
     """
 
     def __init__(self, text: Text, n_tokens: int, depth: int, branches: int, draws: bool) -> None:

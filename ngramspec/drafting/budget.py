@@ -1,4 +1,4 @@
-"""What a wider pass is worth. Knows probabilities and measured times only; no tokens, no trees.
+"""How many draft nodes a pass should carry: those that make most tokens per second. Knows probabilities and times; no tokens, no trees.
 
 The batch makes `expected` tokens in `cost` milliseconds. Nodes come in order of falling probability p, each adds p tokens and a row.
 The best number of nodes is the prefix with the most tokens per second. While cost is convex that is where p / (cost(T+1) - cost(T))
@@ -10,11 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-
-
-def expected(probs: np.ndarray, n_seqs: int) -> float:
-    """Tokens that a pass yields: one per sequence and one more per accepted node. probs [N] path probabilities."""
-    return n_seqs + float(np.sum(probs))
 
 
 @njit(cache=True, nogil=True)
@@ -62,9 +57,3 @@ def worth(p, expected_tokens, taken, rate, hull, reach):
         reach -= 1
     reach = max(reach, taken + 1)
     return expected_tokens + (reach - taken) * p > rate * hull[reach] * (1.0 + 1e-9), reach
-
-
-def best_prefix(probs: np.ndarray, cost_ms: np.ndarray, base_rows: int, n_seqs: int) -> int:
-    """How many of the nodes, given by falling probability [N], make the most tokens per second (the rule in one line, for tests)."""
-    costs = pass_costs(np.asarray(cost_ms, np.float64), base_rows, len(probs))
-    return int(np.argmax(np.concatenate(([n_seqs], n_seqs + np.cumsum(probs))) / costs))

@@ -2,18 +2,18 @@
 
 At a node of a draft tree every *group* of evidence judges every candidate token by a small number, its state (0: it is silent):
 
-    orders    one group per context length: in which of the context's latest events the token followed
-    COPY      whether it is the token at the place that the text is being copied from (`ngram.follow`), and how well copying goes
-    REGIME    how well the text was predicted of late, and the candidate's rank
-    AGE       how far back the longest match was last seen
-    GAP       as the orders, for the context that skips the latest token
-    ANSWERS   as the orders and GAP, in the tables of earlier requests' answers
-    PREDICTED as COPY, in the output that the client expects
-    RECYCLED  rank and distance among the model's own candidates when it last stood behind this token; behind these two tokens
-    others    one group per external drafter: its own code for how sure it is
+    orders        one group per context length: in which of the context's latest events the token followed
+    COPY          whether it is the token at the position that the text is being copied from (`ngram.follow`), and how well copying goes
+    REGIME        how well the text was predicted of late, and the candidate's rank
+    AGE           how far back the longest match was last seen
+    GAP           as the orders, for the context that skips the latest token
+    OUTPUT_CACHE  as the orders and GAP, in the tables of earlier requests' outputs
+    PREDICTED     as COPY, in the output that the client expects
+    RECYCLED      rank and distance among the model's own candidates when it last stood behind this token; behind these two tokens
+    others        one group per external drafter: its own code for how sure it is
 
 `gather` collects the candidates below one node and writes their states; the node's *set* says which weights judge them: by the longest
-match, by who has it, by whether the copied place agrees with it, and by how well the text was predicted of late.
+match, by who has it, by whether the copied position agrees with it, and by how well the text was predicted of late.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ngramspec.drafting.ngram import GAP_REACH, LADDER, LENGTH, REACH, START, lo
 DATASTORE = 0  # the external drafter whose weights are shipped
 MAX_DRAFTERS = 4
 ORDERS = len(LADDER)
-COPY = ORDERS  # the group of the copied place
+COPY = ORDERS  # the group of the copied position
 REGIME = COPY + 1  # how well the text was predicted of late
 AGE = REGIME + 1  # how far back the longest match was last seen
 GAP = AGE + 1
@@ -61,7 +61,7 @@ class Nodes(NamedTuple):
     depth: np.ndarray  # [S * R] int32
     prob: np.ndarray  # [S * R] float64, of the whole path
     source: np.ndarray  # [S * R] uint8
-    place: np.ndarray  # [S * R, 6] int64, what `follow` knows at this node: of the text being copied, of the predicted output
+    cursor: np.ndarray  # [S * R, 6] int64, what `follow` keeps at this node: of the text being copied, of the predicted output
     hits: np.ndarray  # [S * R] int64, a bit per latest token, newest lowest: it was the most likely candidate
     top: np.ndarray  # [S * R] int32, the most likely candidate
     external: np.ndarray  # [S * R, MAX_DRAFTERS] int32, the same path in each external tree: -1 its root, -2 it is not there
@@ -96,7 +96,7 @@ class Scratch(NamedTuple):
     """Scratch of one look at a node, so that nothing is allocated there."""
 
     recent: np.ndarray  # [LADDER[-1]] int32, newest first
-    heads: np.ndarray  # [2 * (ORDERS + 1)] int64: the sequence's own tables, then the answers'
+    heads: np.ndarray  # [2 * (ORDERS + 1)] int64: the sequence's own tables, then the output cache's
     totals: np.ndarray  # as heads
     runs: np.ndarray  # as heads
     visits: np.ndarray  # as heads
@@ -152,7 +152,7 @@ def hit_into(hits, right):
 
 @njit(cache=True, nogil=True, inline="always")
 def _known(hits):
-    """How many outcomes are known: the place of the leading one."""
+    """How many outcomes are known: the index of the leading one."""
     n = 0
     for step in (32, 16, 8, 4, 2, 1):
         if hits >> (n + step):
@@ -215,8 +215,8 @@ def _recent(state, seq, nodes, r, first, recent):
 
 @njit(cache=True, nogil=True, inline="always")
 def _jump(state, seq, nodes, r, m, work):
-    """Where node r copies from: on along the place being followed, or, if a longer context matches, its occurrence nearest ahead."""
-    at, matched, mask = nodes.place[r, 0], nodes.place[r, 1], len(seq.tokens) - 1
+    """Where node r copies from: on from the position being followed, or, if a longer context matches, its occurrence nearest ahead."""
+    at, matched, mask = nodes.cursor[r, 0], nodes.cursor[r, 1], len(seq.tokens) - 1
     if m and seq.contexts[m - 1] > matched:
         p, best = work.heads[m - 1], np.int64(1) << 60
         jump = p
@@ -226,9 +226,9 @@ def _jump(state, seq, nodes, r, m, work):
                 jump, best = p, away
             p = np.int64(seq.links[(p & mask) * (len(seq.contexts) + 1) + m - 1])
         if at < 0:
-            nodes.place[r, 2] = 0xF
+            nodes.cursor[r, 2] = 0xF
         at = jump
-        nodes.place[r, 0], nodes.place[r, 1] = at, seq.contexts[m - 1]
+        nodes.cursor[r, 0], nodes.cursor[r, 1] = at, seq.contexts[m - 1]
     return np.int64(seq.tokens[at & mask]) if state[START] <= at < state[LENGTH] else np.int64(-1)
 
 
@@ -310,14 +310,14 @@ def _count(seq, nodes, q, n, k, at, alike_longer, work):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, first, external, tree, n_drafters, work):
+def gather(state, seq, cached_state, cached, foreseen, recycled, nodes, r, first, external, tree, n_drafters, work):
     """Collect candidates below node r and every group's judgement of them. `first` is the root's row, `tree` the first external tree;
-    `answers` the tables of earlier answers, `foreseen` [N] int32 the predicted output.
+    `cached` the tables of earlier outputs, `foreseen` [N] int32 the predicted output.
     """
     tokens, mask, K, q = seq.tokens, len(seq.tokens) - 1, len(seq.contexts) + 1, r * WIDTH
     heads, totals, runs, visits, seen = work.heads, work.totals, work.runs, work.visits, work.seen
     n_recent = _recent(state, seq, nodes, r, first, work.recent)
-    m, others = look_up(state, seq, answers_state, answers, work.recent, n_recent, heads, totals, runs)
+    m, others = look_up(state, seq, cached_state, cached, work.recent, n_recent, heads, totals, runs)
     gap = look_up_gap(state, seq, work.recent, n_recent, heads, totals, runs, K - 1)
     copied = _jump(state, seq, nodes, r, m, work)
     n = 0
@@ -325,8 +325,8 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
         nodes.cand_token[q] = copied
         n = 1
     expected = np.int64(-1)
-    if 0 <= nodes.place[r, 3] < len(foreseen):
-        expected = np.int64(foreseen[nodes.place[r, 3]])
+    if 0 <= nodes.cursor[r, 3] < len(foreseen):
+        expected = np.int64(foreseen[nodes.cursor[r, 3]])
         j = _candidate(nodes, q, n, expected)
         nodes.cand_token[q + j] = expected
         n = max(n, j + 1)
@@ -336,7 +336,7 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
         if k < m:
             n = _count(seq, nodes, q, n, k, k, k < m - 1, work)
         if k < others:
-            n = _count(answers, nodes, q, n, k, K + k, k < others - 1, work)
+            n = _count(cached, nodes, q, n, k, K + k, k < others - 1, work)
     if gap:
         n = _count(seq, nodes, q, n, K - 1, K - 1, False, work)
     one = pair = False
@@ -361,16 +361,18 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
             away >>= 1
             age += 1
         age = 1 + 2 * (8 * min(m - 1, 6) + age)
-    place = 0
+    position = 0
     if copied >= 0:
-        place = 1 + 2 * (5 * _MATCHED[min(nodes.place[r, 1], 64)] + _DEPARTED[_bits(nodes.place[r, 2])])
+        position = 1 + 2 * (5 * _MATCHED[min(nodes.cursor[r, 1], 64)] + _DEPARTED[_bits(nodes.cursor[r, 2])])
         relation = 2 if m and newest != copied else 1
     ahead = 0
     if expected >= 0:
-        ahead = 1 + 2 * (5 * _MATCHED[min(nodes.place[r, 4], 64)] + _DEPARTED[_bits(nodes.place[r, 5])])
+        ahead = 1 + 2 * (5 * _MATCHED[min(nodes.cursor[r, 4], 64)] + _DEPARTED[_bits(nodes.cursor[r, 5])])
     regime = 1 + 16 * _regime(hits) + 4 * (hits & 3)
     whose = 0 if others == 0 or others < m else 1 if others == m else 2
-    beside = 1 if ahead and (nodes.place[r, 4] or nodes.place[r, 3] == 0) else 2 if n_drafters and nodes.external[r, DATASTORE] > -2 else 0
+    beside = (
+        1 if ahead and (nodes.cursor[r, 4] or nodes.cursor[r, 3] == 0) else 2 if n_drafters and nodes.external[r, DATASTORE] > -2 else 0
+    )
     nodes.set[r] = ((beside * 3 + whose) * (ORDERS + 1) * 3 + 3 * max(m, others) + relation) * MODES + _mode(hits)
     for j in range(n):
         token, c = nodes.cand_token[q + j], q + j
@@ -379,7 +381,7 @@ def gather(state, seq, answers_state, answers, foreseen, recycled, nodes, r, fir
         for k in range(ORDERS):
             at = K + k
             nodes.cand_state[c, OUTPUT_CACHE + k] = _history(seen[at * WIDTH + j], visits[at], runs[at]) if k < others else 0
-        nodes.cand_state[c, COPY] = place + (token == copied) if place else 0
+        nodes.cand_state[c, COPY] = position + (token == copied) if position else 0
         nodes.cand_state[c, REGIME] = regime + min(j, 3)
         nodes.cand_state[c, AGE] = age + (token == newest) if age else 0
         nodes.cand_state[c, GAP] = _history(seen[(K - 1) * WIDTH + j], visits[K - 1], runs[K - 1]) if gap else 0

@@ -55,7 +55,7 @@ from ngramspec.drafting.ngram import (
     push,
     resume,
 )
-from ngramspec.drafting.ngram import OUTPUT_CACHE as ANSWERS_ROW
+from ngramspec.drafting.ngram import OUTPUT_CACHE as OUTPUT_CACHE_ROW
 from ngramspec.drafting.ngram import PREDICTED as N_PREDICTED
 
 SIMILAR_SOURCE = GROUPS
@@ -88,7 +88,7 @@ def _lend(nodes, weights, work):
         lent(nodes.depth),
         lent(nodes.prob),
         lent(nodes.source),
-        lent(nodes.place),
+        lent(nodes.cursor),
         lent(nodes.hits),
         lent(nodes.top),
         lent(nodes.external),
@@ -113,9 +113,9 @@ def _lend(nodes, weights, work):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _look(state, seq, answers_state, answers, recycled, nodes, r, first, external, tree, n_drafters, weights, work):
+def _look(state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, work):
     """Fill the candidates of node r with probabilities."""
-    gather(state, seq, answers_state, answers, predicted(state), recycled, nodes, r, first, external, tree, n_drafters, work)
+    gather(state, seq, cached_state, cached, predicted(state), recycled, nodes, r, first, external, tree, n_drafters, work)
     q, n, w = r * WIDTH, nodes.n[r], nodes.set[r]
     total, best = 0.0, -1.0
     for c in range(q, q + n):
@@ -204,10 +204,10 @@ def _source(state, seq, nodes, r, j, n_drafters, weights, sources):
         elif g >= RECYCLED:
             proposed = s > 1
         else:
-            proposed = s & 1 == 0  # a place: even states agree with it
+            proposed = s & 1 == 0  # a position: even states agree with it
         if proposed and w[g] * weights.states[g, s] > best:
             best, who = w[g] * weights.states[g, s], sources[g]
-    at = nodes.place[r, 0]
+    at = nodes.cursor[r, 0]
     if who == sources[0] and 0 <= at < state[SIMILAR] and seq.tokens[at & (len(seq.tokens) - 1)] == nodes.cand_token[r * WIDTH + j]:
         return sources[SIMILAR_SOURCE]
     return who
@@ -242,7 +242,7 @@ def _foresee(state, at, matched, misses, token):
 
 @njit(cache=True, nogil=True)
 def recover(state, seq, recent):
-    """Find the place in the predicted output again where it was lost. recent [>= RESUME] int32 is scratch."""
+    """Find the position in the predicted output again where it was lost. recent [>= RESUME] int32 is scratch."""
     if state[N_PREDICTED] == 0 or state[AGREED] >= RESUME or state[LENGTH] < RESUME:
         return
     for i in range(RESUME):
@@ -254,7 +254,7 @@ def recover(state, seq, recent):
 
 @njit(cache=True, nogil=True)
 def foresee(state, output):
-    """Find the place in the predicted output after these tokens [n] int32 of output."""
+    """Find the position in the predicted output after these tokens [n] int32 of output."""
     for token in output:
         state[AHEAD], state[AGREED], state[STRAYED] = _foresee(state, state[AHEAD], state[AGREED], state[STRAYED], token)
 
@@ -262,7 +262,7 @@ def foresee(state, output):
 @njit(cache=True, nogil=True)
 def grow(
     states,
-    answers,
+    output_caches,
     contexts,
     slots,
     max_depth,
@@ -284,7 +284,7 @@ def grow(
     Tree b is start[b] .. start[b + 1]; parents count from its own first node.
     """
     nodes, weights, work = _lend(nodes, weights, work)
-    states, answers, contexts, sources = lent(states), lent(answers), lent(contexts), lent(sources)
+    states, output_caches, contexts, sources = lent(states), lent(output_caches), lent(contexts), lent(sources)
     guard = Guard(lent(guard.n), lent(guard.codes))
     external = ExternalTrees(lent(external.start), lent(external.tokens), lent(external.parents), lent(external.codes))
     recycled = Recycled(
@@ -308,15 +308,15 @@ def grow(
         if min(max_depth[b], spec_length) < 1 or limit == 0:
             continue
         nodes.depth[first], nodes.prob[first] = 0, 1.0
-        nodes.place[first, 0], nodes.place[first, 1], nodes.place[first, 2] = state[FOLLOW], state[MATCHED], state[MISSES]
-        nodes.place[first, 3], nodes.place[first, 4], nodes.place[first, 5] = state[AHEAD], state[AGREED], state[STRAYED]
+        nodes.cursor[first, 0], nodes.cursor[first, 1], nodes.cursor[first, 2] = state[FOLLOW], state[MATCHED], state[MISSES]
+        nodes.cursor[first, 3], nodes.cursor[first, 4], nodes.cursor[first, 5] = state[AHEAD], state[AGREED], state[STRAYED]
         nodes.hits[first] = state[HITS]
         for d in range(n_drafters):
             tree = b * n_drafters + d
             nodes.external[first, d] = -1 if external.start[tree + 1] > external.start[tree] else -2
-        known = answers[state[ANSWERS_ROW]]
+        cached_state = output_caches[state[OUTPUT_CACHE_ROW]]
         _look(
-            state, arrays(state, contexts), known, arrays(known, contexts), recycled,
+            state, arrays(state, contexts), cached_state, arrays(cached_state, contexts), recycled,
             nodes, first, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
         state[DRAFTED] = 0
@@ -354,14 +354,14 @@ def grow(
         ok, reach = worth(p, expected, taken, rate, hull, reach)
         if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (guard.n[slot] and _guarded(guard, slot, token)):
             continue
-        seq, known = arrays(state, contexts), answers[state[ANSWERS_ROW]]
-        at, matched, misses = _copy(state, seq, nodes.place[above, 0], nodes.place[above, 1], nodes.place[above, 2], token)
-        nodes.place[r, 0], nodes.place[r, 1], nodes.place[r, 2] = at, matched, misses
-        at, matched, misses = _foresee(state, nodes.place[above, 3], nodes.place[above, 4], nodes.place[above, 5], token)
-        nodes.place[r, 3], nodes.place[r, 4], nodes.place[r, 5] = at, matched, misses
+        seq, cached_state = arrays(state, contexts), output_caches[state[OUTPUT_CACHE_ROW]]
+        at, matched, misses = _copy(state, seq, nodes.cursor[above, 0], nodes.cursor[above, 1], nodes.cursor[above, 2], token)
+        nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2] = at, matched, misses
+        at, matched, misses = _foresee(state, nodes.cursor[above, 3], nodes.cursor[above, 4], nodes.cursor[above, 5], token)
+        nodes.cursor[r, 3], nodes.cursor[r, 4], nodes.cursor[r, 5] = at, matched, misses
         nodes.hits[r] = hit_into(nodes.hits[above], nodes.top[above] == j)
         _look(
-            state, seq, known, arrays(known, contexts), recycled,
+            state, seq, cached_state, arrays(cached_state, contexts), recycled,
             nodes, r, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
         size = _offer(nodes, r, guard, slot, keys, refs, size)
@@ -413,7 +413,7 @@ def settle(states, contexts, slots, begin_at, new_start, new_tokens, path_start,
                 _learn(nodes, r, token, n_drafters, weights, rates)
                 hit = nodes.n[r] > 0 and nodes.cand_token[r * WIDTH + nodes.top[r]] == token
                 state[HITS] = hit_into(state[HITS], hit)
-                at, matched, misses = nodes.place[r, 0], nodes.place[r, 1], nodes.place[r, 2]
+                at, matched, misses = nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2]
             at, matched, misses = _copy(state, seq, at, matched, misses, token)
             ahead, agreed, strayed = _foresee(state, ahead, agreed, strayed, token)
             push(state, seq, token, history, keys)

@@ -1,4 +1,4 @@
-"""N-gram tables of one sequence: context hash -> what followed it. No probabilities, no trees, no Python in the hot path.
+"""N-gram tables of one sequence: context hash -> which tokens followed it. Knows no probabilities and no trees; all of it is compiled.
 
 The *event* at position i says "token i followed its contexts". A context of n tokens is keyed by the 64-bit FNV-1a of those
 tokens, newest first and each as four little-endian bytes, so that one pass over the last `LADDER[-1]` tokens yields the keys of
@@ -44,11 +44,11 @@ _8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
 # columns of the per-sequence state, int64
 (TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED) = range(13)
 PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, OUTPUT_CACHE, SIMILAR, STATE_COLUMNS = range(13, 21)
-"""Address and length of the predicted output, the place in it, tokens agreed and missed there; the row of the shared answers' tables; how
-many tokens of similar files stand before the text."""
+"""Address and length of the predicted output, the position in it, tokens agreed and missed there; the row of the shared output cache;
+how many tokens of similar files stand before the text."""
 
 SCAN_AHEAD, SCAN_BACK = 24, 8
-"""How far around the place being copied a departed text is looked for again."""
+"""How far around the position being copied a departed text is looked for again."""
 
 
 class View(NamedTuple):
@@ -75,16 +75,9 @@ def arrays(state, contexts):
     return View(table, tokens, links, contexts)
 
 
-@njit(cache=True, nogil=True)
-def fnv1a(data, h=FNV_OFFSET):
-    """64-bit FNV-1a of bytes [n] uint8 (http://www.isthe.com/chongo/tech/comp/fnv/), continuing from `h`."""
-    for b in data:
-        h = (h ^ np.uint64(b)) * FNV_PRIME
-    return h
-
-
 @njit(cache=True, nogil=True, inline="always")
 def _fnv_token(h, token):
+    """64-bit FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv/) of a token's four bytes, continuing from `h`."""
     x = np.uint64(token)
     h = (h ^ (x & _BYTE)) * FNV_PRIME
     h = (h ^ ((x >> _8) & _BYTE)) * FNV_PRIME
@@ -262,7 +255,7 @@ def _read(table, s, heads, totals, runs, k):
 def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, runs):
     """Entries of the contexts that end in `recent` (newest first), in a sequence's tables and in another's -> how many orders each knows.
 
-    Shortest context first; the other's entries stand `len(contexts) + 1` further on, behind the place of the gapped context.
+    Shortest context first; the other's entries stand `len(contexts) + 1` further on, behind that of the gapped context.
     """
     h, n, K = FNV_OFFSET, 0, len(seq.contexts)
     mine, theirs = 0, 0
@@ -296,63 +289,12 @@ def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
 
 
 @njit(cache=True, nogil=True)
-def continuations(state, contexts, recent, tokens, counts, lasts):
-    """All orders' continuations after `recent` (newest first): fills [K, REACH] arrays, most frequent then most recent first.
-
-    -> (n [K] distinct continuations per order, totals [K]). For tests and inspection; `merge` reads the same entries inline.
-    """
-    seq = arrays(state, contexts)
-    K, mask = len(contexts), len(seq.tokens) - 1
-    heads, totals, runs = np.zeros(2 * K + 2, np.int64), np.zeros(2 * K + 2, np.int64), np.zeros(2 * K + 2, np.int64)
-    n = np.zeros(K, np.int64)
-    found, _ = look_up(state, seq, state, seq, recent, len(recent), heads, totals, runs)
-    for k in range(found):
-        p = heads[k]
-        for _ in range(min(totals[k], REACH)):
-            x, j = seq.tokens[p & mask], 0
-            while j < n[k] and tokens[k, j] != x:
-                j += 1
-            if j == n[k]:
-                tokens[k, j], counts[k, j], lasts[k, j] = x, 0, p
-                n[k] += 1
-            counts[k, j] += 1
-            while j and (counts[k, j], lasts[k, j]) > (counts[k, j - 1], lasts[k, j - 1]):
-                tokens[k, j], tokens[k, j - 1] = tokens[k, j - 1], tokens[k, j]
-                counts[k, j], counts[k, j - 1] = counts[k, j - 1], counts[k, j]
-                lasts[k, j], lasts[k, j - 1] = lasts[k, j - 1], lasts[k, j]
-                j -= 1
-            p = np.int64(seq.links[(p & mask) * (K + 1) + k])
-    return n, totals
-
-
-@njit(cache=True, nogil=True)
-def chain(state, contexts, length):
-    """Predict from the longest context seen, take its most frequent (then most recent) continuation, go on from there -> [n] int32."""
-    seq = arrays(state, contexts)
-    K, keep = len(contexts), LADDER[-1]
-    text = np.zeros(keep + length, np.int32)  # newest last
-    have = min(keep, state[LENGTH])
-    for i in range(have):
-        text[have - 1 - i] = seq.tokens[(state[LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
-    tokens, counts, lasts = np.zeros((K, REACH), np.int64), np.zeros((K, REACH), np.int64), np.zeros((K, REACH), np.int64)
-    for n in range(length):
-        found, _ = continuations(state, contexts, text[max(have + n - keep, 0) : have + n][::-1].copy(), tokens, counts, lasts)
-        k = K - 1
-        while k >= 0 and found[k] == 0:
-            k -= 1
-        if k < 0:
-            return text[have : have + n]
-        text[have + n] = tokens[k, 0]
-    return text[have : have + length]
-
-
-@njit(cache=True, nogil=True)
 def follow(tokens, mask, oldest, length, at, matched, misses, token):
-    """Advance the place that the text is being copied from by one token -> (at, matched, misses).
+    """Advance the position that the text is being copied from by one token -> (at, matched, misses).
 
     `tokens` [mask + 1] is a ring that holds positions oldest .. length - 1. `at` is the position whose token is expected next (-1:
     nowhere), `matched` how many tokens in a row agreed, `misses` a bit per token, newest lowest. After a departure the token is looked
-    for around the place, so that copying resumes behind an edit.
+    for around the position, so that copying resumes behind an edit.
     """
     if at < 0:
         return at, matched, misses
@@ -375,8 +317,8 @@ def predicted(state):
 
 @njit(cache=True, nogil=True)
 def resume(tokens, at, recent, n):
-    """Where a predicted output goes on after it was lost: behind the place nearest to `at` (what lies ahead counts as nearer) at which the
-    latest n tokens stand -> position, -1 if nowhere. recent [>= n] newest first; tokens [N].
+    """Where a predicted output goes on after it was lost: behind the position nearest to `at` (what lies ahead counts as nearer) at which
+    the latest n tokens stand -> position, -1 if nowhere. recent [>= n] newest first; tokens [N].
     """
     best, where = np.int64(1) << 60, np.int64(-1)
     for i in range(n, len(tokens) + 1):

@@ -177,7 +177,7 @@ class Proposer(Speculator):
             depth=np.zeros(rows, np.int32),
             prob=np.zeros(rows, np.float64),
             source=np.zeros(rows, np.uint8),
-            place=np.zeros((rows, 6), np.int64),
+            cursor=np.zeros((rows, 6), np.int64),
             hits=np.zeros(rows, np.int64),
             top=np.zeros(rows, np.int32),
             external=np.full((rows, evidence.MAX_DRAFTERS), -2, np.int32),

@@ -73,7 +73,7 @@ def test_turns_as_transformers_does(
     keys, values = memory(kv_heads, dim, dtype, device)
     got = torch.full((len(positions), heads, dim), 7.0, dtype=dtype, device=device)
     weights = [n.weight.detach().to(device) if norm else None for n in norms]
-    rope_kv.turn_and_place(
+    rope_kv.rope_kv(
         partials.to(device), None if b is None else b.to(device), cos.to(device), sin.to(device), rows_at(positions, slots, device),
         keys, values, got, *weights, eps=1e-5,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_rows_do_not_depend_on_their_company(dtype: torch.dtype, device: str) ->
         keys, values = memory(1, 64, dtype, device)
         q = torch.empty(len(rows), 1, 64, dtype=dtype, device=device)
         at = rows_at(rows, [BLOCK * (r % N_BLOCKS) + r for r in rows], device)
-        rope_kv.turn_and_place(partials[:, rows].contiguous(), None, cos, sin, at, keys, values, q, weight, weight, 1e-6)
+        rope_kv.rope_kv(partials[:, rows].contiguous(), None, cos, sin, at, keys, values, q, weight, weight, 1e-6)
         return q, torch.stack([keys[r % N_BLOCKS, 0, r] for r in rows])
 
     whole = run(list(range(6)))
@@ -111,7 +111,7 @@ def test_places_keys_and_values(dtype: torch.dtype, device: str) -> None:
     keys, values = memory(3, 80, dtype, device)
     k, v = torch.randn(2, 4, 3, 80).to(device, dtype)
     slots = [33, 0, 159, N_BLOCKS * BLOCK]
-    rope_kv.place(k, v, rows_at([0] * 4, slots, device), keys, values)
+    rope_kv.write_kv(k, v, rows_at([0] * 4, slots, device), keys, values)
     for r, slot in enumerate(slots):
         assert torch.equal(keys[slot // BLOCK, :, slot % BLOCK], k[r])
         assert torch.equal(values[slot // BLOCK, :, slot % BLOCK], v[r])
@@ -151,10 +151,10 @@ def test_commit_moves_as_the_pool_on_the_cpu_does(dtype: torch.dtype, device: st
 
 def compiled() -> None:
     kernel = compile_kernel(
-        rope_kv._turn_and_place,
+        rope_kv._rope_kv,
         dict.fromkeys(("bias", "cos", "sin", "keys", "values", "q", "q_norm", "k_norm"), "*bf16")
         | {"partials": "*fp32", "positions": "*i32", "slots": "*i32", "eps": "fp32", "n_rows": "i32"},
-        {"N_PARTIALS": 4, "H": 32, "HK": 8, "D": 128, "TURNED": 128, "HALF": 64, "REST": 0},
+        {"N_PARTIALS": 4, "H": 32, "HK": 8, "D": 128, "ROTATED": 128, "HALF": 64, "REST": 0},
         num_warps=1,
     )
     check_limits(kernel, 90)

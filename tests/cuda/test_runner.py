@@ -66,7 +66,7 @@ def on_device(device: str) -> Iterator[Engine]:
     """Without a device its kernels run under the interpreter."""
     made = pytest.MonkeyPatch()
 
-    def make_runner(model: Any, place: Any, limits: Any, max_model_len: int, say: Any) -> CudaRunner:
+    def make_runner(model: Any, device: Any, limits: Any, max_model_len: int, progress: Any) -> CudaRunner:
         return CudaRunner(
             model,
             max_len=max_model_len + limits.spec_rows + 1,

@@ -1,4 +1,4 @@
-"""Picking on the device: the very tokens that the CPU's `Sampler` picks, whatever is asked for; candidates and walks likewise."""
+"""Sampling on the device: the very tokens that the CPU's `Sampler` samples, whatever is asked for; candidates and walks likewise."""
 
 from __future__ import annotations
 
