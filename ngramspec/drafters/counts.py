@@ -1,6 +1,6 @@
 """N-gram models of the request's own text as drafters that have a distribution q: unigram, bigram, and longer ones with back-off.
 
-Committed tokens come in; a chain goes out: the likeliest one, or one that is drawn from q under the request's own sampling parameters,
+From the committed tokens it makes a chain: the likeliest one, or one that is drawn from q under the request's own sampling parameters,
 each node with its q, so that it can be accepted by rejection sampling (`ngramspec.batch.rejection`). Knows no model.
 """
 

@@ -32,12 +32,12 @@ EAGLE_3 = ("d2t", "t2d", "midlayer.", "lm_head.", "norm.")
 
 
 class _Text:
-    """A sequence: its tokens, the states of the model that were heard, and the layer's keys and values for them."""
+    """A sequence: its tokens, the model's states that it was given, and the layer's keys and values for them."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         self.first = 0
-        """Position of the first state that was heard; earlier ones came from the prefix cache."""
+        """Position of the first state that it was given; earlier ones came from the prefix cache."""
         self.n = 0
         """States that the layer has read."""
         self.kv = torch.empty(2, 0, 0, 0)  # [2, room, kv_heads, head_dim]: keys and values of positions first, first + 1, …

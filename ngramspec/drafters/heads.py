@@ -107,11 +107,11 @@ class Medusa:
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
         parents, depths, ranks, probs = (column[:budget] for column in self.shape)
-        heard = [seq for seq in seqs if seq in self._states]
-        if not heard or not len(parents):
+        known = [seq for seq in seqs if seq in self._states]
+        if not known or not len(parents):
             return [NOTHING] * len(seqs)
-        likely = self.likeliest(np.stack([self._states[seq] for seq in heard]), int(depths.max()) + 1)
-        trees = {seq: Candidates(tokens[depths, ranks], parents, probs) for seq, tokens in zip(heard, likely, strict=True)}
+        likely = self.likeliest(np.stack([self._states[seq] for seq in known]), int(depths.max()) + 1)
+        trees = {seq: Candidates(tokens[depths, ranks], parents, probs) for seq, tokens in zip(known, likely, strict=True)}
         return [trees.get(seq, NOTHING) for seq in seqs]
 
     @torch.inference_mode()
@@ -129,7 +129,7 @@ class Medusa:
         return torch.stack(found, 1).numpy().astype(np.int32)
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
-        """What it needs was heard."""
+        """It needs the hidden states alone."""
 
     def end(self, seq: int) -> None:
         self._states.pop(seq, None)

@@ -2,6 +2,7 @@
 
 They share the weights, and the keys and values of the committed tokens in the target's own pool. What a draft writes there lies where
 the verification writes the same, or something else, before anybody reads it (early exit as in LayerSkip, Elhoushi et al., 2024).
+The runner provides the early exit (`Runner.early_exit`); this module knows no device.
 """
 
 from __future__ import annotations

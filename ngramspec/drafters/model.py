@@ -1,6 +1,6 @@
 """Drafts from a small model with the same vocabulary, which has a runner, a pool and block tables of its own.
 
-Names or loaded models enter; what a `Drafter` gives leaves. A sequence's text is computed when its first draft is made, and rolled back
+It takes a name or a loaded model, and is a `Drafter`. A sequence's text is computed when its first draft is made, and rolled back
 to the accepted path after each one (Leviathan et al., 2023; Chen et al., 2023).
 """
 

@@ -1,6 +1,6 @@
 """Drafters by name: `NAME` or `NAME:ARGUMENT`, as command lines and settings have them, become `Drafter`s for `Engine`.
 
-Imports what a drafter needs when it is asked for.
+Knows every drafter's name and the form of its argument, and imports what a drafter needs when it is asked for.
 """
 
 from __future__ import annotations

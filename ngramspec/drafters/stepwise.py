@@ -1,7 +1,7 @@
 """Drafts that are computed token by token with a model: the loop over levels, for all sequences at once.
 
-Committed tokens enter, candidate trees leave: chains that begin behind the last token. What runs a pass, and which keys and values are
-there already, is the drafters' business (`model`, `layers`).
+From committed tokens to candidate trees: chains that begin behind the last token. What runs a pass, and which keys and values are
+there already, is for the drafters to say (`model`, `layers`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What speaks for each token that could come next. Knows tables, recycled candidates and external trees; no weights, probabilities, costs.
+"""The evidence for each token that could come next. Knows tables, recycled candidates and external trees; no weights, probabilities, costs.
 
 At a node of a draft tree every *group* of evidence judges every candidate token by a small number, its state (0: it is silent):
 

@@ -1,4 +1,4 @@
-"""One draft tree per sequence from all evidence, grown over the whole batch at once. Knows states, weights and costs, no Python objects.
+"""One draft tree per sequence from all evidence, grown over the whole batch at once, all in compiled code. Knows states, weights and costs.
 
 The learned log-odds of each group's state (`evidence`) are the inputs of a logistic regression, whose factors are one weight set per
 longest match and per how well the text was predicted of late, as context-mixing compressors do it (Mahoney, "Adaptive Weighing of Context
@@ -6,6 +6,8 @@ Models for Lossless Data Compression", 2005). Both keep learning online from eve
 
 `grow` grows the trees best-first by path probability with one heap for the batch, until `budget` says that no later node can pay.
 `settle` takes the model's verdict: it learns, and appends the accepted tokens to the tables.
+
+All state is arrays that the caller owns (`proposer`), several at a time in a NamedTuple; nothing is allocated per node.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a drafter is worth its time: what it brought, against what the passes make in that time without it.
 
-Counts and milliseconds enter, yes or no leaves. Knows no tokens and no clock.
+Counts and milliseconds go in; whether to ask the drafter comes out. Knows no tokens and no clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drafts from suffix datastores: what followed this context in the user's repository, and which of its files are like the request.
 
-Committed tokens come in, one flat tree per sequence goes out, each node with a code for how sure the store is and the place that it was
-read from. Opens no store and knows no weights: `ngramspec.datastore` looks up, the mix decides what a code is worth. A store that has
+Committed tokens go in; one flat tree per sequence comes out, each node with a code for how sure the store is and the place that it was
+read from. It opens no store and knows no weights: `ngramspec.datastore` looks up, the mix decides what a code is worth. A store that has
 changed on disk is picked up between two steps; one that has become unreadable keeps its last generation.
 """
 
