@@ -203,7 +203,7 @@ class _Calls:
 
     def __init__(self, folder: str, kill_at: int) -> None:
         self.folder, self.kill_at, self.count = folder, kill_at, 0
-        real_fsync, real_write = os.fsync, stored._Whole.write
+        real_fsync, real_write = os.fsync, stored.WholeWriter.write
 
         def fsync(file: int) -> None:
             self.pass_by()
@@ -217,7 +217,7 @@ class _Calls:
                 real_write(whole, view[half:])
 
         os.fsync = fsync
-        stored._Whole.write = write  # type: ignore[method-assign]
+        stored.WholeWriter.write = write  # type: ignore[method-assign]
         sys.addaudithook(self.hear)
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -223,7 +223,7 @@ def _sample(
         nodes.hits[0] = state[ngram.HITS]
         cursor[0], cursor[1], cursor[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
         cursor[3], cursor[4], cursor[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
-        merge._look(state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, 0, 0, weights, work)
+        merge.look(state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, 0, 0, weights, work)
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
             for g in range(samples.state.shape[1]):
@@ -238,9 +238,9 @@ def _sample(
             last = seq.tokens[(state[ngram.LENGTH] - 1) & (len(seq.tokens) - 1)]
             before = seq.tokens[(state[ngram.LENGTH] - 2) & (len(seq.tokens) - 1)]
             evidence.keep(recycled, np.int64(before), np.int64(last), top[i], logits[i], bounds)
-        copied = merge._copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
+        copied = merge.follow_copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
         state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES] = copied
-        ahead = merge._foresee(state, cursor[3], cursor[4], cursor[5], truth)
+        ahead = merge.follow_prediction(state, cursor[3], cursor[4], cursor[5], truth)
         state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED] = ahead
         ngram.push(state, seq, truth, history, keys)
         if i % 3 == 2:  # a pass accepts a few tokens at once
@@ -273,7 +273,7 @@ def collect(traces: list[Made], weights: merge.Weights, max_out: int, vocab_size
 
 
 class Mix(torch.nn.Module):
-    """The mix as `merge._look` computes it."""
+    """The mix as `merge.look` computes it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -592,7 +592,7 @@ def _new_file(path: Path) -> Iterator[Any]:
     """A file to be written, fsynced at the end; none is left where that fails."""
     try:
         with path.open("xb", buffering=0) as raw:
-            yield _Whole(raw)
+            yield WholeWriter(raw)
             os.fsync(raw.fileno())
     except BaseException as error:
         path.unlink(missing_ok=True)
@@ -601,7 +601,7 @@ def _new_file(path: Path) -> Iterator[Any]:
         raise
 
 
-class _Whole:
+class WholeWriter:
     """write() that writes all of it: a raw file may take less, and a buffered one copies."""
 
     def __init__(self, file: Any):

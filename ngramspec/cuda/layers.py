@@ -99,17 +99,6 @@ def _add_norm(x, partials, bias, weight, out, n_partials, n_rows, width, x_strid
 
 
 @_jit
-def _add(x, partials, bias, n_partials, n_rows, width, x_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < width
-    at = x + row * x_stride + n
-    old = tl.load(at, mask=inside, other=0.0)
-    delta = _sum_up(partials, bias, row * width, n_rows.to(tl.int64) * width, n_partials, n, width, old.dtype)
-    tl.store(at, (old.to(tl.float32) + delta).to(old.dtype), mask=inside)
-
-
-@_jit
 def _gated(partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -132,13 +121,10 @@ def _gated(partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATIO
     tl.store(out + row * out_stride + n, (gate.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """out [R, N] = table [V, N] at ids [R] int32, all of them within the table."""
+def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[R, N] of table [V, N] at ids [R] int32, all of them within the table."""
     width = table.shape[1]
-    if out is None:
-        out = torch.empty(len(ids), width, dtype=table.dtype, device=table.device)
-    assert out.shape == (len(ids), width)
-    assert out.dtype == table.dtype
+    out = torch.empty(len(ids), width, dtype=table.dtype, device=table.device)
     assert table.is_contiguous()
     assert ids.is_contiguous()
     if len(ids):
@@ -172,16 +158,6 @@ def add_norm(
     if rows:
         _add_norm[(rows,)](x, partials, bias, weight, out, n_partials, rows, width, x.stride(0), out.stride(0), eps, **_whole_row(width))
     return out
-
-
-def add(x: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [R, N] += the product of partials [P, R, N] and bias [N], in place."""
-    rows, width = _check_rows(x, x)
-    n_partials = _check_partials(partials, bias, rows, width)
-    if rows:
-        grid = (triton.cdiv(width, 512), rows)
-        _add[grid](x, partials, bias, n_partials, rows, width, x.stride(0), BLOCK=512, num_warps=4, enable_fp_fusion=False)
-    return x
 
 
 def gated(

@@ -256,8 +256,6 @@ def walk(
     roots: torch.Tensor,
     ends: torch.Tensor,
     depth: int,
-    counts: torch.Tensor | None = None,
-    paths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`verify.walk` for B sequences: from its root row to the child row whose id was sampled at the row before, and so on.
 
@@ -267,8 +265,8 @@ def walk(
     them (or the root).
     """
     B = len(roots)
-    counts = torch.empty(B, dtype=torch.int32, device=sampled.device) if counts is None else counts
-    paths = torch.empty(B, depth, dtype=torch.int32, device=sampled.device) if paths is None else paths
+    counts = torch.empty(B, dtype=torch.int32, device=sampled.device)
+    paths = torch.empty(B, depth, dtype=torch.int32, device=sampled.device)
     if B:
         _walk[B,](sampled, ids, parents, roots, ends, counts, paths, depth, paths.stride(0), BLOCK=128, num_warps=1)
     return counts, paths

@@ -115,7 +115,7 @@ def _lend(nodes, weights, work):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _look(state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, work):
+def look(state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, work):
     """Fill the candidates of node r with probabilities."""
     gather(state, seq, cached_state, cached, predicted(state), recycled, nodes, r, first, external, tree, n_drafters, work)
     q, n, w = r * WIDTH, nodes.n[r], nodes.set[r]
@@ -229,13 +229,15 @@ def _offer(nodes, r, guard, slot, keys, refs, size):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _copy(state, seq, at, matched, misses, token):
+def follow_copy(state, seq, at, matched, misses, token):
+    """`ngram.follow` in the sequence's own text."""
     mask = len(seq.tokens) - 1
     return follow(seq.tokens, mask, max(state[LENGTH] - mask, 0), state[LENGTH], at, matched, misses, token)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _foresee(state, at, matched, misses, token):
+def follow_prediction(state, at, matched, misses, token):
+    """`ngram.follow` in the predicted output."""
     if at < 0:
         return at, matched, misses
     foreseen = predicted(state)
@@ -258,7 +260,7 @@ def recover(state, seq, recent):
 def foresee(state, output):
     """Find the position in the predicted output after these tokens [n] int32 of output."""
     for token in output:
-        state[AHEAD], state[AGREED], state[STRAYED] = _foresee(state, state[AHEAD], state[AGREED], state[STRAYED], token)
+        state[AHEAD], state[AGREED], state[STRAYED] = follow_prediction(state, state[AHEAD], state[AGREED], state[STRAYED], token)
 
 
 @njit(cache=True, nogil=True)
@@ -317,7 +319,7 @@ def grow(
             tree = b * n_drafters + d
             nodes.external[first, d] = -1 if external.start[tree + 1] > external.start[tree] else -2
         cached_state = output_caches[state[OUTPUT_CACHE_ROW]]
-        _look(
+        look(
             state, arrays(state, contexts), cached_state, arrays(cached_state, contexts), recycled,
             nodes, first, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
@@ -357,12 +359,12 @@ def grow(
         if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (guard.n[slot] and _guarded(guard, slot, token)):
             continue
         seq, cached_state = arrays(state, contexts), output_caches[state[OUTPUT_CACHE_ROW]]
-        at, matched, misses = _copy(state, seq, nodes.cursor[above, 0], nodes.cursor[above, 1], nodes.cursor[above, 2], token)
+        at, matched, misses = follow_copy(state, seq, nodes.cursor[above, 0], nodes.cursor[above, 1], nodes.cursor[above, 2], token)
         nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2] = at, matched, misses
-        at, matched, misses = _foresee(state, nodes.cursor[above, 3], nodes.cursor[above, 4], nodes.cursor[above, 5], token)
+        at, matched, misses = follow_prediction(state, nodes.cursor[above, 3], nodes.cursor[above, 4], nodes.cursor[above, 5], token)
         nodes.cursor[r, 3], nodes.cursor[r, 4], nodes.cursor[r, 5] = at, matched, misses
         nodes.hits[r] = hit_into(nodes.hits[above], nodes.top[above] == j)
-        _look(
+        look(
             state, seq, cached_state, arrays(cached_state, contexts), recycled,
             nodes, r, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
@@ -416,8 +418,8 @@ def settle(states, contexts, slots, begin_at, new_start, new_tokens, path_start,
                 hit = nodes.n[r] > 0 and nodes.cand_token[r * WIDTH + nodes.top[r]] == token
                 state[HITS] = hit_into(state[HITS], hit)
                 at, matched, misses = nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2]
-            at, matched, misses = _copy(state, seq, at, matched, misses, token)
-            ahead, agreed, strayed = _foresee(state, ahead, agreed, strayed, token)
+            at, matched, misses = follow_copy(state, seq, at, matched, misses, token)
+            ahead, agreed, strayed = follow_prediction(state, ahead, agreed, strayed, token)
             push(state, seq, token, history, keys)
         state[FOLLOW], state[MATCHED], state[MISSES] = at, matched, misses
         state[AHEAD], state[AGREED], state[STRAYED] = ahead, agreed, strayed

@@ -611,7 +611,7 @@ class FullDisk:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    real = stored._Whole.write
+    real = stored.WholeWriter.write
 
     def limit(room: int) -> None:
         disk = FullDisk(room)
@@ -621,10 +621,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
             while done < len(data):
                 done += disk.write(lambda file, part: file.write(part), self.file, memoryview(data)[done:])
 
-        monkeypatch.setattr(stored._Whole, "write", write)
+        monkeypatch.setattr(stored.WholeWriter, "write", write)
 
     yield limit
-    monkeypatch.setattr(stored._Whole, "write", real)
+    monkeypatch.setattr(stored.WholeWriter, "write", real)
 
 
 def test_a_full_disk_leaves_the_old_generation(corpus: Path, tmp_path: Path, backend: Tokenizer, full_disk: Callable[[int], None]) -> None:
