@@ -45,6 +45,7 @@ from numba import njit
 
 from benchmarks.common import environment, print_document, print_table
 from ngramspec.drafting import evidence, merge, ngram, proposer
+from ngramspec.drafting.weights import cold_weights, save_weights
 
 KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "noise", "recorded")
 SESSION = 20
@@ -328,7 +329,7 @@ def losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
 
 def to_weights(model: Mix) -> merge.Weights:
     """The package's arrays; what external drafters say starts from its plain meaning."""
-    weights = proposer.cold_weights()
+    weights = cold_weights()
     weights.states[: evidence.EXTERNAL] = model.states.detach().numpy()
     weights.states[: evidence.EXTERNAL, 0] = 0.0
     weights.mix[:, : evidence.EXTERNAL] = model.mix.detach().numpy()
@@ -438,7 +439,7 @@ def main() -> None:
     kinds = np.concatenate([np.full(len(t.output) + 1, KINDS.index(t.kind)) for t in held_out])
     n_out, spent = sum(len(t.output) for t in train), time.perf_counter() - started
     print(f"{len(code)} Python files, {len(prose)} texts -> {n_out} output tokens, {spent:.0f} s", flush=True)
-    weights = proposer.cold_weights()
+    weights = cold_weights()
     losses_by_turn: list[dict[str, float]] = []
     for turn in range(2):  # which tokens counted as predicted is itself evidence: the second turn sees it as the learned mix says
         seen = train if turn else [t for t in train if t.session % 2 == 0]
@@ -446,7 +447,7 @@ def main() -> None:
         weights = to_weights(model)
         losses_by_turn.append(losses(model, collect(held_out, weights, args.max_out, len(tokenizer)), kinds))
         print(f"turn {turn}: mean loss {np.mean(list(losses_by_turn[-1].values())):.4f}, {time.perf_counter() - started:.0f} s", flush=True)
-    proposer.save_weights(args.out, weights)
+    save_weights(args.out, weights)
     print_table(["kind", "loss"], [[kind, loss] for kind, loss in losses_by_turn[-1].items()])
     settings = {"traces": args.traces, "epochs": args.epochs, "max_out": args.max_out, "seed": args.seed, "tokenizer": args.tokenizer}
     document = {"benchmark": "learn_mix", "loss": losses_by_turn[-1], "settings": settings}

@@ -24,8 +24,9 @@ from ngramspec.datastore.build import build
 from ngramspec.datastore.router import CHUNK, DIM, STRIDE, Router, around, embed, embed_request
 from ngramspec.datastore.suffixes import sort_suffixes
 from ngramspec.datastore.update import merge, prune, update
-from ngramspec.drafting.proposer import Proposer, cold_weights
+from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.suffix import SuffixDrafter
+from ngramspec.drafting.weights import cold_weights
 
 VOCAB = 5000
 pytest.importorskip("faiss")

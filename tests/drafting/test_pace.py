@@ -7,7 +7,7 @@ import pytest
 
 from ngramspec.drafting import Candidates, Proposer
 from ngramspec.drafting.pace import SHARE, WINDOW, Pace
-from ngramspec.drafting.proposer import cold_weights
+from ngramspec.drafting.weights import cold_weights
 
 
 def asks(pace: Pace, steps: int, gained: int, ms: float, tokens: int = 1, pass_ms: float = 10.0) -> int:

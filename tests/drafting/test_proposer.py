@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.drafting import Candidates, Drafter, Proposer, budget, evidence, merge, warmup
-from ngramspec.drafting.proposer import SOURCES, TENANTS, cold_weights, load_weights, save_weights
+from ngramspec.drafting.proposer import SOURCES, TENANTS
+from ngramspec.drafting.weights import cold_weights, load_weights, save_weights
 
 FREE = np.ones(600)  # rows cost nothing
 FLAT = 1 + 0.005 * np.arange(600.0)
