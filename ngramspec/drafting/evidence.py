@@ -1,4 +1,6 @@
-"""The evidence for each token that could come next. Knows tables, recycled candidates and external trees; no weights, probabilities, costs.
+"""The evidence for each token that could come next.
+
+Tables, recycled candidates and external trees enter, states of candidates leave. Knows no weights, probabilities or costs.
 
 At a node of a draft tree every *group* of evidence judges every candidate token by a small number, its state (0: it is silent):
 
