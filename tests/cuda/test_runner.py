@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from ngramspec import Completion, Engine, SamplingParams, engine
+from ngramspec import Completion, Engine, SamplingParams, assembly
 from ngramspec.batch.errors import OutOfMemoryError
 from ngramspec.cuda.graphs import ITEMS, ROWS, bucket_for
 from ngramspec.cuda.model import Modules, Stack
@@ -66,17 +66,17 @@ def on_device(device: str) -> Iterator[Engine]:
     """Without a device its kernels run under the interpreter."""
     made = pytest.MonkeyPatch()
 
-    def make_runner(model: Any, device: Any, limits: Any, max_model_len: int, progress: Any) -> CudaRunner:
+    def make_runner(model: Any, config: Any, device: Any, max_model_len: int, progress: Any) -> CudaRunner:
         return CudaRunner(
             model,
-            max_len=max_model_len + limits.spec_rows + 1,
-            max_seqs=limits.max_seqs,
-            max_rows=limits.max_rows,
+            max_len=max_model_len + config.spec_rows + 1,
+            max_seqs=config.max_seqs,
+            max_rows=device.max_rows,
             kv_bytes=1 << 21,
             max_depth=9,
         )
 
-    made.setattr(engine, "_make_runner", make_runner)
+    made.setattr(assembly, "_runner", make_runner)
     made.setattr(CudaRunner, "cost_rows", (1, 8))
     model = tiny.tiny_model("llama", **SMALL, bos_token_id=1, eos_token_id=2, pad_token_id=2).to(device)
     with Engine(model, max_seqs=4, max_rows=16, spec_rows=8, spec_length=8, threads=1) as made_engine:
