@@ -1,0 +1,285 @@
+"""What the documents say is so: commands parse, links resolve, files and modules exist, tables equal what they are made from.
+
+    python tests/test_docs.py      writes the generated tables of docs/settings.md anew
+
+No command is run and no model is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import click
+import pytest
+import typer
+
+from ngramspec import SamplingParams
+from ngramspec.batch.options import Option, options_of
+from ngramspec.config import EngineConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted((ROOT / "docs").glob("*.md"))]
+SETTINGS = ROOT / "docs" / "settings.md"
+MOST_LINES = 200
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    language: str
+    text: str
+
+
+def blocks(document: Path, *languages: str) -> list[Block]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return [Block(*each) for each in found if each[0] in languages]
+
+
+def prose(document: Path) -> str:
+    """The text without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+# ------------------------------------------------------------------ commands
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """The words of every command in the shell blocks. Line ends and pipes end one; a comment begins a line or stands behind two blanks."""
+    for block in blocks(document, "sh"):
+        lexer = shlex.shlex(re.sub(r"(^|  +)#.*$", "", block.text, flags=re.MULTILINE), posix=True, punctuation_chars="|;&\n")
+        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
+        words: list[str] = []
+        for word in [*lexer, "\n"]:
+            if word.strip("|;&\n"):
+                words.append(word)
+            elif words:
+                yield words
+                words = []
+
+
+def parse(words: list[str]) -> click.Context:
+    """As the command line would, up to calling the command. Raises click.ClickException."""
+    from ngramspec.cli.main import app
+
+    command: Any = typer.main.get_command(app)
+    context = command.make_context(command.name, list(words))
+    while isinstance(command, click.Group) or hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, rest, parent=context)
+    return context
+
+
+@each_document
+def test_commands_parse(document: Path) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(document):
+        if words[:3] == ["python", "-m", "ngramspec"]:
+            words = words[2:]
+        if words[0] == "ngramspec":
+            parse(words[1:])
+        elif words[0] == "make":
+            assert set(words[1:]) <= set(targets), f"Makefile has no {words[1:]}"
+        elif words[:2] == ["python", "-m"] and words[2] != "pytest":
+            check_module(words[2], words[3:])
+        elif words[0] == "python" and words[1] != "-c":
+            assert (ROOT / words[1]).is_file() or words[1] == "-m", words
+
+
+def check_module(name: str, words: list[str]) -> None:
+    """That a program of ours exists and declares the options given."""
+    place = ROOT / name.replace(".", "/")
+    sources = list(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    assert not place.is_dir() or (place / "__main__.py").is_file(), f"{name} cannot be run"
+    source = "".join(path.read_text() for path in [*sources, ROOT / "benchmarks" / "common.py"])
+    for word in words:
+        if word.startswith("--"):
+            assert f'"{word.partition("=")[0]}"' in source, f"{name} has no option {word}"
+
+
+def test_what_is_no_command_is_noticed() -> None:
+    parse(["complete", "x", "--max-tokens", "3"])
+    parse(["datastore", "lookup", "store", "x"])
+    for words in (["complete", "x", "--no-such-option"], ["no-such-command"], ["datastore", "no-such-command"], ["complete", "--n", "x"]):
+        with pytest.raises(Exception, match=r"(?i)no such|valid integer"):
+            parse(words)
+
+
+# ------------------------------------------------------------------ Python and patches
+
+
+@each_document
+def test_python_compiles_and_names_what_there_is(document: Path) -> None:
+    for block in blocks(document, "python"):
+        tree = ast.parse(textwrap.dedent(block.text))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ngramspec":
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                given = {keyword.arg for keyword in node.keywords}
+                if node.func.id == "Engine":
+                    assert given <= {*options_of(EngineConfig), "config", "tokenizer", "datastore", "drafters", "alone", "progress"}
+                if node.func.id == "SamplingParams":
+                    assert given <= set(options_of(SamplingParams))
+
+
+ACCEPTS_TOP_A = """
+from tests.test_docs import parse
+from ngramspec import SamplingParams
+from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
+from ngramspec.server.openai.schemas import ChatRequest, CompletionRequest
+
+SamplingParams(top_a=0.2)
+assert parse(["complete", "x", "--top-a", "0.2"]).params["top_a"] == 0.2
+for dialect in (CompletionRequest, ChatRequest, InfillBody, LlamaCompletionBody):
+    assert "top_a" in dialect.model_fields, dialect
+"""
+
+
+def test_the_patch_that_adds_a_sampling_parameter(tmp_path: Path) -> None:
+    """It applies, and with nothing else every door takes the parameter."""
+    (patch,) = blocks(ROOT / "CONTRIBUTING.md", "diff")
+    for folder in ("ngramspec", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.text, text=True, check=True)
+    subprocess.run([sys.executable, "-c", ACCEPTS_TOP_A], cwd=tmp_path, check=True)
+
+
+# ------------------------------------------------------------------ links and names
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub calls the headings."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.M | re.S), re.MULTILINE):
+        base = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        name, n = base, 0
+        while name in found:
+            n += 1
+            name = f"{base}-{n}"
+        found.add(name)
+    return found
+
+
+@each_document
+def test_links_resolve(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.is_relative_to(ROOT), f"{target} leaves the repository"
+        assert file.exists(), f"{target}: there is no such file"
+        if anchor:
+            assert anchor in anchors(file), f"{target}: {file.name} has no such heading, but {sorted(anchors(file))}"
+
+
+@each_document
+def test_files_and_modules_exist(document: Path) -> None:
+    if document.name == "CHANGELOG.md":  # names what is gone
+        return
+    for path in re.findall(r"(?<![\w/.-])((?:ngramspec|datastore|tests|benchmarks|docs|tools)/[\w./-]*\w)", document.read_text("utf-8")):
+        if "NAME" not in path:
+            assert (ROOT / path).exists(), f"there is no {path}"
+    for name in re.findall(r"`(ngramspec(?:\.[a-z_]+)+(?:\.[A-Z]\w+)?)[`(]", document.read_text("utf-8")):
+        module, _, last = name.rpartition(".")
+        if last[:1].isupper():
+            assert hasattr(importlib.import_module(module), last), f"{module} has no {last}"
+        else:
+            assert importlib.util.find_spec(name) is not None, f"there is no module {name}"
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MOST_LINES
+
+
+def test_every_document_is_found_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(([\w/]+\.md)", (ROOT / "README.md").read_text("utf-8")))
+    assert {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_pictures_are_whole(picture: Path) -> None:
+    root = ElementTree.parse(picture).getroot()
+    assert root.get("viewBox")
+    assert root.find("{*}title") is not None, "a picture says what it shows"
+    assert "prefers-color-scheme: dark" in picture.read_text("utf-8")
+
+
+# ------------------------------------------------------------------ generated tables
+
+
+def table(settings: type, header: str) -> str:
+    """A row per option of a dataclass: name, what a command line calls it, default, what is accepted, what it means."""
+    lines = [f"| {header} | command line | default | accepted | meaning |", "|---|---|---|---|---|"]
+    for name, option in options_of(settings).items():
+        cells = [f"`{name}`", _flags(option), _default(option.default), option.kind.accepted, option.help]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _flags(option: Option) -> str:
+    if option.flags is None:
+        return "–"
+    flags = ", ".join(f"`{flag}`" for flag in option.flags or (option.flag,))
+    return f"{flags} ({', '.join(f'`{name}`' for name in option.only)})" if option.only else flags
+
+
+def _default(value: object) -> str:
+    if value is None or value == () or value == {}:
+        return "none"
+    return ("on" if value else "off") if isinstance(value, bool) else f"`{value}`"
+
+
+def generated() -> dict[str, str]:
+    return {
+        "engine": table(EngineConfig, "setting"),
+        "sampling": table(SamplingParams, "parameter"),
+    }
+
+
+def with_tables(text: str) -> str:
+    """The document with its generated tables as they should be."""
+    for name, rows in generated().items():
+        marked = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
+        text, n = re.subn(marked, lambda found, rows=rows: f"{found[1]}\n{rows}\n\n{found[2]}", text, flags=re.DOTALL)
+        assert n == 1, f"no place for the table {name}"
+    return text
+
+
+def test_tables_of_settings_are_the_declarations() -> None:
+    text = SETTINGS.read_text("utf-8")
+    assert text == with_tables(text), "docs/settings.md is not what is declared; `python tests/test_docs.py` writes it anew"
+
+
+@pytest.mark.parametrize("name", ["setting", "limit"])
+def test_tables_of_the_server_are_its_settings(name: str) -> None:
+    from ngramspec.server.settings import Limits, ServerSettings
+
+    fields = (ServerSettings if name == "setting" else Limits).model_fields
+    rows = re.search(rf"^\| {name} \| default \| \w+ \|\n\|---.*?(?:\n\n|\Z)", SETTINGS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert rows is not None
+    told = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", rows[0], re.MULTILINE))
+    assert list(told) == list(fields)
+    for field, default in told.items():
+        assert default == ("see below" if field == "limits" else _default(fields[field].default)), field
+
+
+if __name__ == "__main__":
+    SETTINGS.write_text(with_tables(SETTINGS.read_text("utf-8")), "utf-8")
+    print(f"{SETTINGS.relative_to(ROOT)} is written")
