@@ -99,15 +99,26 @@ def test_commands_parse(document: Path) -> None:
 
 
 def check_module(name: str, words: list[str]) -> None:
-    """That a program of ours exists and that it, or a module of ours that it imports, declares the options given."""
+    """That a program of ours exists, and that it or one of our modules that it imports declares the options given."""
     place = ROOT / name.replace(".", "/")
-    sources = [path.read_text() for path in (place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")])]
-    assert not place.is_dir() or (place / "__main__.py").is_file(), f"{name} cannot be run"
-    imported = {found for source in sources for found in re.findall(r"^from benchmarks import (\w+)$", source, re.MULTILINE)}
-    everything = "".join([*sources, *((ROOT / "benchmarks" / f"{module}.py").read_text() for module in imported)])
+    assert (place / "__main__.py").is_file() or place.with_suffix(".py").is_file(), f"{name} cannot be run"
+    sources: dict[Path, str] = {}
+    read(place, sources)
     for word in words:
         if word.startswith("--"):
-            assert f'"{word.partition("=")[0]}"' in everything, f"{name} has no option {word}"
+            option = f'"{word.partition("=")[0]}"'
+            assert any(option in source for source in sources.values()), f"{name} has no option {word}"
+
+
+def read(place: Path, sources: dict[Path, str]) -> None:
+    """Add the source of a module, or of all of a package, and of what it imports of `benchmarks`."""
+    for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+        if path.is_file() and path not in sources:
+            sources[path] = path.read_text("utf-8")
+            named = re.findall(r"\bbenchmarks\.(\w+)", sources[path])
+            named += re.findall(r"\w+", " ".join(re.findall(r"^from benchmarks import (.+)$", sources[path], re.MULTILINE)))
+            for module in named:
+                read(ROOT / "benchmarks" / module, sources)
 
 
 def test_what_is_no_command_is_noticed() -> None:
