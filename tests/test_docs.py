@@ -25,7 +25,7 @@ import pytest
 import typer
 
 from ngramspec import SamplingParams
-from ngramspec.batch.options import Option, options_of
+from ngramspec.batch.options import options_of
 from ngramspec.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,11 +70,16 @@ def commands(document: Path) -> Iterator[list[str]]:
                 words = []
 
 
-def parse(words: list[str]) -> Any:
-    """As the command line would, up to calling the command: the innermost command's context. Raises what a wrong word raises."""
+def command_line() -> Any:
+    """The whole command, of typer's own kind."""
     from ngramspec.cli.main import app
 
-    command: Any = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def parse(words: list[str]) -> Any:
+    """As the command line would, up to calling the command: the innermost command's context. Raises what a wrong word raises."""
+    command = command_line()
     context = command.make_context(command.name, list(words))
     while hasattr(command, "resolve_command"):
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
@@ -235,16 +240,18 @@ def table(settings: type, header: str) -> str:
     """A row per option of a dataclass: name, what a command line calls it, default, what is accepted, what it means."""
     lines = [f"| {header} | command line | default | accepted | meaning |", "|---|---|---|---|---|"]
     for name, option in options_of(settings).items():
-        cells = [f"`{name}`", _flags(option), _default(option.default), option.kind.accepted, option.help]
+        cells = [f"`{name}`", flags(name), _default(option.default), option.kind.accepted, option.help]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
-def _flags(option: Option) -> str:
-    if option.flags is None:
-        return "–"
-    flags = ", ".join(f"`{flag}`" for flag in option.flags or (option.flag,))
-    return f"{flags} ({', '.join(f'`{name}`' for name in option.only)})" if option.only else flags
+def flags(name: str) -> str:
+    """What `ngramspec complete` calls a setting; what only `ngramspec serve` has says so."""
+    for command, behind in (("complete", ""), ("serve", " (`serve`)")):
+        for parameter in command_line().commands[command].params:
+            if parameter.name == name:
+                return ", ".join(f"`{flag}`" for flag in [*parameter.opts, *parameter.secondary_opts]) + behind
+    return "–"
 
 
 def _default(value: object) -> str:
