@@ -37,7 +37,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m ngramspec.cli.demo
+	$(BIN)/python -m tools.demo
 
 # Compiled once for both processes of tests. What measures a server runs by itself.
 test: $(READY)

@@ -1,1 +1,1 @@
-"""Programs for who works on ngramspec. Not installed."""
+"""Programs that are run from a clone of the repository: the demonstration, checks, training. Not installed."""

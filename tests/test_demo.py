@@ -53,8 +53,8 @@ def test_every_task_begins_on_a_line_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "ngramspec.engine", SimpleNamespace(Engine=Engine))
-    monkeypatch.delitem(sys.modules, "ngramspec.cli.demo", raising=False)
-    demo = importlib.import_module("ngramspec.cli.demo")
+    monkeypatch.delitem(sys.modules, "tools.demo", raising=False)
+    demo = importlib.import_module("tools.demo")
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "dumb")
