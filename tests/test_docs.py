@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,6 +232,13 @@ def test_pictures_are_whole(picture: Path) -> None:
     assert root.get("viewBox")
     assert root.find("{*}title") is not None, "a picture says what it shows"
     assert "prefers-color-scheme: dark" in picture.read_text("utf-8")
+
+
+def test_the_picture_has_every_room() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    shown = re.findall(r'class="name"[^>]*>([^<]+)<', (ROOT / "docs" / "architecture.svg").read_text("utf-8"))
+    assert {name for text in shown for name in text.split(", ")} == {room for layer in layers for room in layer.split(" | ")} - {"__main__"}
 
 
 # ------------------------------------------------------------------ generated tables
