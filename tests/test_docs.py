@@ -117,14 +117,15 @@ def check_module(name: str, words: list[str]) -> None:
 
 
 def read(place: Path, sources: dict[Path, str]) -> None:
-    """Add the source of a module, or of all of a package, and of what it imports of `benchmarks`."""
+    """Add the source of a module, or of all of a package, and of what it imports of our programs."""
     for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
         if path.is_file() and path not in sources:
             sources[path] = path.read_text("utf-8")
-            named = re.findall(r"\bbenchmarks\.(\w+)", sources[path])
-            named += re.findall(r"\w+", " ".join(re.findall(r"^from benchmarks import (.+)$", sources[path], re.MULTILINE)))
-            for module in named:
-                read(ROOT / "benchmarks" / module, sources)
+            named = re.findall(r"\b(benchmarks|tools)\.(\w+)", sources[path])
+            for folder, several in re.findall(r"^from (benchmarks|tools) import (.+)$", sources[path], re.MULTILINE):
+                named += [(folder, module) for module in re.findall(r"\w+", several)]
+            for folder, module in named:
+                read(ROOT / folder / module, sources)
 
 
 def test_what_is_no_command_is_noticed() -> None:
