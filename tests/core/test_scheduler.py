@@ -101,7 +101,7 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
             taken = 0
             for _ in range(1 + draw(0, room)):
                 taken += 1
-                if seq.append(1, None, None):
+                if seq.append(1, None):
                     break
             seq.computed = first + taken - 1
             register(tables, seq)
@@ -131,7 +131,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     assert preempted == []
     for w in work:
         w.seq.computed = w.seq.n_tokens
-        w.seq.append(1, None, None)
+        w.seq.append(1, None)
     work, admitted, preempted = scheduler.schedule()  # old needs a third block
     assert [w.seq for w in work] == [old]
     assert len(preempted) == 1
