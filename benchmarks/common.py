@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, prompts from files, the machine in words, medians in turns, the closing JSON line.
+"""What the benchmarks share: options, prompts from files, measures in turns, results kept on disk, the machine in words, the last line.
 
 A JSONL row or a seed enters, token ids leave. Knows tokenizers, nothing of engines or peers.
 """
@@ -22,20 +22,23 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import ngramspec
+from ngramspec.batch.types import Completion
 
 SLOPES = {"flat": 0.005, "steep": 0.04}
 """Cost of a row as a share of a pass: a large GPU, a CPU of two cores."""
 PACKAGES = ("torch", "transformers", "numpy", "numba")
 DTYPES = ("float32", "bfloat16", "float16")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +99,47 @@ def linears_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--linears", choices=choices, default="exact", help="unpacked: keep weights as float32; vendor: not exact, on CUDA")
 
 
+def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Of `python -m benchmarks.NAME`, described by the first line of its module."""
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n")[0])
+
+
+# What a command line may say, for argparse's `type`. They raise argparse.ArgumentTypeError.
+
+
 def device(text: str) -> str:
-    """A command line's device. Raises argparse.ArgumentTypeError."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
     return "cuda:0" if text == "cuda" else text
+
+
+def positive(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Positive integers with commas between, in their order of size."""
+    return sorted({*map(positive, text.split(","))})
+
+
+def file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return Path(text)
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Names with commas between, each once, in the order given."""
+
+    def choose(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return choose
 
 
 def settle_dtype(device: str, dtype: str | None) -> str:
@@ -172,6 +211,13 @@ def library_prompts(tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
+def candidates(completion: Completion) -> dict[str, list[list[Any]]]:
+    """The model's most likely tokens at each token of an output, and their log-probabilities, most likely first."""
+    top = [each.top for each in completion.choices[0].logprobs or ()]
+    ids = [[token for token, _ in row] for row in top]
+    return {"top_ids": ids, "top_logprobs": [[round(logprob, 3) for _, logprob in row] for row in top]}
+
+
 def random_prompts(tokenizer: Any, count: int, seed: int = 0, length: int = 200) -> list[Prompt]:
     """Prompts of `length` different random words: text that never repeats."""
     ids = sorted(set(tokenizer.get_vocab().values()))
@@ -189,23 +235,59 @@ def turns(contenders: list[str], count: int) -> Iterator[list[str]]:
         yield contenders[shift:] + contenders[:shift]
 
 
-def interleaved_medians(measures: dict[str, Callable[[], float]], repeat: int) -> dict[str, float]:
-    """Median of `repeat` calls of each measure, one of each a round, after a round that does not count."""
-    results: dict[str, list[float]] = {name: [] for name in measures}
-    for n, order in enumerate(turns(list(measures), repeat + 1)):
+def in_turns(measures: Mapping[str, Callable[[], T]], repeat: int, warm_up: int = 1) -> dict[str, list[T]]:
+    """What `repeat` calls of each measure return, one of each a round, after rounds that do not count."""
+    results: dict[str, list[T]] = {name: [] for name in measures}
+    for n, order in enumerate(turns(list(measures), repeat + warm_up), 1 - warm_up):
         for name in order:
             value = measures[name]()
-            if n:
+            if n > 0:
                 results[name].append(value)
-        print(f"round {n} of {repeat}", file=sys.stderr, flush=True)
-    return {name: statistics.median(values) for name, values in results.items()}
+        say(f"round {n} of {repeat}")
+    return results
 
 
-def positive(text: str) -> int:
-    """A command line's count. Raises argparse.ArgumentTypeError."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
-    return int(text)
+def interleaved_medians(measures: Mapping[str, Callable[[], float]], repeat: int) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in in_turns(measures, repeat).items()}
+
+
+def timed(work: Callable[[], object], device: str = "cpu") -> float:
+    """Milliseconds until the work is done, on the device too."""
+    wait_for(device)
+    start = time.perf_counter()
+    work()
+    wait_for(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+class Kept:
+    """Results by the settings that they depend on, in a file that each is appended to: a later call goes on from there."""
+
+    def __init__(self, path: Path | None, *, fresh: bool = False) -> None:
+        """`path` None: kept in memory alone. A line that was not finished goes."""
+        self.path, self.known = path, dict[str, Any]()
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() and not fresh else b""
+        for row in map(json.loads, whole.splitlines()):
+            self.known[_name(row["key"])] = row
+        path.write_bytes(whole + b"\n" if whole else b"")
+
+    def get(self, key: dict[str, Any]) -> Any:
+        """The row with this key, None where there is none."""
+        return self.known.get(_name(key))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Its key is `row["key"]`."""
+        self.known[_name(row["key"])] = row
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _name(key: dict[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
 
 
 def digest(outputs: Iterable[list[int]]) -> str:
@@ -217,9 +299,7 @@ def device_name(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    )
+    names = re.findall(r"^model name\s*: *(.*)", info.read_text(), re.MULTILINE) if info.exists() else []
     isa = torch.backends.cpu.get_cpu_capability()
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores, {isa}"
 
@@ -245,15 +325,16 @@ def driver_version() -> str:
 def print_table(header: list[str], rows: list[list[Any]]) -> None:
     """First column to the left, the others to the right; None is a dash."""
     cells = [header] + [["–" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
-        print(
-            "  ".join(
-                cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-        )
+        print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip())
 
 
 def print_document(document: dict[str, Any]) -> None:
     """The last line: one JSON document."""
     print(json.dumps(document, ensure_ascii=False), flush=True)
+
+
+def say(message: str) -> None:
+    """Progress."""
+    print(message, file=sys.stderr, flush=True)

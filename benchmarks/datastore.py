@@ -19,21 +19,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from benchmarks import common, datastore_writing
 from ngramspec.datastore import format as layout
+from ngramspec.datastore import pieces
 from ngramspec.datastore.errors import DatastoreNotFoundError
 from ngramspec.datastore.lookup import NODES, OCCURRENCES, OUT_PARENTS, OUT_START, OUT_TOKENS, Matcher, propose_batch
+from ngramspec.datastore.pointers import pointer
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.suffixes import sort_suffixes
 
 BATCH, MAX_MATCH, STEPS = 64, 64, 32
 MIN_DOCUMENT = 64 + 24 * STEPS
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.datastore", description=(__doc__ or "").split("\n")[0])
+    parser = common.new_parser("datastore", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run in COMMANDS.items():
         command = commands.add_parser(name, help=(run.__doc__ or "").split("\n")[0])
@@ -77,23 +80,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run_open(args: argparse.Namespace) -> dict[str, Any]:
     """How long does opening take?"""
     ensure_store(args)
-    Datastore.open(args.store)
-    times = {name: [] for name in ("mapped", "copied", "refresh")}  # type: dict[str, list[float]]
-    for _ in range(args.repeat):
-        times["mapped"].append(timed(lambda: Datastore.open(args.store)))
-        store = Datastore.open(args.store)
-        times["refresh"].append(timed(store.refresh))
-    for _ in range(3):
-        times["copied"].append(timed(lambda: Datastore.open(args.store, copy=True)))
+    store = Datastore.open(args.store)
     code = (
-        "import sys, time; from ngramspec.datastore.reader import Datastore; start = time.perf_counter(); "
-        "Datastore.open(sys.argv[1]); print(1e3 * (time.perf_counter() - start))"
+        "import sys; from benchmarks.common import timed; from ngramspec.datastore.reader import Datastore; "
+        "print(timed(lambda: Datastore.open(sys.argv[1])))"
     )
-    first = [float(subprocess.check_output([sys.executable, "-c", code, str(args.store)])) for _ in range(3)]
+    times = {
+        "mapped": [common.timed(lambda: Datastore.open(args.store)) for _ in range(args.repeat)],
+        "copied": [common.timed(lambda: Datastore.open(args.store, copy=True)) for _ in range(3)],
+        "refresh": [common.timed(Datastore.open(args.store).refresh) for _ in range(args.repeat)],
+        "mapped, first of a process": [float(subprocess.check_output([sys.executable, "-c", code, args.store])) for _ in range(3)],
+    }
     rows = [[name, statistics.median(t), max(t)] for name, t in times.items()]
-    common.print_table(["open", "median ms", "max ms"], [*rows, ["mapped, first of a process", statistics.median(first), max(first)]])
-    figures = {f"{name.split(',')[0]}_ms": round(median, 4) for name, median, _ in rows}
-    return {"tokens": store.n_tokens, **figures, "first_of_a_process_ms": round(statistics.median(first), 3)}
+    common.print_table(["open", "median ms", "max ms"], rows)
+    figures = {f"{name}_ms": round(median, 4) for name, median, _ in rows[:3]}
+    return {"tokens": store.n_tokens, **figures, "first_of_a_process_ms": round(rows[3][1], 3)}
 
 
 def run_lookup(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,22 +111,8 @@ def run_lookup(args: argparse.Namespace) -> dict[str, Any]:
             figures = measure_lookups(store, corpus, first, last, mode == "following", args.repeat)
             report[f"{text.replace(' ', '_')}_{mode}"] = figures
             table.append([f"text {text}, {mode}", *figures.values()])
-    common.print_table(
-        [
-            "µs per sequence",
-            f"B={BATCH} p50",
-            "p99",
-            "cpu p50",
-            "p99",
-            "one p50",
-            "p99",
-            "call B=1",
-            "propose B=1",
-            "nodes",
-            "tokens right",
-        ],
-        table,
-    )
+    header = ["µs per sequence", f"B={BATCH} p50", "p99", "cpu p50", "p99", "one p50", "p99", "call B=1", "propose B=1", "nodes"]
+    common.print_table([*header, "tokens right"], table)
     work = Matcher([store.snapshot], 1).work
     return {**report, "settings": {"max_match": MAX_MATCH, "nodes": int(work[NODES]), "occurrences": int(work[OCCURRENCES])}}
 
@@ -152,13 +139,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"open": r
 # ---- measuring
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Milliseconds."""
-    start = time.perf_counter()
-    work()
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure_lookups(store: Datastore, corpus: Corpus, first: int, last: int, follow: bool, repeat: int) -> dict[str, float]:
     """Microseconds per sequence: of a batch's share, of one sequence in compiled code, and of calls from Python with one sequence.
 
@@ -167,43 +147,38 @@ def measure_lookups(store: Datastore, corpus: Corpus, first: int, last: int, fol
     from one that other programs interrupted.
     """
     rng = np.random.default_rng(0)
-    n_steps = STEPS if follow else 1
-    shares, busy, alone, calls, proposals, nodes, right = ([] for _ in range(7))  # type: tuple[list[Any], ...]
-    slots, one = np.arange(BATCH, dtype=np.int32), np.zeros(1, np.int32)
+    found: dict[str, list[float]] = defaultdict(list)
+    slots = np.arange(BATCH, dtype=np.int32)
     for n in range(repeat + 1):
+        if n == 1:  # the first round compiles and warms
+            found.clear()
         groups = {name: Group(store, corpus, first, last, rng) for name in ("batch", "alone", "call", "propose")}
-        for step in range(n_steps):
+        for _ in range(STEPS if follow else 1):
             for name, group in groups.items():
-                contexts, matcher = group.contexts(), group.matcher
+                contexts, fresh, matcher = group.contexts(), group.fresh, group.matcher
                 if name == "batch":
                     busy_start, start = time.thread_time(), time.perf_counter()
-                    made = propose_batch(matcher.work, slots, contexts, group.fresh)
-                    elapsed = [(time.perf_counter() - start) / BATCH * 1e6]
-                    busy_us = (time.thread_time() - busy_start) / BATCH * 1e6
+                    made = propose_batch(matcher.work, slots, contexts, fresh)
+                    found["batch"].append((time.perf_counter() - start) / BATCH * 1e6)
+                    found["batch_cpu"].append((time.thread_time() - busy_start) / BATCH * 1e6)
+                    found["nodes"].append(made / BATCH)
                 elif name == "alone":
                     ns = np.zeros(BATCH, np.int64)
-                    time_alone(matcher.work, contexts, group.fresh, ns)
-                    elapsed = (ns / 1e3).tolist()
+                    time_alone(matcher.work, contexts, fresh, ns)
+                    found["alone"] += (ns / 1e3).tolist()
                 else:
-                    call = matcher.propose if name == "propose" else lambda s, c, f, work=matcher.work: propose_batch(work, s, c, f)
-                    elapsed = []
+                    call = matcher.propose if name == "propose" else partial(propose_batch, matcher.work)
                     for b in range(8):
-                        start = time.perf_counter()
-                        call(one + b, contexts[b : b + 1], group.fresh[b : b + 1])
-                        elapsed.append((time.perf_counter() - start) * 1e6)
-                appended = group.advance(step, name == "batch")
-                if n:  # the first round compiles and warms
-                    {"batch": shares, "alone": alone, "call": calls, "propose": proposals}[name].extend(elapsed)
-                    if name == "batch":
-                        busy.append(busy_us)
-                        nodes.append(made / BATCH)
-                        right.append(appended.mean() - 1)
-    pairs = {"batch": shares, "batch_cpu": busy, "alone": alone}
+                        some = (slots[b : b + 1], contexts[b : b + 1], fresh[b : b + 1])
+                        found[name].append(common.timed(lambda call=call, some=some: call(*some)) * 1e3)
+                appended = group.advance(name == "batch")
+                if name == "batch":
+                    found["right"].append(appended.mean() - 1)
     figures = {
-        f"{name}_us_{p}": round(float(np.percentile(values, int(p[1:]))), 2) for name, values in pairs.items() for p in ("p50", "p99")
+        f"{name}_us_p{p}": round(float(np.percentile(found[name], p)), 2) for name in ("batch", "batch_cpu", "alone") for p in (50, 99)
     }
-    figures |= {"call_us_p50": round(statistics.median(calls), 2), "propose_us_p50": round(statistics.median(proposals), 2)}
-    return {**figures, "nodes": round(statistics.mean(nodes), 1), "tokens_right": round(statistics.mean(right), 3)}
+    figures |= {f"{name}_us_p50": round(statistics.median(found[name]), 2) for name in ("call", "propose")}
+    return {**figures, "nodes": round(statistics.mean(found["nodes"]), 1), "tokens_right": round(statistics.mean(found["right"]), 3)}
 
 
 class Group:
@@ -223,21 +198,22 @@ class Group:
         back = self.places[:, None] - 1 - np.arange(MAX_MATCH)
         return self.tokens[back].astype(np.int32)
 
-    def advance(self, step: int, drafted: bool) -> np.ndarray:
+    def advance(self, drafted: bool) -> np.ndarray:
         """Append what a tree of the batch got right and one more token; groups without a batch's trees go on by three -> [BATCH] int32."""
-        appended = np.full(BATCH, 3, np.int32)
+        self.fresh = np.full(BATCH, 3, np.int32)
         if drafted:
-            b = self.matcher._buffers
-            for i, place in enumerate(self.places):
-                appended[i] = 1 + accepted(b[OUT_START], b[OUT_TOKENS], b[OUT_PARENTS], i, self.tokens[place : place + 24].astype(np.int32))
-        self.places = self.places + appended
-        self.fresh = appended
-        return appended
+            texts = self.tokens[self.places[:, None] + np.arange(24)].astype(np.int32)
+            self.fresh = np.array([1 + accepted(self.matcher.work, i, text) for i, text in enumerate(texts)], np.int32)
+        self.places = self.places + self.fresh
+        return self.fresh
 
 
 @njit
-def accepted(start, tokens, parents, b, text):
-    """Length of the path of tree b that is the text's beginning."""
+def accepted(work, b, text):
+    """Length of the path of the batch's tree b that is the text's beginning."""
+    start = carray(pointer(work[OUT_START]), BATCH + 1, np.int64)
+    tokens = carray(pointer(work[OUT_TOKENS]), start[BATCH], np.int32)
+    parents = carray(pointer(work[OUT_PARENTS]), start[BATCH], np.int32)
     node, n = -1, 0
     for i in range(start[b], start[b + 1]):
         if parents[i] == node and n < len(text) and tokens[i] == text[n]:
@@ -273,7 +249,7 @@ def ensure_store(args: argparse.Namespace) -> Corpus:
     corpus = read_corpus(args.corpus, args.model, args.tokens)
     try:
         n_tokens = Datastore.open(args.store).n_tokens
-        print(f"{args.store} has {n_tokens:,} tokens", file=sys.stderr)
+        common.say(f"{args.store} has {n_tokens:,} tokens")
     except DatastoreNotFoundError:
         write_store(args.store, corpus, args.tokens)
     return corpus
@@ -310,33 +286,27 @@ def make_corpus(path: Path, model: str, n_tokens: int) -> None:
             parts.append(np.array(encoded[0].ids, layout.token_dtype(vocab_size)))
             total += len(parts[-1])
             if len(parts) % 500 == 0:
-                print(f"{total:,} tokens of {len(parts):,} files", file=sys.stderr)
+                common.say(f"{total:,} tokens of {len(parts):,} files")
     if total < n_tokens:
-        print(f"the installed packages have {total:,} tokens only, {n_tokens:,} were wanted", file=sys.stderr)
+        common.say(f"the installed packages have {total:,} tokens only, {n_tokens:,} were wanted")
     ends = [min(text.count("\n"), 255) for text in tokenizer.batch_decode([[i] for i in range(vocab_size)])]
     np.savez(path, tokens=np.concatenate(parts), offsets=np.cumsum([0, *map(len, parts)]), line_ends=np.array(ends, np.uint8))
 
 
 def write_store(folder: Path, corpus: Corpus, n_tokens: int) -> None:
     """One segment of the corpus's first documents."""
-    n_docs = documents_in_store(corpus, n_tokens)
-    offsets, vocab_size = corpus.offsets[: n_docs + 1], len(corpus.line_ends)
-    dtype = layout.token_dtype(vocab_size)
-    tokens = np.full(int(offsets[-1]) + n_docs + 1, layout.separator(dtype.itemsize), dtype)
-    docs = np.zeros(n_docs, layout.DOC_DTYPE)
-    docs["start"], docs["length"] = offsets[:-1] + np.arange(n_docs) + 1, np.diff(offsets)
-    for start, length, begin in zip(docs["start"].tolist(), docs["length"].tolist(), offsets.tolist(), strict=False):
-        tokens[start : start + length] = corpus.tokens[begin : begin + length]
+    n_docs, vocab_size = documents_in_store(corpus, n_tokens), len(corpus.line_ends)
+    offsets, dtype = corpus.offsets[: n_docs + 1], layout.token_dtype(vocab_size)
     names = [f"{i}.py".encode() for i in range(n_docs)]
+    docs = np.zeros(n_docs, layout.DOC_DTYPE)
+    docs["start"], docs["length"] = offsets[:-1] + np.arange(n_docs), np.diff(offsets)
     docs["path_bytes"] = [len(name) for name in names]
     docs["path_offset"] = np.cumsum(docs["path_bytes"]) - docs["path_bytes"]
-    print(f"sorting {len(tokens):,} tokens", file=sys.stderr)
-    suffixes = sort_suffixes(tokens, layout.suffix_width(len(tokens)))
+    tokens = np.insert(corpus.tokens[: offsets[-1]].astype(dtype), offsets[1:], layout.separator(dtype.itemsize))
+    common.say(f"sorting {len(tokens):,} tokens")
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(b"benchmark").hexdigest()
-    entry = layout.write_segment(
-        folder, tokens=tokens, suffixes=suffixes, docs=docs, paths=b"".join(names), vocab_size=vocab_size, fingerprint=fingerprint
-    )
+    entry = pieces.write(folder, pieces.Piece(tokens, docs, b"".join(names)), pieces.Recipe(vocab_size, fingerprint))
     vocabulary = layout.write_vocabulary(folder, corpus.line_ends)
     tokenizer = layout.write_tokenizer(folder, b"benchmark")
     layout.write_manifest(folder, layout.Manifest(1, "benchmark", fingerprint, vocab_size, vocabulary, tokenizer, (entry,)))

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks import common
+from benchmarks.common import say
 from ngramspec.datastore import Datastore, corpus, pieces
 from ngramspec.datastore.build import BATCH_CHARS, build
 from ngramspec.datastore.format import separator, suffix_width
@@ -75,25 +77,17 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
         tokens = np.concatenate([np.array([separator(tokens.itemsize)], tokens.dtype), tokens])
         last: dict[str, Any] = {}
 
-        def whole() -> float:
+        def whole() -> None:
             with peak_memory(last):
-                seconds, summary = timed(
-                    lambda: build([Path(folder) / "corpus"], Path(folder) / "store", tokenizer, args.model, options=PYTHON)
-                )
-            last["summary"] = summary
-            return seconds
+                last["summary"] = build([Path(folder) / "corpus"], Path(folder) / "store", tokenizer, args.model, options=PYTHON)
 
-        measures = {
+        works = {
             "tokenizing": lambda: tokenize_alone(tokenizer, documents),
-            "sorting": lambda: timed(lambda: sort_suffixes(tokens, suffix_width(len(tokens))))[0],
+            "sorting": lambda: sort_suffixes(tokens, suffix_width(len(tokens))),
             "build": whole,
         }
-        times: dict[str, list[float]] = {name: [] for name in measures}
-        for order in common.turns(list(measures), args.repeat):
-            for name in order:
-                times[name].append(measures[name]())
-                print(f"{name}: {times[name][-1]:.1f} s", file=sys.stderr, flush=True)
-    seconds = {name: statistics.median(values) for name, values in times.items()}
+        times = common.in_turns({name: partial(common.timed, work) for name, work in works.items()}, args.repeat, warm_up=0)
+    seconds = {name: statistics.median(values) / 1e3 for name, values in times.items()}
     ratio = seconds["build"] / (seconds["tokenizing"] + seconds["sorting"])
     summary = last["summary"]
     rows = [[name, value, mb / value] for name, value in seconds.items()]
@@ -121,8 +115,10 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         home, store = Path(folder) / "corpus", Path(folder) / "store"
         n_files = write_corpus(home, args.paths, files=args.files)
-        built, summary = timed(lambda: build([home], store, tokenizer, args.model, options=PYTHON))
-        print(f"{n_files} files, {summary.files} documents, {summary.tokens} tokens: {built:.1f} s", file=sys.stderr, flush=True)
+        started = time.perf_counter()
+        summary = build([home], store, tokenizer, args.model, options=PYTHON)
+        built = time.perf_counter() - started
+        say(f"{n_files} files, {summary.files} documents, {summary.tokens} tokens: {built:.1f} s")
         files = sorted(home.rglob("*.py"))
         edits = itertools.count()
 
@@ -133,7 +129,9 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
 
         def once() -> float:
             change()
-            seconds, done = timed(lambda: update(store))
+            started = time.perf_counter()
+            done = update(store)
+            seconds = time.perf_counter() - started
             if done.added != args.changed:
                 raise SystemExit(f"{args.changed} files changed, the update saw {done.added}")
             return seconds
@@ -141,9 +139,8 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
         here = [once() for _ in range(args.repeat)]
         merged = Datastore.open(store).info()["segments"]
         change()
-        by_command, _ = timed(
-            lambda: subprocess.run([sys.executable, "-m", "ngramspec", "build-datastore", "-u", "-q", "-o", store], check=True)
-        )
+        command = [sys.executable, "-m", "ngramspec", "build-datastore", "-u", "-q", "-o", store]
+        by_command = common.timed(lambda: subprocess.run(command, check=True)) / 1e3
         refreshes = watch_latencies(store, tokenizer, args.model, files, args.repeat)
     rows = [["update", statistics.median(here), max(here)], ["by the command", by_command, by_command]]
     rows.append(["from saving a file to a reader that has it", statistics.median(refreshes), max(refreshes)])
@@ -166,7 +163,7 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_crash(args: argparse.Namespace) -> dict[str, Any]:
     """Does a store survive kill -9 of its writer?"""
-    command = [sys.executable, "-m", "benchmarks.datastore_crash", "--moments", str(args.moments), "--seed", str(args.seed)]
+    command = [sys.executable, "-m", "tools.store_crash", "--moments", str(args.moments), "--seed", str(args.seed)]
     # a process of its own: it forks, and this one has threads
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     *table, last = done.stdout.splitlines()
@@ -192,12 +189,10 @@ def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None,
     return len(chosen)
 
 
-def tokenize_alone(tokenizer: Tokenizer, documents: list[corpus.Document]) -> float:
-    """Seconds of the tokenizer's own call over all texts, in batches of a megabyte, nothing done with what it returns."""
-    started = time.perf_counter()
+def tokenize_alone(tokenizer: Tokenizer, documents: list[corpus.Document]) -> None:
+    """The tokenizer's own call over all texts, in batches of a megabyte, nothing done with what it returns."""
     for batch in pieces.batches(documents, 1 << 20):
         tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
-    return time.perf_counter() - started
 
 
 def watch_latencies(store: Path, tokenizer: Tokenizer, name: str, files: list[Path], repeat: int) -> list[float]:
@@ -235,9 +230,3 @@ def peak_memory(out: dict[str, Any]) -> Iterator[None]:
     with contextlib.suppress(OSError):
         if match := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
             out["peak_mb"] = int(match[1]) >> 10
-
-
-def timed(call: Any) -> tuple[float, Any]:
-    started = time.perf_counter()
-    result = call()
-    return time.perf_counter() - started, result

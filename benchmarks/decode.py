@@ -3,6 +3,8 @@
     python -m benchmarks.decode --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D]
         --prompts F.jsonl | --random-prompts N | --trace [F.jsonl] [--limit N] [--max-tokens K] [--temperature T --seed S]
         [--concurrency C] [--fixed-length N,N] [--against PEER,PEER (see --help)] [--vllm-python PATH]
+    python -m benchmarks.decode --identity --model M --prompts F.jsonl [--prompts F.jsonl ...] [--limit N] [--max-tokens K]
+        [--temperature T --seed S] [--modes off@8,on@1,on@8,off@1] [--log F.jsonl]
 
 Every prompt (every C prompts, handed in together) is completed with speculation off, on, and by each peer, in turns; so all see the same
 machine. A rate counts generated tokens over the whole time from the prompt to the last of them. `identical`: with speculation on, and by a
@@ -10,27 +12,35 @@ peer, the same tokens as with speculation off. Progress goes to standard error, 
 
 With `--trace` a recording is replayed ("replayed": true): every pass runs, and the text is that of the recorded outputs, whatever the
 model would have written. So a model of random weights shows the time, and a real model's text what drafts are worth.
+
+With `--identity` (or as `python -m benchmarks.identity`) nothing is timed: every prompt is completed in every mode, speculation off or on,
+as many prompts at a time as the mode says, and the first mode is what the others are compared with. `--log` keeps each text's digest as it
+is done, and a later call goes on from there. The exit status is 1 where a text differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import common
-from benchmarks.common import Prompt
-from benchmarks.ours import FixedCost, FixedLength, Ours
+from benchmarks.common import Prompt, say
+from benchmarks.ours import FixedCost, FixedLength, Ours, total
 from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task, open_peer
-from benchmarks.recorded import ReplayEngine, outputs_of, recorded_prompts
-from ngramspec import Engine, SamplingParams, Stats
+from benchmarks.recorded import Recital, recorded_prompts
+from ngramspec import Engine, SamplingParams
 from ngramspec.datastore.format import MANIFEST
 from ngramspec.model.loading import load_model, load_tokenizer, smollm2_gguf
 
@@ -39,12 +49,24 @@ LOCAL_VLLM = Path(".venv-vllm/bin/python")
 """Where `make peers` puts it."""
 
 
+class Mode(NamedTuple):
+    """A way to complete prompts that are compared for identity."""
+
+    speculation: bool
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"{'on' if self.speculation else 'off'}@{self.concurrency}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     with open_engine(args) as engine:
-        document = measure(engine, args)
-    show(document)
+        document = identity(engine, args) if args.identity else measure(engine, args)
+    (show_identity if args.identity else show)(document)
     common.print_document(document)
+    if args.identity and not document["identical"]:
+        sys.exit(1)
 
 
 def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
@@ -53,7 +75,7 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
         options["spec_rows"] = args.spec_rows
     if args.no_answers:
         options["answers"] = 0
-    return (ReplayEngine if args.trace else Engine)(
+    return Engine(
         args.model,
         tokenizer=None if args.tokenizer is None else load_tokenizer(args.tokenizer),
         device=args.device,
@@ -68,47 +90,43 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
     )
 
 
+def params_of(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+
+
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """The JSON document of a comparison on this engine, which `open_engine` opened."""
-    vllm_python = args.vllm_python or (LOCAL_VLLM if LOCAL_VLLM.exists() else None)
     if args.cost != "measured":
-        engine.core.cost = FixedCost(common.SLOPES[args.cost], engine.cost.max_rows)
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+        engine.use(cost=FixedCost(common.SLOPES[args.cost], engine.cost.max_rows))
+    params = params_of(args)
     prompts, skipped = choose_prompts(args, engine)
-    if isinstance(engine, ReplayEngine):
-        engine.outputs = outputs_of(prompts)
-    contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params, True)}
+    by_prompt: Any = params
+    if args.trace:
+        recital = Recital(prompts)
+        engine.use(acceptance=recital)
+        by_prompt = partial(recital.params, params)
+    contenders: dict[str, Contender] = {"off": Ours(engine, by_prompt, False), "on": Ours(engine, by_prompt)}
     for length in args.fixed_length:
         drafts = FixedLength(length, vocab_size=engine.vocab_size, max_seqs=max(64, args.concurrency))
-        contenders[f"fixed {length}"] = Ours(engine, params, True, drafts)
+        contenders[f"fixed {length}"] = Ours(engine, by_prompt, speculator=drafts)
     absent: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        if args.against:
-            longest = max(len(prompt.ids) for prompt in prompts) + args.max_tokens
-            task = Task(
-                weights_folder(args, engine, stack),
-                params,
-                engine.eos_token_ids,
-                threads=engine.threads,
-                max_len=min(engine.max_model_len, -(-longest // 256) * 256),
-                device=args.device,
-                dtype=args.dtype,
-                gguf=gguf_file(args.model),
-            )
+        task = peers_task(args, engine, params, max(len(prompt.ids) for prompt in prompts), stack) if args.against else None
         for name in args.against:
             say(f"starting {name}")
             try:
-                contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, vllm_python)))
+                contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, args.vllm_python)))
             except PeerAbsentError as error:
                 absent[name] = str(error)
                 say(f"{name} is absent: {error}")
+        warm_up(contenders, absent, [prompt.ids for prompt in prompts[: args.concurrency]])
         runs = compare(contenders, absent, prompts, args.concurrency)
-    source = "random" if args.random_prompts else args.prompts.name if args.prompts else "library"
+    source = "random" if args.random_prompts else args.prompts[-1].name if args.prompts else "library"
     document = {
         "model": args.model,
         "prompts": len(prompts),
         "skipped": skipped,
-        "replayed": isinstance(engine, ReplayEngine),
+        "replayed": bool(args.trace),
         **figures(runs, absent, sampled=args.temperature > 0),
         "settings": {
             "prompts": (args.trace.name or "library") if args.trace else source,
@@ -123,61 +141,68 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
+def identity(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON document of a comparison of texts in every mode."""
+    log, first, result, n_tokens = common.Kept(args.log), str(args.modes[0]), dict[str, Any](), 0
+    settings = {name: getattr(args, name) for name in ("model", "max_tokens", "temperature", "seed")}
+    for path in args.prompts:
+        prompts = fitting(common.read_prompts(path, engine.tokenizer, args.limit), engine, args)
+        keys = {prompt.name: settings | {"set": path.stem, "prompt": prompt.name} for prompt in prompts}
+        row = result[path.stem] = {"prompts": len(prompts)}
+        for mode in args.modes:
+            ours, name = Ours(engine, params_of(args), mode.speculation), str(mode)
+            todo = [prompt for prompt in prompts if log.get(keys[prompt.name] | {"mode": name}) is None]
+            for group in in_groups(todo, mode.concurrency):
+                for prompt, text in zip(group, ours.complete([prompt.ids for prompt in group]).outputs, strict=True):
+                    log.add({"key": keys[prompt.name] | {"mode": name}, "digest": common.digest([text]), "tokens": len(text)})
+            pairs = [(log.get(key | {"mode": first}), log.get(key | {"mode": name})) for key in keys.values()]
+            row[name] = sum(a["digest"] == b["digest"] for a, b in pairs)
+            n_tokens += sum(b["tokens"] for _, b in pairs)
+            say(f"{name} {path.stem}: {row[name]} of {len(prompts)} are as {first}")
+    return {
+        "model": args.model,
+        "identical": all(n == row["prompts"] for row in result.values() for n in row.values()),
+        "tokens": n_tokens,
+        "sets": result,
+        "settings": {"modes": list(map(str, args.modes)), "limit": args.limit, **settings},
+        "exactness": engine.exactness,
+        **common.environment(args.device, engine.threads),
+    }
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0])
+    parser = common.new_parser("decode", __doc__)
     common.model_options(parser)
     common.linears_option(parser)
-    parser.add_argument("--tokenizer", metavar="M", help="this model's tokenizer; random weights without it: words for tokens")
+    add = parser.add_argument
+    add("--tokenizer", metavar="M", help="this model's tokenizer; random weights without it: words for tokens")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompts", type=Path, metavar="F.jsonl", help="rows with `prompt` or `messages`; without it, functions of the standard library"
-    )
-    source.add_argument(
-        "--random-prompts",
-        type=common.positive,
-        metavar="N",
-        help="N prompts of random words, by default at temperature 1.5: nothing repeats",
-    )
-    source.add_argument(
-        "--trace",
-        type=Path,
-        nargs="?",
-        const=Path(),
-        metavar="F.jsonl",
-        help="replay recorded outputs (rows as replay reads them); without a file, edits of the standard library",
-    )
-    parser.add_argument("--limit", type=common.positive, metavar="N", help="only the first N prompts")
-    parser.add_argument("--max-tokens", type=common.positive, metavar="K", help="default 128, with --trace 512")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0, the default, is greedy")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random prompts")
-    parser.add_argument("--concurrency", type=common.positive, default=1, metavar="C", help="prompts completed at once")
-    parser.add_argument(
-        "--fixed-length", type=lengths, default=[], metavar="N,N,...", help="also with drafts of a fixed length, as peers make them"
-    )
-    parser.add_argument("--against", type=peer_names, default=[], metavar="PEERS", help=",".join(NAMES))
-    parser.add_argument(
-        "--vllm-python", type=Path, metavar="PATH", help=f"interpreter of an environment with vLLM; default {LOCAL_VLLM} if it is there"
-    )
-    parser.add_argument("--datastore", action="append", default=[], metavar="D", help="draft from this datastore too; may be repeated")
-    parser.add_argument("--spec-rows", type=common.positive, metavar="N", help="most draft tokens of a sequence in a pass")
-    parser.add_argument("--no-answers", action="store_true", help="do not draft from the answers to earlier prompts")
-    parser.add_argument("--no-recycle", action="store_true", help="do not draft from the model's own candidates")
-    parser.add_argument(
-        "--cost",
-        choices=["measured", *common.SLOPES],
-        default="measured",
-        help="what drafts are told a row costs; not measured: as in replay",
-    )
+    text = "rows with `prompt` or `messages`; without it, functions of the standard library; of several --identity takes all"
+    source.add_argument("--prompts", type=common.file, action="append", metavar="F.jsonl", help=text)
+    text = "N prompts of random words, by default at temperature 1.5: nothing repeats"
+    source.add_argument("--random-prompts", type=common.positive, metavar="N", help=text)
+    text = "replay recorded outputs (rows as replay reads them); without a file, edits of the standard library"
+    source.add_argument("--trace", type=common.file, nargs="?", const=Path(), metavar="F.jsonl", help=text)
+    add("--limit", type=common.positive, metavar="N", help="only the first N prompts (of each file)")
+    add("--max-tokens", type=common.positive, metavar="K", help="default 128, with --trace 512")
+    add("--temperature", type=float, metavar="T", help="0, the default, is greedy")
+    add("--seed", type=int, default=0, metavar="S", help="of sampling and of random prompts")
+    add("--concurrency", type=common.positive, default=1, metavar="C", help="prompts completed at once")
+    add("--fixed-length", type=common.counts, default=[], metavar="N,N,...", help="also with drafts of a fixed length, as peers make them")
+    peer_options(parser, [])
+    add("--datastore", type=datastore, action="append", default=[], metavar="D", help="draft from this datastore too; may be repeated")
+    add("--spec-rows", type=common.positive, metavar="N", help="most draft tokens of a sequence in a pass")
+    add("--no-answers", action="store_true", help="do not draft from the answers to earlier prompts")
+    add("--no-recycle", action="store_true", help="do not draft from the model's own candidates")
+    add("--cost", choices=["measured", *common.SLOPES], default="measured", help="what drafts are told a row costs; or as in replay")
+    add("--identity", action="store_true", help="compare texts in every mode; nothing is timed")
+    add("--modes", type=modes_of, default="off@8,on@1,on@8,off@1", metavar="off@8,on@1,...", help="of --identity")
+    add("--log", type=Path, metavar="F.jsonl", help="of --identity: keep what is done here, and go on from it")
     args = parser.parse_args(argv)
-    for store in args.datastore:
-        if not (Path(store) / MANIFEST).is_file():
-            parser.error(f"--datastore: {store} is not a datastore")
-    for name in ("prompts", "trace"):
-        path = getattr(args, name)
-        if path not in (None, Path()) and not path.is_file():
-            parser.error(f"--{name}: there is no file {str(path)!r}")
     if args.trace and (args.against or args.temperature):
         parser.error("--trace: a recording is followed greedily, and by nobody but us; leave --against and --temperature out")
+    if args.identity and not args.prompts:
+        parser.error("--identity: --prompts is needed")
     if args.temperature is None:
         args.temperature = 1.5 if args.random_prompts else 0.0
     args.max_tokens = args.max_tokens or (512 if args.trace else 128)
@@ -186,113 +211,153 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def lengths(text: str) -> list[int]:
-    return sorted({*map(common.positive, text.split(","))})
+def peer_options(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    parser.add_argument("--against", type=common.names_of(NAMES), default=list(default), metavar="PEERS", help=",".join(NAMES))
+    text = f"interpreter of an environment with vLLM; default {LOCAL_VLLM} if it is there"
+    local = LOCAL_VLLM if LOCAL_VLLM.exists() else None
+    parser.add_argument("--vllm-python", type=Path, default=local, metavar="PATH", help=text)
 
 
-def peer_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}")
-    return list(dict.fromkeys(names))
+def datastore(text: str) -> str:
+    if not (Path(text) / MANIFEST).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a datastore")
+    return text
+
+
+def modes_of(text: str) -> list[Mode]:
+    found = []
+    for name in text.split(","):
+        state, _, count = name.strip().partition("@")
+        if state not in ("on", "off") or not count.isdecimal() or int(count) < 1:
+            raise argparse.ArgumentTypeError(f"a mode is on@N or off@N, N prompts at a time, got {name!r}")
+        found.append(Mode(state == "on", int(count)))
+    return found
 
 
 def choose_prompts(args: argparse.Namespace, engine: Engine) -> tuple[list[Prompt], int]:
     """The prompts asked for, and how many were left out because with their output the model could not hold them."""
     tokenizer = engine.tokenizer or common.Words(engine.vocab_size)
     if args.trace:
-        path = args.trace if args.trace.name else None
         try:
-            prompts = recorded_prompts(path, tokenizer, engine.vocab_size, args.limit, args.max_tokens)
+            prompts = recorded_prompts(args.trace if args.trace.name else None, tokenizer, engine.vocab_size, args.limit, args.max_tokens)
         except ValueError as error:
             raise SystemExit(f"--trace: {error}") from error
     elif args.random_prompts:
         prompts = common.random_prompts(tokenizer, args.random_prompts, args.seed)[: args.limit]
     elif args.prompts:
-        prompts = common.read_prompts(args.prompts, tokenizer, args.limit)
+        prompts = common.read_prompts(args.prompts[-1], tokenizer, args.limit)
     else:
         prompts = common.library_prompts(tokenizer)[: args.limit]
-    fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
-    if not fitting:
+    found = fitting(prompts, engine, args)
+    if not found:
         raise SystemExit(f"no prompt leaves room for {args.max_tokens} tokens within the model's {engine.max_model_len}")
-    return fitting, len(prompts) - len(fitting)
+    return found, len(prompts) - len(found)
 
 
-def weights_folder(args: argparse.Namespace, engine: Engine, stack: contextlib.ExitStack) -> Path:
-    """The engine's weights as a folder of safetensors: where it read them, or else a copy that goes with the stack."""
-    source = Path(engine.runner.model.config.name_or_path)
-    if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
-        return source.absolute()
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-peers-")))
-    load_model(args.model, dtype=getattr(torch, args.dtype)).model.save_pretrained(folder)
-    if engine.tokenizer is not None:
-        engine.tokenizer.save_pretrained(folder)
-    return folder
+def fitting(prompts: list[Prompt], engine: Engine, args: argparse.Namespace) -> list[Prompt]:
+    return [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
 
 
-def gguf_file(model: str) -> Path | None:
-    """The GGUF file that a model's name stands for, if it does."""
-    path = smollm2_gguf() if model == "smollm2" else Path(model)
-    return path if path.suffix.lower() == ".gguf" else None
+def peers_task(args: argparse.Namespace, engine: Engine, params: SamplingParams, max_prompt: int, stack: contextlib.ExitStack) -> Task:
+    """What peers are given: the engine's weights as a folder of safetensors, where it read them or else a copy that goes with the stack."""
+    folder = Path(engine.runner.model.config.name_or_path)
+    if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-peers-")))
+        load_model(args.model, dtype=getattr(torch, args.dtype)).model.save_pretrained(folder)
+        if engine.tokenizer is not None:
+            engine.tokenizer.save_pretrained(folder)
+    max_len = min(engine.max_model_len, -(-(max_prompt + params.max_tokens) // 256) * 256)
+    gguf = smollm2_gguf() if args.model == "smollm2" else Path(args.model)
+    return Task(
+        folder.absolute(),
+        params,
+        engine.eos_token_ids,
+        threads=engine.threads,
+        max_len=max_len,
+        device=args.device,
+        dtype=args.dtype,
+        gguf=gguf if gguf.suffix.lower() == ".gguf" else None,
+    )
 
 
-def compare(contenders: dict[str, Contender], absent: dict[str, str], prompts: list[Prompt], concurrency: int) -> dict[str, list[Run]]:
-    """One run per contender and group of prompts. A peer that stops working is moved to `absent`."""
-    groups = [[prompt.ids for prompt in prompts[i : i + concurrency]] for i in range(0, len(prompts), concurrency)]
-    for name in list(contenders):
-        # What is made at the first call is made now, with text that helps nobody's cache.
-        attempt(name, contenders, absent, [ids[::-1] for ids in groups[0]])
+def in_groups(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def compare(
+    contenders: dict[str, Contender],
+    absent: dict[str, str],
+    prompts: list[Prompt],
+    concurrency: int,
+    *,
+    rounds: Mapping[str, int] = MappingProxyType({}),
+    budget_s: float = math.inf,
+) -> dict[str, list[Run]]:
+    """One run per contender and group of prompts, in turns. A contender that stops working is moved to `absent`.
+
+    `rounds`: groups that a contender takes part in, all if not said; no new one is begun when half of it would be over the budget.
+    """
+    groups = in_groups([prompt.ids for prompt in prompts], concurrency)
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    start = time.perf_counter()
     for n, (group, order) in enumerate(zip(groups, common.turns(list(contenders), len(groups)), strict=True), 1):
+        round_start = time.perf_counter()
         for name in order:
-            run = attempt(name, contenders, absent, group)
-            if run is not None:
+            if n <= rounds.get(name, n) and (run := attempt(name, contenders, absent, group)) is not None:
                 runs[name].append(run)
         rates = "  ".join(f"{name} {rate(runs[name]):.1f}" for name in contenders)
-        say(f"{n}/{len(groups)}  identical {identical(runs['off'], runs['on'])}  tok/s: {rates}")
+        same = f"identical {identical(runs['off'], runs['on'])}  " if "on" in runs else ""
+        say(f"{n}/{len(groups)}  {same}tok/s: {rates}")
+        now = time.perf_counter()
+        if now - start + (now - round_start) / 2 > budget_s:
+            break
     return {name: runs[name] for name in contenders}
 
 
+def warm_up(contenders: dict[str, Contender], absent: dict[str, str], group: list[list[int]]) -> None:
+    """What is made at the first call is made now, with text that helps nobody's cache."""
+    for name in list(contenders):
+        attempt(name, contenders, absent, [ids[::-1] for ids in group])
+
+
 def attempt(name: str, contenders: dict[str, Contender], absent: dict[str, str], group: list[list[int]]) -> Run | None:
+    """A run; None of a contender that is absent or leaves now."""
     if name not in contenders:
         return None
+    start = time.perf_counter()
     try:
-        return contenders[name].complete(group)
+        run = contenders[name].complete(group)
     except PeerAbsentError as error:
         absent[name] = str(error)
         del contenders[name]
         say(f"{name} stopped: {error}")
         return None
+    run.wall_s = time.perf_counter() - start
+    return run
 
 
-def figures(runs: dict[str, list[Run]], absent: dict[str, str], *, sampled: bool) -> dict[str, Any]:
+def figures(runs: Mapping[str, list[Run]], absent: Mapping[str, str], *, sampled: bool) -> dict[str, Any]:
     """The contract's part of the JSON document."""
-    off, on = runs["off"], runs["on"]
-    stats = Stats()
-    for run in on:
-        stats.add(run.stats)
-    others = {
-        name: {
+    off, on, stats = runs["off"], runs["on"], total(runs["on"])
+    peers, fixed = dict[str, Any](), dict[str, Any]()
+    for name, theirs in runs.items():
+        if name in ("off", "on"):
+            continue
+        length = name.removeprefix("fixed ")
+        row = {
             "tok_s": round(rate(theirs), 2),
-            "identical": None if sampled and not name.startswith("fixed") else identical(off, theirs),  # peers' generators are others
+            "identical": None if sampled and length == name else identical(off, theirs),  # peers' generators are others
             "tokens": sum(run.n_tokens for run in theirs),
             "off_against": round(rate(off) / rate(theirs), 3),
             "on_against": round(rate(on) / rate(theirs), 3),
             "off_against_median": round(median_ratio(off, theirs), 3),
             "on_against_median": round(median_ratio(on, theirs), 3),
         }
-        for name, theirs in runs.items()
-        if name not in ("off", "on")
-    }
-    peers = {name: row for name, row in others.items() if not name.startswith("fixed")}
-    fixed = {}
-    for name, row in others.items():
-        if name.startswith("fixed"):
-            theirs = Stats()
-            for run in runs[name]:
-                theirs.add(run.stats)
-            shape = {"tokens_per_pass": round(theirs.tokens_per_pass, 3), "rows_per_pass": round(theirs.rows_per_pass, 3)}
-            fixed[name.removeprefix("fixed ")] = row | shape
+        if length == name:
+            peers[name] = row
+        else:
+            drafts = total(theirs)
+            fixed[length] = row | {"tokens_per_pass": round(drafts.tokens_per_pass, 3), "rows_per_pass": round(drafts.rows_per_pass, 3)}
     return {
         "tokens": sum(run.n_tokens for run in off),
         "identical": identical(off, on),
@@ -329,10 +394,9 @@ def identical(a: list[Run], b: list[Run]) -> int:
 
 def show(document: dict[str, Any]) -> None:
     prompts, off = document["prompts"], document["tok_s_off"]
-    rows: list[list[Any]] = [
-        ["speculation off", off, 1.0, 1.0, None],
-        ["speculation on", document["tok_s_on"], document["speedup"], document["speedup_median"], f"{document['identical']}/{prompts}"],
-    ]
+    same = f"{document['identical']}/{prompts}"
+    rows: list[list[Any]] = [["speculation off", off, 1.0, 1.0, None]]
+    rows.append(["speculation on", document["tok_s_on"], document["speedup"], document["speedup_median"], same])
     fixed = {f"fixed length {n}": row for n, row in document["fixed_length"].items()}
     for name, peer in (fixed | document["peers"]).items():
         if "absent" in peer:
@@ -349,8 +413,10 @@ def show(document: dict[str, Any]) -> None:
             print(f"{name} is absent: {peer['absent']}")
 
 
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+def show_identity(document: dict[str, Any]) -> None:
+    first, *others = document["settings"]["modes"]
+    rows = [[name, row["prompts"], *(row[mode] for mode in others)] for name, row in document["sets"].items()]
+    common.print_table(["", "prompts", *(f"{mode} as {first}" for mode in others)], rows)
 
 
 if __name__ == "__main__":

@@ -23,48 +23,45 @@ import asyncio
 import contextlib
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common, load_rude, load_soak
 from benchmarks.load_client import Answer, Target, ask, completion, metrics, prompt, quantile, together
-from benchmarks.load_server import TINY, make_tiny, serve
+from benchmarks.load_server import TINY, Process, make_tiny, serve
 from ngramspec import Engine, SamplingParams
 
-MODES = ("capacity", "overhead", "prefix", "stalled", "disconnect", "soak")
 FACTORS = (1, 2, 10)
 OVERHEAD_CLIENTS = (1, 8)
 MAX_SEQS = 8
 PROMPT_TOKENS = 48
 SHARED_TOKENS = 1500
 KV_BYTES = 256 << 20
-SOAK_KEPT = {"kv_memory": 32 << 20, "answers": 10_000}
-"""What is kept for later, on purpose, is full before long: what grows after that should not."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    modes = MODES if args.mode == "all" else (args.mode,)
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         model = args.model
         if model == TINY:
             args.threads = args.threads or 1  # more have nothing to share
             model = make_tiny(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-load-"))))
-        for mode in modes:
-            say(f"{mode}: starting a server")
-            figures[mode] = RUN[mode](model, args)
+        for mode in MODES if args.mode == "all" else (args.mode,):
+            common.say(f"{mode}: starting a server")
+            settings = {"max_seqs": MAX_SEQS, "kv_memory": KV_BYTES} | ({"threads": args.threads} if args.threads else {})
+            figures[mode] = MODES[mode](model, settings, args, random.Random(args.seed))
             show(mode, figures[mode])
     settings = {name: value for name, value in vars(args).items() if name not in ("mode", "model")}
     common.print_document({"model": args.model, **figures, "settings": settings, **common.environment("cpu", args.threads or 0)})
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=(__doc__ or "").split("\n")[0])
+    parser = common.new_parser("load", __doc__)
     parser.add_argument("mode", choices=[*MODES, "all"])
     parser.add_argument("--model", default=TINY, help="folder, hub name, GGUF file or smollm2; default: small and random, made here")
     parser.add_argument("--seconds", type=float, default=20, help="capacity, stalled: of each measurement")
@@ -78,17 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _options(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What all servers here are started with."""
-    return {"max_seqs": MAX_SEQS, "kv_memory": KV_BYTES} | ({"threads": args.threads} if args.threads else {}) | more
-
-
 # ---------------------------------------------------------------------------- capacity
-
-
-def capacity(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    with serve(model, **_options(args, max_queue=2 * MAX_SEQS)) as process:
-        return asyncio.run(measure_capacity(process.target, args.seconds, args.max_tokens, random.Random(args.seed)))
 
 
 async def measure_capacity(target: Target, seconds: float, max_tokens: int, rng: random.Random) -> dict[str, Any]:
@@ -103,10 +90,10 @@ async def measure_capacity(target: Target, seconds: float, max_tokens: int, rng:
         if seconds > 60:
             raise RuntimeError(f"no request was answered within {seconds:g} s")
         seconds *= 2
-        say(f"capacity: nothing came through; trying {seconds:g} s")
+        common.say(f"capacity: nothing came through; trying {seconds:g} s")
         levels["closed"] = await _closed(one, seconds)
     for factor in FACTORS:
-        say(f"capacity: {factor} x {rate:.2f} requests a second")
+        common.say(f"capacity: {factor} x {rate:.2f} requests a second")
         levels[f"{factor}x"] = await _arrivals(one, factor * rate, seconds, rng)
     best = max(level["goodput_tok_s"] for level in levels.values())
     return {
@@ -165,45 +152,40 @@ def _level(answers: list[Answer], start: float, end: float) -> dict[str, Any]:
 # ---------------------------------------------------------------------------- overhead
 
 
-def overhead(model: str, args: argparse.Namespace) -> dict[str, Any]:
+def overhead(model: str, settings: dict[str, Any], args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     """One token a pass and so one event a token, the most work that a server can have. The engine alone has nobody to tell.
 
     Beside the time per token, the processor time that each of the two takes for one: it bounds what the server adds where cores are free.
     """
-    options = _options(args)
-    rng = random.Random(args.seed)
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
-    with Engine(model, **options) as engine, serve(model, **options) as process:
+    with Engine(model, **settings) as engine, serve(model, **settings) as process:
 
-        def alone(prompts: list[list[int]]) -> tuple[float, float]:
+        def prompts(clients: int) -> list[list[int]]:
+            return [prompt(rng, PROMPT_TOKENS) for _ in range(clients)]
+
+        def alone(clients: int) -> tuple[float, float]:
+            """Milliseconds per token, and the processor's seconds."""
             start = time.process_time()
-            done = engine.complete(prompts, params, speculation=False)
+            done = engine.complete(prompts(clients), params, speculation=False)
             cpu_s = time.process_time() - start
             return statistics.fmean((each.duration_s - each.ttft_s) * 1e3 / (len(each.token_ids) - 1) for each in done), cpu_s
 
-        def served(prompts: list[list[int]]) -> tuple[float, float]:
+        def served(clients: int) -> tuple[float, float]:
             start = process.cpu_s()
-            times = asyncio.run(_per_token(process.target, prompts, args.max_tokens))
+            times = asyncio.run(_per_token(process.target, prompts(clients), args.max_tokens))
             return statistics.fmean(times), process.cpu_s() - start
 
         found: dict[str, Any] = {}
         for clients in OVERHEAD_CLIENTS:
-            ms: dict[str, list[float]] = {"alone": [], "served": []}
-            cpu_s = {"alone": 0.0, "served": 0.0}
-            for n, order in enumerate(common.turns(["alone", "served"], args.rounds + 1)):
-                prompts = [prompt(rng, PROMPT_TOKENS) for _ in range(clients)]
-                for name in order:
-                    took_ms, took_cpu_s = (alone if name == "alone" else served)(prompts)
-                    if n:  # the first round only warms up
-                        ms[name].append(took_ms)
-                        cpu_s[name] += took_cpu_s
-                say(f"overhead: {clients} clients, round {n} of {args.rounds}")
-            n_tokens = args.rounds * clients * args.max_tokens
+            common.say(f"overhead: {clients} clients")
+            measured = common.in_turns({"alone": partial(alone, clients), "served": partial(served, clients)}, args.rounds)
+            ms = {name: [each for each, _ in rounds] for name, rounds in measured.items()}
+            cpu_s = {name: sum(each for _, each in rounds) for name, rounds in measured.items()}
             found[str(clients)] = {
                 **{f"{name}_ms": round(statistics.median(values), 3) for name, values in ms.items()},
                 "ratio": round(statistics.median(ms["served"]) / statistics.median(ms["alone"]), 4),
                 "ratio_median": round(statistics.median(b / a for a, b in zip(ms["alone"], ms["served"], strict=True)), 4),
-                **{f"{name}_cpu_ms": round(value * 1e3 / n_tokens, 3) for name, value in cpu_s.items()},
+                **{f"{name}_cpu_ms": round(s * 1e3 / (args.rounds * clients * args.max_tokens), 3) for name, s in cpu_s.items()},
                 "cpu_ratio": round(cpu_s["served"] / cpu_s["alone"], 4),
             }
     return {"clients": found}
@@ -221,11 +203,6 @@ def _good(answer: Answer) -> Answer:
 
 
 # ---------------------------------------------------------------------------- prefix
-
-
-def prefix(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    with serve(model, **_options(args)) as process:
-        return asyncio.run(measure_prefix(process.target, args.rounds, random.Random(args.seed)))
 
 
 async def measure_prefix(target: Target, rounds: int, rng: random.Random, shared_tokens: int = SHARED_TOKENS) -> dict[str, Any]:
@@ -246,27 +223,43 @@ async def measure_prefix(target: Target, rounds: int, rng: random.Random, shared
     }
 
 
-# ---------------------------------------------------------------------------- the others
+# ---------------------------------------------------------------------------- all of them
 
 
-def stalled(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    with serve(model, **_options(args, max_seqs=args.readers + MAX_SEQS, send_timeout=2, kv_memory=1 << 30)) as process:
-        rng = random.Random(args.seed)
-        return asyncio.run(load_rude.measure_stalled(process.target, args.readers, args.seconds, rng))
+def served(measure: Callable[[Process, argparse.Namespace, random.Random], Any], **more: Any) -> Callable[..., dict[str, Any]]:
+    """A mode that measures a server, which has these settings beside everybody's; one that is called is given the command line."""
+
+    def run(model: str, settings: dict[str, Any], args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
+        own = {name: value(args) if callable(value) else value for name, value in more.items()}
+        with serve(model, **(settings | own)) as process:
+            return asyncio.run(measure(process, args, rng))
+
+    return run
 
 
-def disconnect(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    settings = _options(args, max_seqs=load_rude.MAX_SEQS, max_queue=load_rude.MAX_QUEUE)
-    with serve(model, **settings) as process:
-        return asyncio.run(load_rude.measure_disconnects(process.target, args.count, random.Random(args.seed)))
-
-
-def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    with serve(model, **_options(args, max_queue=2 * MAX_SEQS, **SOAK_KEPT)) as process:
-        return asyncio.run(load_soak.measure_soak(process.target, process.resources, args.minutes * 60, random.Random(args.seed)))
-
-
-RUN = {"capacity": capacity, "overhead": overhead, "prefix": prefix, "stalled": stalled, "disconnect": disconnect, "soak": soak}
+MODES: dict[str, Callable[..., dict[str, Any]]] = {
+    "capacity": served(lambda p, args, rng: measure_capacity(p.target, args.seconds, args.max_tokens, rng), max_queue=2 * MAX_SEQS),
+    "overhead": overhead,
+    "prefix": served(lambda p, args, rng: measure_prefix(p.target, args.rounds, rng)),
+    "stalled": served(
+        lambda p, args, rng: load_rude.measure_stalled(p.target, args.readers, args.seconds, rng),
+        max_seqs=lambda args: args.readers + MAX_SEQS,
+        send_timeout=2,
+        kv_memory=1 << 30,
+    ),
+    "disconnect": served(
+        lambda p, args, rng: load_rude.measure_disconnects(p.target, args.count, rng),
+        max_seqs=load_rude.MAX_SEQS,
+        max_queue=load_rude.MAX_QUEUE,
+    ),
+    # What a soaked server keeps for later, on purpose, is full before long: what grows after that should not.
+    "soak": served(
+        lambda p, args, rng: load_soak.measure_soak(p.target, p.resources, args.minutes * 60, rng),
+        max_queue=2 * MAX_SEQS,
+        kv_memory=32 << 20,
+        answers=10_000,
+    ),
+}
 
 
 def spread(values: list[float]) -> dict[str, float | None]:
@@ -301,10 +294,6 @@ def show(mode: str, found: dict[str, Any]) -> None:
     if rest:
         common.print_table([mode, ""], [[name.replace("_", " "), value] for name, value in rest.items()])
     print()
-
-
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

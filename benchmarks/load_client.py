@@ -113,33 +113,28 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self.writer.transport.abort()
 
 
-async def fetch(target: Target, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of an answer that does not stream."""
-    connection = await Connection.open(target)
-    try:
+async def fetch(target: Target, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    """Status and body of an answer that does not stream."""
+    async with contextlib.aclosing(await Connection.open(target)) as connection:
         connection.send(path, body)
         status, headers = await connection.head()
         if "content-length" in headers:
-            return status, headers, await connection.reader.readexactly(int(headers["content-length"]))
-        return status, headers, await connection.reader.read()
-    finally:
-        connection.close()
+            return status, await connection.reader.readexactly(int(headers["content-length"]))
+        return status, await connection.reader.read()
 
 
 async def ask(target: Target, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
     """Send a request and read all of its answer. What the network does is in `Answer.error`, not raised."""
-    if body.get("stream"):
-        body = {**body, "stream_options": {"include_usage": True}}
     answer = Answer(time.perf_counter())
     try:
         if body.get("stream"):
-            await _read_stream(target, body, path, answer)
+            await _read_stream(target, body | {"stream_options": {"include_usage": True}}, path, answer)
         else:
-            answer.status, _, data = await fetch(target, path, body)
+            answer.status, data = await fetch(target, path, body)
             answer.times.append(time.perf_counter())
             answer.done = answer.status == 200
             _count(answer, data)
@@ -150,8 +145,7 @@ async def ask(target: Target, body: dict[str, Any], path: str = "/v1/completions
 
 
 async def _read_stream(target: Target, body: dict[str, Any], path: str, answer: Answer) -> None:
-    connection = await Connection.open(target)
-    try:
+    async with contextlib.aclosing(await Connection.open(target)) as connection:
         connection.send(path, body)
         answer.status, headers = await connection.head()
         if answer.status != 200:
@@ -164,8 +158,6 @@ async def _read_stream(target: Target, body: dict[str, Any], path: str, answer: 
                 _count(answer, data)
             else:
                 answer.times.append(time.perf_counter())
-    finally:
-        connection.close()
 
 
 def _count(answer: Answer, data: bytes) -> None:
@@ -175,7 +167,7 @@ def _count(answer: Answer, data: bytes) -> None:
 
 async def metrics(target: Target) -> dict[str, float]:
     """The server's own figures by name, our prefix left out; those with labels added up."""
-    status, _, body = await fetch(target, "/metrics")
+    status, body = await fetch(target, "/metrics")
     if status != 200:
         raise RuntimeError(f"/metrics answered {status}: {body[:200]!r}")
     figures: dict[str, float] = {}
@@ -187,20 +179,16 @@ async def metrics(target: Target) -> dict[str, float]:
     return figures
 
 
-async def sequences(target: Target) -> int:
-    """How many sequences the engine has, running and waiting."""
-    figures = await metrics(target)
-    return int(figures["num_requests_running"] + figures["num_requests_waiting"])
-
-
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 10.0, every_s: float = 0.005) -> bool:
-    """Ask until it is so; False where it is not in time."""
+async def settled(target: Target, is_so: Callable[[int], bool], within_s: float = 10.0) -> bool:
+    """Wait until the engine has so many sequences, running and waiting; False where it has not in time."""
     deadline = time.perf_counter() + within_s
-    while not await condition():
+    while True:
+        figures = await metrics(target)
+        if is_so(int(figures["num_requests_running"] + figures["num_requests_waiting"])):
+            return True
         if time.perf_counter() > deadline:
             return False
-        await asyncio.sleep(every_s)
-    return True
+        await asyncio.sleep(0.005)
 
 
 async def together(count: int, make: Callable[[int], Awaitable[Answer]]) -> list[Answer]:

@@ -10,27 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable
 from typing import Any
 
-from benchmarks.load_client import (
-    WAYS,
-    Answer,
-    Connection,
-    Target,
-    ask,
-    busy,
-    completion,
-    metrics,
-    prompt,
-    quantile,
-    sequences,
-    together,
-    until,
-)
+from benchmarks import load_client as client
+from benchmarks.common import say
+from benchmarks.load_client import WAYS, Answer, Connection, Target, ask, completion, metrics, prompt, quantile, settled
 
 MAX_SEQS = 4
 MAX_QUEUE = 8
@@ -61,14 +48,14 @@ async def measure_stalled(target: Target, readers: int, seconds: float, rng: ran
         stack.callback(lambda: [task.cancel() for task in tasks])
         read = await _gaps(target, seconds, rng)
         await asyncio.gather(*tasks)
-    await until(lambda: _idle(target))
+    await settled(target, _idle)
     async with contextlib.AsyncExitStack() as stack:
         connections = [await Connection.open(target, receive_buffer=2048, limit=1024) for _ in range(readers)]
         for connection in connections:
-            stack.callback(connection.close)
+            stack.push_async_callback(connection.aclose)
             connection.send("/v1/completions", body())
         unread = await _gaps(target, seconds, rng)
-        freed = await until(lambda: _idle(target), within_s=60)
+        freed = await settled(target, _idle, within_s=60)
         complete = sum(await asyncio.gather(*(_complete(connection) for connection in connections)))
     p99 = {name: quantile(gaps, 0.99) or 0.0 for name, gaps in (("alone", alone), ("read", read), ("unread", unread))}
     return {
@@ -110,8 +97,8 @@ async def _gaps(target: Target, seconds: float, rng: random.Random) -> list[floa
     return gaps
 
 
-async def _idle(target: Target) -> bool:
-    return await sequences(target) == 0
+def _idle(n_sequences: int) -> bool:
+    return n_sequences == 0
 
 
 # ---------------------------------------------------------------------------- disconnect
@@ -125,15 +112,15 @@ async def measure_disconnects(target: Target, count: int, rng: random.Random, lo
     leaked = 0
     for phase in PHASES:
         n_holders = MAX_SEQS if phase == "queued" else 0
-        async with busy(target, n_holders, lambda: completion(prompt(rng, 16), ENDLESS)):
-            await until(lambda n=n_holders: _at_least(target, n))  # type: ignore[misc]
+        async with client.busy(target, n_holders, lambda: completion(prompt(rng, 16), ENDLESS)):
+            await settled(target, lambda n, held=n_holders: n >= held)  # type: ignore[misc]
             for case in (case for case in cases if case[0] == phase):
                 for _ in range(shares[case]):
                     took = await _leave(target, case, n_holders, rng, long_prompt)
                     leaked += took is None
                     freed[case].append(LEAKED_AFTER_S * 1e3 if took is None else took)
-        await until(lambda: _idle(target), within_s=30)
-        print(f"disconnect: {phase}: {sum(map(len, freed.values()))} of {count}", file=sys.stderr, flush=True)
+        await settled(target, _idle, within_s=30)
+        say(f"disconnect: {phase}: {sum(map(len, freed.values()))} of {count}")
     figures = await metrics(target)
     times = [value for values in freed.values() for value in values]
     return {
@@ -163,8 +150,7 @@ async def _leave(target: Target, case: tuple[str, str, bool], n_holders: int, rn
     """
     phase, way, stream = case
     length = long_prompt if phase == "prefill" else 16
-    connection = await Connection.open(target)
-    try:
+    async with contextlib.aclosing(await Connection.open(target)) as connection:
         connection.send("/v1/completions", completion(prompt(rng, length), ENDLESS, stream=stream))
         await connection.writer.drain()
         if phase == "before the first token":
@@ -176,24 +162,13 @@ async def _leave(target: Target, case: tuple[str, str, bool], n_holders: int, rn
                 if (seen := seen + 1) == 4:
                     break
         else:
-            await until(lambda: _at_least(target, n_holders + 1), within_s=2)
+            await settled(target, lambda n: n > n_holders, within_s=2)
             if phase == "mid-stream":
                 await asyncio.sleep(0.05)
         left = time.perf_counter()
         connection.leave(way)
-        if not await until(lambda: _at_most(target, n_holders), within_s=LEAKED_AFTER_S):
-            return None
-        return round((time.perf_counter() - left) * 1e3, 2)
-    finally:
-        connection.close()
-
-
-async def _at_least(target: Target, n: int) -> bool:
-    return await sequences(target) >= n
-
-
-async def _at_most(target: Target, n: int) -> bool:
-    return await sequences(target) <= n
+        freed = await settled(target, lambda n: n <= n_holders, within_s=LEAKED_AFTER_S)
+        return round((time.perf_counter() - left) * 1e3, 2) if freed else None
 
 
 async def _all_places_free(target: Target, rng: random.Random) -> bool:
@@ -202,4 +177,4 @@ async def _all_places_free(target: Target, rng: random.Random) -> bool:
     def one(_: int) -> Awaitable[Answer]:
         return ask(target, completion(prompt(rng, 16), 4))
 
-    return all(answer.done for answer in await together(MAX_SEQS + MAX_QUEUE, one))
+    return all(answer.done for answer in await client.together(MAX_SEQS + MAX_QUEUE, one))

@@ -8,14 +8,15 @@ of rows is compiled, caches fill, and memory that is kept for later is taken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.common import say
 from benchmarks.load_client import WAYS, Connection, Target, ask, completion, prompt
 from benchmarks.load_server import Resources
 
@@ -45,11 +46,7 @@ async def measure_soak(target: Target, resources: Callable[[], Resources], secon
             samples.append((sum(outcomes.values()), resources()))
             if len(samples) % 10 == 0:
                 last = samples[-1][1]
-                print(
-                    f"soak: {samples[-1][0]} requests, {last.anonymous_mib:.1f} MiB, {last.files} files, {last.threads} threads",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"soak: {samples[-1][0]} requests, {last.anonymous_mib:.1f} MiB, {last.files} files, {last.threads} threads")
 
     await asyncio.gather(watch(), *(client() for _ in range(CLIENTS)))
     warm = samples[int(len(samples) * WARM_UP) :]
@@ -79,13 +76,10 @@ async def _one(target: Target, rng: random.Random) -> str:
     """Any one request -> what became of it."""
     path, body = _request(rng)
     if rng.random() < ABANDONED:
-        connection = await Connection.open(target)
-        try:
+        async with contextlib.aclosing(await Connection.open(target)) as connection:
             connection.send(path, body)
             await asyncio.sleep(rng.expovariate(1 / 0.1))
             connection.leave(rng.choice(WAYS))
-        finally:
-            connection.close()
         return "abandoned"
     answer = await ask(target, body, path)
     return "done" if answer.done else f"status {answer.status}" if answer.status else "lost"

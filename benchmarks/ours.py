@@ -1,20 +1,22 @@
-"""The engine as a contender: what decode measures of ours, with the drafts of its choice.
+"""The engine as a contender: what is measured of ours, with drafts, a cost and a way to accept of the benchmark's choice.
 
-Token ids enter, a `Run` leaves. Knows the engine's core, whose proposer and cost it sets between runs.
+Token ids enter, a `Run` leaves. Sets the engine's parts between runs, when none of its requests is under way.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numba import njit
 
-from benchmarks.chain import chain
-from benchmarks.peers import Run
+from benchmarks.peers import PeerAbsentError, Run
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.types import DraftTree
+from ngramspec.drafting.ngram import LADDER, REACH
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.single import SingleDrafter
 
@@ -46,38 +48,106 @@ class CountedCost(CostModel):
 class Ours:
     """The engine, with or without speculation; nothing that it computed for one run helps another."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, speculation: bool, proposer: Proposer | SingleDrafter | None = None) -> None:
-        """`proposer`: drafts by this one, None: by the engine's own."""
-        self.engine, self.params, self.speculation = engine, params, speculation
-        self.proposer = proposer or engine.core.proposer
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams | Callable[[list[int]], SamplingParams],
+        speculation: bool = True,
+        *,
+        predictions: Mapping[tuple[int, ...], list[int]] | None = None,
+        **parts: Any,
+    ) -> None:
+        """`params`: of every prompt, or by prompt; `predictions`: expected outputs by prompt; `parts`: as `Engine.use` takes them, by
+        default the drafts that the engine has now."""
+        self.engine, self.speculation, self.predictions = engine, speculation, predictions or {}
+        self.params = (lambda _: params) if isinstance(params, SamplingParams) else params
+        self.parts = {"speculator": engine.speculator} | parts
 
-    def complete(self, prompts: list[list[int]], **hints: Any) -> Run:
-        """`hints`: as `Engine.complete` takes them."""
-        self.engine._call(lambda: self.engine.core.use(self.proposer))  # the engine is idle: all of its requests are ours
-        start = time.perf_counter()
-        completions = self.engine.complete(prompts, self.params, speculation=self.speculation, prefix_cache=False, **hints)
-        seconds = time.perf_counter() - start
-        stats = Stats()
-        for completion in completions:
-            stats.add(completion.stats)
-        return Run([completion.token_ids for completion in completions], seconds, stats)
+    def complete(self, prompts: list[list[int]]) -> Run:
+        """Raises PeerAbsentError where a drafter that drafts alone has been switched off."""
+        self.engine.use(**self.parts)
+        cost = self.parts.get("cost")
+        paid, start = cost.paid if isinstance(cost, CountedCost) else 0.0, time.perf_counter()
+        requests = []
+        for ids in prompts:
+            hints = {"prediction": self.predictions[tuple(ids)]} if tuple(ids) in self.predictions else {}
+            requests.append(self.engine.submit(ids, self.params(ids), speculation=self.speculation, prefix_cache=False, **hints))
+        completions = [request.result() for request in requests]
+        run = Run([done.token_ids for done in completions], time.perf_counter() - start)
+        for done in completions:
+            run.stats.add(done.stats)
+        if isinstance(self.parts["speculator"], SingleDrafter) and self.parts["speculator"].drafter is None:
+            raise PeerAbsentError("it failed, as the log says")
+        run.plain_passes = 1 + cost.paid - paid if isinstance(cost, CountedCost) else 0.0
+        return run
 
     def close(self) -> None:
         """The engine is closed by whoever opened it."""
 
 
+@njit(cache=True, nogil=True)
+def chain(text, length):
+    """From the longest context that the text [n] int32 has had before: its most frequent, then latest continuation, and on from there.
+
+    -> [k] int32, k <= length. As the n-gram tables see the text: contexts of LADDER's lengths, of each its last REACH occurrences.
+    """
+    n = len(text)
+    text = np.append(text, np.zeros(length, np.int32))
+    tokens, counts = np.zeros(REACH, np.int32), np.zeros(REACH, np.int64)
+    for end in range(n, n + length):
+        best, seen, kinds = 0, 0, 0
+        for at in range(n - 1, 0, -1):  # the token at `at` followed its context
+            same = 0
+            while same < min(at, LADDER[-1]) and text[at - 1 - same] == text[end - 1 - same]:
+                same += 1
+            level = 0
+            while level < len(LADDER) and LADDER[level] <= same:
+                level += 1
+            if level > best:
+                best, seen, kinds = level, 0, 0
+            if level and level == best and seen < REACH:
+                seen += 1
+                k = 0
+                while k < kinds and tokens[k] != text[at]:
+                    k += 1
+                if k == kinds:
+                    tokens[k], counts[k], kinds = text[at], 0, kinds + 1
+                counts[k] += 1
+        if best == 0:
+            return text[n:end]
+        text[end] = tokens[np.argmax(counts[:kinds])]  # of several the first, which is the latest
+    return text[n:]
+
+
 class FixedLength(Proposer):
-    """Drafts as the engine's peers make them: a chain of as many tokens as asked for, wherever the text's own tables know how to go on."""
+    """Drafts as the engine's peers make them: a chain of as many tokens as asked for, wherever the text itself knows how to go on."""
 
     def __init__(self, length: int, *, vocab_size: int, max_seqs: int) -> None:
         super().__init__(vocab_size=vocab_size, max_seqs=max_seqs, spec_length=length, spec_rows=length, answers=0, recycle=False)
-        self.length = length
+        self.length, self.texts = length, dict[int, np.ndarray]()
+
+    def begin(self, slot: int, tokens: np.ndarray, **more: Any) -> None:
+        super().begin(slot, tokens, **more)
+        self.texts[slot] = tokens.astype(np.int32)
 
     def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
         trees = []
         for slot, depth in zip(slots.tolist(), max_depth.tolist(), strict=True):
-            tokens = chain(self, slot, max(min(self.length, depth, max_nodes), 0))
+            tokens = chain(self.texts[slot][-self.history :], max(min(self.length, depth, max_nodes), 0))
             n = len(tokens)
             max_nodes -= n
             trees.append(DraftTree(tokens, np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8)))
         return trees
+
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
+        super().observe(slots, accepted, paths)
+        for slot, tokens in zip(slots.tolist(), accepted, strict=True):
+            self.texts[slot] = np.concatenate([self.texts[slot], tokens])
+
+
+def total(runs: Sequence[Run]) -> Stats:
+    """What speculation did in all of them."""
+    stats = Stats()
+    for run in runs:
+        stats.add(run.stats)
+    return stats

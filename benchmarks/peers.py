@@ -41,7 +41,7 @@ _REST_S = 1.2
 
 
 class PeerAbsentError(Exception):
-    """The peer is not installed here, or stopped running; the message says why."""
+    """A contender is not installed here, or stopped working; the message says why."""
 
 
 @dataclass(slots=True)
@@ -53,6 +53,8 @@ class Run:
     stats: Stats = field(default_factory=Stats)
     plain_passes: float = 0.0
     """What its passes cost by the engine's own measure, that of the prompt and one with one row being 1; 0 where nobody counted."""
+    wall_s: float = 0.0
+    """Until whoever asked could go on."""
 
     @property
     def n_tokens(self) -> int:

@@ -1,19 +1,18 @@
-"""Replaying recorded text through the engine: every pass runs and takes its time, and the walk's tokens are those of the recording.
+"""Replaying recorded text through the engine: every pass runs and takes its time, and the tokens are those of the recording.
 
-A trace file and a tokenizer enter, prompts with their outputs leave; a `ReplayEngine` that knows the outputs writes them, whatever its
-model would have written. Drafts are verified against the recording as they would be against the model that wrote it. What the model
-itself would say, its own candidates for a next token among it, has no bearing on the recording, so an engine that replays is opened
-with `recycle=False`.
+A trace file and a tokenizer enter, prompts with their outputs leave; an engine that accepts by `Recital` writes them, whatever its model
+would have written. Drafts are verified against the recording as they would be against the model that wrote it. What the model itself would
+say, its own candidates for a next token among it, has no bearing on the recording, so an engine that replays is opened with
+`recycle=False`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,56 +20,49 @@ import numpy as np
 
 from benchmarks.common import Prompt
 from benchmarks.replay import Trace, read_traces
-from ngramspec import Engine
-from ngramspec.batch.pack import depths
-from ngramspec.batch.types import TokenLogprob
-from ngramspec.core.request import Request
+from ngramspec import SamplingParams
+from ngramspec.batch.pack import Span, depths
+from ngramspec.batch.verify import walk
+from ngramspec.core.acceptance import Steps, Walk
 from ngramspec.core.sequence import Sequence
-
-Outputs = Mapping[tuple[int, ...], list[int]]
-"""What was written, by prompt."""
+from ngramspec.model.runner import Output
 
 
-class ReplayEngine(Engine):
-    """An engine that writes the recorded output of each prompt it knows, to its end. Set `outputs` before the first of them.
+class Recital(Walk):
+    """The walk along the recorded outputs of prompts; that of the model's own tokens for others.
 
-    A device that picks tokens and moves the accepted KV within the pass does so for its own picks: what lies in the KV is another text
+    A device that samples tokens and moves the accepted KV within the pass does so for its own samples: what lies in the KV is another text
     then, and the work is the same.
     """
 
-    outputs: Outputs = MappingProxyType({})
+    def __init__(self, prompts: list[Prompt]) -> None:
+        """Of those that have their output."""
+        self.outputs = {tuple(prompt.ids): np.array(prompt.output, np.int32) for prompt in prompts if prompt.output}
+        self._known: WeakKeyDictionary[Sequence, np.ndarray | None] = WeakKeyDictionary()
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._recorded: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()
-        follow = self.core._follow
-        self.core._follow = lambda seq, sampled: follow(seq, self._recite(seq, sampled))  # type: ignore[method-assign]
+    def params(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+        """With which the prompt's recorded output is written to its end."""
+        output = self.outputs.get(tuple(prompt))
+        return params if output is None else dataclasses.replace(params, max_tokens=len(output), ignore_eos=True)
 
-    def _add(self, request: Request) -> None:
-        output = self.outputs.get(tuple(request.completion.prompt_token_ids))
-        if output is not None:
-            for seq in request._seqs:
-                self._recorded[seq] = output
-                seq.limit = min(seq.limit, seq.n_prompt + len(output))
-                seq.stop_ids = frozenset()
-                seq.sample = partial(_pick, seq, output)  # type: ignore[method-assign]
-        super()._add(request)
+    def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
+        if seq not in self._known:
+            self._known[seq] = self.outputs.get(tuple(seq.tokens[: seq.n_prompt].tolist()))
+        text = self._known[seq]
+        if text is None:
+            return super().steps(seq, output, span)
+        if output.sampled is not None and span.sampler is not None and span.sampler.on_device:
+            depth = np.zeros(1, np.int64) if seq.tree is None else np.append(0, depths(seq.tree.parents))
+            sampled = np.zeros(span.end_logits, np.int32)
+            sampled[span.root_logits :] = text[np.minimum(seq.n_output + depth, len(text) - 1)]
+            return super().steps(seq, SimpleNamespace(sampled=sampled), span)  # type: ignore[arg-type]
+        rows = output.logits(span.root_logits, span.end_logits)
 
-    def _recite(self, seq: Sequence, sampled: np.ndarray) -> np.ndarray:
-        """In place of what the device picked after each row [1 + nodes] int32: the recorded token at the row's depth."""
-        output = self._recorded.get(seq)
-        if output is None:
-            return sampled
-        depth = np.zeros(1, np.int64)
-        if seq.tree is not None:
-            depth = np.concatenate([depth, depths(seq.tree.parents)])
-        return np.array(output, np.int32)[np.minimum(seq.n_output + depth, len(output) - 1)]
+        def sample(row: int) -> int:
+            seq.sampler.sample(rows[row], seq.n_output)  # for the time that it takes
+            return int(text[seq.n_output])
 
-
-def _pick(seq: Sequence, output: list[int], row: np.ndarray) -> tuple[int, TokenLogprob | None]:
-    """`Sequence.sample` as it takes its time, and the recorded token."""
-    seq.sampler.sample(row, seq.n_output)
-    return output[seq.n_output], None
+        return ((token, node, None) for token, node in walk(seq.tree, sample))
 
 
 def recorded_prompts(path: Path | None, tokenizer: Any, vocab_size: int, limit: int | None, max_tokens: int) -> list[Prompt]:
@@ -88,10 +80,6 @@ def recorded_prompts(path: Path | None, tokenizer: Any, vocab_size: int, limit: 
     if top >= vocab_size:
         raise ValueError(f"the traces have token {top}, the model {vocab_size} tokens; accepted: a tokenizer of at most so many")
     return list(prompts.values())
-
-
-def outputs_of(prompts: list[Prompt]) -> Outputs:
-    return {tuple(prompt.ids): prompt.output for prompt in prompts if prompt.output}
 
 
 def library_edits(tokenizer: Any) -> list[Trace]:

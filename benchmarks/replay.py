@@ -21,23 +21,25 @@ import importlib.util
 import json
 import re
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numba import njit
 
-from benchmarks.chain import chain
-from benchmarks.common import SLOPES, environment, print_document, print_table
-from ngramspec.batch.types import DraftTree
+from benchmarks.common import SLOPES, Words, environment, new_parser, print_document, print_table, say, timed
+from benchmarks.ours import chain
+from ngramspec.batch.sampling import Sampler
 from ngramspec.datastore import Datastore
 from ngramspec.drafting import ngram
-from ngramspec.drafting.proposer import ANSWERS, Proposer, warmup
+from ngramspec.drafting.base import Text
+from ngramspec.drafting.proposer import ANSWERS, HISTORY, Proposer, warmup
 from ngramspec.drafting.suffix import SuffixDrafter
 
 MAX_ROWS = 64
@@ -96,87 +98,88 @@ def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int, pre
     return traces
 
 
-class Replayed(Protocol):
+class Replayed:
     """A drafter as the replay sees it. Parents of a draft: -1 is the last known token."""
 
     def begin(self, trace: Trace) -> None: ...
-    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]: ...
+    def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
+        raise NotImplementedError
+
     def accept(self, new: np.ndarray, path: np.ndarray) -> None: ...
     def end(self) -> None: ...
 
 
-class Ours:
-    """`Proposer` with one sequence, under a pass cost of 1 + slope * rows."""
+class Ours(Replayed):
+    """A speculator of the engine with one sequence, told what passes cost. It pays `paid` passes without drafts."""
 
     def __init__(
-        self,
-        slope: float,
-        stops: tuple[int, ...],
-        answers: bool = False,
-        predicted: bool = False,
-        stores: Sequence[Datastore] = (),
-        similar: bool = True,
-        vocab_size: int = 0,
+        self, speculator: Any, cost_ms: np.ndarray, stops: tuple[int, ...] = (), *, predicted: bool = False, params: Any = None
     ) -> None:
-        """`vocab_size` above 0: with the model's own candidates, where the traces have them."""
-        self.proposer = Proposer(
-            vocab_size=vocab_size or 2**31 - 1,
-            max_seqs=1,
-            spec_rows=MAX_ROWS,
-            recycle=vocab_size > 0,
-            answers=ANSWERS if answers else 0,
-            datastore=SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None,
-        )
-        self.cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1)
-        self.slots, self.depth, self.stops = np.zeros(1, np.int32), np.full(1, MAX_ROWS, np.int32), stops
-        self.predicted, self.output = predicted, list[np.ndarray]()
-        self.accepted_by_source = dict.fromkeys(self.proposer.source_names, 0)
+        """cost_ms [R+1] float64, of a pass with T rows. `params`: drafts know the request's sampling and the text's end, and the prompt's
+        last token is the output's first, as where the pass that ends the prompt has given it."""
+        self.speculator, self.cost_ms, self.stops, self.predicted, self.params = speculator, cost_ms, stops, predicted, params
+        self.slots, self.paid = np.zeros(1, np.int32), 0.0
+        self.accepted_by_source = dict.fromkeys(speculator.source_names, 0)
 
     def begin(self, trace: Trace) -> None:
+        prompt, self.top = np.array(trace.prompt, np.int32), trace.top
+        self.text, self.n_prompt, self.known = np.array([*trace.prompt, *trace.output], np.int32), len(prompt), len(prompt)
+        text = None
+        if self.params is not None:
+            V, stops = self.speculator.vocab_size, frozenset(self.stops)
+            sampler = Sampler(self.params, index=0, seed=0, prompt=prompt, vocab_size=V, stop_ids=stops)
+            text = Text(sampler, len(prompt), len(self.text))
         prediction = np.array(trace.prediction, np.int32) if self.predicted and trace.prediction else None
-        prompt = np.array(trace.prompt, np.int32)
-        self.proposer.begin(0, prompt, stops=self.stops, prediction=prediction)
-        self.output = []
-        self.text, self.n_prompt, self.top = trace.prompt + trace.output, len(trace.prompt), trace.top
+        self.speculator.begin(0, prompt, stops=self.stops, prediction=prediction, text=text)
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
-        self.tree = self.proposer.propose(self.slots, self.depth, self.cost_ms, 1, MAX_ROWS)[0]
+        room = len(self.cost_ms) - 2
+        depth = room if self.params is None else len(self.text) - len(text) - 1  # the last token is the model's own
+        self.tree = self.speculator.propose(self.slots, np.array([depth], np.int32), self.cost_ms, 1, room)[0]
+        self.paid += float(self.cost_ms[1 + len(self.tree)] / self.cost_ms[1])
         return self.tree.tokens.tolist(), self.tree.parents.tolist()
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:
-        if self.proposer.needs_topk and self.top is not None:  # of accepted rows only: a replay has no others
-            made = sum(map(len, self.output))
-            rows = slice(made, made + len(new))
-            first = self.n_prompt + made - 1
-            text = np.array([-1, *self.text[max(first - 1, 0) : first + len(new)]], np.int32)[-len(new) - 1 :]
-            self.proposer.record_topk(0, text[:-1], text[1:], self.top[0][rows], self.top[1][rows])
+        if self.speculator.needs_topk and self.top is not None:  # of accepted rows only: a replay has no others
+            rows = slice(self.known - self.n_prompt, self.known - self.n_prompt + len(new))
+            text = np.append(np.int32(-1), self.text)[self.known - 1 : self.known + len(new)]
+            self.speculator.record_topk(0, text[:-1], text[1:], self.top[0][rows].astype(np.int32), self.top[1][rows])
         for source in self.tree.sources[path].tolist():
-            self.accepted_by_source[self.proposer.source_names[source]] += 1
-        self.proposer.observe(self.slots, [new], [path])
-        self.output.append(new)
+            self.accepted_by_source[self.speculator.source_names[source]] += 1
+        self.speculator.observe(self.slots, [new], [path])
+        self.known += len(new)
 
     def end(self) -> None:
-        self.proposer.end(0)
-        self.proposer.remember(np.concatenate(self.output))
+        self.speculator.end(0)
+        self.speculator.remember(self.text[self.n_prompt - (self.params is not None) :])
 
 
-class Chain(Ours):
-    """The tables alone: the longest context's most frequent continuation, chained, no probabilities."""
+def proposer(
+    *, answers: bool = False, stores: Sequence[Datastore] = (), similar: bool = True, vocab_size: int = 0, **more: Any
+) -> Proposer:
+    """`vocab_size` above 0: with the model's own candidates, where the traces have them."""
+    return Proposer(
+        vocab_size=vocab_size or 2**31 - 1,
+        max_seqs=1,
+        spec_rows=MAX_ROWS,
+        recycle=vocab_size > 0,
+        answers=ANSWERS if answers else 0,
+        datastore=SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None,
+        **more,
+    )
 
-    def __init__(self, length: int = 8) -> None:
-        super().__init__(0.0, ())
-        self.length = length
+
+class Chain(Replayed):
+    """The text alone: the longest context's most frequent continuation, chained, no probabilities."""
+
+    accepted_by_source: Mapping[str, int] = MappingProxyType({})
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
-        tokens = chain(self.proposer, 0, self.length).tolist()
+        tokens = chain(text[-HISTORY:], 8).tolist()
         return tokens, range(-1, len(tokens) - 1)
 
-    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
-        self.proposer.observe(self.slots, [new], [path])
-        self.output.append(new)
 
-
-class FirstMatch:
+class FirstMatch(Replayed):
     """Copy what followed an earlier occurrence of the last n tokens, longest n first, earliest occurrence first.
 
     With n = 3..1 and 10 tokens it is transformers' prompt lookup (PromptLookupCandidateGenerator), with n = 4..2 and 7 vLLM's n-gram rule.
@@ -184,9 +187,6 @@ class FirstMatch:
 
     def __init__(self, longest: int, shortest: int, length: int) -> None:
         self.sizes, self.length = range(longest, shortest - 1, -1), length
-
-    def begin(self, trace: Trace) -> None:
-        pass
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
         for n in self.sizes:
@@ -199,27 +199,16 @@ class FirstMatch:
                     return tokens, range(-1, len(tokens) - 1)
         return (), ()
 
-    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
-        pass
 
-    def end(self) -> None:
-        pass
-
-
-class Arctic:
+class Arctic(Replayed):
     """arctic-inference's suffix decoding; `factor`, `rows` and `depth` as its configuration names them."""
 
     def __init__(self, tree: bool, cache: bool, factor: float = 1.0, rows: int = 24, depth: int = 24) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
         self.cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=-1 if cache else 0)
-        self.options = {
-            "max_spec_tokens": rows,
-            "max_spec_factor": factor,
-            "max_spec_offset": 0.0,
-            "min_token_prob": 0.1,
-            "use_tree_spec": tree,
-        }
+        self.options = {"max_spec_tokens": rows, "max_spec_factor": factor, "max_spec_offset": 0.0, "min_token_prob": 0.1}
+        self.options["use_tree_spec"] = tree
         self.request, self.depth = 0, depth
 
     def begin(self, trace: Trace) -> None:
@@ -237,7 +226,7 @@ class Arctic:
         self.cache.stop_request(self.request)
 
 
-class Rest:
+class Rest(Replayed):
     """REST's retriever over the documents of a datastore: contexts of 16 down to 2 tokens, at most `rows` drafted tokens."""
 
     SPANS = range(16, 1, -1)
@@ -246,9 +235,6 @@ class Rest:
         import draftretriever
 
         self.reader, self.rows = draftretriever.Reader(str(index)), rows
-
-    def begin(self, trace: Trace) -> None:
-        pass
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
         recent = text[-self.SPANS[0] :].tolist()
@@ -275,12 +261,6 @@ class Rest:
                 node = nodes[node, token]
         return tokens, parents
 
-    def accept(self, new: np.ndarray, path: np.ndarray) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
 
 def rest_index(stores: Sequence[Datastore], folder: Path) -> Path:
     """REST's index of the same documents."""
@@ -298,48 +278,33 @@ def rest_index(stores: Sequence[Datastore], folder: Path) -> Path:
 def drafters(
     stops: tuple[int, ...], predicted: bool = False, stores: Sequence[Datastore] = (), vocab_size: int = 0
 ) -> dict[str, Callable[[], Replayed]]:
-    stored: dict[str, Callable[[], Replayed]] = {
-        "ngramspec+datastore-flat": lambda: Ours(SLOPES["flat"], stops, stores=stores),
-        "ngramspec+datastore-steep": lambda: Ours(SLOPES["steep"], stops, stores=stores),
-        "ngramspec+lookup-flat": lambda: Ours(SLOPES["flat"], stops, stores=stores, similar=False),
-        "ngramspec+lookup-steep": lambda: Ours(SLOPES["steep"], stops, stores=stores, similar=False),
-    }
-    foreseen: dict[str, Callable[[], Replayed]] = {
-        "ngramspec+prediction-flat": lambda: Ours(SLOPES["flat"], stops, predicted=True),
-        "ngramspec+prediction-steep": lambda: Ours(SLOPES["steep"], stops, predicted=True),
-        "ngramspec+both-flat": lambda: Ours(SLOPES["flat"], stops, answers=True, predicted=True),
-        "ngramspec+both-steep": lambda: Ours(SLOPES["steep"], stops, answers=True, predicted=True),
-    }
-    return (
-        (foreseen if predicted else {})
-        | (stored if stores else {})
-        | {
-            "ngramspec-flat": lambda: Ours(SLOPES["flat"], stops),
-            "ngramspec-steep": lambda: Ours(SLOPES["steep"], stops),
-            "ngramspec+answers-flat": lambda: Ours(SLOPES["flat"], stops, answers=True),
-            "ngramspec+answers-steep": lambda: Ours(SLOPES["steep"], stops, answers=True),
-            "ngramspec+recycled-flat": lambda: Ours(SLOPES["flat"], stops, answers=True, vocab_size=vocab_size),
-            "ngramspec+recycled-steep": lambda: Ours(SLOPES["steep"], stops, answers=True, vocab_size=vocab_size),
-            "ngram-chain": lambda: Chain(),
-        }
-    )
+    """Ours, each for both costs, and the tables alone."""
+    variants: dict[str, dict[str, Any]] = {}
+    if predicted:
+        variants |= {"+prediction": {"predicted": True}, "+both": {"answers": True, "predicted": True}}
+    if stores:
+        variants |= {"+datastore": {"stores": stores}, "+lookup": {"stores": stores, "similar": False}}
+    variants |= {"": {}, "+answers": {"answers": True}, "+recycled": {"answers": True, "vocab_size": vocab_size}}
+
+    def make(slope: float, predicted: bool = False, **options: Any) -> Replayed:
+        return Ours(proposer(**options), 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1), stops, predicted=predicted)
+
+    ours = {f"ngramspec{name}-{cost}": partial(make, SLOPES[cost], **more) for name, more in variants.items() for cost in SLOPES}
+    return {**ours, "ngram-chain": Chain}
 
 
 def peers(stores: Sequence[Datastore], folder: Path) -> tuple[dict[str, Callable[[], Replayed]], dict[str, str]]:
     """The peers that can run here, and for those that cannot, why. `folder` holds what they keep on disk."""
-    found: dict[str, Callable[[], Replayed]] = {"pld-hf": lambda: FirstMatch(3, 1, 10), "ngram-vllm": lambda: FirstMatch(4, 2, 7)}
-    arctic: dict[str, Callable[[], Replayed]] = {
-        "arctic": lambda: Arctic(tree=False, cache=False),
-        "arctic-tree": lambda: Arctic(tree=True, cache=False),
-        "arctic-tree-f4": lambda: Arctic(tree=True, cache=False, factor=4.0, rows=32, depth=64),
-        "arctic+cache": lambda: Arctic(tree=False, cache=True),
-        "arctic-tree+cache": lambda: Arctic(tree=True, cache=True),
-        "arctic-tree-f4+cache": lambda: Arctic(tree=True, cache=True, factor=4.0, rows=32, depth=64),
+    found: dict[str, Callable[[], Replayed]] = {"pld-hf": partial(FirstMatch, 3, 1, 10), "ngram-vllm": partial(FirstMatch, 4, 2, 7)}
+    wide: dict[str, Any] = {"factor": 4.0, "rows": 32, "depth": 64}
+    kinds: dict[str, dict[str, Any]] = {"": {"tree": False}, "-tree": {"tree": True}, "-tree-f4": {"tree": True, **wide}}
+    arctic = {
+        f"arctic{kind}{'+cache' * cache}": partial(Arctic, cache=cache, **more) for cache in (False, True) for kind, more in kinds.items()
     }
     rest: dict[str, Callable[[], Replayed]] = {}
     if stores:
         index = rest_index(stores, folder) if importlib.util.find_spec("draftretriever") else folder
-        rest = {f"rest-{rows}": lambda rows=rows: Rest(index, rows) for rows in REST_ROWS}  # type: ignore[misc]
+        rest = {f"rest-{rows}": partial(Rest, index, rows) for rows in REST_ROWS}
     absent: dict[str, str] = {}
     for package, some in (("arctic_inference", arctic), ("draftretriever", rest)):
         if importlib.util.find_spec(package) is None:
@@ -364,28 +329,23 @@ def follow(tokens: Sequence[int], parents: Sequence[int], output: Sequence[int])
 def replay(drafter: Replayed, traces: list[Trace]) -> dict[str, Any]:
     """Follow all traces -> the figures."""
     passes = tokens = rows = 0
-    busy = 0.0
+    busy_ms = 0.0
     for trace in traces:
         text = np.array(trace.prompt + trace.output, np.int32)
         n, end = len(trace.prompt), len(text)
-        start = time.perf_counter()
-        drafter.begin(trace)
-        busy += time.perf_counter() - start
+        busy_ms += timed(lambda trace=trace: drafter.begin(trace))
         while n < end:
             start = time.perf_counter()
             drafted, parents = drafter.draft(text[:n])
-            busy += time.perf_counter() - start
+            busy_ms += (time.perf_counter() - start) * 1e3
             path = follow(drafted, parents, trace.output[n - len(trace.prompt) :])
-            new = text[n : n + len(path) + 1]
-            nodes = np.array(path, np.int32)
-            start = time.perf_counter()
-            drafter.accept(new, nodes)
-            busy += time.perf_counter() - start
+            new, nodes = text[n : n + len(path) + 1], np.array(path, np.int32)
+            busy_ms += timed(lambda new=new, nodes=nodes: drafter.accept(new, nodes))
             n += len(new)
             passes, tokens, rows = passes + 1, tokens + len(new), rows + len(drafted)
         drafter.end()
-    found: dict[str, Any] = dict(figures(tokens / passes, rows / passes, busy / passes * 1e6))
-    if by_source := getattr(drafter, "accepted_by_source", None):
+    found: dict[str, Any] = dict(figures(tokens / passes, rows / passes, busy_ms / passes * 1e3))
+    if (by_source := getattr(drafter, "accepted_by_source", None)) is not None:
         found["accepted_by_source"] = {name: n for name, n in by_source.items() if n}
     return found
 
@@ -415,68 +375,55 @@ def micro(traces: list[Trace], stops: tuple[int, ...] = (), n_seqs: int = 64, re
     """Microseconds per sequence and step with `n_seqs` sequences at a time: the tables alone, and the whole tree for both costs."""
     traces = (traces * (n_seqs // len(traces) + 1))[:n_seqs]
     texts = [np.array(t.prompt + t.output, np.int32) for t in traces]
-    slots = np.arange(n_seqs, dtype=np.int32)
-    results: dict[str, float] = {}
-    tables = []
-    for _ in range(repeat):
+    starts, slots = [len(t.prompt) for t in traces], np.arange(n_seqs, dtype=np.int32)
+    n_steps = min(min(len(t.output) for t in traces), 48)
+    columns = [np.array([text[start + i] for start, text in zip(starts, texts, strict=True)], np.int32) for i in range(n_steps)]
+
+    def begun(stops: tuple[int, ...] = ()) -> Proposer:
         proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs, recycle=False)
-        for slot, (trace, text) in enumerate(zip(traces, texts, strict=True)):
-            proposer.begin(slot, text[: len(trace.prompt)])
-        steps = min(min(len(t.output) for t in traces), 48)
+        for slot, (start, text) in enumerate(zip(starts, texts, strict=True)):
+            proposer.begin(slot, text[:start], stops=stops)
+        return proposer
+
+    def tables() -> float:
+        """Median milliseconds of a step."""
+        proposer = begun()
         scratch = [np.zeros(2 * len(ngram.LADDER) + 2, np.int64) for _ in range(3)]
-        columns = [np.array([text[len(t.prompt) + i] for t, text in zip(traces, texts, strict=True)], np.int32) for i in range(steps)]
-        spent = []
-        for tokens in columns:
-            start = time.perf_counter()
-            _tables_only(proposer._states, proposer._contexts, slots, tokens, proposer.history, *scratch)
-            spent.append(time.perf_counter() - start)
-        tables.append(statistics.median(spent))
-    results["tables_us"] = round(min(tables) / n_seqs * 1e6, 3)
-    for name, slope in SLOPES.items():
+        step = partial(_tables_only, proposer._states, proposer._contexts, slots)
+        return statistics.median(timed(partial(step, tokens, proposer.history, *scratch)) for tokens in columns)
+
+    def trees(slope: float) -> tuple[float, list[float]]:
+        """Median milliseconds of a step, and rows per sequence of each."""
+        proposer, at, spent, rows = begun(stops), list(starts), [], []
         cost_ms = 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1) / n_seqs  # a row costs every sequence a share, as with one sequence
-        medians, rows = [], []
-        for _ in range(repeat):
-            proposer = Proposer(vocab_size=2**31 - 1, max_seqs=n_seqs, recycle=False)
-            at = [len(t.prompt) for t in traces]
-            for slot, text in enumerate(texts):
-                proposer.begin(slot, text[: at[slot]], stops=stops)
-            spent = []
-            while True:
-                live = [s for s in range(n_seqs) if at[s] < len(texts[s])]
-                if len(live) < n_seqs:
-                    break
-                depth = np.full(n_seqs, MAX_ROWS, np.int32)
-                start = time.perf_counter()
-                trees = proposer.propose(slots, depth, cost_ms, n_seqs, MAX_ROWS * n_seqs)
-                took = time.perf_counter() - start
-                accepted, paths = [], []
-                for s, tree in enumerate(trees):
-                    path = follow_tree(tree, texts[s][at[s] :].tolist())
-                    accepted.append(texts[s][at[s] : at[s] + len(path) + 1])
-                    paths.append(np.array(path, np.int32))
-                    at[s] += len(accepted[-1])
-                start = time.perf_counter()
-                proposer.observe(slots, accepted, paths)
-                spent.append(took + time.perf_counter() - start)
-                rows.append(sum(len(t) for t in trees) / n_seqs)
-            medians.append(statistics.median(spent))
-        results[f"tree_{name}_us"] = round(min(medians) / n_seqs * 1e6, 3)
-        results[f"tree_{name}_rows"] = round(statistics.mean(rows), 2)
+        depth = np.full(n_seqs, MAX_ROWS, np.int32)
+        while all(n < len(text) for n, text in zip(at, texts, strict=True)):
+            start = time.perf_counter()
+            drafts = proposer.propose(slots, depth, cost_ms, n_seqs, MAX_ROWS * n_seqs)
+            took = (time.perf_counter() - start) * 1e3
+            accepted, paths = [], []
+            for s, tree in enumerate(drafts):
+                paths.append(np.array(follow(tree.tokens.tolist(), tree.parents.tolist(), texts[s][at[s] :].tolist()), np.int32))
+                accepted.append(texts[s][at[s] : at[s] + len(paths[-1]) + 1])
+                at[s] += len(accepted[-1])
+            spent.append(took + timed(partial(proposer.observe, slots, accepted, paths)))
+            rows.append(sum(map(len, drafts)) / n_seqs)
+        return statistics.median(spent), rows
+
+    results = {"tables_us": round(min(tables() for _ in range(repeat)) / n_seqs * 1e3, 3)}
+    for name, slope in SLOPES.items():
+        rounds = [trees(slope) for _ in range(repeat)]
+        results[f"tree_{name}_us"] = round(min(ms for ms, _ in rounds) / n_seqs * 1e3, 3)
+        results[f"tree_{name}_rows"] = round(statistics.mean(n for _, rows in rounds for n in rows), 2)
     return results
-
-
-def follow_tree(tree: DraftTree, output: Sequence[int]) -> list[int]:
-    return follow(tree.tokens.tolist(), tree.parents.tolist(), output)
 
 
 def library_traces(n: int = 64) -> list[Trace]:
     """Without a file: the standard library's sources, words as tokens."""
     import inspect
-    import re
-    import zlib
 
-    modules = (argparse, statistics, json, inspect, importlib.util, re)
-    words = [zlib.crc32(w.encode()) % 50_000 for m in modules for w in re.findall(r"\w+|\s+|[^\w\s]", inspect.getsource(m))]
+    source = "".join(map(inspect.getsource, (argparse, statistics, json, inspect, importlib.util, re)))
+    words = Words(50_000)(source)["input_ids"]
     size = min(len(words) // n, 1500)
     return [Trace(words[i * size : i * size + size - 256], words[i * size + size - 256 : i * size + size]) for i in range(n)]
 
@@ -486,7 +433,7 @@ def mean_of(sets: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = new_parser("replay", __doc__)
     parser.add_argument("--traces", nargs="+", type=Path, default=[])
     parser.add_argument("--tokenizer", default="smollm2", help="folder, hub name, GGUF file or smollm2")
     parser.add_argument("--limit", type=int, help="traces per file (all)")
@@ -494,11 +441,8 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="also prompt lookup, vLLM's n-gram rule and arctic-inference")
     parser.add_argument("--drafters", help="only these, separated by commas")
     parser.add_argument("--datastore", action="append", default=[], metavar="STORE", help="also with this datastore; REST gets its text")
-    parser.add_argument(
-        "--prediction-from",
-        choices=["reference-minus-edit"],
-        help="also with a predicted output: the text that the request asks to edit, its first fenced block",
-    )
+    text = "also with a predicted output: the text that the request asks to edit, its first fenced block"
+    parser.add_argument("--prediction-from", choices=["reference-minus-edit"], help=text)
     parser.add_argument("--micro", action="store_true", help="time per sequence and step with 64 sequences")
     args = parser.parse_args()
     if not args.traces and not args.micro:
@@ -512,34 +456,22 @@ def main() -> None:
     eos = getattr(tokenizer, "eos_token_id", None)
     stops = (int(eos),) if isinstance(eos, int) else ()
     warmup()
-    settings = {
-        "tokenizer": args.tokenizer,
-        "limit": args.limit,
-        "max_out": args.max_out,
-        "slopes": SLOPES,
-        "max_rows": MAX_ROWS,
-        "stops": stops,
-        "prediction_from": args.prediction_from,
-        "datastore": [Path(path).name for path in args.datastore],
-    }
-    document: dict[str, Any] = {
-        "benchmark": "replay",
-        "traces": [str(p) for p in args.traces],
-        "settings": settings,
-        **environment("cpu", 1),
-    }
+    settings = {name: getattr(args, name) for name in ("tokenizer", "limit", "max_out")}
+    settings |= {"slopes": SLOPES, "max_rows": MAX_ROWS, "stops": stops, "prediction_from": args.prediction_from}
+    settings["datastore"] = [Path(path).name for path in args.datastore]
+    document = {"benchmark": "replay", "traces": list(map(str, args.traces)), "settings": settings, **environment("cpu", 1)}
 
     if args.micro:
         print("Drafting time with 64 sequences at a time, microseconds per sequence and step (median of steps, best of five).", flush=True)
         traces = [t for p in args.traces for t in read_traces(p, tokenizer, args.limit, args.max_out)] or library_traces()
         document["micro"] = micro(traces, stops)
-        print_table(["what", "value"], [[name, value] for name, value in document["micro"].items()])
+        print_table(["what", "value"], list(map(list, document["micro"].items())))
         print_document(document)
         return
 
+    predicted = args.prediction_from is not None
     stores = [Datastore.open(path) for path in args.datastore]
-    chosen = drafters(stops, args.prediction_from is not None, stores, len(tokenizer))
-    absent: dict[str, str] = {}
+    chosen, absent = drafters(stops, predicted, stores, len(tokenizer)), dict[str, str]()
     if args.peers:
         scratch = tempfile.TemporaryDirectory()
         others, absent = peers(stores, Path(scratch.name))
@@ -554,14 +486,13 @@ def main() -> None:
         print(f"absent: {name}: {why}", flush=True)
     sets: dict[str, dict[str, dict[str, Any]]] = {}
     for path in args.traces:
-        traces = read_traces(path, tokenizer, args.limit, args.max_out, args.prediction_from is not None)
-        results: dict[str, dict[str, Any]] = {}
+        traces = read_traces(path, tokenizer, args.limit, args.max_out, predicted)
+        results = sets[path.stem] = {}
         for name, make in chosen.items():
-            print(f"{path.stem}: {name}", file=sys.stderr, flush=True)
+            say(f"{path.stem}: {name}")
             results[name] = replay(make(), traces)
         print(f"\n{path.stem}: {len(traces)} traces, {sum(len(t.output) for t in traces)} tokens")
         print_table(["drafter", *FIGURES], [[name, *(r[key] for key in FIGURES)] for name, r in results.items()])
-        sets[path.stem] = results
     document |= {"drafters": mean_of(list(sets.values())), "absent": absent}
     if len(sets) > 1:
         document["sets"] = sets

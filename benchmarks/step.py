@@ -11,8 +11,6 @@ table and a last line of JSON to standard output.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -39,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype=args.dtype,
         threads=args.threads,
         linears=args.linears,
-        progress=lambda message: print(message, file=sys.stderr),
+        progress=common.say,
         **options,
     )
     if on_cpu:
@@ -53,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cache = stock_cache(stock, args.context)
     n_bytes = weight_bytes(stock)
     buffer = torch.ones(n_bytes // 4, device=args.device)
-    measures: dict[str, Callable[[], float]] = {"floor": lambda: timed(buffer.sum, args.device)}
+    measures: dict[str, Callable[[], float]] = {"floor": lambda: common.timed(buffer.sum, args.device)}
     for rows in args.rows:
         measures[f"ours {rows}"] = partial(engine.runner.time_pass, rows, args.context)
         measures[f"stock {rows}"] = partial(time_stock, stock, cache, rows, args.device)
@@ -72,19 +70,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").split("\n")[0])
+    parser = common.new_parser("step", __doc__)
     common.model_options(parser)
     common.linears_option(parser)
     parser.add_argument("--context", type=common.positive, default=512, metavar="N", help="tokens in the cache")
-    parser.add_argument("--rows", type=row_counts, default=ROWS, metavar="N,N,...", help="row counts; 1 is always among them")
+    parser.add_argument("--rows", type=common.counts, default=ROWS, metavar="N,N,...", help="row counts; 1 is always among them")
     parser.add_argument("--repeat", type=common.positive, default=15, metavar="N", help="passes of each kind")
     args = parser.parse_args(argv)
+    args.rows = sorted({1, *args.rows})
     args.dtype = common.settle_dtype(args.device, args.dtype)
     return args
-
-
-def row_counts(text: str) -> list[int]:
-    return sorted({1, *map(common.positive, text.split(","))})
 
 
 @torch.inference_mode()
@@ -100,18 +95,9 @@ def stock_cache(model: Any, context: int) -> DynamicCache:
 def time_stock(model: Any, cache: DynamicCache, rows: int, device: str) -> float:
     """Milliseconds of transformers' own pass; the cache is as before afterwards."""
     ids = torch.full((1, rows), 11, device=device)
-    elapsed = timed(lambda: model(input_ids=ids, past_key_values=cache, use_cache=True), device)
+    elapsed = common.timed(lambda: model(input_ids=ids, past_key_values=cache, use_cache=True), device)
     cache.crop(-rows)
     return elapsed
-
-
-def timed(work: Callable[[], object], device: str) -> float:
-    """Milliseconds until the work is done, on the device too."""
-    common.wait_for(device)
-    start = time.perf_counter()
-    work()
-    common.wait_for(device)
-    return (time.perf_counter() - start) * 1e3
 
 
 def weight_bytes(model: Any) -> int:

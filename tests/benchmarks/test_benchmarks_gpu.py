@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, decode, gpu, gpu_plan, gpu_texts, step
-from benchmarks.gpu_plan import Kernel, Plan
-from benchmarks.gpu_texts import Foretold
+from benchmarks import common, decode, step
+from benchmarks.common import Prompt
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import parts, profile
+from benchmarks.gpu.parts import Foretold, Plan
+from benchmarks.gpu.profile import Kernel
 from benchmarks.ours import FixedLength
-from benchmarks.recorded import ReplayEngine, library_edits, recorded_prompts
-from ngramspec import SamplingParams
-from ngramspec.batch.pack import depths
+from benchmarks.peers import Run
+from benchmarks.recorded import Recital, library_edits, recorded_prompts
+from ngramspec import Engine, SamplingParams
+from ngramspec.batch.pack import Span, depths
+from ngramspec.core.acceptance import Steps
+from ngramspec.core.sequence import Sequence
+from ngramspec.drafting.base import Text
+from ngramspec.drafting.single import SingleDrafter
 
 CONFIG = {
     "model_type": "llama",
@@ -103,15 +112,26 @@ def test_a_replay_writes_the_recording_and_counts_passes(config: str, tmp_path: 
         decode.main(arguments)
 
 
-def test_a_replay_where_the_device_picks(config: str) -> None:
+def test_a_replay_where_the_device_samples(config: str) -> None:
     ids = np.random.default_rng(0).integers(0, 512, 40).tolist()
     recorded = [*ids[:30], 7, *ids[30:]]
-    params = SamplingParams(max_tokens=64)
-    with ReplayEngine(f"random:{config}", threads=1, kv_memory=8 << 20, recycle=False) as engine:
-        engine.outputs = {tuple(ids): recorded}
+
+    class OnDevice(Recital):
+        """As if a device had sampled."""
+
+        def steps(self, seq: Sequence, output: Any, span: Span) -> Steps:
+            assert span.sampler is not None
+            assert span.sampler.on_device
+            sampled = np.zeros(span.end_logits, np.int32)
+            sampled[span.root_logits :] = output.logits(span.root_logits, span.end_logits).argmax(-1)
+            return super().steps(seq, SimpleNamespace(sampled=sampled), span)  # type: ignore[arg-type]
+
+    with Engine(f"random:{config}", threads=1, kv_memory=8 << 20, recycle=False) as engine:
+        recital, recital_on_device = (kind([Prompt("a", ids, recorded)]) for kind in (Recital, OnDevice))
+        params = recital.params(SamplingParams(max_tokens=64), ids)
+        engine.use(acceptance=recital)
         by_host = engine.complete(ids, params)
-        core = engine.core
-        core._walk = lambda seq, rows: core._follow(seq, rows.argmax(-1).astype(np.int32))  # as if a device had picked
+        engine.use(acceptance=recital_on_device)
         by_device, other = engine.complete([ids, ids[::-1]], params)
     assert by_host.token_ids == by_device.token_ids == recorded
     assert by_host.finish_reason == by_device.finish_reason == "length"
@@ -172,8 +192,8 @@ def test_fixed_length_is_a_chain_within_bounds() -> None:
 @pytest.mark.parametrize("tree", [False, True])
 def test_foretold_drafts_lie_on_the_known_text(tree: bool) -> None:
     known = list(range(10, 40))
-    drafts = Foretold({(1, 2): known}, tree=tree, vocab_size=100)
-    drafts.begin(3, np.array([1, 2, 10], np.int32), n_output=1)
+    drafts = SingleDrafter(Foretold({(1, 2): known}, 100, tree=tree), vocab_size=100, spec_length=5, spec_rows=10)
+    drafts.begin(3, np.array([1, 2, 10], np.int32), text=Text(None, 2, 64))  # type: ignore[arg-type]
     slots = np.array([3], np.int32)
     for at in (1, 4):
         (found,) = drafts.propose(slots, np.array([5], np.int32), np.ones(1), 1, 64)
@@ -190,13 +210,13 @@ def test_foretold_drafts_lie_on_the_known_text(tree: bool) -> None:
 
 def test_pauses_of_the_device_and_of_the_host() -> None:
     kernels = [Kernel("b", 5, 9), Kernel("a", 0, 4), Kernel("c", 6, 7), Kernel("d", 30, 40)]
-    assert gpu_plan.busy_us(kernels) == 9 + 10
-    assert gpu_plan.busy_us([]) == 0
+    assert profile.busy_us(kernels) == 9 + 10
+    assert profile.busy_us([]) == 0
 
 
 def test_the_table_of_kernels() -> None:
     kernels = [Kernel("gemm", 10.0 * i, 10.0 * i + 6) for i in range(8)] + [Kernel("norm", 100.0 + i, 101.0 + i) for i in range(4)]
-    table = gpu_plan.kernel_table(kernels, n_passes=2, n_layers=2)
+    table = profile.kernel_table(kernels, n_passes=2, n_layers=2)
     assert table["kernels_per_pass"] == 6
     assert table["kernels_per_layer"] == 3
     assert table["kernels_us_per_pass"] == 26
@@ -223,27 +243,27 @@ def test_passes_kernels_host_and_exactness(plan: Plan) -> None:
 
 
 def test_identity_finds_all_and_would_find_a_difference(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = dict(gpu_texts.identity(plan))
+    figures = dict(parts.identity(plan))
     assert len(figures) == 2
     for found in figures.values():
         assert found["all_identical"]
         assert set(found["identical"].values()) == {found["prompts"]}
         assert found["tokens_per_pass"]["tree, batch 2"] > 2
-    texts = iter([([[1], [2]], 1.0), *[([[1], [3]], 1.0)] * 9])
-    monkeypatch.setattr(gpu_texts, "write", lambda *_, **__: next(texts))
-    with gpu_plan.open_engine(plan, plan.small) as engine:
-        found = gpu_texts.compare_texts(engine, [[1], [2]], [], (1, 2))
+    texts = iter([1, 2, *[1, 3] * 9])
+    monkeypatch.setattr(parts.Ours, "complete", lambda self, prompts: Run([[next(texts)] for _ in prompts], 1.0))
+    with parts.open_engine(plan, plan.small) as engine:
+        found = parts.compare_texts(engine, [[1], [2]], {}, (1, 2))
     assert not found["all_identical"]
     assert found["identical"]["on, batch 1"] == 1
 
 
 def test_replay_and_generate(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_texts, "N_GENERATED", 1)
-    figures = dict(gpu_texts.replay(plan))
+    monkeypatch.setattr(parts, "N_GENERATED", 1)
+    figures = dict(parts.replay(plan))
     assert list(figures) == ["batch 1", "batch 2"]
     assert figures["batch 2"]["prompts"] == figures["batch 2"]["identical"] == 2
     assert figures["batch 1"]["replayed"]
-    (generated,) = dict(gpu_texts.generate(plan)).values()
+    (generated,) = dict(parts.generate(plan)).values()
     assert generated["peers"]["hf eager"]["tokens"] == 2 * plan.max_tokens
     assert generated["peers"]["hf prompt lookup"]["on_against"] > 0
 
@@ -285,32 +305,11 @@ def test_a_part_that_raises_leaves_what_it_had(monkeypatch: pytest.MonkeyPatch) 
     assert "code 3" in part["error"]
 
 
-def test_targets_are_judged_by_the_figures() -> None:
-    plan = Plan()
-    parts = {
-        "passes": {"figures": {plan.large: {"over_floor": {"1": 1.3}, "over_one_row": {"8": 1.01, "16": 1.02, "64": 1.3}}}},
-        "generate": {"figures": {m: {"peers": {"hf": {"on_against": 2.0}, "no": {"absent": "x"}}} for m in (plan.small, plan.large)}},
-        "identity": {"figures": {f"{plan.large}, {name}": {"all_identical": True} for name in ("greedy", "seeded")}},
-    }
-    reached = {row["what"]: row for row in gpu.make_document(Plan(device="cpu"), parts)["targets"]}
-    assert reached["1 row over the reading of the weights"]["met"] is False
-    assert reached["8 rows over 1 row"]["met"] is True
-    assert reached[f"identical texts, {plan.large}"]["met"] is True
-    assert reached[f"identical texts, {plan.small}"]["met"] is None
-    assert reached["on over the fastest of transformers' generate"]["value"] == 2.0
-
-
-def test_each_third_fits_ten_minutes() -> None:
-    thirds = [gpu.share(f"{k}/3") for k in (1, 2, 3)]
-    assert sorted(name for third in thirds for name in third) == sorted(gpu.PARTS)
-    assert all(sum(gpu.PARTS[name][1] for name in third) < 580 for third in thirds)
-
-
 def test_the_tests_part_counts_and_names_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     path = tmp_path / "test_some.py"
     path.write_text("def test_a(): pass\ndef test_b(): assert 0\n")
     plan = Plan(device="cpu", tests=("-c", "/dev/null", f"--rootdir={tmp_path}", str(path)))
-    ((_, figures),) = gpu.tests(plan)
+    ((_, figures),) = parts.tests(plan)
     assert (figures["exit_code"], figures["passed"], figures["failed"]) == (1, 1, 1)
     assert figures["failures"][0].startswith("FAILED ")

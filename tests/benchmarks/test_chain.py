@@ -1,16 +1,33 @@
-"""The plain prediction of the tables that replay and decode compare with."""
+"""The plain prediction of the text itself that replay and decode compare with."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from benchmarks.chain import chain
-from ngramspec.drafting import Proposer
+from benchmarks.ours import chain
+from ngramspec.drafting.ngram import LADDER, REACH
 
 
 def test_chain_backs_off_and_follows_the_most_frequent() -> None:
-    proposer = Proposer(vocab_size=100, max_seqs=1, history=100)
-    proposer.begin(0, np.array([1, 2, 3, 9, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2], np.int32))
-    assert chain(proposer, 0, 4).tolist() == [3, 9, 1, 2]
-    proposer.observe(np.zeros(1, np.int32), [np.array([77], np.int32)], [np.empty(0, np.int32)])
-    assert chain(proposer, 0, 4).tolist() == []
+    text = np.array([1, 2, 3, 9, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2], np.int32)
+    assert chain(text, 4).tolist() == [3, 9, 1, 2]
+    assert chain(np.append(text, np.int32(77)), 4).tolist() == []
+
+
+@pytest.mark.parametrize(("vocab_size", "length"), [(2, 30), (4, 200), (100, 400)])
+def test_a_chain_takes_the_longest_contexts_most_frequent_continuation(vocab_size: int, length: int) -> None:
+    rng = np.random.default_rng(length)
+    for text in (rng.integers(0, vocab_size, length).astype(np.int32) for _ in range(20)):
+        known, made = text.tolist(), chain(text, 5).tolist()
+        for i in range(len(made) + 1):
+            now, best = known + made[:i], list[int]()
+            for n in LADDER:
+                ends = [at for at in range(length - 1, n - 1, -1) if known[at - n : at] == now[len(now) - n :]]
+                if not ends:
+                    break
+                best = [known[at] for at in ends[:REACH]]
+            if i < len(made):
+                assert made[i] == max(best, key=best.count)
+            elif i < 5:
+                assert not best

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import tiny
 
-from benchmarks import peers, report, report_figures, report_measure
+from benchmarks import peers
+from benchmarks.common import Kept
 from benchmarks.peers import Run, Task
-from benchmarks.report_data import heads
+from benchmarks.report import __main__ as report
+from benchmarks.report import figures, measure
+from benchmarks.report.categories import heads
 from ngramspec import Engine, SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -65,20 +68,20 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
 
     monkeypatch.setattr(report, "peers", lambda *_: {"hf": absent})
     args = arguments(data, tmp_path)
-    measure_block = report_measure.measure_block
+    measure_block = measure.measure_block
 
     def interrupted(bench: Any, category: Any, temperature: float, *rest: Any) -> Any:
         if temperature > 0:
             raise KeyboardInterrupt
         return measure_block(bench, category, temperature, *rest)
 
-    monkeypatch.setattr(report_measure, "measure_block", interrupted)
+    monkeypatch.setattr(measure, "measure_block", interrupted)
     with pytest.raises(KeyboardInterrupt):
         report.run(engine, args, time.perf_counter())
     before = args.state.read_text()
     args.state.write_text(before + '{"key": {"half a li')
 
-    monkeypatch.setattr(report_measure, "measure_block", measure_block)
+    monkeypatch.setattr(measure, "measure_block", measure_block)
     document = report.run(engine, args, time.perf_counter())
     report.write(document, tmp_path)
     assert args.state.read_text().startswith(before)
@@ -87,7 +90,7 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
     expected = {(c, t, name) for c in CATEGORIES for t in (0.0, 0.8) for name in of_all}
     expected |= {("repository", t, name) for t in (0.0, 0.8) for name in ("datastore", "merged, no datastore")}
     expected |= {("edits", t, "merged, prediction") for t in (0.0, 0.8)}
-    expected |= {(c, 0.0, report_measure.curve_name(slope)) for c in CATEGORIES for slope in report_measure.SLOPES}
+    expected |= {(c, 0.0, name) for c in CATEGORIES for name in measure.CURVES}
     expected |= {(c, 0.8, f"{name}, rejection") for c in CATEGORIES for name in ("layers:1", "counts:2")}
     rows = document["rows"]
     assert {(row["category"], row["temperature"], row["contender"]) for row in rows} == expected
@@ -117,7 +120,7 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
     def never(*_: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(report_measure, "measure_block", never)
+    monkeypatch.setattr(measure, "measure_block", never)
     again = report.run(engine, args, time.perf_counter())
     assert sorted(map(str, again["rows"])) == sorted(map(str, rows))
     pictures = {path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()}
@@ -126,31 +129,31 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
 
 
 def test_another_setting_is_another_cell(tmp_path: Path) -> None:
-    state = report_measure.State(tmp_path / "cells.jsonl", fresh=False)
-    state.add([{"key": {"contender": "off", "threads": 1}}])
-    state = report_measure.State(tmp_path / "cells.jsonl", fresh=False)
+    state = Kept(tmp_path / "cells.jsonl")
+    state.add({"key": {"contender": "off", "threads": 1}})
+    state = Kept(tmp_path / "cells.jsonl")
     assert state.get({"threads": 1, "contender": "off"}) is not None
     assert state.get({"threads": 2, "contender": "off"}) is None
-    assert not report_measure.State(tmp_path / "cells.jsonl", fresh=True).cells
+    assert not Kept(tmp_path / "cells.jsonl", fresh=True).known
 
 
 def cell(name: str, seconds: float, passes: int, drafted: int) -> Any:
     run, off = Run([[1, 2, 3, 4]], seconds), Run([[1, 2, 3, 4]], 2.0)
     run.plain_passes = passes + drafted / 2
     run.stats.passes, run.stats.drafted, run.stats.drafted_by_depth, run.stats.accepted_by_depth = passes, drafted, [2, 2], [1, 0]
-    return {"category": "edits", "temperature": 0.0} | report_measure.cell_of(name, [run, run], [off, off], True)
+    return {"category": "edits", "temperature": 0.0} | measure.cell_of(name, [run, run], [off, off])
 
 
 def test_figures_of_known_cells() -> None:
     cells = [cell("merged", 1.0, 2, 4), cell("lookahead", 0.5, 4, 4), cell("n-gram tables", 4.0, 1, 0), cell("hf-pld", 3.0, 0, 0)]
-    row = report_figures.row_of(cells[0])
+    row = figures.row_of(cells[0])
     assert (row["tok_s"], row["speedup"], row["tokens_per_pass"], row["rows_per_pass"], row["identical"]) == (4.0, 2.0, 2.0, 2.0, 2)
     assert row["acceptance"][:3] == [0.5, 0.0, None]
-    (best,) = report_figures.against_best(cells)
+    (best,) = figures.against_best(cells)
     assert (best["best_by_tokens"], best["ratio_tokens"]) == ("n-gram tables", 0.5)
     assert (best["best_by_speed"], best["ratio_speed"]) == ("lookahead", 0.5)
     assert (best["best_by_cost"], best["ratio_cost"]) == ("n-gram tables", 0.25)
-    assert report_figures.against_peers(cells) == [{"category": "edits", "peer": "hf-pld", "prompts": 2, "ratio": 3.0}]
+    assert figures.against_peers(cells) == [{"category": "edits", "peer": "hf-pld", "prompts": 2, "ratio": 3.0}]
 
 
 def test_a_missing_data_set_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

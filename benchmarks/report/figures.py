@@ -1,4 +1,4 @@
-"""From measured cells to what `benchmarks.report` says: rates, ratios, who is best where. Cells enter, plain rows leave; nothing is run."""
+"""From measured cells to what the report says: rates, ratios, who is best where. Cells enter, plain rows leave; nothing is run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.peers import LLAMA_LOOKUP, NAMES
-from benchmarks.report_measure import CURVE_ROUNDS, MERGED, NO_STORE, OFF, PREDICTED, REJECTION, SLOPES, Cell, curve_name
+from benchmarks.report.measure import CURVE_ROUNDS, CURVES, MERGED, NO_STORE, OFF, PREDICTED, REJECTION, Cell
 
 Row = dict[str, Any]
 
 DEPTHS = 8
-FLAT = curve_name(0.005)
-VARIANTS = (NO_STORE, PREDICTED)
-CURVES = tuple(curve_name(slope) for slope in SLOPES)
+(FLAT,) = (name for name, slope in CURVES.items() if slope == 0.005)
 
 
 def is_single(name: str) -> bool:
     """A drafter alone, whose drafts are accepted by the walk."""
-    return name not in (OFF, MERGED, *VARIANTS, *CURVES, *NAMES) and not name.endswith(REJECTION)
+    return name not in (OFF, MERGED, NO_STORE, PREDICTED, *CURVES, *NAMES) and not name.endswith(REJECTION)
+
+
+def find(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def place_of(row: Row) -> Row:
+    """The block of a row."""
+    return {"category": row["category"], "temperature": row["temperature"]}
 
 
 def rows_of(cells: Iterable[Cell], n_prompts: int | None = None) -> list[Row]:
@@ -50,16 +57,12 @@ def speedups(cell: Cell) -> list[float]:
 
 def acceptance_by_depth(cells: Sequence[Cell]) -> list[float | None]:
     """Accepted over drafted nodes at depths 1, 2, …; None where none was drafted."""
-    drafted, accepted = [0] * DEPTHS, [0] * DEPTHS
-    for cell in cells:
-        for name, sums in (("drafted_by_depth", drafted), ("accepted_by_depth", accepted)):
-            for d, count in enumerate(cell[name][:DEPTHS]):
-                sums[d] += count
-    return [round(a / n, 3) if n else None for a, n in zip(accepted, drafted, strict=True)]
 
+    def at(name: str, depth: int) -> int:
+        return sum(cell[name][depth] for cell in cells if depth < len(cell[name]))
 
-def find(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    counts = [(at("accepted_by_depth", d), at("drafted_by_depth", d)) for d in range(DEPTHS)]
+    return [round(accepted / drafted, 3) if drafted else None for accepted, drafted in counts]
 
 
 def pooled(cells: Sequence[Cell], n_prompts: int | None = None) -> list[Row]:
@@ -91,18 +94,18 @@ def against_best(cells: Sequence[Cell]) -> list[Row]:
     the passes cost, `tokens` by their number, over all prompts together; `flat` like `tokens`, with drafts that are told that rows cost
     almost nothing. Of each measure, `best_by_` says who is the best one alone, `ratio_` how many times as good all together are.
     """
+    measures = {
+        "speed": (MERGED, lambda a, b: statistics.geometric_mean(beside(a, b))),
+        "cost": (MERGED, lambda a, b: over(a, b, "plain_passes")),
+        "tokens": (MERGED, lambda a, b: over(a, b, "passes")),
+        "flat": (FLAT, lambda a, b: over(a, b, "passes")),
+    }
     result = []
     for merged in find(cells, contender=MERGED):
-        where = {"category": merged["category"], "temperature": merged["temperature"]}
-        singles = [cell for cell in find(cells, **where) if is_single(cell["contender"])]
-        row: Row = dict(where)
-        for name, ours, ratio in (
-            ("speed", [merged], lambda a, b: statistics.geometric_mean(beside(a, b))),
-            ("cost", [merged], lambda a, b: over(a, b, "plain_passes")),
-            ("tokens", [merged], lambda a, b: over(a, b, "passes")),
-            ("flat", find(cells, **where, contender=FLAT), lambda a, b: over(a, b, "passes")),
-        ):
-            ratios = {single["contender"]: ratio(a, single) for a in ours for single in singles}
+        row = place_of(merged)
+        singles = [cell for cell in find(cells, **row) if is_single(cell["contender"])]
+        for name, (whose, ratio) in measures.items():
+            ratios = {single["contender"]: ratio(a, single) for a in find(cells, **place_of(merged), contender=whose) for single in singles}
             row[f"best_by_{name}"] = best = min(ratios, key=lambda single: ratios[single], default=None)
             row[f"ratio_{name}"] = round(ratios[best], 3) if best is not None else None
         if singles:
@@ -111,13 +114,12 @@ def against_best(cells: Sequence[Cell]) -> list[Row]:
 
 
 def against_best_followed(rows: Sequence[Row]) -> list[Row]:
-    """The same of `report_follow`'s rows, by what the passes cost."""
+    """The same of the drafts that were followed, by what the passes cost."""
     result = []
     for merged in find(rows, contender=MERGED):
-        where = {"category": merged["category"], "temperature": merged["temperature"]}
-        best = max((row for row in find(rows, **where) if is_single(row["contender"])), key=lambda row: row["speed"])
-        ratio = round(merged["speed"] / best["speed"], 3)
-        result.append(where | {"prompts": merged["prompts"], "best": best["contender"], "ratio": ratio, "speed": merged["speed"]})
+        best = max((row for row in find(rows, **place_of(merged)) if is_single(row["contender"])), key=lambda row: row["speed"])
+        row = {"best": best["contender"], "ratio": round(merged["speed"] / best["speed"], 3), "speed": merged["speed"]}
+        result.append(place_of(merged) | {"prompts": merged["prompts"]} | row)
     return result
 
 
@@ -137,42 +139,32 @@ def against_peers(cells: Sequence[Cell]) -> list[Row]:
     """Per category and peer, how many times as fast the merged engine is: the median over the peer's prompts."""
     result = []
     for cell in cells:
-        merged = find(cells, contender=MERGED, category=cell["category"], temperature=cell["temperature"])
-        if cell["contender"] in NAMES and merged:
-            ratios = beside(merged[0], cell)
-            ratio = round(statistics.median(ratios), 3)
-            result.append({"category": cell["category"], "peer": cell["contender"], "prompts": len(ratios), "ratio": ratio})
+        for merged in find(cells, contender=MERGED, **place_of(cell)) if cell["contender"] in NAMES else ():
+            ratios = beside(merged, cell)
+            row = {"category": cell["category"], "peer": cell["contender"], "prompts": len(ratios)}
+            result.append(row | {"ratio": round(statistics.median(ratios), 3)})
     return result
 
 
-def fastest_peers(rows: Sequence[Row]) -> dict[str, Row]:
+def fastest_peers(cells: Iterable[Cell]) -> dict[str, Row]:
     """By category, the fastest of the peers that compute with the same weights."""
-    peers = [row for row in rows if row["contender"] in NAMES and row["contender"] not in LLAMA_LOOKUP]
+    peers = [row for row in rows_of(cells) if row["contender"] in NAMES and row["contender"] not in LLAMA_LOOKUP]
     return {name: max(find(peers, category=name), key=lambda row: row["speedup"]) for name in {row["category"] for row in peers}}
 
 
-def rejection_rows(cells: Sequence[Cell]) -> list[Row]:
+def rejection_rows(cells: Iterable[Cell]) -> list[Row]:
     """Tokens per pass of the same drafter under both ways to accept, per category."""
     rows, result = rows_of(cells), []
     for row in rows:
-        if row["contender"].endswith(REJECTION):
-            name = row["contender"].removesuffix(REJECTION)
-            walk = find(rows, category=row["category"], temperature=row["temperature"], contender=name)
-            if walk:
-                result.append(
-                    {
-                        "category": row["category"],
-                        "drafter": name,
-                        "walk": walk[0]["tokens_per_pass"],
-                        "rejection": row["tokens_per_pass"],
-                        "speed_walk": walk[0]["speedup"],
-                        "speed_rejection": row["speedup"],
-                    }
-                )
+        name = row["contender"].removesuffix(REJECTION)
+        for walk in find(rows, **place_of(row), contender=name) if name != row["contender"] else ():
+            by_tokens = {"walk": walk["tokens_per_pass"], "rejection": row["tokens_per_pass"]}
+            by_speed = {"speed_walk": walk["speedup"], "speed_rejection": row["speedup"]}
+            result.append({"category": row["category"], "drafter": name} | by_tokens | by_speed)
     return result
 
 
-def frontier(cells: Sequence[Cell]) -> list[Row]:
+def frontier(cells: Iterable[Cell]) -> list[Row]:
     """At temperature 0, all categories together, for everybody who was in all of them: on the prompts that the curve was measured on."""
     greedy = find(cells, temperature=0)
     n = len({cell["category"] for cell in greedy})

@@ -18,8 +18,8 @@ candidate was right. State values and mixing factors are fitted together, by the
 Traces come in sessions of one kind from neighbouring files: each knows the answers of those before it. Half of the edits have the text
 that was edited as their predicted output. `--recorded` adds outputs of a real model with its own candidates, which no plain text has.
 
-    python -m benchmarks.learn_mix --corpus DIR... --out FILE.npz [--traces N] [--epochs E] [--seed S] [--tokenizer M] [--recorded F.jsonl]
-    python -m benchmarks.learn_mix --corpus DIR... --write-prompts F.jsonl [--traces N]      (for benchmarks.record)
+    python -m tools.learn_mix --corpus DIR... --out FILE.npz [--traces N] [--epochs E] [--seed S] [--tokenizer M] [--recorded F.jsonl]
+    python -m tools.learn_mix --corpus DIR... --write-prompts F.jsonl [--traces N]      (for benchmarks.record)
 
 The shipped weights: `--corpus` of CPython 3.11's standard library (PSF) and the installed sympy, scipy, numpy, transformers, numba, torch,
 huggingface_hub, pygments, requests, rich, tokenizers, and aiohttp, django, fastapi, flask, networkx, pandas, psutil, scikit-learn, scrapy,

@@ -1,4 +1,4 @@
-"""The pictures of `benchmarks.report`: rows of figures enter, SVG files leave, the same bytes for the same rows.
+"""The pictures of the report: its document enters, SVG files leave, the same bytes for the same figures.
 
 They are read on light and on dark pages: no background, text in a grey between. Text stays text, so the files are small.
 """
@@ -8,31 +8,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.report_figures import CURVES, Row, find, is_single
-from benchmarks.report_measure import MERGED, STORE
+from benchmarks.report.figures import Row, find, is_single
+from benchmarks.report.measure import CURVES, MERGED, STORE
+from benchmarks.report.text import TITLES
 
 GREY, OURS, OTHERS = "#808080", "#2f81f7", "#9a9a9a"
 COLOURS = ("#e5534b", "#d29922", "#57ab5a", "#a371f7", "#39c5cf", "#db61a2", "#b08800", "#6e7681", "#8b5e3c", "#1f9e89")
 """Of drafters."""
-STYLE = {
+STYLE: dict[str, Any] = {
     "svg.hashsalt": "ngramspec",
     "svg.fonttype": "none",
     "font.size": 10,
     "font.family": "sans-serif",
-    "text.color": GREY,
-    "axes.labelcolor": GREY,
-    "axes.edgecolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
 }
+RATE = "tokens per second; plain decoding = 1"
+
+
+def draw(folder: Path, document: dict[str, Any]) -> None:
+    """All that the report shows. Those of temperature 0 only where it was measured."""
+    greedy = find(document["rows"], temperature=0)
+    _draw_drafters(folder / "drafters.svg", greedy, document["categories"])
+    if 0 in document["settings"]["temperatures"]:
+        _draw_speed(folder / "speed.svg", greedy, document["fastest_peers"])
+        _draw_frontier(folder / "frontier.svg", document["frontier"])
+        _draw_acceptance(folder / "acceptance.svg", [row for row in find(document["pooled"], temperature=0) if "acceptance" in row])
 
 
 @contextmanager
@@ -44,9 +51,9 @@ def _picture(path: Path, width: float, height: float) -> Iterator[Axes]:
         plt.close(figure)
 
 
-def draw_speed(path: Path, rows: Sequence[Row], fastest: dict[str, Row], peer_names: dict[str, str]) -> None:
+def _draw_speed(path: Path, rows: Sequence[Row], fastest: dict[str, Row]) -> None:
     """Per category two bars: the engine, and the fastest other tool, by name; plain decoding is 1."""
-    merged = sorted(find(rows, contender=MERGED, temperature=0), key=lambda row: row["speedup"])
+    merged = sorted(find(rows, contender=MERGED), key=lambda row: row["speedup"])
     with _picture(path, 7.2, 0.46 * len(merged) + 0.9) as axes:
         for y, row in enumerate(merged):
             axes.barh(y + 0.18, row["speedup"], 0.36, color=OURS, label="ngramspec" if y == 0 else None)
@@ -54,58 +61,60 @@ def draw_speed(path: Path, rows: Sequence[Row], fastest: dict[str, Row], peer_na
             if row["category"] in fastest:
                 other = fastest[row["category"]]
                 axes.barh(y - 0.2, other["speedup"], 0.26, color=OTHERS, label="fastest other tool, here" if y == 0 else None)
-                name = peer_names.get(other["contender"], other["contender"])
+                name = TITLES.get(other["contender"], other["contender"])
                 axes.text(other["speedup"] + 0.03, y - 0.2, f"{other['speedup']:.1f}× {name}", va="center", fontsize=8)
         axes.axvline(1, color=GREY, linewidth=1, linestyle=":")
         axes.set_yticks(range(len(merged)), [row["category"] for row in merged])
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, 1.25 * max(row["speedup"] for row in [*merged, *fastest.values()]))
-        axes.set_xlabel("tokens per second; plain decoding = 1")
+        axes.set_xlabel(RATE)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
 
-def draw_frontier(path: Path, rows: Sequence[Row]) -> None:
+def _draw_frontier(path: Path, rows: Sequence[Row]) -> None:
     """Tokens per pass over rows per pass: a point per drafter, a curve for all together by what they are told a row costs."""
     with _picture(path, 7.2, 4.2) as axes:
+
+        def plot(some: Sequence[Row], **look: Any) -> None:
+            axes.plot([row["rows_per_pass"] for row in some], [row["tokens_per_pass"] for row in some], **look)
+
         curve = sorted((row for row in rows if row["contender"] in CURVES), key=lambda row: row["rows_per_pass"])
-        axes.plot(*_points(curve), color=OURS, marker=".", label="all together, by what a row costs")
+        plot(curve, color=OURS, marker=".", label="all together, by what a row costs")
         for row in find(rows, contender=MERGED):
-            axes.plot(*_points([row]), color=OURS, marker="o", markersize=9, linestyle="", label="all together, cost as measured")
+            plot([row], color=OURS, marker="o", markersize=9, linestyle="", label="all together, cost as measured")
         for name, colour in _colours(rows).items():
             (row,) = find(rows, contender=name)
-            axes.plot(*_points([row]), color=colour, marker="o", linestyle="")
+            plot([row], color=colour, marker="o", linestyle="")
             axes.annotate(name, (row["rows_per_pass"], row["tokens_per_pass"]), (5, -10), textcoords="offset points", fontsize=8)
         axes.set_xlabel("draft rows per pass")
         axes.set_ylabel("tokens per pass")
         axes.set_xscale("symlog", linthresh=4)
         ticks = [0, 1, 2, 4, 8, 16, 32, 64]
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks(ticks, list(map(str, ticks)))
         axes.minorticks_off()
         axes.legend(loc="upper left")
 
 
-def draw_drafters(path: Path, rows: Sequence[Row], categories: Sequence[str]) -> None:
+def _draw_drafters(path: Path, rows: Sequence[Row], categories: Sequence[str]) -> None:
     """Speedups at temperature 0, per category: a dot per drafter, all together as a bar across."""
-    greedy = find(rows, temperature=0)
     with _picture(path, 7.2, 3.8) as axes:
         for x, category in enumerate(categories):
-            for row in find(greedy, category=category, contender=MERGED):
+            for row in find(rows, category=category, contender=MERGED):
                 axes.plot([x - 0.35, x + 0.35], [row["speedup"]] * 2, color=OURS, linewidth=3, label="all together" if x == 0 else None)
-        for name, colour in _colours(greedy).items():
-            dots = [(categories.index(row["category"]), row["speedup"]) for row in find(greedy, contender=name)]
+        for name, colour in _colours(rows).items():
+            dots = [(categories.index(row["category"]), row["speedup"]) for row in find(rows, contender=name)]
             axes.plot(*zip(*dots, strict=True), color=colour, marker="o", markersize=5, linestyle="", label=name)
         axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
         axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
-        axes.set_ylabel("tokens per second; plain decoding = 1")
+        axes.set_ylabel(RATE)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
 
-def draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
-    """Accepted over drafted nodes by depth, at temperature 0 over all categories."""
+def _draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
+    """Accepted over drafted nodes by depth, over all categories."""
     with _picture(path, 7.2, 3.6) as axes:
-        some = [row for row in rows if row["temperature"] == 0 and "acceptance" in row]
-        for name, colour in ({MERGED: OURS} | _colours(some)).items():
-            (row,) = find(some, contender=name)
+        for name, colour in ({MERGED: OURS} | _colours(rows)).items():
+            (row,) = find(rows, contender=name)
             depths = [(d, share) for d, share in enumerate(row["acceptance"], 1) if share is not None]
             if depths:
                 label, width = ("all together", 3) if name == MERGED else (name, 1.2)
@@ -114,10 +123,6 @@ def draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
         axes.set_ylabel("accepted / drafted nodes")
         axes.set_ylim(0)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-
-
-def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    return [row["rows_per_pass"] for row in rows], [row["tokens_per_pass"] for row in rows]
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What `benchmarks.report` measures on: kinds of work, each with its prompts and what is known beside them.
+"""What the report measures on: kinds of work, each with its prompts and what is known beside them.
 
 A folder of JSONL files and a tokenizer enter; categories leave. Rows have `id`, and `prompt` or `messages`; Spec-Bench's also `task`.
 A repository's prompts are made from an installed package: functions of some of its files, to be completed, and a datastore of the others.
@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import random
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,32 +23,8 @@ from ngramspec.datastore.build import build
 from ngramspec.datastore.corpus import CorpusOptions
 from ngramspec.datastore.reader import Datastore
 
-MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-CATEGORIES: dict[str, dict[str, set[str] | None]] = {
-    "chat": {"spec_bench.jsonl": MT_BENCH},
-    "translation": {"spec_bench.jsonl": {"translation"}},
-    "summaries": {"spec_bench.jsonl": {"summarization"}},
-    "questions": {"spec_bench.jsonl": {"qa"}},
-    "mathematics": {"spec_bench.jsonl": {"math_reasoning"}},
-    "retrieval": {"spec_bench.jsonl": {"rag"}},
-    "functions": {"humaneval.jsonl": None},
-    "edits": {"canitedit.jsonl": None},
-    "repository": {},
-    "JSON": {"json_wiki_arctic.jsonl": None, "json_bfcl.jsonl": None},
-}
-"""Files, and of each the tasks that count; None: all of them."""
-SOURCES = {
-    "chat": "MT-bench, in Spec-Bench",
-    "translation": "WMT14 in Spec-Bench",
-    "summaries": "CNN/DailyMail in Spec-Bench",
-    "questions": "Natural Questions in Spec-Bench",
-    "mathematics": "GSM8K in Spec-Bench",
-    "retrieval": "DPR in Spec-Bench",
-    "functions": "HumanEval",
-    "edits": "CanItEdit",
-    "repository": "functions of an installed package, with a datastore of its other files",
-    "JSON": "JSON mode of SuffixDecoding, BFCL",
-}
+CATEGORIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("categories.toml").read_text(encoding="utf-8"))
+"""By name: its source in words; its files, and of each the tasks that count, none for all of them."""
 HELD_OUT = 8
 """One file of so many is not in the repository's datastore; of these are its prompts."""
 SEED = 0
@@ -67,9 +44,9 @@ class Category:
 def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: int) -> Category:
     """At most `limit` prompts of at most `longest` tokens, in an order drawn once and for all. Raises FileNotFoundError, ValueError."""
     rows = []
-    for file, tasks in CATEGORIES[name].items():
+    for file, tasks in CATEGORIES[name]["files"].items():
         some = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        some = [row for row in some if tasks is None or row.get("task") in tasks]
+        some = [row for row in some if not tasks or row.get("task") in tasks]
         rows.append(random.Random(SEED).sample(some, len(some)))
     category = Category(name, [])
     for row in (row for several in zip(*rows, strict=False) for row in several):  # of each file in turn

@@ -1,0 +1,399 @@
+"""The parts of the GPU benchmark: each takes the plan and gives its figures as it comes by them, so that they are known if it is stopped.
+
+Passes are timed as `step` times them, texts compared and replayed as `decode` does.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import common, decode, step
+from benchmarks.common import Prompt, say
+from benchmarks.gpu.profile import bandwidth, busy_us, kernel_table, profiled
+from benchmarks.ours import Ours, total
+from benchmarks.peers import Contender, PeerAbsentError, Run
+from benchmarks.recorded import library_edits
+from ngramspec import Engine, SamplingParams
+from ngramspec.batch.types import Completion
+from ngramspec.drafting.base import Candidates, Text
+from ngramspec.drafting.single import SingleDrafter
+from ngramspec.model.loading import SMOLLM2_PACKAGE, load_model, load_tokenizer
+from ngramspec.model.random_weights import PREFIX, empty_model, read_shape
+
+STATIC, LOOKUP = {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 10}
+GENERATE: dict[str, dict[str, Any]] = {
+    "hf eager": {},
+    "hf static, compiled": STATIC,
+    "hf prompt lookup": LOOKUP,
+    "hf prompt lookup, static": STATIC | LOOKUP,
+}
+"""transformers' ways to generate; with a static cache on a GPU it compiles its forward by itself."""
+N_GENERATED, PROMPT_LENGTH = 6, 192
+PROFILED = 5
+"""Passes in a profile."""
+
+Figures = dict[str, Any]
+Named = Iterator[tuple[str, Figures]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured, and how much of it."""
+
+    device: str = "cuda:0"
+    dtype: str = "bfloat16"
+    large: str = "random:Llama-3.1-8B"
+    small: str = "random:SmolLM2-135M"
+    code: str = "random:Qwen2.5-Coder-7B"
+    tokenizer: str | None = None
+    """Of prompts and traces; None: the small model's own, and without one words."""
+    prompts: Path | None = None
+    trace: Path | None = None
+    context: int = 1024
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    batches: tuple[int, ...] = (1, 8, 32)
+    lengths: tuple[int, ...] = (2, 4, 8, 16)
+    """Fixed lengths of drafts that the replay is compared with."""
+    repeat: int = 30
+    n_prompts: int = 240
+    """For identity on the small model; on the large one a quarter of it and four more."""
+    n_traces: int = 16
+    """Replayed one at a time; for the largest batch a quarter as many groups."""
+    max_tokens: int = 64
+    kv_bytes: int = 8 << 30
+    tests: tuple[str, ...] = ("tests/cuda",)
+    """Arguments of pytest."""
+
+
+def smallest() -> str:
+    """SmolLM2 with its real weights where its package is installed, else its shape."""
+    return "smollm2" if importlib.util.find_spec(SMOLLM2_PACKAGE) else Plan.small
+
+
+def open_engine(plan: Plan, model: str, **options: Any) -> Engine:
+    """An engine without a tokenizer: the parts hand it token ids, and measure passes, not text."""
+    if not plan.device.startswith("cuda"):
+        options.pop("linears", None)
+    return Engine(model, device=plan.device, dtype=plan.dtype, kv_memory=plan.kv_bytes, progress=say, **options)
+
+
+def release(plan: Plan) -> None:
+    """Give back the memory of what is no longer referred to, before the next model is loaded."""
+    gc.collect()
+    if plan.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def tokenizer_for(plan: Plan, model: str, vocab_size: int) -> Any:
+    """The plan's tokenizer, else the model's own, else words."""
+    if plan.tokenizer is not None:
+        return load_tokenizer(plan.tokenizer)
+    return common.Words(vocab_size) if model.startswith(PREFIX) else load_tokenizer(model)
+
+
+def read_weights(plan: Plan, model: str) -> tuple[int, Figures]:
+    """Bytes of weights that a pass of the model reads, and how fast the device can."""
+    dtype = getattr(torch, plan.dtype)
+    empty = empty_model(read_shape(model), dtype) if model.startswith(PREFIX) else load_model(model, dtype=dtype).model
+    n_bytes = step.weight_bytes(empty)
+    found = bandwidth(plan.device, n_bytes)
+    release(plan)
+    return n_bytes, found
+
+
+def greedy(n: int) -> SamplingParams:
+    return SamplingParams(max_tokens=n, ignore_eos=True)
+
+
+# ---- tests and passes
+
+
+def tests(plan: Plan) -> Named:
+    """The tests that need a device."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "-rfE", *plan.tests]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            say(line.rstrip())
+            lines.append(line.strip())
+    counts = {word.rstrip("s"): int(n) for n, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", " ".join(lines[-3:]))}
+    failures = [line[:300] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    yield "pytest", {"exit_code": process.returncode, **counts, "failures": failures}
+
+
+def floor(plan: Plan) -> Named:
+    """How fast the device reads its memory, over as many bytes as the models' weights."""
+    for model in dict.fromkeys((plan.large, plan.small)):
+        yield model, read_weights(plan, model)[1]
+
+
+def passes(plan: Plan) -> Named:
+    """Milliseconds of a pass by rows, against the reading of the weights."""
+    for model in dict.fromkeys((plan.large, plan.small)):
+        n_bytes, read = read_weights(plan, model)
+        with open_engine(plan, model) as engine:
+            ms = by_rows({"": engine}, plan)[""]
+            ratios = {"over_floor": read["floor_ms"], "over_one_row": ms["1"]}
+            found = {"context": plan.context, "weight_bytes": n_bytes, "floor_ms": read["floor_ms"], "gb_s": read["gb_s"], "ms": ms}
+            found |= {name: {rows: round(t / base, 3) for rows, t in ms.items()} for name, base in ratios.items()}
+            yield model, {**found, "props": engine.props()}
+        del engine
+        release(plan)
+
+
+def by_rows(engines: dict[str, Engine], plan: Plan) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a pass of each engine with each number of rows, in turns."""
+    pairs = list(itertools.product(engines, plan.rows))
+    medians = common.interleaved_medians(
+        {f"{name} {rows}": partial(engines[name].time_pass, rows, plan.context) for name, rows in pairs}, plan.repeat
+    )
+    return {name: {str(rows): round(medians[f"{name} {rows}"], 4) for rows in plan.rows} for name in engines}
+
+
+def kernels(plan: Plan) -> Named:
+    """Which kernels a pass of the large model consists of."""
+    with open_engine(plan, plan.large) as engine:
+        for rows in (1, 8):
+            run = partial(engine.time_pass, rows, plan.context)
+            for _ in range(3):
+                run()
+            found = profiled(plan.device, lambda run=run: [run() for _ in range(PROFILED)])
+            yield f"{rows} rows", kernel_table(found, PROFILED, len(engine.runner.shapes))
+
+
+def host(plan: Plan) -> Named:
+    """Time of a step in which the device waits for the host: wall time of undisturbed steps less the device's in profiled ones."""
+    for model in dict.fromkeys((plan.large, plan.small)):
+        with open_engine(plan, model) as engine:
+            prompt = np.random.default_rng(0).integers(0, engine.vocab_size, 64).tolist()
+            whole = engine.complete(prompt, greedy(plan.max_tokens), speculation=False).token_ids
+            told = foretold({tuple(prompt): whole}, engine.vocab_size, tree=True)
+            for name, speculation in (("off", False), ("looking", True), ("drafts", True)):
+                if name == "drafts":
+                    engine.use(speculator=told)
+                write = partial(engine.complete, prompt, speculation=speculation, prefix_cache=False)
+                yield f"{model}, {name}", host_share(plan, write)
+        del engine, write
+        release(plan)
+
+
+def host_share(plan: Plan, write: Callable[..., Completion]) -> Figures:
+    """By the difference of a long and a short run, so that the prompt's pass and the start do not count."""
+    few, many = plan.max_tokens // 4, plan.max_tokens
+
+    def run(n: int) -> tuple[float, int]:
+        done = write(params=greedy(n))
+        return done.duration_s * 1e3, done.stats.passes
+
+    def busy(n: int) -> tuple[float, int]:
+        n_passes: list[int] = []
+        found = profiled(plan.device, lambda: n_passes.append(run(n)[1]))
+        return busy_us(found) / 1e3, n_passes[0]
+
+    def per_pass(measure: Any) -> float:
+        short, long = measure(few), measure(many)
+        return (long[0] - short[0]) / max(long[1] - short[1], 1)
+
+    n_passes = run(many)[1]
+    wall_ms = statistics.median(per_pass(run) for _ in range(max(plan.repeat // 6, 1)))
+    device_ms = per_pass(busy)
+    return {
+        "wall_ms": round(wall_ms, 4),
+        "device_ms": round(device_ms, 4),
+        "host_ms": round(wall_ms - device_ms, 4),
+        "host_share": round(max(wall_ms - device_ms, 0.0) / wall_ms, 4) if wall_ms > 0 else None,
+        "passes": n_passes,
+        "tokens": many,
+    }
+
+
+def exactness(plan: Plan) -> Named:
+    """What row-invariant products cost against the vendor library's own choice."""
+    with open_engine(plan, plan.large) as exact, open_engine(plan, plan.large, linears="vendor") as vendor:
+        ms = by_rows({"exact": exact, "vendor": vendor}, plan)
+        ratio = {rows: round(t / ms["vendor"][rows], 4) for rows, t in ms["exact"].items()}
+        found = {"exact_ms": ms["exact"], "vendor_ms": ms["vendor"], "ratio": ratio}
+        found |= {"exact": exact.exactness, "vendor": vendor.exactness, "policies": exact.props()["linear_policies"]}
+        yield plan.large, found
+
+
+# ---- texts
+
+
+class Foretold:
+    """Drafts from outputs that are known: a chain, or a tree with a wrong sibling each."""
+
+    name = "foretold"
+    LENGTH = 7
+
+    def __init__(self, outputs: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int, *, tree: bool) -> None:
+        self.outputs, self.vocab_size, self.width = outputs, vocab_size, 2 if tree else 1
+        self.tokens: dict[int, np.ndarray] = {}
+        self.known: dict[int, Sequence[int]] = {}
+        self.at: dict[int, int] = {}
+
+    def begin(self, seq: int, tokens: np.ndarray) -> None:
+        self.tokens[seq] = tokens
+
+    def attach(self, seq: int, text: Text) -> None:
+        self.known[seq] = self.outputs.get(tuple(self.tokens[seq][: text.n_prompt].tolist()), ())
+        self.at[seq] = len(self.tokens[seq]) - text.n_prompt
+
+    def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
+        found = []
+        for seq in seqs:
+            tokens, parents, above, at = list[int](), list[int](), -1, self.at[seq]
+            for i, token in enumerate(self.known[seq][at : at + min(self.LENGTH, budget // self.width)], at):
+                both = [token, (token + 1) % self.vocab_size][: self.width]
+                right = 0 if i % 2 else self.width - 1  # it is the first, or the last
+                parents += [above] * self.width
+                above = len(tokens) + right
+                tokens += both if right == 0 else both[::-1]
+            found.append(Candidates(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(len(tokens), np.float32)))
+        return found
+
+    def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
+        self.at[seq] += len(accepted)
+
+    def end(self, seq: int) -> None:
+        self.known[seq] = ()
+
+
+def foretold(outputs: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int, *, tree: bool) -> SingleDrafter:
+    """Drafts of which much is accepted and some is not, on any model: of the outputs every fifth token is another."""
+    spoiled = {ids: [(t + 7) % vocab_size if i % 5 == 4 else t for i, t in enumerate(text)] for ids, text in outputs.items()}
+    drafter = Foretold(spoiled, vocab_size, tree=tree)
+    return SingleDrafter(drafter, vocab_size=vocab_size, spec_length=drafter.LENGTH, spec_rows=drafter.LENGTH * drafter.width)
+
+
+def identity(plan: Plan) -> Named:
+    """Texts with drafts, as chain and as tree, and in batches, against those written one token and one prompt at a time."""
+    for model, n in ({plan.small: plan.n_prompts} | {plan.large: plan.n_prompts // 4 + 4}).items():
+        with open_engine(plan, model, max_seqs=max(64, *plan.batches)) as engine:
+            prompts = identity_prompts(plan, engine, model, n)
+            some: dict[str, Any] = {"max_tokens": 3 * plan.max_tokens // 4, "ignore_eos": True}
+            seeded = {tuple(ids): SamplingParams(**some, temperature=0.8, top_p=0.95, seed=i) for i, ids in enumerate(prompts)}
+            for name, params in (("greedy", dict.fromkeys(seeded, SamplingParams(**some))), ("seeded", seeded)):
+                yield f"{model}, {name}", compare_texts(engine, prompts, params, plan.batches)
+        del engine
+        release(plan)
+
+
+def identity_prompts(plan: Plan, engine: Engine, model: str, n: int) -> list[list[int]]:
+    """Text for real weights: the plan's prompts or else code, as much as there is. For random ones ids, from 8 to some 400 a prompt."""
+    room = engine.max_model_len - plan.max_tokens - 1
+    found: list[list[int]] = []
+    if not model.startswith(PREFIX):
+        tokenizer = tokenizer_for(plan, model, engine.vocab_size)
+        code = [trace.prompt for trace in library_edits(tokenizer)]
+        found = code if plan.prompts is None else [prompt.ids for prompt in common.read_prompts(plan.prompts, tokenizer)]
+    found = [ids for ids in found if len(ids) <= room][:n]
+    rng = np.random.default_rng(1)
+    return found or [rng.integers(0, engine.vocab_size, int(rng.integers(8, min(400, room)))).tolist() for _ in range(n)]
+
+
+def compare_texts(
+    engine: Engine, prompts: list[list[int]], params: Mapping[tuple[int, ...], SamplingParams], batches: Sequence[int]
+) -> Figures:
+    """How many texts are the reference's, by way of drafting and batch."""
+
+    def write(batch: int, **way: Any) -> tuple[list[list[int]], float]:
+        """The texts, `batch` prompts at a time, and tokens per pass."""
+        ours = Ours(engine, lambda ids: params[tuple(ids)], **way)
+        runs = [ours.complete(group) for group in decode.in_groups(prompts, batch)]
+        return [text for run in runs for text in run.outputs], total(runs).tokens_per_pass
+
+    reference, _ = write(1, speculation=False)
+    known = {tuple(ids): text for ids, text in zip(prompts, reference, strict=True)}
+    ways: dict[str, dict[str, Any]] = {"off": {"speculation": False}, "on": {}}
+    ways |= {name: {"speculator": foretold(known, engine.vocab_size, tree=name == "tree")} for name in ("chain", "tree")}
+    own = engine.speculator
+    identical, accepted = Figures(), Figures()
+    for batch, (name, way) in itertools.product(batches, ways.items()):
+        if (batch, name) != (1, "off"):
+            where = f"{name}, batch {batch}"
+            texts, tokens_per_pass = write(batch, **{"speculator": own, **way})
+            identical[where] = sum(a == b for a, b in zip(reference, texts, strict=True))
+            accepted[where] = round(tokens_per_pass, 3)
+            say(f"{where}: {identical[where]} of {len(prompts)} the same")
+    engine.use(speculator=own)
+    return {
+        "prompts": len(prompts),
+        "tokens": sum(map(len, reference)),
+        "distinct_tokens": len({token for text in reference for token in text}),
+        "exactness": engine.exactness,
+        "all_identical": all(n == len(prompts) for n in identical.values()),
+        "identical": identical,
+        "tokens_per_pass": accepted,
+    }
+
+
+def replay(plan: Plan) -> Named:
+    """Recorded edits on the coding model's shape, speculation on against off and against fixed lengths, alone and in a batch."""
+    alone, many = 1, plan.batches[-1]
+    arguments = ["--model", plan.code, "--device", plan.device, "--dtype", plan.dtype, "--max-tokens", str(8 * plan.max_tokens)]
+    arguments += ["--trace", *([str(plan.trace)] if plan.trace else []), "--fixed-length", ",".join(map(str, plan.lengths))]
+    arguments += ["--tokenizer", plan.tokenizer] if plan.tokenizer is not None else []
+    limits = {alone: plan.n_traces, many: max(plan.n_traces // 4, 1) * many}
+    plans = {batch: decode.parse([*arguments, "--concurrency", str(batch), "--limit", str(limits[batch])]) for batch in limits}
+    with decode.open_engine(plans[many], kv_memory=plan.kv_bytes) as engine:
+        for batch, args in plans.items():
+            document = decode.measure(engine, args)
+            yield f"batch {batch}", {key: value for key, value in document.items() if key not in ("versions", "platform", "device")}
+
+
+class Generate:
+    """transformers' `generate`, greedy and without an end, on a model that is there."""
+
+    def __init__(self, model: Any, max_tokens: int, options: Mapping[str, Any]) -> None:
+        self.model = model
+        self.options = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0, **options}
+
+    def complete(self, prompts: list[list[int]]) -> Run:
+        """Raises PeerAbsentError where transformers refuses."""
+        outputs, start = [], time.perf_counter()
+        try:
+            for ids in prompts:
+                prompt = torch.tensor([ids], device=self.model.device)
+                made = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **self.options)
+                outputs.append(made[0, len(ids) :].tolist())
+        except Exception as error:  # whatever it is that this version cannot do
+            raise PeerAbsentError(f"{type(error).__name__}: {error}"[:300]) from error
+        common.wait_for(str(self.model.device))
+        return Run(outputs, time.perf_counter() - start)
+
+    def close(self) -> None:
+        """The model is everybody's."""
+
+
+def generate(plan: Plan) -> Named:
+    """Against transformers' own generation: the same weights, prompts of the same length (it compiles anew for another)."""
+    for model in dict.fromkeys((plan.small, plan.large)):
+        stock = load_model(model, dtype=getattr(torch, plan.dtype), device=plan.device).model
+        with open_engine(plan, model) as engine:
+            ids = [trace.prompt[:PROMPT_LENGTH] for trace in library_edits(tokenizer_for(plan, model, engine.vocab_size))]
+            whole = [each for each in ids if len(each) == PROMPT_LENGTH][:N_GENERATED]
+            params, absent = greedy(2 * plan.max_tokens), dict[str, str]()
+            contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params)}
+            contenders |= {name: Generate(stock, 2 * plan.max_tokens, options) for name, options in GENERATE.items()}
+            decode.warm_up(contenders, absent, whole[:1])
+            runs = decode.compare(contenders, absent, [Prompt(str(n), each) for n, each in enumerate(whole)], 1)
+            yield model, {"prompts": len(whole), **decode.figures(runs, absent, sampled=False)}
+        del stock, engine, contenders
+        release(plan)

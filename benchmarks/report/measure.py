@@ -1,0 +1,291 @@
+"""The measuring of the report: every contender on the same prompts in turns, block by block, each kept as soon as it is done.
+
+A block is one category at one temperature. Its contenders begin it knowing nothing, and take each prompt in turns, speculation off among
+them; so a block is measured as a whole, and what stops in the middle of one begins it anew. A cell is what one contender did in a block;
+cells enter and leave as JSON. Runs go through `decode`, drafts without a model through `replay`; reads no results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ngramspec
+from benchmarks import common, decode, replay
+from benchmarks.common import Kept, say
+from benchmarks.ours import CountedCost, FixedCost, FixedLength, Ours, total
+from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run
+from benchmarks.report.categories import Category
+from ngramspec import Engine, SamplingParams
+from ngramspec.batch.types import KEPT
+from ngramspec.core.acceptance import acceptance
+from ngramspec.drafters.counts import Counts
+from ngramspec.drafters.names import make_drafter
+from ngramspec.drafting.base import CanDraw, Drafter, Speculator
+from ngramspec.drafting.proposer import SPEC_LENGTH, SPEC_ROWS, Proposer
+from ngramspec.drafting.single import SingleDrafter
+from ngramspec.drafting.suffix import SuffixDrafter
+
+Cell = dict[str, Any]
+Make = Callable[[], Speculator]
+
+OFF, MERGED, NO_STORE, PREDICTED = "off", "merged", "merged, no datastore", "merged, prediction"
+TABLES, LOOKUP, STORE = "n-gram tables", "prompt lookup", "datastore"
+REJECTION = ", rejection"
+TEXTS = "texts"
+SLOPES = (0.32, 0.08, 0.02, 0.005, 0.00125)
+"""Costs of a row, as shares of a pass, that the merged drafts are told for the frontier."""
+CURVES = {f"merged, a row costs {slope:g}": slope for slope in SLOPES}
+LOOKED_UP = 10
+MAX_SEQS = 12
+CURVE_ROUNDS = 2
+ROUNDS = {"hf-assisted": 1, "layers": CURVE_ROUNDS}
+"""At most so many prompts of a category, for what is slow."""
+REPLAYED = ("pld-hf", "ngram-vllm", "arctic", "arctic-tree-f4", "arctic-tree-f4+cache", "rest-16", "rest-32")
+"""Of `benchmarks.replay`'s drafters, those that the report names."""
+SHARE = 0.8
+"""Of the time that there is, what is for measuring by the clock."""
+
+
+def code_digest() -> str:
+    """Names the code that is measured: the package's files, the datastore's among them, but for the CUDA path and the server."""
+    digest = hashlib.sha256()
+    for package in ("ngramspec", "ngramspec.datastore"):
+        root = Path(str(importlib.import_module(package).__file__)).parent
+        for path in sorted((*root.rglob("*.py"), *root.rglob("*.npz"))):
+            if not {"cuda", "server"} & set(path.relative_to(root).parts):
+                digest.update(path.read_bytes())
+    return f"{ngramspec.__version__}-{digest.hexdigest()[:12]}"
+
+
+class Bench:
+    """What the blocks of a report share: an engine, the settings that a cell depends on, the drafters' names and the peers."""
+
+    def __init__(self, engine: Engine, settings: dict[str, Any], drafters: Sequence[str], peers: dict[str, Callable[[], Peer]]) -> None:
+        """`drafters`: as `ngramspec.drafters` names them; one that cannot be made or used here goes to `absent` with the reason."""
+        self.engine, self.settings, self.absent = engine, settings, dict[str, str]()
+        self.default = engine.speculator
+        self.prices = engine.cost.table / engine.cost.table[1]
+        self.drafters: dict[str, Callable[[], Drafter]] = {}
+        self._peers, self._running = peers, dict[str, Contender]()
+        self.warm: set[str] = set()
+        """Contenders that have run in this process."""
+        for name in drafters:
+            try:
+                engine.use(speculator=self._alone(make_drafter(name)))
+                self.drafters[name] = partial(make_drafter, name)
+            except (ValueError, OSError, ngramspec.NgramspecError) as error:
+                self.absent[name] = str(error)
+
+    def close(self) -> None:
+        for peer in self._running.values():
+            peer.close()
+
+    def params(self, temperature: float, **more: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=self.settings["max_tokens"], temperature=temperature, seed=self.settings["seed"], **more)
+
+    def key(self, category: Category, temperature: float, contender: str) -> dict[str, Any]:
+        """All that a cell depends on."""
+        asked = common.digest(prompt.ids for prompt in category.prompts)
+        return {**self.settings, "category": category.name, "asked": asked, "temperature": temperature, "contender": contender}
+
+    def speculators(self, category: Category) -> dict[str, Make]:
+        """All drafters together, with and without the category's datastore, and each alone."""
+        store, V = category.store, self.engine.vocab_size
+
+        def merged(*, stored: bool = True, **options: Any) -> Proposer:
+            similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
+            return Proposer(vocab_size=V, max_seqs=MAX_SEQS, datastore=similar, **options)
+
+        found: dict[str, Make] = {
+            MERGED: merged,
+            TABLES: partial(merged, stored=False, answers=0, recycle=False),
+            LOOKUP: partial(FixedLength, LOOKED_UP, vocab_size=V, max_seqs=MAX_SEQS),
+        }
+        if store is not None:
+            found[STORE] = partial(merged, use_ngram=False, answers=0, recycle=False)
+            found[NO_STORE] = partial(merged, stored=False)
+        return found | {name: lambda make=make: self._alone(make()) for name, make in self.drafters.items()}  # type: ignore[misc]
+
+    def contenders(self, category: Category, temperature: float) -> dict[str, Callable[[], Contender]]:
+        """Speculation off is the first."""
+        makes = self.speculators(category)
+
+        def ours(make: Make, *, slope: float | None = None, rule: str = "walk", speculation: bool = True, **more: Any) -> Contender:
+            cost = self.engine.cost if slope is None else FixedCost(slope, self.engine.cost.max_rows)
+            parts = {"speculator": make(), "cost": CountedCost(cost, self.prices), "acceptance": acceptance(rule)}
+            return Ours(self.engine, self.params(temperature), speculation, **parts, **more)
+
+        found: dict[str, Callable[[], Contender]] = {OFF: partial(ours, lambda: self.default, speculation=False)}
+        found |= {name: partial(ours, make) for name, make in makes.items()}
+        if len(category.predictions) == len(category.prompts):
+            found[PREDICTED] = partial(ours, makes[MERGED], predictions=category.predictions)
+        for name, make in self.drafters.items() if temperature > 0 else ():
+            if isinstance(make(), CanDraw):
+                drawing = lambda make=make: self._alone(make(), draws=True)  # noqa: E731
+                found[name + REJECTION] = partial(ours, drawing, rule="rejection")
+        if temperature == 0:
+            found |= {name: partial(ours, makes[MERGED], slope=slope) for name, slope in CURVES.items()}
+            found |= {name: partial(self._peer, name) for name in self._peers}
+        return found
+
+    def _alone(self, drafter: Drafter, draws: bool = False) -> SingleDrafter:
+        return SingleDrafter(drafter, vocab_size=self.engine.vocab_size, spec_length=SPEC_LENGTH, spec_rows=SPEC_ROWS, draws=draws)
+
+    def _peer(self, name: str) -> Contender:
+        """A process that is started when it is first wanted. Raises PeerAbsentError."""
+        if name not in self._running:
+            say(f"starting {name}")
+            self._running[name] = self._peers[name]()
+        return self._running[name]
+
+    def open(self, makes: dict[str, Callable[[], Contender]]) -> dict[str, Contender]:
+        """Those that can be; the reasons of the others are kept."""
+        found = {}
+        for name, make in makes.items():
+            try:
+                found[name] = make()
+            except PeerAbsentError as error:
+                say(f"{name} is absent: {error}")
+                self.absent[name] = str(error)
+        return found
+
+
+def rounds_of(name: str) -> int:
+    """Prompts of a category that a contender takes part in."""
+    return CURVE_ROUNDS if name in CURVES else ROUNDS.get(name.removesuffix(REJECTION).partition(":")[0], sys.maxsize)
+
+
+def measure(bench: Bench, state: Kept, categories: Sequence[Category], temperatures: Sequence[float], started: float) -> list[Cell]:
+    """Every cell, those that are missing measured now. `started`: when the time began, by `time.perf_counter`."""
+    cells, blocks = list[Cell](), []
+    for temperature, category in itertools.product(temperatures, categories):
+        makes = bench.contenders(category, temperature)
+        known = {name: cell for name in makes if (cell := state.get(bench.key(category, temperature, name))) is not None}
+        cells += known.values()
+        blocks.append((category, temperature, {name: make for name, make in makes.items() if name == OFF or name not in known}))
+    bench.open({name: make for _, _, makes in blocks for name, make in makes.items() if name in NAMES})
+    left = SHARE * 60 * bench.settings["minutes"] - sum(cell["wall_s"] for cell in cells)
+    say(f"{len(cells)} cells are known, the others are measured in {max(left, 0) / 60:.0f} minutes")
+    for i, (category, temperature, makes) in enumerate(blocks):
+        missing = {name: make for name, make in makes.items() if name not in bench.absent}
+        if len(missing) < 2:
+            continue
+        now_left = left - (time.perf_counter() - started)
+        say(f"{i + 1}/{len(blocks)} {category.name} at {temperature:g}, about {max(now_left, 0) / 60:.0f} minutes left")
+        share = len(missing) / sum(len(some) for _, _, some in blocks[i:] if len(some) > 1)
+        for cell in measure_block(bench, category, temperature, missing, now_left * share):
+            key = bench.key(category, temperature, cell["contender"])
+            if state.get(key) is None:
+                state.add(cell | {"key": key})
+                cells.append(cell)
+    return cells
+
+
+def measure_block(
+    bench: Bench, category: Category, temperature: float, makes: dict[str, Callable[[], Contender]], budget_s: float
+) -> Iterator[Cell]:
+    """Prompts in turns until the time is over, at least one of them. A contender that fails leaves no cell."""
+    cold = {name: make for name, make in makes.items() if name not in bench.warm and rounds_of(name) > CURVE_ROUNDS}
+    decode.warm_up(bench.open(cold), bench.absent, [category.prompts[0].ids[:64]])
+    bench.warm |= set(cold)
+    contenders = bench.open({name: make for name, make in makes.items() if name not in bench.absent})
+    rounds = {name: rounds_of(name) for name in contenders}
+    runs = decode.compare(contenders, bench.absent, category.prompts, 1, rounds=rounds, budget_s=budget_s)
+    for name, some in runs.items():
+        yield {"category": category.name, "temperature": temperature} | cell_of(name, some, runs[OFF])
+
+
+def cell_of(name: str, runs: list[Run], off: list[Run]) -> Cell:
+    """Per prompt: tokens, seconds, passes and their cost, drafted nodes, and seconds and tokens of speculation off; by depth over all."""
+    off, stats = off[: len(runs)], total(runs)
+    return {
+        "contender": name,
+        "tokens": [run.n_tokens for run in runs],
+        "seconds": [round(run.seconds, 5) for run in runs],
+        "off_tokens": [run.n_tokens for run in off],
+        "off_seconds": [round(run.seconds, 5) for run in off],
+        "passes": [run.stats.passes for run in runs],
+        "drafted": [run.stats.drafted for run in runs],
+        "plain_passes": [round(run.plain_passes, 3) for run in runs],
+        "drafted_by_depth": stats.drafted_by_depth,
+        "accepted_by_depth": stats.accepted_by_depth,
+        "same": None if name.endswith(REJECTION) else [a.outputs == b.outputs for a, b in zip(runs, off, strict=True)],
+        "wall_s": round(sum(run.wall_s for run in runs), 3),
+        **({"outputs": [run.outputs[0] for run in runs]} if name == OFF else {}),
+    }
+
+
+# ---- without the model: drafts followed along texts that it wrote
+
+
+def followed(bench: Bench, state: Kept, categories: Sequence[Category], temperatures: Sequence[float]) -> list[dict[str, Any]]:
+    """The same comparison on more texts than the clock has time for: one row per category, temperature and drafter.
+
+    The engine writes every prompt's text, many at once, and they are kept in the state. Then drafters alone and all together follow it as
+    the walk would, and pay for each pass what the engine has measured. That counts passes and rows, not what drafting takes; and the
+    model's own candidates are known behind accepted tokens only, of which all together make less than in the engine.
+    """
+    rows = []
+    for temperature, category in itertools.product(temperatures, categories):
+        traces = [_trace(text) for text in _texts(bench, state, category, temperature) if len(text["output"]) > 1]
+        for name, make in bench.speculators(category).items() if traces else ():
+            if name in (MERGED, TABLES, LOOKUP, STORE) or (name in bench.drafters and isinstance(bench.drafters[name](), Counts)):
+                say(f"following {len(traces)} texts: {category.name} at {temperature:g}, {name}")
+                drafts = make()
+                drafts.bind(bench.engine.runner)
+                follower = replay.Ours(drafts, bench.prices, tuple(bench.engine.eos_token_ids), params=bench.params(0))
+                found = replay.replay(follower, traces)
+                row = {"category": category.name, "temperature": temperature, "contender": name, "prompts": len(traces)}
+                row |= {key: found[key] for key in ("tokens_per_pass", "rows_per_pass")}
+                rows.append(row | {"speed": round(sum(len(trace.output) for trace in traces) / follower.paid, 4)})
+    return rows
+
+
+def _texts(bench: Bench, state: Kept, category: Category, temperature: float) -> list[dict[str, Any]]:
+    """What the model writes for every prompt of a category, and its own candidates at each token."""
+    key = bench.key(category, temperature, TEXTS)
+    if state.get(key) is None:
+        say(f"writing {len(category.prompts)} texts: {category.name} at {temperature:g}")
+        bench.engine.use(speculator=bench.default, cost=bench.engine.cost, acceptance=acceptance())
+        done = bench.engine.complete([prompt.ids for prompt in category.prompts], bench.params(temperature, logprobs=KEPT))
+        texts = [{"prompt": each.prompt_token_ids, "output": each.token_ids, **common.candidates(each)} for each in done]
+        state.add({"key": key, "contender": TEXTS, "texts": texts})
+    return state.get(key)["texts"]
+
+
+def _trace(text: dict[str, Any]) -> replay.Trace:
+    """As in the engine, the pass that ends the prompt gives the first token and has no draft."""
+    top = np.array(text["top_ids"][1:], np.int64), np.array(text["top_logprobs"][1:], np.float32)
+    return replay.Trace([*text["prompt"], text["output"][0]], text["output"][1:], top=top)
+
+
+def replayed(cells: Iterable[Cell], categories: Sequence[Category], folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Tokens per pass of drafters that have no engine here, on the texts that the model wrote at temperature 0; and who is absent."""
+    rows, absent = list[dict[str, Any]](), dict[str, str]()
+    kinds = {category.name: category for category in categories}
+    for cell in (cell for cell in cells if cell["contender"] == OFF and cell["temperature"] == 0):
+        category = kinds[cell["category"]]
+        texts = zip(category.prompts, cell["outputs"], strict=False)
+        traces = [replay.Trace([*prompt.ids, output[0]], output[1:]) for prompt, output in texts if len(output) > 1]
+        found, missing = replay.peers([category.store] if category.store is not None else [], folder)
+        absent |= {name: why for name, why in missing.items() if name in REPLAYED and traces}
+        for name in (name for name in REPLAYED if name in found and traces):
+            say(f"replaying {category.name}: {name}")
+            drafter = found[name]()
+            result, n = replay.replay(drafter, traces), sum(len(trace.output) for trace in traces)
+            drafting = n / result["tokens_per_pass"]
+            passes = drafting + len(traces)  # those that end the prompts among them
+            row = {"category": category.name, "drafter": name, "datastore": isinstance(drafter, replay.Rest), "prompts": len(traces)}
+            row["tokens_per_pass"] = round((n + len(traces)) / passes, 3)
+            rows.append(row | {"rows_per_pass": round(result["rows_per_pass"] * drafting / passes, 3)})
+    return rows, absent
