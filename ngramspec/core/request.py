@@ -37,7 +37,7 @@ class Hints(TypedDict, total=False):
     """False: what is computed for this request is neither taken from earlier ones nor left to later ones."""
 
 
-class Runs(Protocol):
+class Owner(Protocol):
     """What a request needs of the thread that steps."""
 
     def cancel(self, request: Request) -> None: ...
@@ -49,7 +49,7 @@ class Runs(Protocol):
 class Request:
     """A submitted prompt. Made by `Engine.submit`; `result()` waits, `cancel()` frees what it holds."""
 
-    def __init__(self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver, thread: Runs) -> None:
+    def __init__(self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver, thread: Owner) -> None:
         """One of `seqs` per choice; `deliver` is called in the thread that steps."""
         self.params = params
         self.completion = completion
