@@ -7,7 +7,6 @@ accept from `options_of`. Knows no setting in particular, and imports nothing th
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from dataclasses import dataclass
 from functools import cache
@@ -27,10 +26,6 @@ class Kind(Protocol):
         ...
 
     def accepts(self, value: object) -> bool: ...
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not (isinstance(value, float) and math.isnan(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +61,10 @@ class Number:
         return f"0, or {bounds}" if self.or_zero else bounds
 
     def accepts(self, value: object) -> bool:
-        if not _number(value):
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
-        return (self.or_zero and value == 0) or (self.low <= value <= self.high and not (self.above and value == self.low))  # type: ignore[operator]
+        inside = bool(self.low <= value <= self.high)  # type: ignore[operator]  # numbers.Real declares no order; a NaN is in no bounds
+        return (self.or_zero and value == 0) or (inside and not (self.above and value == self.low))
 
 
 @dataclass(frozen=True, slots=True)
