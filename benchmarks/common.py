@@ -38,6 +38,7 @@ SLOPES = {"flat": 0.005, "steep": 0.04}
 """Cost of a row as a share of a pass: a large GPU, a CPU of two cores."""
 PACKAGES = ("torch", "transformers", "numpy", "numba")
 DTYPES = ("float32", "bfloat16", "float16")
+PRECISIONS = ("auto", "int8", "float32")
 T = TypeVar("T")
 
 
@@ -77,7 +78,7 @@ class Words:
 
 
 def model_options(parser: argparse.ArgumentParser) -> None:
-    """`--model` or `--random-weights`, either as `args.model`, and where it runs. See `settle_dtype`."""
+    """`--model` or `--random-weights`, either as `args.model`, where it runs, and how. See `settle_dtype` and `engine_options`."""
     from ngramspec.model.random_weights import PREFIX, SHAPES  # with it comes transformers, which most benchmarks do without
 
     model = parser.add_mutually_exclusive_group(required=True)
@@ -92,6 +93,14 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=device, default="cpu", metavar="cpu|cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32 on the CPU, bfloat16 on CUDA")
     parser.add_argument("--threads", type=positive, metavar="N", help="of everybody; default all cores")
+    text = "of products with quantised weights; auto, the default: int8 where weights were quantised in blocks"
+    parser.add_argument("--precision", choices=PRECISIONS, default="auto", help=text)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `model_options` says to an engine beside its model."""
+    options = {name: getattr(args, name) for name in ("device", "dtype", "threads")}
+    return options if args.precision == "auto" else options | {"precision": args.precision}
 
 
 def linears_option(parser: argparse.ArgumentParser) -> None:
@@ -120,8 +129,15 @@ def positive(text: str) -> int:
 
 
 def counts(text: str) -> list[int]:
-    """Positive integers with commas between, in their order of size."""
-    return sorted({*map(positive, text.split(","))})
+    """Positive integers and ranges of them (1,4,8-12) with commas between, in their order of size."""
+    found = set[int]()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        span = range(positive(first), positive(last if dash else first) + 1)
+        if not span:
+            raise argparse.ArgumentTypeError(f"a range rises, got {part!r}")
+        found.update(span)
+    return sorted(found)
 
 
 def file(text: str) -> Path:

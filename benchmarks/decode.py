@@ -2,7 +2,8 @@
 
     python -m benchmarks.decode --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D]
         --prompts F.jsonl | --random-prompts N | --trace [F.jsonl] [--limit N] [--max-tokens K] [--temperature T --seed S]
-        [--concurrency C] [--fixed-length N,N] [--against PEER,PEER (see --help)] [--vllm-python PATH]
+        [--concurrency C] [--fixed-length N,N] [--against PEER,PEER (see --help)] [--vllm-python PATH] [--llama-python PATH]
+        [--precision auto|int8|float32]
     python -m benchmarks.decode --identity --model M --prompts F.jsonl [--prompts F.jsonl ...] [--limit N] [--max-tokens K]
         [--temperature T --seed S] [--modes off@8,on@1,on@8,off@1] [--log F.jsonl]
 
@@ -37,16 +38,26 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import Prompt, say
-from benchmarks.ours import FixedCost, FixedLength, Ours, total
-from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run, Task, open_peer
+from benchmarks.ours import FixedCost, FixedLength, Ours, described, gguf_files, total
+from benchmarks.peers import LOCAL_VLLM, NAMES, Contender, Peer, PeerAbsentError, Run, Task, llama_python_option, open_peer
 from benchmarks.recorded import Recital, recorded_prompts
 from ngramspec import Engine, SamplingParams
 from ngramspec.datastore.format import MANIFEST
-from ngramspec.model.loading import load_model, load_tokenizer, smollm2_gguf
+from ngramspec.model.loading import load_model, load_tokenizer
 
-SETTINGS = ("limit", "max_tokens", "temperature", "seed", "concurrency", "spec_rows", "no_answers", "no_recycle", "cost", "tokenizer")
-LOCAL_VLLM = Path(".venv-vllm/bin/python")
-"""Where `make peers` puts it."""
+SETTINGS = (
+    "limit",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "concurrency",
+    "spec_rows",
+    "no_answers",
+    "no_recycle",
+    "cost",
+    "tokenizer",
+    "precision",
+)
 
 
 class Mode(NamedTuple):
@@ -78,14 +89,12 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
     return Engine(
         args.model,
         tokenizer=None if args.tokenizer is None else load_tokenizer(args.tokenizer),
-        device=args.device,
-        dtype=args.dtype,
-        threads=args.threads,
         linears=args.linears,
         max_seqs=max(64, args.concurrency),
         datastore=args.datastore,
         recycle=not args.no_recycle,
         progress=say,
+        **common.engine_options(args),
         **options,
     )
 
@@ -115,7 +124,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         for name in args.against:
             say(f"starting {name}")
             try:
-                contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, args.vllm_python)))
+                contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, args.vllm_python, args.llama_python)))
             except PeerAbsentError as error:
                 absent[name] = str(error)
                 say(f"{name} is absent: {error}")
@@ -133,8 +142,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
             **{name: getattr(args, name) for name in SETTINGS},
             "datastore": [Path(path).name for path in args.datastore],
         },
-        "exactness": engine.props()["exactness"],
-        "dtype": engine.props()["dtype"],
+        **described(engine),
         **common.environment(args.device, engine.threads),
     }
     document["versions"] |= {name: peer.version for name, peer in contenders.items() if isinstance(peer, Peer)}
@@ -144,7 +152,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 def identity(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """The JSON document of a comparison of texts in every mode."""
     log, first, result, n_tokens = common.Kept(args.log), str(args.modes[0]), dict[str, Any](), 0
-    settings = {name: getattr(args, name) for name in ("model", "max_tokens", "temperature", "seed")}
+    settings = {name: getattr(args, name) for name in ("model", "precision", "max_tokens", "temperature", "seed")}
     for path in args.prompts:
         prompts = fitting(common.read_prompts(path, engine.tokenizer, args.limit), engine, args)
         keys = {prompt.name: settings | {"set": path.stem, "prompt": prompt.name} for prompt in prompts}
@@ -165,7 +173,7 @@ def identity(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         "tokens": n_tokens,
         "sets": result,
         "settings": {"modes": list(map(str, args.modes)), "limit": args.limit, **settings},
-        "exactness": engine.exactness,
+        **described(engine),
         **common.environment(args.device, engine.threads),
     }
 
@@ -216,6 +224,7 @@ def peer_options(parser: argparse.ArgumentParser, default: Sequence[str]) -> Non
     text = f"interpreter of an environment with vLLM; default {LOCAL_VLLM} if it is there"
     local = LOCAL_VLLM if LOCAL_VLLM.exists() else None
     parser.add_argument("--vllm-python", type=Path, default=local, metavar="PATH", help=text)
+    llama_python_option(parser)
 
 
 def datastore(text: str) -> str:
@@ -267,7 +276,6 @@ def peers_task(args: argparse.Namespace, engine: Engine, params: SamplingParams,
         if engine.tokenizer is not None:
             engine.tokenizer.save_pretrained(folder)
     max_len = min(engine.max_model_len, -(-(max_prompt + params.max_tokens) // 256) * 256)
-    gguf = smollm2_gguf() if args.model == "smollm2" else Path(args.model)
     return Task(
         folder.absolute(),
         params,
@@ -276,7 +284,7 @@ def peers_task(args: argparse.Namespace, engine: Engine, params: SamplingParams,
         max_len=max_len,
         device=args.device,
         dtype=args.dtype,
-        gguf=gguf if gguf.suffix.lower() == ".gguf" else None,
+        gguf=next(iter(gguf_files(args.model)), None),
     )
 
 

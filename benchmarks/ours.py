@@ -1,24 +1,31 @@
 """The engine as a contender: what is measured of ours, with drafts, a cost and a way to accept of the benchmark's choice.
 
-Token ids enter, a `Run` leaves. Sets the engine's parts between runs, when none of its requests is under way.
+Token ids enter, a `Run` or logits leave. Sets the engine's parts between runs, when none of its requests is under way. Knows the files that
+its model comes from.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
 
 from benchmarks.peers import PeerAbsentError, Run
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
+from ngramspec.batch.pack import Span
 from ngramspec.batch.types import DraftTree
 from ngramspec.drafting.ngram import LADDER, REACH
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.single import SingleDrafter
+from ngramspec.model.loading import smollm2_gguf
+from ngramspec.model.runner import Runner
 
 
 class FixedCost(CostModel):
@@ -151,3 +158,37 @@ def total(runs: Sequence[Run]) -> Stats:
     for run in runs:
         stats.add(run.stats)
     return stats
+
+
+def text_logits(runner: Runner, ids: list[int], first: int, piece: int | None = None) -> Iterator[torch.Tensor]:
+    """Logits after each token of a text from index `first` on, [n, V] float32, as they come from passes over `piece` tokens.
+
+    `piece`: by default the most that a pass takes. What was yielded holds until the next. For a runner that nobody else uses.
+    """
+    tokens, piece = np.array(ids, np.int32), piece or runner.max_rows
+    slot = runner.slot_for_tests(len(tokens))
+    try:
+        for start in range(0, len(tokens), piece):
+            end = min(start + piece, len(tokens))
+            wanted = max(0, end - max(start, first))
+            logits = runner.run([Span(slot, tokens[start:end], start, logits=wanted)])
+            if wanted:
+                yield logits
+    finally:
+        runner.pool.release(slot)
+
+
+def described(engine: Engine) -> dict[str, Any]:
+    """What the engine is, for the JSON document."""
+    props = engine.props()
+    return {name: props.get(name) for name in ("exactness", "dtype", "precision")}
+
+
+def gguf_files(model: str) -> list[Path]:
+    """The GGUF files that a model comes from, all parts of one that is split, in order; none where it comes from others."""
+    path = smollm2_gguf() if model == "smollm2" else Path(model).expanduser()
+    if path.suffix.lower() != ".gguf":
+        return []
+    if match := re.fullmatch(r"(.*)-\d{5}-of-(\d{5})", path.stem):
+        return sorted(path.parent.glob(f"{match[1]}-?????-of-{match[2]}{path.suffix}"))
+    return [path]

@@ -1,14 +1,14 @@
-"""What decode and report compare with: transformers' own generation, vLLM and llama.cpp, on the same token ids, weights and threads.
+"""What benchmarks compare with: transformers' own generation, vLLM and llama.cpp, on the same token ids, weights and threads.
 
-Prompts go in as token ids; token ids and the seconds of their generation come out. Each peer is a process of its own (`_peer_worker.py`),
-as an OpenMP runtime that serves two of them makes both slow; it keeps its model loaded, and waits without using a core. A peer that
-cannot run says why (PeerAbsentError).
+Prompts go in as token ids; token ids and the seconds of their generation come out; what else a peer can be asked stands in its worker
+(`_peer_worker.py`). Each peer is a process of its own, as an OpenMP runtime that serves two of them makes both slow; it keeps its model
+loaded, and waits without using a core. A peer that cannot run says why (PeerAbsentError).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -35,6 +35,8 @@ LLAMA_LOOKUP: dict[str, int | None] = {"llama-none": None, "llama-pld": 10}
 NAMES = (*HF_DRAFTS, *VLLM_SPECULATION, *LLAMA_LOOKUP)
 
 LLAMA_COMMAND = "pip install llama-cpp-python"
+LOCAL_VLLM, LOCAL_LLAMA = Path(".venv-vllm/bin/python"), Path(".venv-llama/bin/python")
+"""Where `make peers` and `make llama` put them."""
 _STOP_S = 30
 _REST_S = 1.2
 """vLLM's processes go on spinning for a second after a request, which would be taken from whoever comes next."""
@@ -84,7 +86,20 @@ class Task:
     """The file that the weights come from, where it is one."""
 
 
-def open_peer(name: str, task: Task, vllm_python: Path | None) -> Peer:
+def llama_python_option(parser: argparse.ArgumentParser) -> None:
+    local = LOCAL_LLAMA if LOCAL_LLAMA.exists() else Path(sys.executable)
+    text = f"interpreter of an environment with llama-cpp-python; default {LOCAL_LLAMA} if it is there, else this one"
+    parser.add_argument("--llama-python", type=Path, default=local, metavar="PATH", help=text)
+
+
+def llama_options(parser: argparse.ArgumentParser) -> None:
+    """Those of benchmarks that compare with llama.cpp's own passes."""
+    parser.add_argument("--against", choices=["llama"], help="llama.cpp, through llama-cpp-python, in turns with ours")
+    llama_python_option(parser)
+    parser.add_argument("--llama-gguf", type=Path, metavar="F.gguf", help="the file that llama.cpp takes; default the model's own")
+
+
+def open_peer(name: str, task: Task, vllm_python: Path | None, llama_python: Path = Path(sys.executable)) -> Peer:
     """Start a peer and wait until its model is loaded. Raises PeerAbsentError."""
     settings: dict[str, Any] = {
         "max_tokens": task.params.max_tokens,
@@ -99,24 +114,32 @@ def open_peer(name: str, task: Task, vllm_python: Path | None) -> Peer:
     if task.device != "cpu":
         raise PeerAbsentError(f"{name} is compared with on the CPU only, not on {task.device}")
     if name in LLAMA_LOOKUP:
-        if task.gguf is None:
-            raise PeerAbsentError("llama.cpp takes a GGUF file, and the weights do not come from one")
-        if importlib.util.find_spec("llama_cpp") is None:
-            raise PeerAbsentError(f"llama-cpp-python is not installed here, and is compiled for long: {sys.executable} -m {LLAMA_COMMAND}")
         del settings["dtype"]
         settings |= {"threads": task.threads, "max_len": task.max_len, "lookup": LLAMA_LOOKUP[name]}
-        return Peer(Path(sys.executable), "llama", task.gguf, settings, {})
+        return open_llama(llama_python, "llama", task.gguf, settings)
     if vllm_python is None:
         raise PeerAbsentError("vLLM needs its own environment: `make peers`, then --vllm-python PATH")
     settings |= {"max_len": task.max_len, "speculation": VLLM_SPECULATION[name]}
     return Peer(vllm_python, "vllm", task.folder, settings, vllm_environment(vllm_python, task.threads), rest_s=_REST_S)
 
 
+def open_llama(python: Path, kind: str, gguf: Path | None, settings: dict[str, Any], rest_s: float = 0.0) -> Peer:
+    """llama.cpp as this kind of worker, on a GGUF file (of several parts the first). Raises PeerAbsentError."""
+    if gguf is None:
+        raise PeerAbsentError("llama.cpp takes a GGUF file, and the weights do not come from one")
+    try:
+        return Peer(python, kind, gguf, settings, {}, rest_s)
+    except PeerAbsentError as error:
+        if "No module named 'llama_cpp'" not in str(error):
+            raise
+        raise PeerAbsentError(f"llama-cpp-python is not installed here, and is compiled for long: {python} -m {LLAMA_COMMAND}") from error
+
+
 class Peer:
-    """A process that generates on request."""
+    """A process that computes on request."""
 
     def __init__(
-        self, python: Path, kind: str, folder: Path, settings: dict[str, Any], environment: dict[str, str], rest_s: float = 0.0
+        self, python: Path, kind: str, model: Path | str, settings: dict[str, Any], environment: dict[str, str], rest_s: float = 0.0
     ) -> None:
         """`rest_s`: for how long the process still uses a core after it has answered."""
         self.rest_s = rest_s
@@ -124,7 +147,7 @@ class Peer:
         worker = Path(__file__).with_name("_peer_worker.py")
         try:
             self.process = subprocess.Popen(
-                [python, worker, kind, folder, json.dumps(settings)],
+                [python, worker, kind, model, json.dumps(settings)],
                 env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"} | environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -142,12 +165,17 @@ class Peer:
 
     def complete(self, prompts: list[list[int]]) -> Run:
         """Raises PeerAbsentError when the process has ended."""
+        answer = self.ask(prompts=prompts)
+        return Run(answer["outputs"], answer["seconds"])
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """What the worker answers to this. Raises PeerAbsentError when the process has ended."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps({"prompts": prompts}), file=self.process.stdin, flush=True)
+            print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = self._answer()
         time.sleep(self.rest_s)
-        return Run(answer["outputs"], answer["seconds"])
+        return answer
 
     def close(self) -> None:
         """End the process, by force if it does not go; what it started goes with it."""
@@ -171,7 +199,7 @@ class Peer:
         self.log.seek(0)
         lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
-        return (errors or lines or ["it said nothing"])[-1][-300:]
+        return (errors or lines or ["it said nothing"])[-1][-600:]
 
 
 def vllm_environment(python: Path, threads: int) -> dict[str, str]:

@@ -1,45 +1,67 @@
 """What does a pass with T rows cost?
 
     python -m benchmarks.step --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D] [--context 512]
-        [--rows 1,2,3,4,6,8,12,16,32] [--repeat N] [--linears exact|unpacked|vendor]
+        [--rows 1,2,3,4,6,8,12,16,32 | 1-64,128] [--repeat N] [--linears exact|unpacked|vendor] [--precision auto|int8|float32]
+        [--without-transformers] [--against llama [--llama-python PATH] [--llama-gguf F]]
 
 One sequence with `context` tokens in its cache and T rows behind them, logits for every row: our pass, transformers' own forward with its
-cache, and the time to read the weights once, which no pass can beat; measured in turns, medians. Progress goes to standard error, a
-table and a last line of JSON to standard output.
+cache, and the time to read the weights once (of a GGUF file as they are there), which no pass can beat; also a prompt of 512 tokens.
+Against llama.cpp: the same row counts behind as many tokens, with logits of the last row alone, in a process of its own.
+
+Everybody takes turns, all row counts in each, after a pass that does not count; whoever waits uses no core. Medians. `kinks`: a row count's
+time over the straight line between at most half and at least twice as many rows. Progress goes to standard error, a table and a last line
+of JSON to standard output.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from transformers import DynamicCache
 
 from benchmarks import common
+from benchmarks.ours import described, gguf_files, text_logits
+from benchmarks.peers import Peer, PeerAbsentError, llama_options, open_llama
 from ngramspec import Engine
 from ngramspec.model.loading import load_model
+from ngramspec.model.runner import Runner
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32]
+PREFILL = 512
 KV_BYTES = 2 << 30
 """On a GPU, where an engine would take what is free: so much, as transformers' model and its cache have to stand beside it."""
+FLOOR_BYTES = 1 << 30
+"""Read at most to see how fast memory is, and far more than any cache holds."""
+REST_S = 0.02
+"""llama.cpp's threads go on spinning for some milliseconds."""
+
+Turn = Callable[[], dict[str, float]]
+"""Measures everything of one contender once: milliseconds by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
+    with contextlib.ExitStack() as stack:
+        llama = stack.enter_context(contextlib.closing(llama_peer(args))) if args.against else None
+        document = measure(args, llama)
+    show(document)
+    common.print_document(document)
+
+
+def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
+    """The JSON document."""
     on_cpu = args.device == "cpu"
     options: dict[str, Any] = {} if on_cpu else {"kv_memory": KV_BYTES}
-    engine = Engine(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        threads=args.threads,
-        linears=args.linears,
-        progress=common.say,
-        **options,
-    )
+    engine = Engine(args.model, linears=args.linears, progress=common.say, **common.engine_options(args), **options)
     if on_cpu:
         engine.close()  # passes run in this thread: a second one's OpenMP team would make each yield the cores to the other
     else:
@@ -47,26 +69,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(engine.threads)
     if args.context + max(args.rows) > engine.max_model_len:
         raise SystemExit(f"--context {args.context} and {max(args.rows)} rows do not fit the model's {engine.max_model_len} tokens")
-    stock = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype)).model
-    cache = stock_cache(stock, args.context)
-    n_bytes = weight_bytes(stock)
-    buffer = torch.ones(n_bytes // 4, device=args.device)
-    measures: dict[str, Callable[[], float]] = {"floor": lambda: common.timed(buffer.sum, args.device)}
-    for rows in args.rows:
-        measures[f"ours {rows}"] = partial(engine.runner.time_pass, rows, args.context)
-        measures[f"stock {rows}"] = partial(time_stock, stock, cache, rows, args.device)
-    medians = common.interleaved_medians(measures, args.repeat)
+    prefill = PREFILL if engine.max_model_len >= PREFILL else None
+    turns: dict[str, Turn] = {"ours": partial(our_turn, engine.runner, args.rows, args.context, prefill)}
+    n_bytes = file_bytes(gguf_files(args.model))
+    if args.transformers:
+        stock = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype)).model
+        turns["stock"] = partial(stock_turn, stock, stock_cache(stock, args.context), args.rows, args.device)
+        n_bytes = n_bytes or weight_bytes(stock)
+    if n_bytes is not None:
+        turns["floor"] = partial(floor_turn, n_bytes, torch.ones(min(n_bytes, FLOOR_BYTES) // 4, device=args.device), args.device)
+    if llama is not None:
+        turns["llama"] = partial(llama_turn, llama, args.rows, args.context)
+    medians = medians_of(common.in_turns(turns, args.repeat))
     engine.close()
     document = {
         "model": args.model,
         **figures(medians, args.rows, n_bytes),
-        "settings": {"context": args.context, "repeat": args.repeat, "linears": args.linears},
-        "exactness": engine.exactness,
-        "dtype": engine.props()["dtype"],
+        "settings": {name: getattr(args, name) for name in ("context", "repeat", "linears", "precision", "against")},
+        **described(engine),
         **common.environment(args.device, engine.threads),
     }
-    show(document)
-    common.print_document(document)
+    if llama is not None:
+        document["versions"]["llama"] = llama.version
+    return document
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,12 +99,58 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     common.model_options(parser)
     common.linears_option(parser)
     parser.add_argument("--context", type=common.positive, default=512, metavar="N", help="tokens in the cache")
-    parser.add_argument("--rows", type=common.counts, default=ROWS, metavar="N,N,...", help="row counts; 1 is always among them")
+    parser.add_argument("--rows", type=common.counts, default=ROWS, metavar="N,N-N,...", help="row counts; 1 is always among them")
     parser.add_argument("--repeat", type=common.positive, default=15, metavar="N", help="passes of each kind")
+    text = "leave out transformers' own pass and its copy of the weights in --dtype, for which memory may not suffice"
+    parser.add_argument("--without-transformers", dest="transformers", action="store_false", help=text)
+    llama_options(parser)
     args = parser.parse_args(argv)
+    if args.against and args.device != "cpu":
+        parser.error(f"--against llama: on the CPU only, not on {args.device}")
     args.rows = sorted({1, *args.rows})
     args.dtype = common.settle_dtype(args.device, args.dtype)
     return args
+
+
+def llama_peer(args: argparse.Namespace) -> Peer:
+    files = gguf_files(args.model)
+    gguf: Path | None = args.llama_gguf or next(iter(files), None)
+    max_len = max(args.context + max(args.rows), PREFILL)
+    settings = {"threads": args.threads or torch.get_num_threads(), "max_len": max_len}
+    try:
+        return open_llama(args.llama_python, "passes", gguf, settings, REST_S)
+    except PeerAbsentError as error:
+        raise SystemExit(f"--against llama: {error}") from error
+
+
+# ---------------------------------------------------------------------------- turns
+
+
+def our_turn(runner: Runner, rows: list[int], context: int, prefill: int | None) -> dict[str, float]:
+    runner.time_pass(1, context)
+    found = {} if prefill is None else {"prefill": time_prefill(runner, prefill)}
+    runner.time_pass(1, context)  # the first pass after a long one finds other things in the processor's caches
+    return found | {str(n): runner.time_pass(n, context) for n in rows}
+
+
+def time_prefill(runner: Runner, n_tokens: int) -> float:
+    """Milliseconds of a prompt without any cache, in passes of as many rows as the engine's."""
+    ids = [11] * n_tokens
+    return common.timed(lambda: deque(text_logits(runner, ids, n_tokens - 1), 0), runner.device)
+
+
+def stock_turn(model: Any, cache: DynamicCache, rows: list[int], device: str) -> dict[str, float]:
+    time_stock(model, cache, 1, device)
+    return {str(n): time_stock(model, cache, n, device) for n in rows}
+
+
+def llama_turn(peer: Peer, rows: list[int], context: int) -> dict[str, float]:
+    answer = peer.ask(rows=rows, context=context, prefill=PREFILL)
+    return answer["rows"] | {"prefill": answer["prefill"]}
+
+
+def floor_turn(n_bytes: int, buffer: torch.Tensor, device: str) -> dict[str, float]:
+    return {"read": common.timed(buffer.sum, device) * n_bytes / (buffer.numel() * buffer.element_size())}
 
 
 @torch.inference_mode()
@@ -100,6 +171,9 @@ def time_stock(model: Any, cache: DynamicCache, rows: int, device: str) -> float
     return elapsed
 
 
+# ---------------------------------------------------------------------------- figures
+
+
 def weight_bytes(model: Any) -> int:
     """Bytes of weights that a pass reads: all, but for an embedding table that is not the output layer as well."""
     total = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -107,30 +181,79 @@ def weight_bytes(model: Any) -> int:
     return total if table is head else total - table.numel() * table.element_size()
 
 
-def figures(medians: dict[str, float], rows: list[int], n_bytes: int) -> dict[str, Any]:
-    """The contract's part of the JSON document, from milliseconds by "ours T", "stock T" and "floor"."""
-    ours = {str(n): round(medians[f"ours {n}"], 3) for n in rows}
-    stock = {str(n): round(medians[f"stock {n}"], 3) for n in rows}
-    return {
+def file_bytes(files: list[Path]) -> int | None:
+    """`weight_bytes` of GGUF files, in their own blocks; None where there are none."""
+    sizes = {tensor.name: int(tensor.n_bytes) for path in files for tensor in GGUFReader(path).tensors}
+    if "output.weight" in sizes:
+        sizes.pop("token_embd.weight")
+    return sum(sizes.values()) or None
+
+
+def medians_of(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians by contender and name."""
+    return {who: {name: round(statistics.median(turn[name] for turn in turns), 3) for name in turns[0]} for who, turns in rounds.items()}
+
+
+def figures(medians: dict[str, dict[str, float]], rows: list[int], n_bytes: int | None) -> dict[str, Any]:
+    """The contract's part of the JSON document, from medians of milliseconds by contender and row count (or "prefill", "read")."""
+    ours = {str(n): medians["ours"][str(n)] for n in rows}
+    bends = kinks({int(n): ms for n, ms in ours.items()})
+    found: dict[str, Any] = {
         "rows": ours,
         "ratio": {n: round(ms / ours["1"], 3) for n, ms in ours.items()},
-        "stock_rows": stock,
-        "stock_ratio": {n: round(ms / stock["1"], 3) for n, ms in stock.items()},
-        "floor_ms": round(medians["floor"], 3),
-        "floor_share": {n: round(medians["floor"] / ms, 3) for n, ms in ours.items()},
+        "kinks": bends,
+        "max_kink": max(bends.values(), default=None),
+        "prefill_512_ms": medians["ours"].get("prefill"),
         "weight_bytes": n_bytes,
-        "floor_gb_s": round(n_bytes / medians["floor"] / 1e6, 2),
     }
+    if stock := medians.get("stock"):
+        found |= {"stock_rows": stock, "stock_ratio": {n: round(ms / stock["1"], 3) for n, ms in stock.items()}}
+    if "floor" in medians and n_bytes is not None:
+        floor = medians["floor"]["read"]
+        found |= {
+            "floor_ms": floor,
+            "floor_share": {n: round(floor / ms, 3) for n, ms in ours.items()},
+            "floor_gb_s": round(n_bytes / max(floor, 1e-3) / 1e6, 2),
+        }
+    if llama := medians.get("llama"):
+        found |= {
+            "llama_rows": {n: llama[n] for n in ours},
+            "llama_ratio": {n: round(ms / llama[n], 3) for n, ms in ours.items()},
+            "llama_prefill_512_ms": llama["prefill"],
+        }
+    return found
+
+
+def kinks(ms: dict[int, float]) -> dict[str, float]:
+    """By row count: its time over that of the straight line between the nearest row counts of at most half and at least twice as many."""
+    found = {}
+    for n in sorted(ms):
+        below, above = [m for m in ms if 2 * m <= n], [m for m in ms if m >= 2 * n]
+        if below and above:
+            a, b = max(below), min(above)
+            found[str(n)] = round(ms[n] / (ms[a] + (ms[b] - ms[a]) * (n - a) / (b - a)), 3)
+    return found
 
 
 def show(document: dict[str, Any]) -> None:
-    names = ("rows", "ratio", "floor_share", "stock_rows", "stock_ratio")
-    common.print_table(
-        ["rows", "ms", "ratio", "floor/ms", "transformers ms", "ratio"],
-        [[n, *(document[name][n] for name in names)] for n in document["rows"]],
-    )
-    megabytes, exactness = document["weight_bytes"] / 1e6, document["exactness"]
-    print(f"reading the weights once ({megabytes:.0f} MB): {document['floor_ms']:.2f} ms; exactness: {exactness}")
+    columns = {
+        "ms": "rows",
+        "ratio": "ratio",
+        "kink": "kinks",
+        "floor/ms": "floor_share",
+        "transformers ms": "stock_rows",
+        "ratio of these": "stock_ratio",
+        "llama.cpp ms": "llama_rows",
+        "ours/llama.cpp": "llama_ratio",
+    }
+    shown = {title: document[name] for title, name in columns.items() if name in document}
+    common.print_table(["rows", *shown], [[n, *(column.get(n) for column in shown.values())] for n in document["rows"]])
+    if (prefill := document["prefill_512_ms"]) is not None:
+        theirs = f", llama.cpp {document['llama_prefill_512_ms']:.0f} ms" if "llama_rows" in document else ""
+        print(f"a prompt of {PREFILL} tokens: {prefill:.0f} ms{theirs}")
+    if "floor_ms" in document:
+        print(f"reading the weights once ({document['weight_bytes'] / 1e6:.0f} MB): {document['floor_ms']:.2f} ms")
+    print(f"exactness: {document['exactness']}")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ LAYERS_SHARE = 3
 def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     args = parse(argv)
-    options = {"device": args.device, "dtype": args.dtype, "threads": args.threads, "max_seqs": measure.MAX_SEQS}
-    with Engine(args.model, progress=say, **options) as engine:
+    with Engine(args.model, progress=say, max_seqs=measure.MAX_SEQS, **common.engine_options(args)) as engine:
         document = run(engine, args, started)
     write(document, args.out)
     names = ("contender", "temperature", "prompts", "tokens_per_pass", "rows_per_pass", "speedup")
@@ -50,6 +49,7 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
     settings = {
         "model": args.model,
         "dtype": engine.props()["dtype"],
+        "precision": args.precision,
         "device": common.device_name(args.device),
         "threads": engine.threads,
         **{name: getattr(args, name) for name in ("max_tokens", "max_prompt", "prompts", "minutes", "seed")},
@@ -99,7 +99,7 @@ def peers(engine: Engine, args: argparse.Namespace, stack: contextlib.ExitStack)
     if not args.against:
         return {}
     task = decode.peers_task(args, engine, SamplingParams(max_tokens=args.max_tokens), args.max_prompt, stack)
-    return {name: partial(open_peer, name, task, args.vllm_python) for name in args.against}
+    return {name: partial(open_peer, name, task, args.vllm_python, args.llama_python) for name in args.against}
 
 
 def write(document: dict[str, Any], out: Path) -> None:

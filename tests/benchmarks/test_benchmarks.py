@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -285,7 +286,27 @@ def test_step_keeps_its_contract(folder: Path, capsys: pytest.CaptureFixture[str
         assert all(value > 0 for value in document[name].values())
     assert document["ratio"]["1"] == document["stock_ratio"]["1"] == 1
     assert document["floor_ms"] > 0
-    assert document["settings"] == {"context": 32, "repeat": 2, "linears": "exact"}
+    assert document["settings"] == {"context": 32, "repeat": 2, "linears": "exact", "precision": "auto", "against": None}
+    assert document["prefill_512_ms"] is None  # the model holds 256
+
+
+def test_row_counts_come_as_numbers_and_ranges() -> None:
+    assert common.counts("8,1-3,2") == [1, 2, 3, 8]
+    for text in ("", "4-2", "0-3", "3-", "1-2-3"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            common.counts(text)
+
+
+def test_a_kink_is_measured_against_the_line_between_half_and_twice_as_many_rows() -> None:
+    straight = {n: 5.0 + 2 * n for n in (1, 2, 3, 4, 6, 8, 16)}
+    assert step.kinks(straight) == {"2": 1.0, "3": 1.0, "4": 1.0, "6": 1.0, "8": 1.0}
+    assert step.kinks({1: 10.0, 3: 30.0, 7: 40.0}) == {"3": 1.5}  # the line from 1 to 7 has 20 at 3
+
+
+def test_precision_reaches_the_engine_where_it_is_given() -> None:
+    args = decode.parse(["--model", "m", "--precision", "int8", "--threads", "2"])
+    assert common.engine_options(args) == {"device": "cpu", "dtype": "float32", "threads": 2, "precision": "int8"}
+    assert "precision" not in common.engine_options(step.parse(["--model", "m"]))
 
 
 def test_step_leaves_the_stock_cache_as_it_was(tiny_model: Callable[..., Any]) -> None:
