@@ -132,7 +132,9 @@ def open_llama(python: Path, kind: str, gguf: Path | None, settings: dict[str, A
     except PeerAbsentError as error:
         if "No module named 'llama_cpp'" not in str(error):
             raise
-        raise PeerAbsentError(f"llama-cpp-python is not installed here, and is compiled for long: {python} -m {LLAMA_COMMAND}") from error
+        raise PeerAbsentError(
+            f"llama-cpp-python is not installed here, and is compiled for minutes: `make llama`, or {python} -m {LLAMA_COMMAND}"
+        ) from error
 
 
 class Peer:
