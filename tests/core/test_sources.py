@@ -148,15 +148,15 @@ def test_recycled_candidates_are_used_and_change_nothing(truth: list[int]) -> No
 
 
 @pytest.fixture(scope="module")
-def real(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
+def real(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
     from ngramspec.datastore.build import build as build_store
     from ngramspec.model.loading import load_tokenizer
 
     root = tmp_path_factory.mktemp("corpus")
     (root / "shapes.py").write_text(SOURCE)
-    tokenizer = load_tokenizer(str(smollm2_folder))
+    tokenizer = load_tokenizer(str(smollm2_gguf))
     build_store([root], root / "store", tokenizer.backend_tokenizer, "smollm2")
-    with Engine(str(smollm2_folder), datastore=root / "store") as engine:
+    with Engine(str(smollm2_gguf), datastore=root / "store") as engine:
         yield engine, root
 
 

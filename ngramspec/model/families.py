@@ -1,0 +1,241 @@
+"""What transformers knows of a GGUF file's architecture, asked once: its config, its tokenizer, and which tensor is which parameter.
+
+`derive` takes a file's directory and writes a small folder, in the form of a model folder without weights, and in `NAMES` for every
+parameter the tensor it comes from and the rule between the two. The rules are found by trying transformers' own processors on numbers; one
+that does anything else is refused. `parameters` reads that back for the weights in the file. It does not know where the folder is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ngramspec.batch.errors import NgramspecError, TokenizerError, UnsupportedModelError
+from ngramspec.model.gguf import Gguf, Tensor, skeleton
+from ngramspec.model.random_weights import empty_model
+from ngramspec.model.stored import KINDS, Computed, File, InFile, Source, Stored, interleaved_rows
+
+NAMES = "tensors.json"
+ROPE_FACTORS = "rope_freqs.weight"
+"""What the angles' frequencies are divided by: Llama 3's scaling, which is not in the metadata."""
+
+_RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "same": lambda x: x,
+    "minus one": lambda x: x - 1,
+    "transposed": lambda x: x.T,
+}
+
+
+def derive(gguf: Gguf, folder: Path) -> None:
+    """Write config.json, generation_config.json, the tokenizer's files and NAMES into an existing folder.
+
+    Raises UnsupportedModelError for an architecture that transformers does not read from GGUF, TokenizerError, OSError.
+    """
+    with tempfile.TemporaryDirectory(prefix="ngramspec-") as scratch:
+        config = _read_config(gguf, Path(scratch))
+        tokenizer = _read_tokenizer(gguf, config, Path(scratch))
+    model = empty_model(config, torch.float32)
+    names = _names(gguf, config, model)
+    ends = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    generation = model.generation_config
+    generation.eos_token_id = sorted({end for end in ends if end is not None}) or generation.eos_token_id
+    generation.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / NAMES).write_text(json.dumps(names))
+
+
+def parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> Source:
+    """Where the parameters of a model on the "meta" device are in the file, by a folder that `derive` wrote.
+
+    The angles of rotary embeddings, which the model has already, are scaled where the file says so. Raises UnsupportedModelError where file
+    and config disagree, or for a type of tensor that is not read.
+    """
+    names: dict[str, tuple[str, str, int]] = json.loads((folder / NAMES).read_bytes())
+    files = {header.path: File(header.path) for header in gguf.headers}
+    stored: dict[str, Stored] = {}
+    aliases: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(parameter, []).append(name)
+    lacking: list[str] = []
+    for parameter, known_as in aliases.items():
+        if not (found := [names[name] for name in known_as if name in names]):
+            lacking.append(known_as[0])
+            continue
+        source, rule, heads = found[0]
+        one = _stored(gguf, files, gguf.tensors[source], tuple(parameter.shape), rule, heads)
+        stored |= dict.fromkeys(known_as, one)
+    if lacking:
+        raise UnsupportedModelError(f"{gguf.path}: it lacks {len(lacking)} tensors of {type(model).__name__}, such as {lacking[0]}")
+    used = {source for source, _, _ in names.values()}
+    if ROPE_FACTORS in gguf.tensors:
+        _scale_angles(model, _plain(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
+        used.add(ROPE_FACTORS)
+    if unused := sorted(gguf.tensors.keys() - used):
+        raise UnsupportedModelError(
+            f"{gguf.path}: it has {len(unused)} tensors that {type(model).__name__} has no use for, such as {unused[0]}: "
+            "it would compute something else"
+        )
+    return Source(stored, gguf.n_bytes)
+
+
+def _stored(gguf: Gguf, files: dict[Path, File], tensor: Tensor, shape: tuple[int, ...], rule: str, heads: int) -> Stored:
+    plain = _plain(gguf, files, tensor)
+    there = plain.shape[::-1] if rule == "transposed" else plain.shape
+    if [n for n in there if n > 1] != [n for n in shape if n > 1]:
+        raise UnsupportedModelError(
+            f"{gguf.path}: config and weights disagree: {tensor.name} is {list(there)} in the file and {list(shape)} by the config"
+        )
+    if rule == "interleaved" and len(shape) == 2:
+        return InFile(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=heads)
+    if rule == "interleaved":
+        order = interleaved_rows(np.arange(shape[0]), shape[0], heads)
+        return Computed(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
+    if rule == "same":
+        return InFile(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)
+    return Computed(kind="F32", shape=shape, stored=plain, compute=_RULES[rule])
+
+
+def _plain(gguf: Gguf, files: dict[Path, File], tensor: Tensor) -> InFile:
+    if tensor.kind not in KINDS:
+        raise UnsupportedModelError(f"{gguf.path}: tensor {tensor.name} has type {tensor.kind}; accepted: {', '.join(KINDS)}")
+    return InFile(kind=tensor.kind, shape=tensor.shape, file=files[tensor.path], offset=tensor.offset)
+
+
+def _scale_angles(model: PreTrainedModel, factors: np.ndarray) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq"):
+                if buffer.shape != factors.shape:
+                    raise UnsupportedModelError(f"{ROPE_FACTORS} is {list(factors.shape)}; accepted: {list(buffer.shape)}")
+                buffer /= torch.from_numpy(factors)
+
+
+def _read_config(gguf: Gguf, scratch: Path) -> dict[str, Any]:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    # Its reader takes seconds for a vocabulary, of which the config needs no more than the size.
+    path = scratch / "config.gguf"
+    path.write_bytes(skeleton(gguf, lambda key: gguf.metadata[key] is not None or not key.startswith("tokenizer.")))
+    with _told(gguf, "GGUF models"):
+        config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
+        if "vocab_size" not in config:
+            config["vocab_size"] = gguf.tensors["token_embd.weight"].shape[0]
+    config.pop("_model_name_or_path", None)
+    return config
+
+
+def _read_tokenizer(gguf: Gguf, config: dict[str, Any], scratch: Path) -> Any:
+    """The tokenizer that a GGUF carries, split into words as its `tokenizer.ggml.pre` says."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+    # AutoTokenizer would read the config again by the slow way; this is what it chooses then.
+    path = scratch / "tokenizer.gguf"
+    path.write_bytes(skeleton(gguf, lambda key: True))
+    kind: Any = TOKENIZER_MAPPING.get(type(AutoConfig.for_model(**config)), None)
+    kind = kind if isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerFast) else PreTrainedTokenizerFast
+    try:
+        tokenizer = kind.from_pretrained(scratch, gguf_file=path.name, local_files_only=True)
+    except Exception as error:
+        # Tokenizer libraries raise bare Exceptions for what they do not understand.
+        raise TokenizerError(
+            f"{gguf.path}: transformers {transformers.__version__} does not read the tokenizer of this GGUF, model "
+            f"{gguf.metadata.get('tokenizer.ggml.model')!r} ({error}); accepted: another model's, as a tokenizer= argument"
+        ) from error
+    if gguf.metadata.get("tokenizer.ggml.pre") in ("smollm", "starcoder"):
+        # transformers ignores `pre`; these two split digits first, which decides how blanks before a number are cut.
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A model as far as its names go. transformers looks for a module's names in all modules within, which takes seconds, to find a model
+    that was converted without its head."""
+
+    model: torch.nn.Module
+    children: list[tuple[str, Any]]
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def named_children(self) -> list[tuple[str, Any]]:
+        return self.children
+
+
+def _names(gguf: Gguf, config: dict[str, Any], model: PreTrainedModel) -> dict[str, tuple[str, str, int]]:
+    """Parameter → its tensor, the rule between the two, and the heads of a rule that has some."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    with _told(gguf, "GGUF models"):
+        processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config=config)
+        parameter_of = get_gguf_hf_weights_map(_Named(model, [(model.base_model_prefix, _Named(model.base_model, []))]), processor)
+    heads = [n for n in (config.get("num_attention_heads"), config.get("num_key_value_heads")) if isinstance(n, int) and n > 0]
+    known: dict[tuple[Any, ...], tuple[str, int]] = {}
+    names = {}
+    for tensor in gguf.tensors.values():
+        if (name := parameter_of.get(tensor.name)) is None:
+            continue
+        alike = (re.sub(r"\d+", "", tensor.name), tensor.shape)
+        if alike not in known:
+            known[alike] = _rule(gguf, processor, tensor, heads)
+        names[name] = (tensor.name, *known[alike])
+    return names
+
+
+def _rule(gguf: Gguf, processor: Any, tensor: Tensor, heads: list[int]) -> tuple[str, int]:
+    """What transformers' processor does to a tensor, told by what it does to the numbers of its rows and of its columns."""
+    probes = [
+        np.broadcast_to(np.arange(n, dtype=np.float32).reshape([-1 if i == axis else 1 for i in range(len(tensor.shape))]), tensor.shape)
+        for axis, n in enumerate(tensor.shape)
+    ]
+    made = []
+    with _told(gguf, f"{tensor.name} of GGUF models"):
+        for probe in probes:
+            aside: dict[str, Any] = {"tensors": {}}
+            result = processor.process(weights=probe, name=tensor.name, tensor_key_mapping={}, parsed_parameters=aside)
+            made.append(np.asarray(result.weights if result.name is not None else next(iter(aside["tensors"].values()))))
+    for rule, compute in _RULES.items():
+        if all(np.array_equal(np.squeeze(y), np.squeeze(compute(x))) for x, y in zip(probes, made, strict=True)):
+            return rule, 0
+    for n in heads:
+        if tensor.shape[0] % (2 * n) == 0:
+            order = interleaved_rows(np.arange(tensor.shape[0]), tensor.shape[0], n)
+            if all(np.array_equal(y, x[order]) for x, y in zip(probes, made, strict=True)):
+                return "interleaved", n
+    raise UnsupportedModelError(
+        f"{gguf.path}: {tensor.name} of architecture {gguf.architecture!r} differs from what its model has in a way that is not known here; "
+        "its safetensors folder may load"
+    )
+
+
+@contextlib.contextmanager
+def _told(gguf: Gguf, what: str) -> Iterator[None]:
+    """Whatever transformers raises for what it does not know becomes an UnsupportedModelError."""
+    try:
+        yield
+    except NgramspecError:
+        raise
+    except Exception as error:
+        # It reads metadata without checks, and raises whatever comes of that.
+        raise UnsupportedModelError(
+            f"{gguf.path}: transformers {transformers.__version__} does not read {what} of architecture {gguf.architecture!r} "
+            f"({type(error).__name__}: {error}); its safetensors folder may load"
+        ) from error
