@@ -67,7 +67,7 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Token id = byte, but for BOS and EOS. Any text round-trips; any prefix may end within a character."""
-    letter = _byte_letters()
+    letter = byte_letters()
     vocab = {letter[byte]: byte for byte in range(VOCAB - 2)}
     backend = Tokenizer(models.BPE(vocab=vocab | {"<bos>": BOS, "<eos>": EOS}, merges=[]))
     return _fast(backend, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel())
@@ -90,7 +90,7 @@ def _fast(backend: Tokenizer, pre_tokenizer: Any, decoder: Any) -> PreTrainedTok
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """GPT-2's printable stand-ins: a byte that is no visible Latin-1 character takes the next free one from 256."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ngramspec.batch.errors import NgramspecError, TokenizerError, UnsupportedModelError
 from ngramspec.model.gguf import Gguf, Tensor, skeleton
@@ -44,11 +44,11 @@ def derive(gguf: Gguf, folder: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="ngramspec-") as scratch:
         config = _read_config(gguf, Path(scratch))
-        tokenizer = _read_tokenizer(gguf, config, Path(scratch))
+        tokenizer = _read_tokenizer(gguf, Path(scratch))
     model = empty_model(config, torch.float32)
     names = _names(gguf, config, model)
     ends = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    generation = model.generation_config
+    generation: Any = model.generation_config
     generation.eos_token_id = sorted({end for end in ends if end is not None}) or generation.eos_token_id
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -125,30 +125,66 @@ def _scale_angles(model: PreTrainedModel, factors: np.ndarray) -> None:
 def _read_config(gguf: Gguf, scratch: Path) -> dict[str, Any]:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    # Its reader takes seconds for a vocabulary, of which the config needs no more than the size.
+    # Its reader takes seconds for a vocabulary, of which the config needs no more than the size. By a model's name it would take some of
+    # Llama's architecture for Mistral's, whose tensors it then does not find.
     path = scratch / "config.gguf"
-    path.write_bytes(skeleton(gguf, lambda key: gguf.metadata[key] is not None or not key.startswith("tokenizer.")))
+    plain = {key for key, value in gguf.metadata.items() if value is not None or not key.startswith("tokenizer.")}
+    path.write_bytes(skeleton(gguf, (plain - {"general.name"}).__contains__))
     with _told(gguf, "GGUF models"):
         config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
         if "vocab_size" not in config:
             config["vocab_size"] = gguf.tensors["token_embd.weight"].shape[0]
-    config.pop("_model_name_or_path", None)
-    return config
+        _check_sizes(gguf, config)
+        return config | _left_out(gguf, config)
 
 
-def _read_tokenizer(gguf: Gguf, config: dict[str, Any], scratch: Path) -> Any:
+def _check_sizes(gguf: Gguf, config: dict[str, Any]) -> None:
+    """A model is made of these before its tensors are looked at."""
+    widest = max((n for tensor in gguf.tensors.values() for n in tensor.shape), default=0)
+    layers = ("num_hidden_layers", "n_layer", "num_layers")
+    sizes = ("hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "vocab_size")
+    for key, most in [*((key, len(gguf.tensors)) for key in layers), *((key, widest) for key in sizes)]:
+        if key in config and not (isinstance(config[key], int) and 0 < config[key] <= most):
+            raise UnsupportedModelError(f"{gguf.path}: {key} is {config[key]!r} by its metadata; accepted: 1 to {most}, by its tensors")
+
+
+def _left_out(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    """What the metadata says of the computation and transformers does not read."""
+
+    def stated(key: str) -> Any:
+        return gguf.metadata.get(f"{gguf.architecture}.{key}")
+
+    found: dict[str, Any] = {}
+    if (base := stated("rope.freq_base")) is not None and "rope_theta" not in config:
+        found["rope_theta"] = base
+    head_dim = stated("attention.key_length")
+    if head_dim is not None and "head_dim" not in config and head_dim * config["num_attention_heads"] != config["hidden_size"]:
+        found["head_dim"] = head_dim
+    if gguf.architecture in ("gemma2", "gemma3"):
+        width, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+        is_27b = (gguf.architecture, layers) in (("gemma2", 46), ("gemma3", 62))  # as llama.cpp tells it
+        found["query_pre_attn_scalar"] = width // heads if is_27b else config["head_dim"]
+    kind, factor = stated("rope.scaling.type"), stated("rope.scaling.factor")
+    if kind not in (None, "none") and factor not in (None, 0.0, 1.0):
+        if kind != "linear":
+            raise UnsupportedModelError(f"{gguf.path}: rope.scaling.type is {kind!r}; accepted: none, linear")
+        scaling = {"rope_type": "linear", "factor": factor, "rope_theta": config["rope_theta"]}
+        if gguf.architecture == "gemma3":  # the layers with a window are not scaled
+            local = {"rope_type": "default", "rope_theta": stated("rope.freq_base_swa") or 10000.0}
+            found["rope_parameters"] = {"full_attention": scaling, "sliding_attention": local}
+        else:
+            found["rope_parameters"] = scaling
+    return found
+
+
+def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
     """The tokenizer that a GGUF carries, split into words as its `tokenizer.ggml.pre` says."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import AutoConfig, PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-    # AutoTokenizer would read the config again by the slow way; this is what it chooses then.
     path = scratch / "tokenizer.gguf"
     path.write_bytes(skeleton(gguf, lambda key: True))
-    kind: Any = TOKENIZER_MAPPING.get(type(AutoConfig.for_model(**config)), None)
-    kind = kind if isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerFast) else PreTrainedTokenizerFast
     try:
-        tokenizer = kind.from_pretrained(scratch, gguf_file=path.name, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file=path.name, local_files_only=True)
     except Exception as error:
         # Tokenizer libraries raise bare Exceptions for what they do not understand.
         raise TokenizerError(
@@ -221,7 +257,7 @@ def _rule(gguf: Gguf, processor: Any, tensor: Tensor, heads: list[int]) -> tuple
             if all(np.array_equal(y, x[order]) for x, y in zip(probes, made, strict=True)):
                 return "interleaved", n
     raise UnsupportedModelError(
-        f"{gguf.path}: {tensor.name} of architecture {gguf.architecture!r} differs from what its model has in a way that is not known here; "
+        f"{gguf.path}: {tensor.name} of architecture {gguf.architecture!r} differs from what its model has in an unknown way; "
         "its safetensors folder may load"
     )
 

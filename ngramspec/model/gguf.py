@@ -157,7 +157,7 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             size, raw = path.stat().st_size, b""
             for n in _HEADER_SIZES:
-                raw += file.read(n - len(raw))
+                raw += file.read(min(n, size) - len(raw))
                 try:
                     return _parse(path, raw, size)
                 except _TooShortError:
