@@ -14,7 +14,8 @@ import tiny
 from ngramspec.model.stored import KINDS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2")
-VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 300, 256, 512, 2, 4, 2
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS = 300, 256, 512, 4, 2
+LAYERS = {"gemma3": 6}  # the sixth is the first that sees everything; 2 of others
 HEAD_DIM = {"qwen3": 128}  # which transformers takes for given
 BOS, EOS = 298, 299
 
@@ -38,8 +39,9 @@ def write(
     further tensors in F32. Returns the path of the only or first file.
     """
     writer = gguf.GGUFWriter(path, "llama" if family == "mistral" else family, split_max_tensors=per_part)
-    _write_metadata(writer, family)
+    write_common(writer, family)
     for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
         add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
         add(key, value)
     for name, values in (extra or {}).items():
@@ -83,7 +85,7 @@ def shapes(family: str, tied: bool = False) -> dict[str, tuple[int, ...]]:
     if family in ("gemma2", "gemma3"):
         layer |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
     found: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN)}
-    found |= {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
+    found |= {f"blk.{i}.{name}": shape for i in range(LAYERS.get(family, 2)) for name, shape in layer.items()}
     found["output_norm.weight"] = (HIDDEN,)
     if family == "starcoder2":
         found["output_norm.bias"] = (HIDDEN,)
@@ -118,17 +120,18 @@ def _random(name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
-def _write_metadata(writer: gguf.GGUFWriter, family: str) -> None:
+def write_common(writer: gguf.GGUFWriter, family: str) -> None:
+    """Everything but tensors."""
     head_dim = HEAD_DIM.get(family, HIDDEN // HEADS)
     writer.add_name("Mistral v0.3" if family == "mistral" else "Tiny")
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(LAYERS.get(family, 2))
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(10000.0)
-    if family == "starcoder2":
+    if family in ("starcoder2", "gpt2"):
         writer.add_layer_norm_eps(1e-5)
     else:
         writer.add_layer_norm_rms_eps(1e-5)

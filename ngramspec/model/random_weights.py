@@ -152,7 +152,16 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
             )
         model.tie_weights()  # each parameter was replaced as it was registered
         return model
-    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (
+        StrictDataclassError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RuntimeError,
+    ) as error:
         raise UnsupportedModelError(f"transformers makes no decoder of this config: {error}") from error
 
 
