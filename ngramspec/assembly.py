@@ -20,12 +20,15 @@ from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError
 from ngramspec.batch.types import BLOCK
 from ngramspec.config import EngineConfig
+from ngramspec.cpu.binding import needed_bytes
 from ngramspec.cpu.runner import CpuRunner
 from ngramspec.drafting import proposer
 from ngramspec.drafting.base import Drafter, Speculator
 from ngramspec.drafting.single import SingleDrafter
-from ngramspec.model.loading import LoadedModel, available_memory, eos_token_ids, load_model
+from ngramspec.model.cache_dir import cache_dir
+from ngramspec.model.loading import LoadedModel, OpenModel, available_memory, check_memory, eos_token_ids, load_model, open_model
 from ngramspec.model.runner import Runner
+from ngramspec.model.stored import params_source
 from ngramspec.text.encoding import Encoding
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ class DeviceConfig:
     max_rows: int
     exact: bool
     """Products with rows that do not depend on each other; on the CPU, with weights kept as they came."""
+    precision: str
+    """On the CPU; elsewhere the dtype's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,11 @@ def check_device(config: EngineConfig) -> DeviceConfig:
     if config.linears not in ("exact", other):
         raise InvalidInputError(f"linears on {kind} must be 'exact' or {other!r}, got {config.linears!r}")
     max_rows = config.max_rows or {"cpu": 256, "cuda": 2048}[kind]
-    return DeviceConfig(device, getattr(torch, dtype), config.threads or torch.get_num_threads(), max_rows, config.linears == "exact")
+    if kind == "cuda" and (config.precision, config.kv_dtype, config.quantize) != ("auto", "auto", "none"):
+        raise InvalidInputError("precision, kv_dtype and quantize are settings of the CPU; on CUDA, dtype says both")
+    exact = config.linears == "exact"
+    threads = config.threads or torch.get_num_threads()
+    return DeviceConfig(device, getattr(torch, dtype), threads, max_rows, exact, config.precision if exact else "float32")
 
 
 def bind(model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress) -> BoundModel:
@@ -90,7 +99,11 @@ def bind(model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, dev
     numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
     warmer = threading.Thread(target=warm_up, daemon=True)
     warmer.start()
-    if isinstance(model, str):
+    loaded: LoadedModel
+    if isinstance(model, str) and device.device == "cpu":
+        quantize = None if config.quantize == "none" else config.quantize
+        loaded = open_model(model, tokenizer=tokenizer, progress=progress, quantize=quantize)
+    elif isinstance(model, str):
         loaded = load_model(model, dtype=device.dtype, device=device.device, tokenizer=tokenizer, progress=progress)
     else:
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
@@ -99,7 +112,7 @@ def bind(model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, dev
     if config.max_model_len is not None and config.max_model_len > trained:
         raise InvalidInputError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {config.max_model_len}")
     max_model_len = config.max_model_len or trained
-    runner = _runner(loaded.model, config, device, max_model_len, progress)
+    runner = _runner(loaded, config, device, max_model_len, progress)
     max_model_len = min(max_model_len, runner.pool.n_tokens)
     runner.tokenizer, runner.max_model_len = loaded.tokenizer, max_model_len
     progress("measuring what a pass costs")
@@ -132,22 +145,29 @@ def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter
     )
 
 
-def _runner(model: PreTrainedModel, config: EngineConfig, device: DeviceConfig, max_model_len: int, progress: Progress) -> Runner:
+def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, max_model_len: int, progress: Progress) -> Runner:
     max_len = max_model_len + config.spec_rows + 1  # draft nodes stand behind the last token: room for them past the longest text
     if device.device == "cpu":
+        source = loaded.source if isinstance(loaded, OpenModel) else params_source(loaded.model)
+        plain = not device.exact
+        check_memory(needed_bytes(loaded.model, source, plain), "cpu", loaded.name)
         return CpuRunner(
-            model,
+            loaded.model,
+            source,
             max_len=max_len,
             max_seqs=config.max_seqs,
             max_rows=device.max_rows,
             kv_bytes=config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
-            packed=device.exact,
+            precision=device.precision,
+            kv_dtype=config.kv_dtype,
+            plain=plain,
+            code=cache_dir() / "code",
             progress=progress,
         )
     from ngramspec.cuda.runner import CudaRunner  # imports Triton
 
     return CudaRunner(
-        model,
+        loaded.model,
         max_len=max_len,
         max_seqs=config.max_seqs,
         max_rows=device.max_rows,

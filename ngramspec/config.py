@@ -28,6 +28,28 @@ class EngineConfig:
         "float32; on CUDA bfloat16, float16 or float32. auto: the first of these.",
         panel=_MODEL,
     )
+    precision: str = option(
+        "auto",
+        Choice(("auto", "int8", "float32")),
+        "On the CPU, of products with weights in blocks of codes (GGUF's Q2_K to Q8_0): int8 takes activations as 8-bit codes, as "
+        "llama.cpp does; float32 gives transformers' own sums and takes longer. auto: int8 for such weights, float32 for others.",
+        metavar="auto|int8|float32",
+        panel=_MODEL,
+    )
+    kv_dtype: str = option(
+        "auto",
+        Choice(("auto", "float32", "float16")),
+        "On the CPU, how keys and values are kept. auto: float16 with int8, else float32.",
+        metavar="auto|float32|float16",
+        panel=_MODEL,
+    )
+    quantize: str = option(
+        "none",
+        Choice(("none", "q8_0")),
+        "On the CPU, make blocks of 8-bit codes of weights that are not in blocks, while loading: q8_0, GGML's.",
+        metavar="none|q8_0",
+        panel=_MODEL,
+    )
     threads: int | None = option(None, Integer(1, optional=True), "Processor threads. Default: all cores.", panel=_MODEL)
     max_model_len: int | None = option(
         None, Integer(2, optional=True), "Most tokens of prompt and output. Default: what model and memory allow.", panel=_MODEL

@@ -255,6 +255,7 @@ class Engine:
             [],
             params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
             self._exactness(params, hints.get("speculation", True)),
+            self.runner.precision,
         )
         seqs = self._sequences(ids, params, completion, hints)
         completion.choices.extend(seq.choice for seq in seqs)
@@ -407,6 +408,11 @@ class Engine:
         """What all completions can be relied on to be: `Completion.exactness` of those for which it is least."""
         return self._exactness(SamplingParams(temperature=1.0), speculation=True)
 
+    @property
+    def precision(self) -> str:
+        """In which products with the model's weights are computed: "int8" or a dtype."""
+        return self.runner.precision
+
     def _exactness(self, params: SamplingParams, speculation: bool) -> str:
         return self.acceptance.exactness(self.exactness, params) if speculation and self.speculator.active else self.exactness
 
@@ -418,6 +424,8 @@ class Engine:
             "exactness": self.exactness,
             "device": self.runner.device,
             "dtype": self.runner.dtype,
+            "precision": self.runner.precision,
+            "kv_dtype": self.runner.kv_dtype,
             "threads": self.threads,
             "speculation": self.speculator.active,
             "acceptance": self.acceptance.name,

@@ -137,7 +137,7 @@ def tight_pool(arch: str) -> int:
     """Bytes of a pool that two of the sequences fill."""
     model = tiny.tiny_model(arch)
     model.config._attn_implementation = "ngramspec"
-    return 9 * KVPool.block_bytes(kv_shapes(model))
+    return 9 * KVPool.block_bytes(kv_shapes(model, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
@@ -246,14 +246,15 @@ def test_seed_decides(smollm2_engine: Engine) -> None:
     assert len({tuple(t) for t in three}) == 3
 
 
-def test_packed_weights_change_no_bit(smollm2_engine: Engine, smollm2_gguf: Path) -> None:
-    """The real model's weights are kept as the codes that they came in; as float32 they make the same numbers."""
-    assert set(smollm2_engine.props()["linear_policies"].values()) == {"8-bit codes"}
+def test_packed_weights_change_no_bit(smollm2_gguf: Path) -> None:
+    """The real model's weights are kept in the blocks that they came in; as float32 they make the same numbers."""
     params = SamplingParams(max_tokens=32, temperature=0.8, seed=3, logprobs=5)
     prompt = "def quicksort(items):\n    "
-    packed = smollm2_engine.complete(prompt, params)
-    with Engine(str(smollm2_gguf), linears="unpacked", max_model_len=256) as engine:
-        assert set(engine.props()["linear_policies"].values()) == {"float32"}
-        unpacked = engine.complete(prompt, params)
-    assert unpacked.token_ids == packed.token_ids
-    assert unpacked.choices[0].logprobs == packed.choices[0].logprobs
+    made = []
+    for linears, kept in (("exact", {"blocks of 4 bits", "blocks of 8 bits"}), ("unpacked", {"F32"})):
+        with Engine(str(smollm2_gguf), precision="float32", linears=linears, max_model_len=256) as engine:
+            assert set(engine.props()["linear_policies"].values()) == kept
+            assert engine.precision == "float32"
+            made.append(engine.complete(prompt, params))
+    assert made[0].token_ids == made[1].token_ids
+    assert made[0].choices[0].logprobs == made[1].choices[0].logprobs

@@ -130,6 +130,8 @@ class Completion:
     exactness: str
     """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype. "distribution" where drafts were
     accepted by rejection sampling: the text is distributed as without drafts, but is another one. "lenient": it is not even that."""
+    precision: str = ""
+    """In which products with the model's weights were computed: "int8" (activations as 8-bit codes) or a dtype."""
     ttft_s: float = 0.0
     duration_s: float = 0.0
     queued_s: float = 0.0

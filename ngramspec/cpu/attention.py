@@ -23,7 +23,8 @@ from numba import get_num_threads, njit, prange
 from ngramspec.batch.numeric import exp, fma
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
-from ngramspec.cpu.simd import CHAINS, STEP, WIDTH, multiply_add
+from ngramspec.cpu.formats import WIDTH
+from ngramspec.cpu.simd import CHAINS, STEP, kept, multiply_add, number
 
 if TYPE_CHECKING:
     from ngramspec.cpu.pool import KVPool
@@ -118,7 +119,7 @@ def _mix(acc, acc_at, n, n_dim, s, s_at, width, values, at, n_keys):
         for r in range(count if d < n_dim else 0):
             for j in range(n_keys):
                 for e in range(d, n_dim):
-                    acc[y + r * n_dim + e] = fma(s[x + r * width + j], values[at + j * n_dim + e], acc[y + r * n_dim + e])
+                    acc[y + r * n_dim + e] = fma(s[x + r * width + j], number(values, at + j * n_dim + e), acc[y + r * n_dim + e])
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -129,13 +130,15 @@ def _write_kv(k, v, keys, values, blocks, offsets):
         block, offset = blocks[r], offsets[r]
         for h in range(k.shape[1]):
             for d in range(k.shape[2]):
-                keys[block, h, d, offset] = k[r, h, d]
-                values[block, h, offset, d] = v[r, h, d]
+                keys[block, h, d, offset] = kept(keys, k[r, h, d])
+                values[block, h, offset, d] = kept(values, v[r, h, d])
 
 
 @njit(cache=True, nogil=True)
-def _rope_kv_row(x, cos, sin, q, keys, values, offset):
-    """Rotate one row x [(H + 2 Hk) D], by cos, sin [D], and write it: queries to q [H, D], the rest to the keys and values of its block."""
+def rope_kv_row(x, cos, sin, q, keys, values, offset, k_at, v_at):
+    """Rotate one row of queries, keys and values (from 0, k_at and v_at on) by cos, sin [D], and write it: queries to q [H, D], the rest
+    to the keys and values of its block.
+    """
     n_q, n_dim, n_kv = q.shape[0], q.shape[1], keys.shape[0]
     half = n_dim // 2
     for h in range(n_q):
@@ -144,106 +147,101 @@ def _rope_kv_row(x, cos, sin, q, keys, values, offset):
             q[h, d] = fma(y[d], cos[d], -y[d + half] * sin[d])
             q[h, d + half] = fma(y[d + half], cos[d + half], y[d] * sin[d + half])
     for h in range(n_kv):
-        y = x[(n_q + h) * n_dim : (n_q + h + 1) * n_dim]
+        y = x[k_at + h * n_dim : k_at + (h + 1) * n_dim]
         for d in range(half):
-            keys[h, d, offset] = fma(y[d], cos[d], -y[d + half] * sin[d])
-            keys[h, d + half, offset] = fma(y[d + half], cos[d + half], y[d] * sin[d + half])
-        y = x[(n_q + n_kv + h) * n_dim : (n_q + n_kv + h + 1) * n_dim]
+            keys[h, d, offset] = kept(keys, fma(y[d], cos[d], -y[d + half] * sin[d]))
+            keys[h, d + half, offset] = kept(keys, fma(y[d + half], cos[d + half], y[d] * sin[d + half]))
+        y = x[v_at + h * n_dim : v_at + (h + 1) * n_dim]
         for d in range(n_dim):
-            values[h, offset, d] = y[d]
-
-
-@njit(cache=True, nogil=True)
-def _rope_kv_few(qkv, cos, sin, q, keys, values, blocks, offsets):
-    for r in range(qkv.shape[0]):
-        _rope_kv_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def _rope_kv_many(qkv, cos, sin, q, keys, values, blocks, offsets):
-    for i in prange(qkv.shape[0]):
-        r = np.int64(i)
-        _rope_kv_row(qkv[r], cos[r], sin[r], q[r], keys[blocks[r]], values[blocks[r]], offsets[r])
+            values[h, offset, d] = kept(values, y[d])
 
 
 PARALLEL = 1 << 14
 """Numbers in a small operation from which on a second thread is worth its start."""
 
 
-@njit(cache=True, nogil=True, parallel=True, error_model="numpy")
+@njit(cache=True, nogil=True)
+def n_splits(n_items, n_kv, group, n_threads):
+    """Into how many parts a group of query heads is taken apart, so that with few items every thread has work."""
+    return group if n_items * n_kv < 2 * n_threads else 1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def attend_piece(work, split, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap):
+    """Piece `work` of a layer's attention, of items · n_kv · split: an item's rows by some query heads of a key head. See `_attend`."""
+    n_dim, n_kv = q.shape[2], keys.shape[1]
+    group = q.shape[1] // n_kv
+    part, per_item = group // split, n_kv * split
+    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
+    item = work // per_item
+    h = (work % per_item) // split
+    head0 = h * group + (work % split) * part
+    row0, row1 = np.int64(items[item, 0]), np.int64(items[item, 1])
+    table = tables[item]
+    top_slot, earliest, latest, shared = np.int64(0), np.int64(positions[row0]), np.int64(0), np.int64(positions[row0]) + 1
+    for r in range(row0, row1):
+        start = max(np.int64(0), np.int64(positions[r]) + 1 - window) if window > 0 else np.int64(0)
+        earliest, latest = min(earliest, start), max(latest, start)
+        shared = min(shared, np.int64(bases[r]), np.int64(positions[r]) + 1)
+        top_slot = max(top_slot, np.int64(positions[r]))
+        for p in range(bases[r], positions[r] + 1):
+            top_slot = max(top_slot, np.int64(paths[r, p - bases[r]]))
+    tile0, n_tiles = earliest // BLOCK, top_slot // BLOCK + 1
+    width = n_tiles * BLOCK
+    n_heads = (row1 - row0) * part
+    queries = np.empty(n_heads * n_dim, np.float32)
+    for m in range(n_heads):
+        for d in range(n_dim):
+            queries[m * n_dim + d] = q[row0 + m // part, head0 + m % part, d] * scale
+    s = np.empty(n_heads * width, np.float32)
+    for t in range(tile0, n_tiles):
+        _score_tile(queries, n_heads, n_dim, flat_keys, (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, s, t * BLOCK, width)
+    logical = np.empty(paths.shape[1], np.float32)
+    lanes = np.empty(16, np.float32)
+    totals = np.empty(n_heads, np.float32)
+    acc = np.zeros(n_heads * n_dim, np.float32)
+    for m in range(n_heads):
+        r = row0 + m // part
+        scores, base, end = s[m * width : (m + 1) * width], np.int64(bases[r]), np.int64(positions[r]) + 1
+        start = max(np.int64(0), end - window) if window > 0 else np.int64(0)
+        for p in range(base, end):
+            logical[p - base] = scores[paths[r, p - base]]
+        for p in range(base, end):
+            scores[p] = logical[p - base]
+        if softcap > 0:
+            for p in range(start, end):
+                scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
+        totals[m] = _softmax(scores, start, end, lanes)
+    for t in range(tile0, n_tiles):
+        tile, first = (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, t * BLOCK
+        common = min(shared - first, BLOCK) if latest <= first else np.int64(0)  # keys that all rows see, in the slots of their positions
+        if common > 0:
+            _mix(acc, 0, n_heads, n_dim, s, first, width, flat_values, tile, common)
+        for r in range(row0, row1):
+            base, end = np.int64(bases[r]), np.int64(positions[r]) + 1
+            p = max(first + max(common, np.int64(0)), end - window if window > 0 else np.int64(0))
+            m = (r - row0) * part
+            while p < min(end, first + BLOCK):
+                n_keys = min(base, first + BLOCK) - p
+                at = tile + (p - first) * n_dim
+                if p >= base:
+                    slot = np.int64(paths[r, p - base])
+                    at, n_keys = ((np.int64(table[slot // BLOCK]) * n_kv + h) * BLOCK + slot % BLOCK) * n_dim, np.int64(1)
+                _mix(acc, m * n_dim, part, n_dim, s, m * width + p, width, flat_values, at, n_keys)
+                p += n_keys
+    for m in range(n_heads):
+        inverse = _ONE / totals[m]
+        for d in range(n_dim):
+            out[row0 + m // part, head0 + m % part, d] = acc[m * n_dim + d] * inverse
+
+
+@njit(cache=True, nogil=True, parallel=True)
 def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, n_threads):
     """q [T, H, D] against the pool of one layer, into out [T, H, D]. Keys and values of the rows must be in their slots."""
-    n_q, n_dim, n_kv = q.shape[1], q.shape[2], keys.shape[1]
-    group = n_q // n_kv
-    # With few items, a group of query heads is taken apart, so that every thread has work.
-    split = group if items.shape[0] * n_kv < 2 * n_threads else 1
-    part = group // split
-    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
-    per_item = n_kv * split
-    for i in prange(items.shape[0] * per_item):
-        work = np.int64(i)
-        item = work // per_item
-        h = (work % per_item) // split
-        head0 = h * group + (work % split) * part
-        row0, row1 = np.int64(items[item, 0]), np.int64(items[item, 1])
-        table = tables[item]
-        top_slot, earliest, latest, shared = np.int64(0), np.int64(positions[row0]), np.int64(0), np.int64(positions[row0]) + 1
-        for r in range(row0, row1):
-            start = max(np.int64(0), np.int64(positions[r]) + 1 - window) if window > 0 else np.int64(0)
-            earliest, latest = min(earliest, start), max(latest, start)
-            shared = min(shared, np.int64(bases[r]), np.int64(positions[r]) + 1)
-            top_slot = max(top_slot, np.int64(positions[r]))
-            for p in range(bases[r], positions[r] + 1):
-                top_slot = max(top_slot, np.int64(paths[r, p - bases[r]]))
-        tile0, n_tiles = earliest // BLOCK, top_slot // BLOCK + 1
-        width = n_tiles * BLOCK
-        n_heads = (row1 - row0) * part
-        queries = np.empty(n_heads * n_dim, np.float32)
-        for m in range(n_heads):
-            for d in range(n_dim):
-                queries[m * n_dim + d] = q[row0 + m // part, head0 + m % part, d] * scale
-        s = np.empty(n_heads * width, np.float32)
-        for t in range(tile0, n_tiles):
-            _score_tile(queries, n_heads, n_dim, flat_keys, (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, s, t * BLOCK, width)
-        logical = np.empty(paths.shape[1], np.float32)
-        lanes = np.empty(16, np.float32)
-        totals = np.empty(n_heads, np.float32)
-        acc = np.zeros(n_heads * n_dim, np.float32)
-        for m in range(n_heads):
-            r = row0 + m // part
-            scores, base, end = s[m * width : (m + 1) * width], np.int64(bases[r]), np.int64(positions[r]) + 1
-            start = max(np.int64(0), end - window) if window > 0 else np.int64(0)
-            for p in range(base, end):
-                logical[p - base] = scores[paths[r, p - base]]
-            for p in range(base, end):
-                scores[p] = logical[p - base]
-            if softcap > 0:
-                for p in range(start, end):
-                    scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
-            totals[m] = _softmax(scores, start, end, lanes)
-        for t in range(tile0, n_tiles):
-            tile, first = (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, t * BLOCK
-            common = (
-                min(shared - first, BLOCK) if latest <= first else np.int64(0)
-            )  # keys that all rows see, in the slots of their positions
-            if common > 0:
-                _mix(acc, 0, n_heads, n_dim, s, first, width, flat_values, tile, common)
-            for r in range(row0, row1):
-                base, end = np.int64(bases[r]), np.int64(positions[r]) + 1
-                p = max(first + max(common, np.int64(0)), end - window if window > 0 else np.int64(0))
-                m = (r - row0) * part
-                while p < min(end, first + BLOCK):
-                    n_keys = min(base, first + BLOCK) - p
-                    at = tile + (p - first) * n_dim
-                    if p >= base:
-                        slot = np.int64(paths[r, p - base])
-                        at, n_keys = ((np.int64(table[slot // BLOCK]) * n_kv + h) * BLOCK + slot % BLOCK) * n_dim, np.int64(1)
-                    _mix(acc, m * n_dim, part, n_dim, s, m * width + p, width, flat_values, at, n_keys)
-                    p += n_keys
-        for m in range(n_heads):
-            inverse = _ONE / totals[m]
-            for d in range(n_dim):
-                out[row0 + m // part, head0 + m % part, d] = acc[m * n_dim + d] * inverse
+    n_kv = keys.shape[1]
+    split = n_splits(items.shape[0], n_kv, q.shape[1] // n_kv, n_threads)
+    for i in prange(items.shape[0] * n_kv * split):
+        attend_piece(np.int64(i), split, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap)
 
 
 def attend(
@@ -271,21 +269,6 @@ def attend(
         _F(scale), int(window), _F(softcap), get_num_threads(),
     )  # fmt: skip
     return out
-
-
-def attend_packed(
-    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, n_heads: int, pool: KVPool, layer: int, batch: Batch, scale: float, threads: int
-) -> np.ndarray:
-    """`attend` for queries, keys and values side by side, qkv [T, (H + 2 Hk) D], yet to be rotated by cos, sin [T, D], whose halves are
-    paired: queries to an array of their own, keys and values to the pool. Returns [T, H D].
-    """
-    keys, values = pool.keys[layer], pool.values[layer]
-    q = np.empty((len(qkv), n_heads, keys.shape[2]), np.float32)
-    rope_kv = _rope_kv_many if qkv.size >= PARALLEL else _rope_kv_few
-    rope_kv(qkv, cos, sin, q, keys, values, batch.blocks, batch.offsets)
-    out = np.empty_like(q)
-    _attend(q, keys, values, out, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, _F(scale), 0, _ZERO, threads)
-    return out.reshape(len(qkv), -1)
 
 
 @dataclass(slots=True)

@@ -1,15 +1,11 @@
 """Small operations of a layer on the CPU, each in one call instead of many: norm with residual, rotary embedding, gated activation.
 
-Knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces a module only after it has
-given the same result on random input (`replace_small_operations`); layers made of such parts alone become one `Stack`,
-which the runner keeps only while the model's logits stay the same. A variant that computes something else keeps
-its own code. Every row is computed alone, in a fixed order.
+Knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces modules of a class only after it has given the same
+result on random input as the first of them (`replace_small_operations`), and whole layers are checked again by the runner. A variant that
+computes something else keeps its own code. Every row is computed alone, in a fixed order.
 """
 
 from __future__ import annotations
-
-import copy
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +13,7 @@ from numba import get_num_threads, njit, prange
 from torch import nn
 
 from ngramspec.batch.numeric import exp
-from ngramspec.cpu.attention import PARALLEL, Pass, attend_packed
+from ngramspec.cpu.attention import PARALLEL
 from ngramspec.cpu.linear import PackedLinear, Shared, SharedPart
 from ngramspec.model.hf_modules import rms_norm
 
@@ -73,23 +69,23 @@ def _add_rms_many(x, delta, weight, eps, out):
 
 # With Python's own rules of division, each quotient is tested for a zero divisor, and nothing is vectorised.
 @njit(cache=True, nogil=True, error_model="numpy")
-def _silu_row(x, out):
+def _silu_row(x, at, out):
     n = out.shape[0]
-    gate, up = x[:n], x[n:]
+    gate, up = x[:n], x[at : at + n]
     for j in range(n):
         out[j] = gate[j] / (_ONE + exp(-gate[j])) * up[j]
 
 
 @njit(cache=True, nogil=True)
-def _silu_few(x, out):
+def _silu_few(x, at, out):
     for r in range(x.shape[0]):
-        _silu_row(x[r], out[r])
+        _silu_row(x[r], at, out[r])
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _silu_many(x, out):
+def _silu_many(x, at, out):
     for r in prange(x.shape[0]):
-        _silu_row(x[r], out[r])
+        _silu_row(x[r], at, out[r])
 
 
 class RMSNorm(nn.Module):
@@ -126,100 +122,47 @@ class GatedMLP(nn.Module):
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """[T, N] → [T, N]"""
-        both = self.shared.product.rows(x, threads)
-        mid = np.empty((len(both), both.shape[1] // 2), np.float32)
+        product = self.shared.product
+        both, at = product.rows(x, threads), int(product.columns[1])
+        mid = np.empty((len(both), self.shared.product.sizes[0]), np.float32)
         run = _silu_many if mid.size >= PARALLEL else _silu_few
-        run(both, mid)
+        run(both, at, mid)
         return self.down.product.rows(mid, threads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())).view(x.shape)
+        y = self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
+        return torch.from_numpy(y)[:, : self.down.out_features].reshape(x.shape)
 
 
-class Stack(nn.Module):
-    """All decoder layers of the Llama kind in one loop: norm, attention with halves-paired rotary embedding, norm, gated MLP.
-
-    Stands as the only layer of the model. The runner keeps it only where the model's logits stay those of transformers.
-    """
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.parts: list[tuple[Any, ...]] = []
-        for index, layer in enumerate(layers):
-            attn: Any = layer.self_attn
-            first, second, mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
-            qkv = attn.q_proj.shared.product
-            self.parts.append(
-                (index, first, qkv, attn.o_proj.product, second, mlp, float(attn.scaling), attn.q_proj.out_features // attn.head_dim)
-            )
-
-    def first(self, n: int) -> Stack:
-        """The first n layers."""
-        other = copy.copy(self)
-        other.parts = self.parts[:n]
-        return other
-
-    def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], ngramspec: Pass, **_: object
-    ) -> torch.Tensor:
-        pool, batch = ngramspec.pool, ngramspec.batch
-        cos, sin = (x[0].contiguous().numpy() for x in position_embeddings)
-        x, delta, threads = hidden_states[0].clone().numpy(), None, get_num_threads()
-        for index, first, qkv, out, second, mlp, scale, n_heads in self.parts:
-            normed = first.rows(x) if delta is None else first.add(x, delta)
-            mixed = attend_packed(qkv.rows(normed, threads), cos, sin, n_heads, pool, index, batch, scale, threads)
-            delta = mlp.rows(second.add(x, out.rows(mixed, threads)), threads)
-        return torch.from_numpy(x + delta)[None]
-
-    @staticmethod
-    def fits(layers: nn.ModuleList) -> bool:
-        """Whether every layer consists of the parts of the Llama kind and nothing else."""
-        for layer in layers:
-            if set(dict(layer.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} or any(
-                True for _ in layer.parameters()
-            ):
-                return False
-            attn: Any = layer.self_attn
-            if set(dict(attn.named_children())) != {"q_proj", "k_proj", "v_proj", "o_proj"} or not isinstance(layer.mlp, GatedMLP):
-                return False
-            if not all(isinstance(norm, RMSNorm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)):
-                return False
-            if not isinstance(attn.q_proj, SharedPart) or not isinstance(attn.o_proj, PackedLinear):
-                return False
-            if (
-                not isinstance(getattr(attn, "scaling", None), float)
-                or getattr(attn.config, "sliding_window", None)
-                or not hasattr(attn, "head_dim")
-            ):
-                return False
-        return True
+_ROUNDING, _CODED = 1e-5, 3e-2
+"""Largest difference from what a part computed, over its size, that counts as rounding; and where activations are codes of 8 bits, which
+the last bit of a number can move by one."""
 
 
-_ROUNDING = 1e-5
-"""Largest difference from what a part computed, over its size, that counts as rounding."""
-
-
-def _same(old: nn.Module, new: nn.Module, width: int) -> bool:
+def _same(old: nn.Module, new: nn.Module, width: int, rounding: float = _ROUNDING) -> bool:
     x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
     try:
         expected = old(x)
-        return bool((new(x) - expected).abs().max() <= _ROUNDING * expected.abs().max())
+        return bool((new(x) - expected).abs().max() <= rounding * expected.abs().max())
     except (RuntimeError, TypeError, ValueError):
         return False
 
 
-def _fused_norm(module: nn.Module) -> nn.Module | None:
+def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float | None]) -> nn.Module | None:
+    """`offsets`: what is added to the weights, by class and size, as far as it was found; None: another thing is computed."""
     found = rms_norm(module)
     if found is None:
         return None
     weight, eps = found
-    for candidate in (RMSNorm(weight, eps), RMSNorm(weight + 1, eps)):  # Gemma's weights are offsets from one
-        if _same(module, candidate, len(weight)):
-            return candidate
-    return None
+    kind = (type(module), len(weight), eps)
+    if kind not in offsets:  # Gemma's weights are offsets from one
+        offsets[kind] = next((offset for offset in (0.0, 1.0) if _same(module, RMSNorm(weight + offset, eps), len(weight))), None)
+    offset = offsets[kind]
+    return None if offset is None else RMSNorm(weight + offset if offset else weight, eps)
 
 
-def _fused_mlp(module: nn.Module) -> nn.Module | None:
+def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:
+    """`gated`: whether a class computes what `GatedMLP` does, as far as it is known."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if (
         not isinstance(gate, SharedPart)
@@ -229,17 +172,21 @@ def _fused_mlp(module: nn.Module) -> nn.Module | None:
     ):
         return None
     candidate = GatedMLP(gate.shared, down)
-    return candidate if _same(module, candidate, gate.in_features) else None
+    if type(module) not in gated:
+        gated[type(module)] = _same(module, candidate, gate.in_features, _CODED if down.product.products.int8 else _ROUNDING)
+    return candidate if gated[type(module)] else None
 
 
 def replace_small_operations(model: nn.Module) -> int:
     """Swap norms and gated MLPs for fused ones where they compute the same; returns how many were swapped."""
     swapped = 0
+    offsets: dict[tuple[type, int, float], float | None] = {}
+    gated: dict[type, bool] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.ModuleList):
                 continue
-            fused = _fused_norm(child) or _fused_mlp(child)
+            fused = _fused_norm(child, offsets) or _fused_mlp(child, gated)
             if fused is not None:
                 setattr(parent, name, fused)
                 swapped += 1

@@ -1,258 +1,221 @@
 """Matrix products on the CPU, x [T, K] with packed weights (`packing`): a row has the same bits whatever the number of rows.
 
-Every output is one chain of fused multiply-adds over the inputs in their order, begun with the bias: neither the other rows, nor the
-number of threads, nor the width of the processor's vectors, nor the format in which a weight is kept comes into it. So nothing has to be
-proved on the machine. What varies is how many chains are computed at once, so that a weight that was read serves many rows.
-
-A plain pass waits for memory: its cost is what it reads, which is why the format matters. Nothing here knows models or layers.
+Weights that were quantised in blocks are multiplied with activations of 8 bits ("int8"), or as the numbers that they stand for ("float32");
+others always so. Into which functions of `kernels` a number of rows is put together, `Products` chooses by measuring them on the machine,
+and no bit depends on it. Nothing here knows models or layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import from_dtype, get_num_threads, njit, prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import get_num_threads, njit, prange
 
-from ngramspec.cpu import simd
-from ngramspec.cpu.packing import DEPTH, SCALES, STORAGE, WeightFormat, pack, pack_float32
-from ngramspec.cpu.simd import BYTE, CHAINS, FLOATS, INTS, LONG, STEP, WIDTH
+from ngramspec.cpu.formats import DEPTH, WIDTH, Blocks, Format
+from ngramspec.cpu.kernels import Kernels
+from ngramspec.cpu.packing import Arena, PackedWeight
+from ngramspec.cpu.threads import call
 
-MOST_ROWS = min(16, CHAINS)
-"""Of one tile: outputs that are summed up in registers together."""
-BREADTH, GROUP = 3, CHAINS // 3
-"""Panels and rows of a tile where there are many rows: the panels are unpacked once for all of them."""
-SOME = 4
-"""Panels that a second half of the rows finds in the cache."""
-CHUNK = 128
-"""Rows that go through all panels before the next ones: they stay in the second cache."""
-ALONE = 1 << 15
-"""Multiplications up to which a second thread is not worth its start."""
-
-
-@dataclass(slots=True)
-class PackedPolicy:
-    """In which formats the weights of one shape are kept."""
-
-    formats: set[WeightFormat] = field(default_factory=set)
-    bitwise = True
-
-    def __str__(self) -> str:
-        return " or ".join(sorted(kind.value for kind in self.formats))
+MOST_ROWS = 64
+"""Up to so many rows the best way was looked for; of more, the best part comes first."""
+STEPS, FUNCTIONS = 0, MOST_ROWS + 1
+"""Where in a line of `Products.tables` the rows to take next begin, by the number that is left, and the functions' addresses, by rows."""
+TABLE = FUNCTIONS + 17
+ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = range(9)
+"""Fields of a matrix as compiled code sees it; LINE_OF: its line of the tables."""
+MATRIX = 9
+CACHED = 1 << 18
+"""Bytes of panels that stay in the second cache while rows go by."""
+SHARES = 4
+"""Pieces of a product for each thread, so that one that is held back leaves work to the others."""
 
 
-class Product:
-    """x @ W.T + b for W [N, K] float32, b [N] or None."""
+class Matrix(NamedTuple):
+    """A packed weight with its bias, ready to be multiplied."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, packed: bool = True) -> None:
-        """Not `packed`: the weights as float32."""
-        self.n_out, self.n_in = weight.shape
-        self.format, self.weight = pack(weight) if packed else pack_float32(weight)
-        self.bias = np.zeros(len(self.weight) * WIDTH, np.float32)
+    weight: PackedWeight
+    bias: np.ndarray
+    """[16 · panels] float32"""
+    fields: np.ndarray
+    """[MATRIX] int64"""
+
+
+class Products:
+    """What all products of a model share: functions, how rows are put together of them, memory for weights."""
+
+    def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None) -> None:
+        self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
+        self.tables = np.zeros((0, TABLE), np.int64)
+        self._lines: dict[tuple[Format, bool], int] = {}
+
+    def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
+        """`bias` [N] float32."""
+        whole = np.zeros(weight.n_panels * WIDTH, np.float32)
         if bias is not None:
-            self.bias[: self.n_out] = bias.detach().numpy()
+            whole[: weight.n_out] = bias
+        int8 = self.int8 and isinstance(weight.format, Blocks)
+        fields = (
+            weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
+            whole.ctypes.data, self._line(weight.format, int8), int8,
+        )  # fmt: skip
+        return Matrix(weight, whole, np.array(fields, np.int64))
 
-    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
-        """[T, K] → [T, N], float32 in C order."""
-        assert x.shape[1] == self.n_in, (x.shape, self.n_in)  # what follows reads addresses
-        assert x.dtype == np.float32, x.dtype
-        assert x.flags.c_contiguous, x.strides
-        n_rows, n_in = len(x), self.weight.shape[1] * DEPTH
-        if n_in != self.n_in:
-            x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
-        y = np.empty((n_rows, len(self.bias)), np.float32)
-        run = _multiply_alone if n_rows * self.weight.size <= ALONE else _multiply
-        run(x, self.weight, self.bias, y, threads)
-        return y if len(self.bias) == self.n_out else np.ascontiguousarray(y[:, : self.n_out])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[.., K] → [.., N]"""
-        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())).view(
-            *x.shape[:-1], self.n_out
-        )
+    def _line(self, fmt: Format, int8: bool) -> int:
+        if (fmt, int8) not in self._lines:
+            functions = self.kernels.of(fmt, int8)
+            line = np.zeros((1, TABLE), np.int64)
+            for rows, address in functions.items():
+                line[0, FUNCTIONS + rows] = address
+            line[0, : MOST_ROWS + 1] = put_together(measured(functions, fmt, int8))
+            self.tables = np.concatenate([self.tables, line])
+            self._lines[fmt, int8] = len(self.tables) - 1
+        return self._lines[fmt, int8]
 
 
-_FORMATS = {from_dtype(storage): kind for kind, storage in STORAGE.items()}
-"""By the element type that a compiled kernel sees."""
+def measured(functions: dict[int, int], fmt: Format, int8: bool, repeat: int = 7) -> dict[int, float]:
+    """Seconds that each function takes, by its number of rows, with weights that are in the cache."""
+    n_blocks, n_panels = 24, 8
+    size = Blocks.panel_bytes(fmt, n_blocks) if isinstance(fmt, Blocks) else n_blocks * DEPTH * WIDTH * fmt.itemsize
+    weights = Arena().take(size * n_panels)
+    weight = PackedWeight(fmt, n_panels * WIDTH, n_blocks * DEPTH, weights.reshape(n_panels, size))
+    most = max(functions)
+    x, y = np.zeros((most, n_blocks * DEPTH), np.float32), np.zeros((most, n_panels * WIDTH), np.float32)
+    codes, records, bias = np.zeros(x.shape, np.int8), np.zeros((most, n_blocks, 4), np.float32), np.zeros(n_panels * WIDTH, np.float32)
+    inputs = codes if int8 else x
+    best = dict.fromkeys(functions, np.inf)
+    for _ in range(repeat):
+        for rows, address in functions.items():
+            start = time.perf_counter()
+            _call_often(
+                address, 8, weights.ctypes.data, n_panels, size, n_blocks, weight.super_at, weight.codes_at, inputs.ctypes.data,
+                inputs.strides[0], records.ctypes.data, records.strides[0], bias.ctypes.data, y.ctypes.data, y.strides[0],
+            )  # fmt: skip
+            best[rows] = min(best[rows], time.perf_counter() - start)
+    return best
 
 
-def _weights(builder: Any, kind: WeightFormat, at: Any, scale: Any, offset: Any) -> Any:
-    """16 weights at this address, float32."""
-    if kind in (WeightFormat.CODES, WeightFormat.CODES_BY_16):
-        codes = simd.load(builder, at, ir.VectorType(BYTE, WIDTH), WIDTH)
-        return simd.fused(builder, scale, builder.sitofp(builder.sext(codes, INTS), FLOATS), offset)
-    if kind is WeightFormat.BFLOAT16:
-        halves = simd.load(builder, at, ir.VectorType(ir.IntType(16), WIDTH), 2 * WIDTH)
-        return builder.bitcast(builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * WIDTH)), FLOATS)
-    if kind is WeightFormat.FLOAT16:
-        return builder.fpext(simd.load(builder, at, ir.VectorType(ir.HalfType(), WIDTH), 2 * WIDTH), FLOATS)
-    return simd.load(builder, at, FLOATS, 4)
-
-
-TURNS = DEPTH // STEP
-"""Turns of the loop in a block."""
-
-
-def _inputs(builder: Any, kind: WeightFormat, ws: list[Any], i: Any, distance: Any = None) -> Callable[[int], list[Any]]:
-    """A function from j to the weights of the j-th input in the i-th turn through panels at `ws`. Prefetches what lies so far ahead."""
-    front = SCALES if kind in (WeightFormat.CODES, WeightFormat.CODES_BY_16) else 0
-    size = STORAGE[kind].itemsize
-    block_bytes = front + size * DEPTH * WIDTH
-    part, block = builder.urem(i, LONG(TURNS)), builder.udiv(i, LONG(TURNS))
-    blocks = [builder.add(w, builder.mul(block, LONG(block_bytes))) for w in ws]
-    scales = offsets = [None] * len(ws)
-    if kind is WeightFormat.CODES:
-        scales = [simd.load(builder, at, FLOATS, 64) for at in blocks]
-        offsets = [simd.load(builder, builder.add(at, LONG(4 * WIDTH)), FLOATS, 64) for at in blocks]
-    elif kind is WeightFormat.CODES_BY_16:
-        half = builder.mul(builder.udiv(part, LONG(TURNS // 2)), LONG(4 * WIDTH))
-        scales, offsets = [simd.load(builder, builder.add(at, half), FLOATS, 64) for at in blocks], [simd.ZEROS] * len(ws)
-    for at in blocks if distance is not None else []:
-        there = builder.add(builder.add(at, distance), builder.mul(part, LONG(block_bytes // TURNS)))
-        for line in range(0, block_bytes // TURNS, 64):
-            simd.prefetch(builder, builder.add(there, LONG(line)))
-    here = [builder.add(at, builder.add(LONG(front), builder.mul(part, LONG(size * STEP * WIDTH)))) for at in blocks]
-
-    def weights(j: int) -> list[Any]:
-        at = [builder.add(start, LONG(size * WIDTH * j)) for start in here]
-        return [_weights(builder, kind, *one) for one in zip(at, scales, offsets, strict=True)]
-
-    return weights
-
-
-@intrinsic(prefer_literal=True)
-def _tile(typing_context, panels, rows, x, first_row, n_rows, w, first_panel, bias, y, ahead):
-    """Panels × rows of y: x [T, K], w [panels, blocks, L], bias [N], y [T, N]; numbers of a row side by side.
-
-    Rows from n_rows on are the last one again. What lies `ahead` panels further is fetched meanwhile.
-    """
-    n_panels, n_tile_rows, kind = panels.literal_value, rows.literal_value, _FORMATS[w.dtype]
-
-    def codegen(context, builder, signature, args):
-        def address(i):
-            start, array = simd.start_of(context, builder, signature.args[i], args[i])
-            return start, cgutils.unpack_tuple(builder, array.strides)[0], cgutils.unpack_tuple(builder, array.shape)
-
-        (x, x_step, _), (w, w_step, shape), (bias, _, _), (y, y_step, _) = (address(i) for i in (2, 5, 7, 8))
-        lines = [builder.add(args[3], simd.up_to(builder, r, args[4])) for r in range(n_tile_rows)]
-        columns = [builder.add(args[6], LONG(p)) for p in range(n_panels)]
-        outs = [builder.mul(column, LONG(4 * WIDTH)) for column in columns]
-        ws = [builder.add(w, builder.mul(column, w_step)) for column in columns]
-        distance = builder.mul(args[9], w_step)
-        starts = [simd.load(builder, builder.add(bias, out), FLOATS, 4) for out in outs]
-        xs = [builder.add(x, builder.mul(line, x_step)) for line in lines]
-        n_turns = builder.mul(shape[1], LONG(TURNS))
-        totals = simd.sums(builder, [starts] * n_tile_rows, xs, STEP, n_turns, lambda i: _inputs(builder, kind, ws, i, distance))
-        for line, total in zip(lines, totals, strict=True):
-            row = builder.add(y, builder.mul(line, y_step))
-            for out, value in zip(outs, total, strict=True):
-                simd.store(builder, value, builder.add(row, out))
-        return context.get_dummy_value()
-
-    whole = types.int64
-    return types.void(panels, rows, x, whole, whole, w, whole, bias, y, whole), codegen
-
-
-@intrinsic
-def _unpack(typing_context, w, panel, out, at):
-    """out[at] = the weights of a panel, float32 [panels, blocks, DEPTH * WIDTH]."""
-
-    def codegen(context, builder, signature, args):
-        start, array = simd.start_of(context, builder, w, args[0])
-        to, whole = simd.start_of(context, builder, out, args[2])
-        source = builder.add(start, builder.mul(args[1], cgutils.unpack_tuple(builder, array.strides)[0]))
-        target = builder.add(to, builder.mul(args[3], cgutils.unpack_tuple(builder, whole.strides)[0]))
-        n_turns = builder.mul(cgutils.unpack_tuple(builder, array.shape)[1], LONG(TURNS))
-        with cgutils.for_range(builder, n_turns) as loop:
-            weights = _inputs(builder, _FORMATS[w.dtype], [source], loop.index)
-            for j in range(STEP):
-                line = builder.add(builder.mul(loop.index, LONG(STEP)), LONG(j))
-                simd.store(builder, weights(j)[0], builder.add(target, builder.mul(line, LONG(4 * WIDTH))))
-        return context.get_dummy_value()
-
-    return types.void(w, types.int64, out, types.int64), codegen
-
-
-def _up_to(rows: int) -> Callable[..., None]:
-    """Up to so many rows through panels first to end, as many at a time as registers allow."""
-    panels = min(4, CHAINS // rows)
-
-    @njit(cache=True, nogil=True)
-    def run(x, first_row, n_rows, w, first, end, bias, y, fetch):
-        p = first
-        while p + panels <= end:
-            _tile(panels, rows, x, first_row, n_rows, w, p, bias, y, fetch * panels)
-            p += panels
-        while p < end:
-            _tile(1, rows, x, first_row, n_rows, w, p, bias, y, fetch)
-            p += 1
-
-    return run
-
-
-_1, _2, _3, _4, _6 = (_up_to(rows) for rows in (1, 2, 3, 4, 6))
-_8, _12, _16 = (_up_to(min(rows, MOST_ROWS)) for rows in (8, 12, 16))
-_group = _up_to(GROUP)
+def put_together(seconds: dict[int, float]) -> np.ndarray:
+    """[MOST_ROWS + 1]: how many rows to take next where so many are left, so that all together take least. `seconds` by rows."""
+    least, first = np.zeros(MOST_ROWS + 1), np.zeros(MOST_ROWS + 1, np.int64)
+    for n in range(1, MOST_ROWS + 1):
+        least[n], first[n] = min((least[n - rows] + each, rows) for rows, each in seconds.items() if rows <= n)
+    first[MOST_ROWS] = min(seconds, key=lambda rows: seconds[rows] / rows)  # here and beyond: what takes least a row
+    return first
 
 
 @njit(cache=True, nogil=True)
-def _some(x, first_row, n_rows, w, first, end, bias, y, fetch):
-    if n_rows == 1:
-        _1(x, first_row, n_rows, w, first, end, bias, y, fetch)
-    elif n_rows == 2:
-        _2(x, first_row, n_rows, w, first, end, bias, y, fetch)
-    elif n_rows == 3:
-        _3(x, first_row, n_rows, w, first, end, bias, y, fetch)
-    elif n_rows == 4:
-        _4(x, first_row, n_rows, w, first, end, bias, y, fetch)
-    elif n_rows <= 6:
-        _6(x, first_row, n_rows, w, first, end, bias, y, fetch)
-    elif n_rows <= 8:
-        _8(x, first_row, n_rows, w, first, end, bias, y, fetch)
-    elif n_rows <= 12:
-        _12(x, first_row, n_rows, w, first, end, bias, y, fetch)
-    else:
-        _16(x, first_row, n_rows, w, first, end, bias, y, fetch)
+def _call_often(address, times, a, b, c, d, e, f, g, h, i, j, k, l, m):  # noqa: E741
+    for _ in range(times):
+        call(address, (a, b, c, d, e, f, g, h, i, j, k, l, m))
 
 
 @njit(cache=True, nogil=True)
-def _span(x, w, bias, y, first, end):
-    """Panels first to end of every row."""
-    n_rows = x.shape[0]
-    if n_rows <= MOST_ROWS:
-        _some(x, 0, n_rows, w, first, end, bias, y, 1)
-        return
-    if n_rows <= 2 * MOST_ROWS:  # the second half finds the panels in the cache
-        half = (n_rows + 1) // 2
-        for p in range(first, end, SOME):
-            _some(x, 0, half, w, p, min(p + SOME, end), bias, y, 1)
-            _some(x, half, n_rows - half, w, p, min(p + SOME, end), bias, y, 0)
-        return
-    unpacked = np.empty((BREADTH, w.shape[1], DEPTH * WIDTH), np.float32)
-    for chunk in range(0, n_rows, CHUNK):
-        stop = min(n_rows, chunk + CHUNK)
-        for p in range(first, end, BREADTH):
-            n_panels = min(BREADTH, end - p)
-            for i in range(n_panels):
-                _unpack(w, p + i, unpacked, i)
-            for row in range(chunk, stop, GROUP):
-                _group(x, row, min(GROUP, stop - row), unpacked, 0, n_panels, bias[p * WIDTH :], y[:, p * WIDTH :], 0)
+def multiply(m, tables, first, end, n_rows, x, x_step, codes, codes_step, records, records_step, y, y_step):
+    """Panels first to end of a matrix m [MATRIX] for all rows: x, codes, records and y are addresses, `_step`s bytes between rows."""
+    line, weights = m[LINE_OF], m[ADDRESS] + first * m[PANEL_BYTES]
+    bias, to = m[BIAS] + first * 4 * WIDTH, y + first * 4 * WIDTH
+    if m[INT8]:
+        x, x_step = codes, codes_step
+    row = 0
+    while row < n_rows:
+        rows = tables[line, STEPS + min(n_rows - row, MOST_ROWS)]
+        call(
+            tables[line, FUNCTIONS + rows],
+            (
+                weights, end - first, m[PANEL_BYTES], m[BLOCKS], m[SUPER_AT], m[CODES_AT], x + row * x_step, x_step,
+                records + row * records_step, records_step, bias, to + row * y_step, y_step,
+            ),
+        )  # fmt: skip
+        row += rows
 
 
 @njit(cache=True, nogil=True)
-def _multiply_alone(x, w, bias, y, threads):
-    if x.shape[0]:
-        _span(x, w, bias, y, 0, w.shape[0])
+def panels_a_piece(n_panels, bytes_of_one, n_threads):
+    """How many panels are a piece of work."""
+    return max(1, min(n_panels // (SHARES * n_threads), CACHED // bytes_of_one))
+
+
+@njit(cache=True, nogil=True)
+def quantise_rows(function, x, codes, records, first, end):
+    """Rows first to end of x [T, K] to codes [T, K] and records [T, K / 32, 4]."""
+    for r in range(first, end):
+        call(function, (x[r].ctypes.data, x.shape[1] // DEPTH, codes[r].ctypes.data, records[r].ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _multiply(x, w, bias, y, threads):
-    for t in prange(threads):
-        if x.shape[0]:
-            _span(x, w, bias, y, w.shape[0] * t // threads, w.shape[0] * (t + 1) // threads)
+def _product(matrices, columns, tables, quantise, x, codes, records, y, threads):
+    """y [T, sum of columns] of all matrices [M, MATRIX], the i-th from columns[i] on."""
+    n_rows = x.shape[0]
+    if codes.shape[0]:
+        for t in prange(threads):
+            quantise_rows(quantise, x, codes, records, n_rows * t // threads, n_rows * (t + 1) // threads)
+    for i in range(matrices.shape[0]):
+        m = matrices[i]
+        step = panels_a_piece(m[PANELS], m[PANEL_BYTES], threads)
+        to = y.ctypes.data + 4 * columns[i]
+        for j in prange((m[PANELS] + step - 1) // step):
+            first = np.int64(j) * step
+            multiply(
+                m, tables, first, min(m[PANELS], first + step), n_rows, x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0],
+                records.ctypes.data, records.strides[0], to, y.strides[0],
+            )  # fmt: skip
+
+
+class Product:
+    """x @ W.T + b for one weight, or for several that see the same x."""
+
+    def __init__(self, products: Products, matrices: Sequence[Matrix]) -> None:
+        self.products, self.matrices = products, tuple(matrices)
+        self.n_in, self.sizes = matrices[0].weight.n_in, [m.weight.n_out for m in matrices]
+        self.columns = np.concatenate([[0], np.cumsum([m.weight.n_panels * WIDTH for m in matrices])]).astype(np.int64)
+        self._fields = np.stack([m.fields for m in matrices])
+        self._int8 = bool(self._fields[:, INT8].any())
+
+    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
+        """[T, K] → [T, C], float32 in C order; the i-th weight's outputs begin at columns[i]."""
+        assert x.shape[1] == self.n_in, (x.shape, self.n_in)  # what follows reads addresses
+        assert x.dtype == np.float32, x.dtype
+        assert x.flags.c_contiguous, x.strides
+        n_rows, n_in = len(x), self.matrices[0].weight.n_blocks * DEPTH
+        if n_in != self.n_in:
+            x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
+        y = np.empty((n_rows, int(self.columns[-1])), np.float32)
+        if n_rows:
+            n_codes = n_rows if self._int8 else 0
+            codes, records = np.empty((n_codes, n_in), np.int8), np.empty((n_codes, n_in // DEPTH, 4), np.float32)
+            function = self.products.kernels.quantise() if self._int8 else 0
+            _product(self._fields, self.columns, self.products.tables, function, x, codes, records, y, threads)
+        return y
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """[.., K] → each weight's [.., N]."""
+        y = torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads()))
+        return [y[:, at : at + n].reshape(*x.shape[:-1], n) for at, n in zip(self.columns.tolist(), self.sizes, strict=False)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., K] → [.., N] for a single weight."""
+        return self.parts(x)[0]
+
+
+@njit(cache=True, nogil=True)
+def _unpack(function, data, n_blocks, super_at, codes_at, rows, result):
+    panel, last = np.empty((n_blocks * DEPTH, WIDTH), np.float32), -1
+    for i in range(rows.shape[0]):
+        p, lane = rows[i] // WIDTH, rows[i] % WIDTH
+        if p != last:
+            call(function, (data[p].ctypes.data, n_blocks, super_at, codes_at, panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
+            last = p
+        for k in range(result.shape[1]):
+            result[i, k] = panel[k, lane]
+
+
+def rows_of(kernels: Kernels, weight: PackedWeight, ids: np.ndarray) -> np.ndarray:
+    """Rows ids [n] of a weight, float32 [n, K]."""
+    result = np.empty((len(ids), weight.n_in), np.float32)
+    _unpack(kernels.unpack(weight.format), weight.data, weight.n_blocks, weight.super_at, weight.codes_at, ids.astype(np.int64), result)
+    return result

@@ -1,218 +1,265 @@
-"""Weights as the matrix product reads them: in panels of 16 outputs, in the smallest format that gives back every weight bit for bit.
+"""Weights as the matrix product reads them: rows of a file's blocks enter, panels of 16 outputs leave (`formats`), as large as they were.
 
-`pack` turns a matrix [N, K] float32 into an array [panels, blocks, L] and its `WeightFormat`, which it finds from the weights themselves,
-wherever they come from. A block is 16 outputs by 32 inputs, the 16 weights of an input side by side, zeros where the matrix ends. It does
-not know who multiplies with them.
+Blocks are taken apart bit by bit as GGML lays them out (ggml-common.h), and nothing is computed with them: what they stand for is not
+known here. Large matrices are read piece by piece. It does not know who multiplies with them.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any, NamedTuple
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numba import njit, prange
 
-from ngramspec.batch.numeric import bits_of_float, float_of_bits, fma
-from ngramspec.cpu.simd import HALVES, WIDTH
+from ngramspec.cpu.formats import DEPTH, LINE, SUPER, WIDTH, Blocks, Format, Plain, format_of, panel_bytes
 
-DEPTH = 32
-"""Inputs of a block."""
-SCALES = 2 * 4 * WIDTH
-"""Bytes in front of a block's codes."""
-
-
-class WeightFormat(Enum):
-    """How the weights of a matrix are kept, by the name that users read."""
-
-    CODES = "8-bit codes"
-    """Weights that were quantised in blocks of 32 (GGUF's Q4_0 to Q5_1, Q8_0, Q4_K, Q5_K): a block is float32 scale [16], float32 offset
-    [16], int8 code [32, 16]; a weight is fma(scale, code, offset). 1.25 bytes a weight."""
-    CODES_BY_16 = "8-bit codes by 16"
-    """The same of weights that were quantised in blocks of 16 (GGUF's Q6_K, Q3_K): float32 scale [2, 16] of the first and the last 16
-    inputs, int8 code [32, 16]; a weight is scale · code."""
-    BFLOAT16 = "bfloat16"
-    """The upper halves of weights that were bfloat16."""
-    FLOAT16 = "float16"
-    """The bits of weights that were float16, where the processor converts such."""
-    FLOAT32 = "float32"
-    """Any others."""
+PIECE = 16 << 20
+"""Bytes that are read at a time."""
+_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _IQ4_NL, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_XS = range(12)
 
 
-STORAGE: dict[WeightFormat, np.dtype[Any]] = {
-    WeightFormat.CODES: np.dtype(np.int8),
-    WeightFormat.CODES_BY_16: np.dtype(np.uint8),
-    WeightFormat.BFLOAT16: np.dtype(np.uint16),
-    WeightFormat.FLOAT16: np.dtype(np.int16),
-    WeightFormat.FLOAT32: np.dtype(np.float32),
-}
-"""The element type of each format's array: another for each, so that numba compiles a kernel for each. It says no more than that."""
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [N, K] in panels."""
 
-
-class PackedWeight(NamedTuple):
-    format: WeightFormat
+    format: Format
+    n_out: int
+    n_in: int
     data: np.ndarray
-    """[panels, blocks, L] of the format's storage, at an address that is a multiple of 64."""
+    """[panels, bytes of a panel] uint8, at an address that is a multiple of 64."""
+
+    @property
+    def n_panels(self) -> int:
+        return len(self.data)
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-self.n_in // DEPTH)
+
+    @property
+    def super_at(self) -> int:
+        return self.format.super_at(self.n_blocks) if isinstance(self.format, Blocks) else 0
+
+    @property
+    def codes_at(self) -> int:
+        return self.format.codes_at(self.n_blocks) if isinstance(self.format, Blocks) else 0
 
 
-_F = np.float32
-_SHORT_SUM, _SHORT_PRODUCT = np.int32(7), np.int32(5)
-_NEAR, _MOST = _F(0.02), _F(127)
-_FROM_ZERO = (_F(127), _F(-8), _F(-16))
-_STEPS = (15, 31, *range(1, 15), *range(16, 31), *range(32, 64))
+class Arena:
+    """Memory for weights, in pages as large as the system gives."""
+
+    PIECE = 256 << 20
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, np.uint8)
+        self.n_bytes = 0
+
+    def take(self, n_bytes: int) -> np.ndarray:
+        """[n_bytes] uint8, zeros, at an address that is a multiple of 64. Raises MemoryError."""
+        n_bytes = -(-n_bytes // LINE) * LINE
+        if n_bytes > len(self._free):
+            try:
+                pages = mmap.mmap(-1, max(self.PIECE, n_bytes))
+            except OSError as e:
+                raise MemoryError(f"{n_bytes} bytes for weights: {e}") from e
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._free = np.frombuffer(pages, np.uint8)
+        taken, self._free = self._free[:n_bytes], self._free[n_bytes:]
+        self.n_bytes += n_bytes
+        return taken
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
-    """A weight [N, K] float32 in the smallest format that keeps every bit of it."""
-    rows = _rows(weight)
-    n, k = rows.shape
-    if rows.size and not (rows.view(np.uint32) & 0xFFFF).any():
-        return _packed(WeightFormat.BFLOAT16, (rows.view(np.uint32) >> 16).astype(np.uint16))
-    if k % DEPTH == 0 and rows.size:
-        codes = _aligned(n, k, SCALES + DEPTH * WIDTH, np.int8)
-        for kind in (WeightFormat.CODES, WeightFormat.CODES_BY_16):
-            if _pack_codes(rows, codes, codes.view(np.float32), kind is WeightFormat.CODES_BY_16):
-                return PackedWeight(kind, codes.view(STORAGE[kind]))
-    if HALVES and rows.size and (halves := _as_halves(rows)) is not None:
-        return _packed(WeightFormat.FLOAT16, halves)
-    return _packed(WeightFormat.FLOAT32, rows)
+def packed_bytes(kind: str, n_out: int, n_in: int) -> int:
+    """Bytes of a weight [N, K] of GGML's type `kind` once packed."""
+    return -(-n_out // WIDTH) * panel_bytes(format_of(kind), -(-n_in // DEPTH))
 
 
-def pack_float32(weight: torch.Tensor) -> PackedWeight:
-    """A weight [N, K] float32 as it is."""
-    return _packed(WeightFormat.FLOAT32, _rows(weight))
+def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray], arena: Arena) -> PackedWeight:
+    """A weight of a shape [N, K] and of GGML's type `kind`, whose rows first to end `rows` gives as uint8 [end - first, bytes of a row].
 
-
-def _rows(weight: torch.Tensor) -> np.ndarray:
-    assert weight.ndim == 2, weight.shape
-    assert weight.dtype == torch.float32, weight.dtype
-    return weight.detach().contiguous().numpy()
-
-
-def _as_halves(rows: np.ndarray) -> np.ndarray | None:
-    """The bits of rows as float16, where that loses nothing; else None."""
-    with np.errstate(over="ignore"):
-        for some in (rows[:1], rows):  # most others are found out by their first row
-            halves = some.astype(np.float16)
-            if not np.array_equal(halves, some):
-                return None
-    return halves.view(np.int16)
-
-
-def _packed(kind: WeightFormat, rows: np.ndarray) -> PackedWeight:
-    """Rows [N, K] of weights that are in the format already."""
-    assert rows.dtype == STORAGE[kind], (kind, rows.dtype)
-    n, k = rows.shape
-    data = _aligned(n, k, DEPTH * WIDTH, rows.dtype)
-    _pack_rows(rows, data)
-    return PackedWeight(kind, data)
-
-
-def _aligned(n: int, k: int, length: int, dtype: Any) -> np.ndarray:
-    """Zeros for a weight [N, K], `length` numbers a block."""
-    shape = (-(-n // WIDTH), -(-k // DEPTH), length)
-    n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(n_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + n_bytes].view(dtype).reshape(shape)
+    Raises MemoryError, and what `rows` raises.
+    """
+    fmt, (n_out, n_in) = format_of(kind), shape
+    n_panels, n_blocks = -(-n_out // WIDTH), -(-n_in // DEPTH)
+    data = arena.take(packed_bytes(kind, n_out, n_in)).reshape(n_panels, -1)
+    weight = PackedWeight(fmt, n_out, n_in, data)
+    row_bytes = max(1, len(rows(0, 1)[0]))
+    step = max(1, PIECE // row_bytes // WIDTH) * WIDTH
+    for first in range(0, n_out, step):
+        some = np.ascontiguousarray(rows(first, min(n_out, first + step)))
+        panels = data[first // WIDTH : -(-min(n_out, first + step) // WIDTH)]
+        if isinstance(fmt, Plain):
+            numbers = np.dtype(np.uint32 if fmt is Plain.F32 else np.uint16)
+            _pack_numbers(some.view(numbers), panels.view(numbers).reshape(len(panels), n_blocks * DEPTH, WIDTH))
+        else:
+            assert n_in % DEPTH == 0, (kind, n_in)
+            _pack_blocks(_KINDS.index(kind), some, panels, n_blocks, weight.super_at, weight.codes_at)
+    return weight
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _pack_rows(rows, data):
+def _pack_numbers(rows, panels):
     n, k = rows.shape
-    for p in prange(data.shape[0]):
-        for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
+    for panel in prange(panels.shape[0]):
+        p = np.int64(panel)
+        for lane in range(min(WIDTH, n - p * WIDTH)):
             for j in range(k):
-                data[p, j // DEPTH, j % DEPTH * WIDTH + i % WIDTH] = rows[i, j]
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def _pack_codes(rows, data, scales, by_16):
-    """Whether every block has codes. `scales`: data seen as float32."""
-    n = rows.shape[0]
-    failed = np.zeros(data.shape[0], np.bool_)
-    for p in prange(data.shape[0]):
-        codes = np.empty(DEPTH, np.int8)
-        for b in range(data.shape[1]):
-            if failed[p]:
-                break
-            for i in range(p * WIDTH, min(n, (p + 1) * WIDTH)):
-                w = rows[i, b * DEPTH : (b + 1) * DEPTH]
-                if by_16:
-                    first, second = _codes_from_zero(w[:16], codes[:16]), _codes_from_zero(w[16:], codes[16:])
-                else:
-                    first, second = _codes_of(w, codes)
-                if np.isnan(first) or np.isnan(second):
-                    failed[p] = True
-                    break
-                lane = i % WIDTH
-                scales[p, b, lane], scales[p, b, WIDTH + lane] = first, second
-                for j in range(DEPTH):
-                    data[p, b, SCALES + j * WIDTH + lane] = codes[j]
-    return not failed.any()
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _codes_from_zero(w, codes):
-    """The scale with which scale * codes[j] is w[j] for every j, or NaN."""
-    least = _F(0)
-    for x in w:
-        if x != 0 and (least == 0 or abs(x) < least):
-            least = abs(x)
-    if least == 0:
-        codes[:] = 0
-        return least
-    for code in range(1, 33):  # of the smallest weight
-        scale = _short(least / _F(code), _SHORT_PRODUCT)
-        if _agree(w, scale, _F(0), codes):
-            return scale
-    return _F(np.nan)
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _codes_of(w, codes):
-    """(scale, offset) with which fma(scale, codes[j], offset) is w[j] for every j, or NaN."""
-    low, high = w.min(), w.max()
-    if low == high:
-        codes[:] = 0
-        return _F(0), low
-    largest = low if -low > high else high
-    for steps in _FROM_ZERO:  # as many steps of the scale make the largest weight
-        scale = largest / steps
-        if _agree(w, scale, _F(0), codes):
-            return scale, _F(0)
-    for steps in _STEPS:  # or lie between the lowest and the highest
-        scale = _short((high - low) / _F(steps), _SHORT_SUM)
-        if _even(w, scale, low):
-            for first in range(_STEPS[-1]):  # the lowest weight's own code
-                offset = _short(fma(-scale, _F(first), low), _SHORT_SUM)
-                if _agree(w, scale, offset, codes):
-                    return scale, offset
-    return _F(np.nan), _F(np.nan)
+                panels[p, j, lane] = rows[p * WIDTH + lane, j]
 
 
 @njit(cache=True, nogil=True)
-def _short(x, bits):
-    """x without its last bits: scales and offsets were made of a half-precision number (11 bits) and 6 more, or 8."""
-    return float_of_bits((bits_of_float(x) + (np.int32(1) << (bits - np.int32(1)))) & (np.int32(-1) << bits))
+def _of(row, i):
+    """A byte as a number with a sign, which numba does not make a float of beside others."""
+    return np.int64(row[i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _even(w, scale, low):
-    """Whether all are whole steps from the lowest, but for rounding."""
-    for x in w:
-        steps = (x - low) / scale
-        if not abs(steps - np.rint(steps)) < _NEAR:
-            return False
-    return True
+@njit(cache=True, nogil=True)
+def _two(to, at, lane, source, s):
+    """A float16 of output `lane` among those of 16 outputs."""
+    to[at + 2 * lane], to[at + 2 * lane + 1] = source[s], source[s + 1]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _agree(w, scale, offset, codes):
-    for j in range(w.shape[0]):
-        code = np.rint((w[j] - offset) / scale)
-        if not abs(code) <= _MOST or fma(scale, code, offset) != w[j]:
-            return False
-        codes[j] = np.int8(code)
-    return True
+@njit(cache=True, nogil=True)
+def _nibbles(to, at, lane, source, s):
+    """16 bytes whose low halves are the first 16 inputs: as they are."""
+    for v in range(4):
+        for j in range(4):
+            to[at + LINE * v + 4 * lane + j] = source[s + 4 * v + j]
+
+
+@njit(cache=True, nogil=True)
+def _plane_4(to, at, lane, codes):
+    for v in range(4):
+        for j in range(4):
+            to[at + LINE * v + 4 * lane + j] = (codes[4 * v + j] & 15) | (codes[16 + 4 * v + j] & 15) << 4
+
+
+@njit(cache=True, nogil=True)
+def _plane_2(to, at, lane, codes, low):
+    for v in range(2):
+        for j in range(4):
+            value = 0
+            for g in range(4):
+                value |= (_of(codes, 16 * v + 4 * g + j) >> low & 3) << 2 * g
+            to[at + LINE * v + 4 * lane + j] = value
+
+
+@njit(cache=True, nogil=True)
+def _plane_1(to, at, lane, codes, low):
+    for j in range(4):
+        value = 0
+        for g in range(8):
+            value |= (_of(codes, 4 * g + j) >> low & 1) << g
+        to[at + 4 * lane + j] = value
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _pack_blocks(kind, rows, panels, n_blocks, super_at, codes_at):
+    n = rows.shape[0]
+    for panel in prange(panels.shape[0]):
+        p = np.int64(panel)
+        codes = np.empty(DEPTH, np.uint8)
+        for lane in range(min(WIDTH, n - p * WIDTH)):
+            if kind >= _Q2_K:
+                _pack_super_row(kind, rows[p * WIDTH + lane], panels[p], lane, n_blocks, super_at, codes_at, codes)
+            else:
+                _pack_row(kind, rows[p * WIDTH + lane], panels[p], lane, n_blocks, codes_at, codes)
+
+
+@njit(cache=True, nogil=True)
+def _pack_row(kind, row, to, lane, n_blocks, codes_at, codes):
+    offsets = kind in (_Q4_1, _Q5_1)
+    size = row.shape[0] // n_blocks
+    scale_bytes = 4 * WIDTH if offsets else 2 * WIDTH
+    for b in range(n_blocks):
+        s = b * size
+        _two(to, b * scale_bytes, lane, row, s)
+        if offsets:
+            _two(to, b * scale_bytes + 2 * WIDTH, lane, row, s + 2)
+        q = s + (4 if offsets else 2)
+        if kind == _Q8_0:
+            at = codes_at + b * DEPTH * WIDTH
+            for g in range(8):
+                for j in range(4):
+                    to[at + LINE * g + 4 * lane + j] = _of(row, q + 4 * g + j) ^ 128
+        elif kind in (_Q5_0, _Q5_1):
+            at = codes_at + b * 5 * LINE
+            _nibbles(to, at, lane, row, q + 4)
+            for i in range(DEPTH):
+                codes[i] = _of(row, q + (i >> 3)) >> (i & 7) & 1
+            _plane_1(to, at + 4 * LINE, lane, codes, 0)
+        else:
+            _nibbles(to, codes_at + b * 4 * LINE, lane, row, q)
+
+
+@njit(cache=True, nogil=True)
+def _pack_super_row(kind, row, to, lane, n_blocks, super_at, codes_at, codes):
+    n_supers = n_blocks // SUPER
+    size = row.shape[0] // n_supers
+    for u in range(n_supers):
+        s = u * size
+        if kind in (_Q4_K, _Q5_K):
+            _two(to, super_at + u * 4 * WIDTH, lane, row, s)
+            _two(to, super_at + u * 4 * WIDTH + 2 * WIDTH, lane, row, s + 2)
+        elif kind == _Q2_K:
+            _two(to, super_at + u * 4 * WIDTH, lane, row, s + 80)
+            _two(to, super_at + u * 4 * WIDTH + 2 * WIDTH, lane, row, s + 82)
+        else:
+            d = 108 if kind == _Q3_K else (208 if kind == _Q6_K else 0)
+            _two(to, super_at + u * 2 * WIDTH, lane, row, s + d)
+        for k in range(SUPER):
+            b = u * SUPER + k
+            if kind in (_Q4_K, _Q5_K):
+                t = s + 4
+                if k < 4:
+                    scale, least = _of(row, t + k) & 63, _of(row, t + k + 4) & 63
+                else:
+                    scale = (_of(row, t + k + 4) & 15) | _of(row, t + k - 4) >> 6 << 4
+                    least = _of(row, t + k + 4) >> 4 | _of(row, t + k) >> 6 << 4
+                to[b * 2 * WIDTH + lane], to[b * 2 * WIDTH + WIDTH + lane] = scale, least
+                q = s + (16 if kind == _Q4_K else 48) + 32 * (k // 2)
+                shift = 4 * (k % 2)
+                for i in range(DEPTH):
+                    codes[i] = _of(row, q + i) >> shift & 15
+                at = codes_at + b * (4 if kind == _Q4_K else 5) * LINE
+                _plane_4(to, at, lane, codes)
+                if kind == _Q5_K:
+                    for i in range(DEPTH):
+                        codes[i] = _of(row, s + 16 + i) >> k & 1
+                    _plane_1(to, at + 4 * LINE, lane, codes, 0)
+            elif kind == _Q6_K:
+                for half in range(2):
+                    to[b * 2 * WIDTH + half * WIDTH + lane] = _of(row, s + 192 + 2 * k + half) ^ 128
+                h, turn = k // 4, k % 4
+                low, high = s + 64 * h + 32 * (turn % 2), s + 128 + 32 * h
+                for i in range(DEPTH):
+                    codes[i] = (_of(row, low + i) >> 4 * (turn // 2) & 15) | (_of(row, high + i) >> 2 * turn & 3) << 4
+                at = codes_at + b * 6 * LINE
+                _plane_4(to, at, lane, codes)
+                _plane_2(to, at + 4 * LINE, lane, codes, 4)
+            elif kind == _Q2_K:
+                for half in range(2):
+                    both = _of(row, s + 2 * k + half)
+                    to[b * 4 * WIDTH + half * WIDTH + lane] = both & 15
+                    to[b * 4 * WIDTH + (2 + half) * WIDTH + lane] = both >> 4
+                for i in range(DEPTH):
+                    codes[i] = _of(row, s + 16 + 32 * (k // 4) + i) >> 2 * (k % 4) & 3
+                _plane_2(to, codes_at + b * 2 * LINE, lane, codes, 0)
+            elif kind == _Q3_K:
+                for half in range(2):
+                    i = 2 * k + half
+                    low = _of(row, s + 96 + i) & 15 if i < 8 else _of(row, s + 96 + i - 8) >> 4
+                    to[b * 2 * WIDTH + half * WIDTH + lane] = low | (_of(row, s + 104 + i % 4) >> 2 * (i // 4) & 3) << 4
+                for i in range(DEPTH):
+                    codes[i] = (_of(row, s + 32 + 32 * (k // 4) + i) >> 2 * (k % 4) & 3) | (_of(row, s + i) >> k & 1) << 2
+                at = codes_at + b * 3 * LINE
+                _plane_2(to, at, lane, codes, 0)
+                _plane_1(to, at + 2 * LINE, lane, codes, 2)
+            else:
+                high = _of(row, s + 2 + k // 4) >> 2 * (k % 4) & 3
+                to[b * WIDTH + lane] = (_of(row, s + 4 + k // 2) >> 4 * (k % 2) & 15) | high << 4
+                _nibbles(to, codes_at + b * 4 * LINE, lane, row, s + 8 + 16 * k)

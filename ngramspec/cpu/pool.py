@@ -1,4 +1,4 @@
-"""The KV pool in the host's memory: the blocks of `batch.block_tables` with keys and values behind them, float32.
+"""The KV pool in the host's memory: the blocks of `batch.block_tables` with keys and values behind them, float32 or float16.
 
 It allocates the arrays that attention reads and writes, and moves an accepted path's keys and values to the positions of their tokens
 (`commit`). Knows nothing of models, drafts or scheduling.
@@ -34,21 +34,33 @@ class KVPool(BlockTables):
     Raises OutOfMemoryError where the arrays cannot be allocated.
     """
 
-    def __init__(self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int) -> None:
-        """`shapes`: per layer (n_kv_heads, head_dim)."""
+    def __init__(
+        self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, dtype: type[np.generic] = np.float32
+    ) -> None:
+        """`shapes`: per layer (n_kv_heads, head_dim). `dtype`: float32, or uint16 for the bits of float16."""
         super().__init__(n_blocks, max_seqs, max_len)
+        alike = len(set(shapes)) == 1
+        self.all_keys: np.ndarray | None = None
+        """[layers, blocks, ...], where all layers are of one shape; `all_values` likewise. `keys` and `values` are then parts of them."""
+        self.all_values: np.ndarray | None = None
         try:
             # zeros: pages are taken from the system as they are first written
-            self.keys = [np.zeros((n_blocks, h, d, BLOCK), np.float32) for h, d in shapes]
-            self.values = [np.zeros((n_blocks, h, BLOCK, d), np.float32) for h, d in shapes]
+            if alike:
+                h, d = shapes[0]
+                self.all_keys = np.zeros((len(shapes), n_blocks, h, d, BLOCK), dtype)
+                self.all_values = np.zeros((len(shapes), n_blocks, h, BLOCK, d), dtype)
+                self.keys, self.values = list(self.all_keys), list(self.all_values)
+            else:
+                self.keys = [np.zeros((n_blocks, h, d, BLOCK), dtype) for h, d in shapes]
+                self.values = [np.zeros((n_blocks, h, BLOCK, d), dtype) for h, d in shapes]
         except MemoryError as e:
             raise OutOfMemoryError(
-                f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes) >> 20} MiB) does not fit in memory"
+                f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype) >> 20} MiB) does not fit in memory"
             ) from e
 
     @staticmethod
-    def block_bytes(shapes: list[tuple[int, int]]) -> int:
-        return sum(2 * h * d * BLOCK * 4 for h, d in shapes)
+    def block_bytes(shapes: list[tuple[int, int]], dtype: type[np.generic] = np.float32) -> int:
+        return sum(2 * h * d * BLOCK * np.dtype(dtype).itemsize for h, d in shapes)
 
     def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
         if not super().fork(source, slots, target, hashes):

@@ -1,147 +1,116 @@
-"""The inner loop of matrix products and of attention on the CPU: sums of products that stay in vector registers.
+"""The inner loop of attention on the CPU, for code that numba compiles: sums of products that stay in vector registers.
 
 A tile is some rows by some panels of 16 outputs. Every output is one chain of fused multiply-adds over the inputs in their order, so that
-its bits depend neither on the other rows and panels of the tile nor on the width of the processor's vectors. Written as the compiler's
-own vectors, since numba would keep the sums of a plain loop in memory. Knows addresses alone.
+its bits depend neither on the other rows and panels of the tile nor on the width of the processor's vectors. Also how keys and values are
+kept: as float32, or as float16 whose bits an array of uint16 holds. Knows arrays alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-WIDTH = 16
-"""Outputs of a panel."""
+from ngramspec.cpu.formats import WIDTH
+from ngramspec.cpu.kernels import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, host_target, widened
+
 STEP = 8
 """Inputs in one turn of the loop."""
-
-
-def _features() -> dict[str, bool]:
-    try:
-        return dict(binding.get_host_cpu_features())
-    except RuntimeError:  # a processor that does not tell
-        return {}
-
-
-CHAINS = 24 if _features().get("avx512f") else 6
+HOST = host_target()
+CHAINS = HOST.chains
 """Panels times rows whose sums, with the weights, fit into registers."""
-HALVES = _features().get("f16c", False)
-"""Whether the processor turns float16 into float32."""
-
-BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-FLOATS, INTS = ir.VectorType(FLOAT, WIDTH), ir.VectorType(INT, WIDTH)
-ZEROS = ir.Constant(FLOATS, [0.0] * WIDTH)
+_MOST = 65504.0
+"""The largest float16."""
 
 
-def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
-    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    value.align = align
-    return value
+@intrinsic
+def kept(typing_context, array, x):
+    """x, float32, as an array of keys or values keeps it: itself, or the bits of the nearest float16, the largest for what is beyond."""
+
+    def codegen(context, builder, signature, args):
+        if signature.return_type == types.float32:
+            return args[1]
+        for bound, sign in ((_MOST, ">"), (-_MOST, "<")):
+            beyond = builder.fcmp_ordered(sign, args[1], FLOAT(bound))
+            args = (args[0], builder.select(beyond, FLOAT(bound), args[1]))
+        if HOST.halves:
+            return builder.bitcast(builder.fptrunc(args[1], ir.HalfType()), HALF)
+        return _narrowed(builder, args[1])
+
+    return (types.float32 if array.dtype == types.float32 else types.uint16)(array, types.float32), codegen
 
 
-def store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, FLOATS.as_pointer())).align = 4
+def _narrowed(b: Any, x: Any) -> Any:
+    """The bits of the float16 nearest to a finite x, by integer arithmetic."""
+    bits = b.bitcast(x, WORD)
+    sign = b.and_(b.lshr(bits, WORD(16)), WORD(0x8000))
+    size = b.and_(bits, WORD(0x7FFFFFFF))
+    odd = b.and_(b.lshr(size, WORD(13)), WORD(1))
+    normal = b.lshr(b.add(b.sub(size, WORD(0x38000000)), b.add(odd, WORD(0xFFF))), WORD(13))
+    small = b.sub(b.bitcast(b.fadd(b.bitcast(size, FLOAT), FLOAT(0.5)), WORD), WORD(0x3F000000))
+    chosen = b.select(b.icmp_unsigned("<", size, WORD(0x38800000)), small, normal)
+    return b.trunc(b.or_(sign, chosen), HALF)
 
 
-def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, each of 16 in one rounding."""
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOATS, [FLOATS] * 3), f"llvm.fma.v{WIDTH}f32")
-    return builder.call(function, [a, b, c])
+@intrinsic
+def number(typing_context, array, i):
+    """Element i of a flat array of keys or values as float32."""
 
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        value = builder.load(builder.gep(data, [args[1]]))
+        if array.dtype == types.float32:
+            return value
+        return builder.fpext(builder.bitcast(value, ir.HalfType()), FLOAT) if HOST.halves else widened(builder, value)
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Fetch a line into the second cache."""
-    kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.inttoptr(address, BYTE.as_pointer()), INT(0), INT(2), INT(1)])
-
-
-def start_of(context: Any, builder: Any, kind: Any, value: Any) -> tuple[Any, Any]:
-    """Where an array's data begins, and the array."""
-    array = context.make_array(kind)(context, builder, value)
-    return builder.ptrtoint(array.data, LONG), array
-
-
-def up_to(builder: Any, i: int, count: Any) -> Any:
-    """i, or the last of the `count` where there are no more."""
-    last = builder.sub(count, LONG(1))
-    return builder.select(builder.icmp_signed("<", LONG(i), last), LONG(i), last)
-
-
-def sums(
-    builder: Any, starts: list[list[Any]], xs: list[Any], step: int, n_turns: Any, turn: Callable[[Any], Callable[[int], list[Any]]]
-) -> list[list[Any]]:
-    """Emit the loop: `starts` [rows][panels] plus the products of step * `n_turns` inputs, of which row r reads its float32s at xs[r].
-
-    `turn` is handed the number of a turn and returns what gives the weights [panels] of its j-th input.
-    """
-    before, loop, after = builder.block, builder.append_basic_block("turn"), builder.append_basic_block("end")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    i = builder.phi(LONG)
-    phis = [[builder.phi(FLOATS) for _ in row] for row in starts]
-    weights_of = turn(i)
-    inputs = [builder.add(x, builder.mul(i, LONG(4 * step))) for x in xs]
-    totals = [list(row) for row in phis]
-    for j in range(step):
-        weights = weights_of(j)
-        for r, at in enumerate(inputs):
-            one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), load(builder, builder.add(at, LONG(4 * j)), FLOAT, 4), INT(0))
-            x = builder.shuffle_vector(one, ir.Constant(FLOATS, ir.Undefined), ir.Constant(INTS, [0] * WIDTH))
-            totals[r] = [fused(builder, x, weight, total) for weight, total in zip(weights, totals[r], strict=True)]
-    following = builder.add(i, LONG(1))
-    i.add_incoming(LONG(0), before)
-    i.add_incoming(following, loop)
-    for row, first, total in zip(phis, starts, totals, strict=True):
-        for phi, a, b in zip(row, first, total, strict=True):
-            phi.add_incoming(a, before)
-            phi.add_incoming(b, loop)
-    builder.cbranch(builder.icmp_signed("<", following, n_turns), loop, after)
-    builder.position_at_end(after)
-    return totals
+    return types.float32(array, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
 def multiply_add(typing_context, panels, rows, step, onto, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
-    """y [rows, 16 panels] (plus itself where `onto` is 1) of x [rows, n_inputs] and w [n_inputs, 16 panels]; flat float32 arrays.
+    """y [rows, 16 panels] (plus itself where `onto` is 1) of x [rows, n_inputs] and w [n_inputs, 16 panels]; flat arrays of float32, or of
+    float16 as uint16 for w.
 
     `_at` and `_step` in elements, n_inputs a multiple of `step` and not 0. Rows from n_rows on are the last one again.
     """
     n_panels, n_tile_rows, n_step = panels.literal_value, rows.literal_value, step.literal_value
+    size = w.dtype.bitwidth // 8
 
     def codegen(context, builder, signature, args):
-        def address(i):
-            return builder.add(start_of(context, builder, signature.args[i], args[i])[0], builder.mul(args[i + 1], LONG(4)))
+        e = Emitter(builder, HOST)
 
-        def bytes_of(i):
-            return builder.mul(args[i], LONG(4))
+        def address(i, item):
+            array = context.make_array(signature.args[i])(context, builder, args[i])
+            return builder.add(builder.ptrtoint(array.data, LONG), builder.mul(args[i + 1], LONG(item)))
 
-        x, w, y = address(4), address(8), address(12)
-        lines = [up_to(builder, r, args[7]) for r in range(n_tile_rows)]
+        def bytes_of(i, item=4):
+            return builder.mul(args[i], LONG(item))
+
+        x, w, y = address(4, 4), address(8, size), address(12, 4)
+        last = builder.sub(args[7], LONG(1))
+        lines = [builder.select(builder.icmp_signed("<", LONG(r), last), LONG(r), last) for r in range(n_tile_rows)]
         xs = [builder.add(x, builder.mul(line, bytes_of(6))) for line in lines]
-        rows = [builder.add(y, builder.mul(line, bytes_of(14))) for line in lines]
-        ys = [[builder.add(row, LONG(4 * WIDTH * p)) for p in range(n_panels)] for row in rows]
-        starts = [[load(builder, at, FLOATS, 4) if onto.literal_value else ZEROS for at in row] for row in ys]
-        w_step = bytes_of(10)
-
-        def turn(i):
+        ys = [
+            [builder.add(builder.add(y, builder.mul(line, bytes_of(14))), LONG(4 * WIDTH * p)) for p in range(n_panels)] for line in lines
+        ]
+        starts = [e.load(at, FLOATS, 4) if onto.literal_value else ZEROS for row in ys for at in row]
+        w_step = bytes_of(10, size)
+        with e.loop(builder.sdiv(args[11], LONG(n_step)), starts) as (i, carried, ends):
+            totals = [carried[r * n_panels : (r + 1) * n_panels] for r in range(n_tile_rows)]
             first = builder.add(w, builder.mul(builder.mul(i, LONG(n_step)), w_step))
-
-            def weights(j):
-                at = builder.add(first, builder.mul(LONG(j), w_step))
-                return [load(builder, builder.add(at, LONG(4 * WIDTH * p)), FLOATS, 4) for p in range(n_panels)]
-
-            return weights
-
-        totals = sums(builder, starts, xs, n_step, builder.sdiv(args[11], LONG(n_step)), turn)
-        for row, total in zip(ys, totals, strict=True):
-            for at, value in zip(row, total, strict=True):
-                store(builder, value, at)
+            inputs = [builder.add(at, builder.mul(i, LONG(4 * n_step))) for at in xs]
+            for j in range(n_step):
+                here = builder.add(first, builder.mul(LONG(j), w_step))
+                read = e.halves if size == 2 else lambda at: e.load(at, FLOATS, 4)
+                weights = [read(e.at(here, size * WIDTH * p)) for p in range(n_panels)]
+                for r, at in enumerate(inputs):
+                    one = e.spread(e.load(e.at(at, 4 * j), FLOAT, 4))
+                    totals[r] = [e.fma(one, weight, total) for weight, total in zip(weights, totals[r], strict=True)]
+            ends += [total for row in totals for total in row]
+        for at, total in zip([at for row in ys for at in row], ends, strict=True):
+            e.store(total, at)
         return context.get_dummy_value()
 
     whole = types.int64

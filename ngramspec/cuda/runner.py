@@ -172,6 +172,7 @@ class CudaRunner(Runner):
         deepest draft node. `exact` False: the vendor's linear products. Raises UnsupportedModelError, OutOfMemoryError."""
         self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
         self._device, self._dtype = model.device, model.dtype
+        self.precision = self.kv_dtype = self.dtype
         self._exact = exact
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)

@@ -75,6 +75,10 @@ class Runner(ABC):
     shapes: list[tuple[int, int]]
     """Per layer (n_kv_heads, head_dim)."""
     exactness: str
+    precision: str
+    """In which products with the model's weights are computed: "int8" or a dtype."""
+    kv_dtype: str
+    """In which keys and values are kept."""
     policies: Mapping[tuple[int, int], LinearPolicy]
     """How matrix products with a weight [N, K] are computed, by (N, K)."""
     tokenizer: Any = None
@@ -135,7 +139,7 @@ class Runner(ABC):
         with torch.inference_mode():
             expected = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, -1].float().cpu()
         model.config._attn_implementation = config._attn_implementation = attention.NAME
-        self.shapes = kv_shapes(model)
+        self.shapes = kv_shapes(model, model.device)
         return tokens.numpy().astype(np.int32), expected
 
     def prove(self) -> None:
@@ -212,10 +216,10 @@ def _chain(n: int) -> DraftTree:
 
 
 @torch.inference_mode()
-def kv_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
+def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, int]]:
     """Per layer (n_kv_heads, head_dim), as the layers hand them to their attention function. Raises UnsupportedModelError."""
     probe = attention.Shapes()
-    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
     if sorted(probe.seen) != list(range(len(probe.seen))) or not probe.seen:
         raise UnsupportedModelError(

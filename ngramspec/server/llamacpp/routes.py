@@ -167,6 +167,7 @@ class _Handler:
             "modalities": {"vision": False, "audio": False},
             "build_info": f"ngramspec-{__version__}",
             "exactness": engine.promise,
+            "precision": engine.precision,
             "infill": self.state.fim is not None,
         }
 

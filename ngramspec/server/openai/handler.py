@@ -37,7 +37,7 @@ class CompletionHandler:
         self.id = f"{kind}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = engine.name
-        self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.promise}"
+        self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.promise}-{engine.precision}"
 
     def head(self, kind: str) -> dict[str, Any]:
         """What an answer, and every piece of a streamed one, begins with."""

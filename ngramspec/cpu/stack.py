@@ -1,0 +1,368 @@
+"""A whole pass of a model of the Llama kind in one compiled call, from embedding to logits, with threads that stay awake (`threads`).
+
+The Llama kind: norm, attention with halves-paired rotary embedding, perhaps with a norm of every head's queries and keys, norm, gated MLP;
+a norm and a head at the end. Whoever builds a `Stack` has checked that the model is of this kind. Rows are computed alone, in a fixed
+order; what a thread does of a part comes into no result. Knows batches and pools, nothing of modules or requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from ngramspec.batch.pack import Batch
+from ngramspec.cpu.attention import attend_piece, n_splits, rope_kv_row
+from ngramspec.cpu.formats import DEPTH, WIDTH
+from ngramspec.cpu.matmul import BLOCKS, CODES_AT, PANEL_BYTES, PANELS, SUPER_AT, Matrix, Products, multiply, panels_a_piece
+from ngramspec.cpu.pool import KVPool
+from ngramspec.cpu.threads import call, counters, done, take, wait
+
+_F = np.float32
+Q, K, V, OUT, GATE, UP, DOWN = range(7)
+"""A layer's matrices."""
+PARTS = 9
+"""Of a layer."""
+PIECES = 64
+"""Most pieces that rows are dealt out in."""
+ANGLES = 1024
+"""Positions whose angles are computed together: always the same ones, so that a position's bits are."""
+
+
+class LayerWeights(NamedTuple):
+    matrices: tuple[Matrix, Matrix, Matrix, Matrix, Matrix, Matrix, Matrix]
+    """Q to DOWN."""
+    norms: tuple[np.ndarray, np.ndarray]
+    """[H] each, before attention and before the MLP."""
+    head_norms: tuple[np.ndarray, np.ndarray] | None
+    """[D] each, of queries and of keys."""
+    window: int = 0
+    """Keys that a query sees, its own among them; 0: all."""
+
+
+class _Work(NamedTuple):
+    """Memory that passes use again, for up to so many rows."""
+
+    n_rows: int
+    arrays: tuple[np.ndarray, ...]
+    """In the order in which `_work` unpacks them."""
+
+
+class Stack:
+    """The layers, norms, head and embedding of a model; see the module."""
+
+    def __init__(
+        self,
+        products: Products,
+        layers: Sequence[LayerWeights],
+        *,
+        embedding: Matrix,
+        head: Matrix,
+        norm: np.ndarray,
+        eps: float,
+        scale: float,
+        n_heads: int,
+        head_dim: int,
+        angles: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """`angles`: cos and sin [n, D] of n positions from the first on. `norm` [H]: before the head."""
+        self.products, self.layers, self.n_heads, self.head_dim = products, tuple(layers), n_heads, head_dim
+        self.hidden, self._angles = len(norm), angles
+        self._matrices = np.stack([m.fields for layer in layers for m in layer.matrices] + [embedding.fields, head.fields])
+        self._vocab = head.weight.n_out
+        self._norms = np.stack([n for layer in layers for n in layer.norms] + [norm]).astype(np.float32)
+        head_norms = [n for layer in layers if layer.head_norms for n in layer.head_norms]
+        self._head_norms = np.stack(head_norms).astype(np.float32) if head_norms else np.zeros((0, head_dim), np.float32)
+        self._numbers = np.array([eps, scale], np.float32)
+        self._windows = np.array([layer.window for layer in layers], np.int64)
+        kernels = products.kernels
+        unpack = kernels.unpack(embedding.weight.format)
+        self._functions = np.array([kernels.quantise() if products.int8 else 0, kernels.silu(), unpack], np.int64)
+        self._cos, self._sin = (np.zeros((0, head_dim), np.float32) for _ in range(2))
+        self._work: _Work | None = None
+        self._logits = np.zeros((0, 0), np.float32)
+
+    def run(
+        self, batch: Batch, pool: KVPool, threads: int, *, n_layers: int | None = None, first: int = 0, x: np.ndarray | None = None,
+        states: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
+        """Logits [N, V] of the rows that want them, and the last hidden states [T, H] if asked for.
+
+        Layers from `first` on, as many as `n_layers` (None: all). `x` [T, H]: hidden states to begin with, instead of the embedding.
+        """
+        n_rows, wanted = len(batch.input_ids), batch.logits_rows
+        last = len(self.layers) if n_layers is None else first + n_layers
+        assert pool.all_keys is not None
+        assert pool.all_values is not None
+        work = self._room(n_rows)
+        self._have_angles(int(batch.positions.max()) + 1)
+        logits = self._logits_of(len(wanted))
+        if x is not None:
+            work.arrays[0][:n_rows] = x
+        kept = np.empty((n_rows if states else 0, self.hidden), np.float32)
+        weights = (
+            self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._numbers, self._functions, self._cos,
+            self._sin,
+        )  # fmt: skip
+        rows = (
+            batch.input_ids, wanted, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, batch.blocks, batch.offsets,
+        )  # fmt: skip
+        state = counters(PARTS * (last - first) + 4)
+        _pass(threads, state, first, last, x is None, weights, (pool.all_keys, pool.all_values), rows, work.arrays, logits, kept)
+        return logits[:, : self._vocab], kept if states else None
+
+    def _room(self, n_rows: int) -> _Work:
+        if self._work is None or self._work.n_rows < n_rows:
+            n = max(16, 1 << (n_rows - 1).bit_length())
+            layer = self.layers[0].matrices
+
+            def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
+                return np.zeros((n, *shape), dtype)
+
+            wide, mixed = _whole(self.hidden), _whole(self.n_heads * self.head_dim)
+            inner = layer[GATE].weight.n_panels * WIDTH
+            codes = max(wide, mixed)
+            out = zeros(mixed)
+            heads = np.lib.stride_tricks.as_strided(out, (n, self.n_heads, self.head_dim), (out.strides[0], 4 * self.head_dim, 4))
+            arrays = (
+                zeros(self.hidden), zeros(layer[OUT].weight.n_panels * WIDTH), zeros(wide), zeros(codes, dtype=np.int8),
+                zeros(codes // DEPTH, 4), zeros(sum(layer[i].weight.n_panels for i in (Q, K, V)) * WIDTH),
+                zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _whole(inner)), zeros(_whole(inner)),
+                zeros(_whole(inner), dtype=np.int8), zeros(_whole(inner) // DEPTH, 4),
+            )  # fmt: skip
+            self._work = _Work(n, arrays)
+        return self._work
+
+    def _have_angles(self, n_positions: int) -> None:
+        while len(self._cos) < n_positions:
+            cos, sin = self._angles(len(self._cos), ANGLES)
+            self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
+
+    def _logits_of(self, n: int) -> np.ndarray:
+        """[n, 16 · panels]: the last pass's memory where nobody holds it any more, as new pages take as long as a good part of a pass."""
+        if len(self._logits) < n or sys.getrefcount(self._logits) > 2:
+            self._logits = np.empty((max(n, 8), -(-self._vocab // WIDTH) * WIDTH), np.float32)
+        return self._logits[:n]
+
+
+def _whole(n: int) -> int:
+    return -(-n // DEPTH) * DEPTH
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _norm(x, weight, eps, out):
+    """out = x / sqrt(mean(x²) + eps) · weight; the sum in 16 lanes."""
+    n = x.shape[0]
+    lanes = np.zeros(16, np.float32)
+    whole = n & ~15
+    for j in range(0, whole, 16):
+        for i in range(16):
+            lanes[i] += x[j + i] * x[j + i]
+    total = _F(0)
+    for i in range(16):
+        total += lanes[i]
+    for j in range(whole, n):
+        total += x[j] * x[j]
+    scale = _F(1) / np.sqrt(total / _F(n) + eps)
+    for j in range(n):
+        out[j] = weight[j] * (x[j] * scale)
+
+
+@njit(cache=True, nogil=True)
+def _quantised(function, x, codes, records):
+    """A row x [K] to codes [K] and records [K / 32, 4]; K is a multiple of 32."""
+    if function:
+        call(function, (x.ctypes.data, x.shape[0] // DEPTH, codes.ctypes.data, records.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+@njit(cache=True, nogil=True)
+def _normed_row(x, delta, add, weight, eps, normed, function, codes, records):
+    """x [H] += delta, where it is to be added; its norm to `normed`, `codes` and `records`."""
+    if add:
+        for j in range(x.shape[0]):
+            x[j] += delta[j]
+    _norm(x, weight, eps, normed[: x.shape[0]])
+    _quantised(function, normed, codes, records)
+
+
+@njit(cache=True, nogil=True)
+def _multiply_part(state, part, matrices, columns, tables, n_threads, n_rows, x, codes, records, y):
+    """One part of a pass: y [T, ..] of x for some matrices, the i-th's outputs from columns[i] on."""
+    total = 0
+    for i in range(matrices.shape[0]):
+        step = panels_a_piece(matrices[i, PANELS], matrices[i, PANEL_BYTES], n_threads)
+        total += (matrices[i, PANELS] + step - 1) // step
+    while True:
+        piece = take(state, part, total)
+        if piece >= total:
+            break
+        j = piece
+        for i in range(matrices.shape[0]):
+            m = matrices[i]
+            step = panels_a_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+            n_pieces = (m[PANELS] + step - 1) // step
+            if j < n_pieces:
+                multiply(
+                    m, tables, j * step, min(m[PANELS], (j + 1) * step), n_rows, x.ctypes.data, x.strides[0], codes.ctypes.data,
+                    codes.strides[0], records.ctypes.data, records.strides[0], y.ctypes.data + 4 * columns[i], y.strides[0],
+                )  # fmt: skip
+                break
+            j -= n_pieces
+        done(state, part)
+    wait(state, part, total)
+
+
+@njit(cache=True, nogil=True)
+def _mlp_part(state, part, gate, up, tables, n_threads, n_rows, x, codes, records, both, silu, middle, quantise, out_codes, out_records):
+    """silu(gate) · up of all rows, and its codes. Pieces are blocks of 32 of the products' outputs."""
+    n_blocks = middle.shape[1] // DEPTH
+    step = max(1, panels_a_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // 2)
+    total = (n_blocks + step - 1) // step
+    x_at, c_at, r_at = x.ctypes.data, codes.ctypes.data, records.ctypes.data
+    while True:
+        piece = take(state, part, total)
+        if piece >= total:
+            break
+        first, end = piece * step, min(n_blocks, (piece + 1) * step)
+        for i, m in ((0, gate), (1, up)):
+            multiply(
+                m, tables, 2 * first, min(m[PANELS], 2 * end), n_rows, x_at, x.strides[0], c_at, codes.strides[0], r_at, records.strides[0],
+                both.ctypes.data + i * both.strides[1], both.strides[0],
+            )  # fmt: skip
+        a, b = first * DEPTH, end * DEPTH
+        for r in range(n_rows):
+            row = middle[r, a:b]
+            call(silu, (both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+            _quantised(quantise, row, out_codes[r, a:b], out_records[r, first:end])
+        done(state, part)
+    wait(state, part, total)
+
+
+@njit(cache=True, nogil=True)
+def _embed(function, m, token, panel, x):
+    p, lane = token // WIDTH, token % WIDTH
+    at = m[0] + p * m[PANEL_BYTES]
+    call(function, (at, m[BLOCKS], m[SUPER_AT], m[CODES_AT], panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
+    for k in range(x.shape[0]):
+        x[k] = panel[k, lane]
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _pass(threads, state, first, last, embed, weights, pool, batch, work, logits, states):
+    for _ in prange(threads):
+        _work(threads, state, first, last, embed, weights, pool, batch, work, logits, states)
+
+
+@njit(cache=True, nogil=True)
+def _work(threads, state, first, last, embed, weights, pool, batch, work, logits, states):
+    """What one thread does of a pass."""
+    matrices, tables, norms, head_norms, windows, numbers, functions, cos, sin = weights
+    all_keys, all_values = pool
+    input_ids, wanted, items, block_tables, positions, bases, paths, blocks, offsets = batch
+    x, delta, normed, codes, records, qkv, q, mixed, heads, both, middle, middle_codes, middle_records = work
+    n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
+    hidden, eps, scale = x.shape[1], numbers[0], numbers[1]
+    quantise, silu, unpack = functions[0], functions[1], functions[2]
+    pieces = min(n_rows, PIECES)
+    codes_wide, codes_mixed = codes[:, : normed.shape[1]], codes[:, : mixed.shape[1]]
+    records_wide, records_mixed = records[:, : normed.shape[1] // DEPTH], records[:, : mixed.shape[1] // DEPTH]
+    part = 0
+    if embed:
+        table = matrices[matrices.shape[0] - 2]
+        while True:
+            i = take(state, part, pieces)
+            if i >= pieces:
+                break
+            panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                _embed(unpack, table, input_ids[r], panel, x[r])
+            done(state, part)
+        wait(state, part, pieces)
+        part += 1
+    one, three = np.zeros(1, np.int64), np.zeros(3, np.int64)
+    for layer in range(first, last):
+        m = matrices[7 * layer : 7 * layer + 7]
+        keys, values = all_keys[layer], all_values[layer]
+        three[1] = m[Q, PANELS] * WIDTH
+        three[2] = three[1] + m[K, PANELS] * WIDTH
+        while True:
+            i = take(state, part, pieces)
+            if i >= pieces:
+                break
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                _normed_row(x[r], delta[r], layer > first, norms[2 * layer], eps, normed[r], quantise, codes_wide[r], records_wide[r])
+            done(state, part)
+        wait(state, part, pieces)
+        _multiply_part(state, part + 1, m[:3], three, tables, threads, n_rows, normed, codes_wide, records_wide, qkv)
+        while True:
+            i = take(state, part + 2, pieces)
+            if i >= pieces:
+                break
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                if head_norms.shape[0]:
+                    for h in range(n_heads):
+                        head = qkv[r, h * head_dim : (h + 1) * head_dim]
+                        _norm(head, head_norms[2 * layer], eps, head)
+                    for h in range(n_kv):
+                        head = qkv[r, three[1] + h * head_dim : three[1] + (h + 1) * head_dim]
+                        _norm(head, head_norms[2 * layer + 1], eps, head)
+                at = positions[r]
+                rope_kv_row(qkv[r], cos[at], sin[at], q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
+            done(state, part + 2)
+        wait(state, part + 2, pieces)
+        split = n_splits(items.shape[0], n_kv, n_heads // n_kv, threads)
+        n_pieces = items.shape[0] * n_kv * split
+        while True:
+            i = take(state, part + 3, n_pieces)
+            if i >= n_pieces:
+                break
+            attend_piece(i, split, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0))
+            done(state, part + 3)
+        wait(state, part + 3, n_pieces)
+        if quantise:
+            while True:
+                i = take(state, part + 4, pieces)
+                if i >= pieces:
+                    break
+                for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                    _quantised(quantise, mixed[r], codes_mixed[r], records_mixed[r])
+                done(state, part + 4)
+            wait(state, part + 4, pieces)
+        _multiply_part(state, part + 5, m[OUT : OUT + 1], one, tables, threads, n_rows, mixed, codes_mixed, records_mixed, delta)
+        while True:
+            i = take(state, part + 6, pieces)
+            if i >= pieces:
+                break
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                _normed_row(x[r], delta[r], True, norms[2 * layer + 1], eps, normed[r], quantise, codes_wide[r], records_wide[r])
+            done(state, part + 6)
+        wait(state, part + 6, pieces)
+        _mlp_part(
+            state, part + 7, m[GATE], m[UP], tables, threads, n_rows, normed, codes_wide, records_wide, both, silu, middle, quantise,
+            middle_codes, middle_records,
+        )  # fmt: skip
+        _multiply_part(state, part + 8, m[DOWN : DOWN + 1], one, tables, threads, n_rows, middle, middle_codes, middle_records, delta)
+        part += 9
+    n_wanted, n_kept = wanted.shape[0], states.shape[0]
+    weight = norms[norms.shape[0] - 1]
+    while True:
+        i = take(state, part, n_wanted + n_kept)
+        if i >= n_wanted + n_kept:
+            break
+        row = np.empty(hidden, np.float32)
+        r = wanted[i] if i < n_wanted else i - n_wanted
+        for j in range(hidden):
+            row[j] = x[r, j] + delta[r, j]
+        if i < n_wanted:
+            _norm(row, weight, eps, normed[i, :hidden])
+            _quantised(quantise, normed[i], codes_wide[i], records_wide[i])
+        else:
+            _norm(row, weight, eps, states[r])
+        done(state, part)
+    wait(state, part, n_wanted + n_kept)
+    if n_wanted:
+        head = matrices[matrices.shape[0] - 1 :]
+        _multiply_part(state, part + 1, head, one, tables, threads, n_wanted, normed, codes_wide, records_wide, logits)
