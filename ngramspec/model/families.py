@@ -56,6 +56,14 @@ def derive(gguf: Gguf, folder: Path) -> None:
     (folder / NAMES).write_text(json.dumps(names))
 
 
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder that `derive` wrote. `from_pretrained` makes the same one, but parses its megabytes twice."""
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    template = folder / "chat_template.jinja"
+    config["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **config)
+
+
 def parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> Source:
     """Where the parameters of a model on the "meta" device are in the file, by a folder that `derive` wrote.
 

@@ -313,8 +313,8 @@ def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
     try:
-        if (folder / families.NAMES).is_file():  # what `families` has written; AutoTokenizer would look for a model's class
-            return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        if (folder / families.NAMES).is_file():
+            return families.read_tokenizer(folder)
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Tokenizer libraries raise bare Exceptions for damaged files.

@@ -15,7 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
 from transformers.pytorch_utils import Conv1D
 
 from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
@@ -146,7 +146,8 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """The model of a config with parameters on the "meta" device, which take no memory. Raises UnsupportedModelError."""
     rest = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "dtype", "torch_dtype")}
     try:
-        with init_empty_weights(include_buffers=False):  # buffers are small, and hold the angles of rotary embeddings
+        # Buffers are small, and hold the angles of rotary embeddings. Parameters that take no memory need no values.
+        with init_empty_weights(include_buffers=False), initialization.no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(str(config.get("model_type")), **rest), dtype=dtype
             )

@@ -84,6 +84,11 @@ def test_configs_and_tokenizers_are_transformers_own(opened: Callable[..., OpenM
     assert mine.model.config.model_type == {"gemma3": "gemma3_text", "mistral": "llama"}.get(family, family)
     assert mine.eos_token_ids == (tiny_gguf.EOS,)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    (entry,) = (tmp_path / "cache" / "models").glob("model-*[!k]")
+    kept = transformers.PreTrainedTokenizerFast.from_pretrained(entry)
+    assert mine.tokenizer.backend_tokenizer.to_str() == kept.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert mine.tokenizer.special_tokens_map == kept.special_tokens_map
+    assert (mine.tokenizer.clean_up_tokenization_spaces, len(mine.tokenizer)) == (kept.clean_up_tokenization_spaces, len(kept))
     assert mine.tokenizer.chat_template == theirs.chat_template
     for text in ("", " a the", "hé  123\n\n\t<bos>a<eos> ", "it's , . 日本 ☃", "<unused3><unk>"):
         for special in (True, False):
