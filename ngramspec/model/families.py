@@ -226,6 +226,10 @@ class _Named:
 
 def _names(gguf: Gguf, config: dict[str, Any], model: PreTrainedModel) -> dict[str, tuple[str, str, int]]:
     """Parameter → its tensor, the rule between the two, and the heads of a rule that has some."""
+    if stacked := next((tensor.name for tensor in gguf.tensors.values() if len(tensor.shape) > 2), None):
+        raise UnsupportedModelError(
+            f"{gguf.path}: {stacked} has more than two dimensions: mixtures of experts are not read from GGUF; their safetensors may load"
+        )
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     with _told(gguf, "GGUF models"):
@@ -233,7 +237,7 @@ def _names(gguf: Gguf, config: dict[str, Any], model: PreTrainedModel) -> dict[s
         parameter_of = get_gguf_hf_weights_map(_Named(model, [(model.base_model_prefix, _Named(model.base_model, []))]), processor)
     heads = [n for n in (config.get("num_attention_heads"), config.get("num_key_value_heads")) if isinstance(n, int) and n > 0]
     known: dict[tuple[Any, ...], tuple[str, int]] = {}
-    names = {}
+    names: dict[str, tuple[str, str, int]] = {}
     for tensor in gguf.tensors.values():
         if (name := parameter_of.get(tensor.name)) is None:
             continue

@@ -37,7 +37,6 @@ def derived(gguf: Gguf, derive: Callable[[Gguf, Path], None], cache_dir: Path, p
     Where the cache cannot be used, it is a temporary one that `stack` removes. Raises what `derive` raises, but for OSError.
     """
     try:
-        remove_converted(cache_dir, progress)
         return _kept(gguf, derive, cache_dir, progress)
     except OSError as error:
         progress(f"the cache {cache_dir} cannot be used ({error}): reading {gguf.name} for this run only")

@@ -33,7 +33,7 @@ from ngramspec.batch.errors import (
 )
 from ngramspec.model import families, folders, gguf, random_weights
 from ngramspec.model.cache_dir import cache_dir as default_cache_dir
-from ngramspec.model.gguf_cache import Progress, derived
+from ngramspec.model.gguf_cache import Progress, derived, remove_converted
 from ngramspec.model.random_weights import PREFIX as RANDOM
 from ngramspec.model.random_weights import SHAPES, empty_model, parameter_bytes, read_shape
 from ngramspec.model.stored import Source, fill, params_source, quantised_source
@@ -232,7 +232,10 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         if isinstance(path, str):
             path = _download(path, HUB_MODEL, progress)
         file = gguf.read(path) if path.is_file() else None
-        folder = derived(file, families.derive, cache_dir, progress, stack) if file else path
+        folder = path
+        if file:
+            remove_converted(cache_dir, progress)
+            folder = derived(file, families.derive, cache_dir, progress, stack)
         config = _read_config(folder, spec)
         _check_kind(config, spec)
         tensors = folders.read(folder, spec) if file is None else {}

@@ -240,6 +240,21 @@ def test_gpt2_is_transposed_on_demand(tmp_path: Path) -> None:
     assert np.array_equal(stored.rows(3, 5).view(np.float32), stored.float32()[3:5])
 
 
+def test_experts_are_refused(tmp_path: Path) -> None:
+    writer = reference.GGUFWriter(tmp_path / "moe.gguf", "qwen3moe")
+    tiny_gguf.write_common(writer, "qwen3moe")
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+    for name in ("token_embd", "blk.0.ffn_gate_exps", "blk.0.ffn_up_exps", "blk.0.ffn_down_exps"):
+        writer.add_tensor(f"{name}.weight", np.zeros((4, 512, 256) if "exps" in name else (300, 256), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"experts are not read from GGUF"):
+        open_model(str(tmp_path / "moe.gguf"), cache_dir=tmp_path / "cache")
+
+
 def test_what_is_kept_is_small_and_plain(opened: Callable[..., OpenModel], tmp_path: Path) -> None:
     opened("llama")
     (entry,) = (path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir())
