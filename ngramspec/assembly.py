@@ -6,30 +6,34 @@ The one module that knows which devices there are. Knows nothing of requests.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numba
-import torch
-from transformers import PreTrainedModel
 
 from ngramspec.batch import sampling
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError
 from ngramspec.batch.types import BLOCK
 from ngramspec.config import EngineConfig
-from ngramspec.cpu.binding import needed_bytes
-from ngramspec.cpu.runner import CpuRunner
+from ngramspec.cpu.recipe import Recipe
+from ngramspec.cpu.stack_runner import StackRunner, needed_bytes
 from ngramspec.drafting import proposer
 from ngramspec.drafting.base import Drafter, Speculator
 from ngramspec.drafting.single import SingleDrafter
+from ngramspec.model import starts
 from ngramspec.model.cache_dir import cache_dir
-from ngramspec.model.loading import LoadedModel, OpenModel, available_memory, check_memory, eos_token_ids, load_model, open_model
+from ngramspec.model.memory import available_memory, check_memory
 from ngramspec.model.runner import Runner
-from ngramspec.model.stored import params_source
+from ngramspec.model.stored import quantised_source
 from ngramspec.text.encoding import Encoding
+
+if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor for transformers' models
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ class DeviceConfig:
     """Where an engine computes, and how."""
 
     device: str
-    dtype: torch.dtype
+    dtype: str
     threads: int
     max_rows: int
     exact: bool
@@ -71,6 +75,8 @@ def check_device(config: EngineConfig) -> DeviceConfig:
         raise InvalidInputError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {config.device!r}")
     device = kind
     if kind == "cuda":
+        import torch
+
         device, n_devices = f"cuda:{number or 0}", torch.cuda.device_count()
         if int(number or 0) >= n_devices:
             there = f"{n_devices or 'no'} CUDA device{'s' * (n_devices != 1)}"
@@ -86,42 +92,142 @@ def check_device(config: EngineConfig) -> DeviceConfig:
     if kind == "cuda" and (config.precision, config.kv_dtype, config.quantize) != ("auto", "auto", "none"):
         raise InvalidInputError("precision, kv_dtype and quantize are settings of the CPU; on CUDA, dtype says both")
     exact = config.linears == "exact"
-    threads = config.threads or torch.get_num_threads()
-    return DeviceConfig(device, getattr(torch, dtype), threads, max_rows, exact, config.precision if exact else "float32")
+    threads = config.threads or n_cores()
+    return DeviceConfig(device, dtype, threads, max_rows, exact, config.precision if exact else "float32")
 
 
-def bind(model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress) -> BoundModel:
-    """Load a model, bind it and measure it, in the thread that is to run it.
+def bind(
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool = False
+) -> BoundModel:
+    """Load a model, bind it and measure it, in the thread that is to run it. `modules`: its runner is to have transformers' modules.
 
     Raises what `loading.load_model` and the device's runner raise (see `batch.errors`).
     """
-    torch.set_num_threads(device.threads)
     numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
     warmer = threading.Thread(target=warm_up, daemon=True)
     warmer.start()
+    kept, found = None, None
+    if isinstance(model, str) and device.device == "cpu":
+        settings = (device.precision, config.kv_dtype, config.quantize, device.exact, device.threads)
+        kept = starts.kept_of(model, settings, cache_dir())
+        found = kept.read() if kept else None
+    again = _again(found, kept, tokenizer, config, device, progress) if found and kept and not modules else None
+    runner, about = again or _first_time(model, tokenizer, config, device, progress)
+    runner.tokenizer, runner.max_model_len = about.tokenizer, min(_longest(config, about.trained), runner.pool.n_tokens)
+    warmer.join()
+    counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
+    times = (found or {}).get("cost_ms", [])
+    if not times or len(times) > len(counts):
+        progress("measuring what a pass costs")
+        times = runner.measure(counts)
+    if kept and isinstance(runner, StackRunner) and runner.exactness == "bitwise" and (recipe := runner.recipe) is not None:
+        document = {"recipe": recipe.as_json(), "cost_ms": times}
+        if document != found:
+            kept.write(document)
+    cost = CostModel(counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows))
+    log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
+    encoding = Encoding(about.tokenizer, runner.vocab_size)
+    return BoundModel(about.name, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding)
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    name: str
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    trained: int
+    """Longest text that the model was trained for."""
+
+
+def _longest(config: EngineConfig, trained: int) -> int:
+    if config.max_model_len is not None and config.max_model_len > trained:
+        raise InvalidInputError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {config.max_model_len}")
+    return config.max_model_len or trained
+
+
+def _again(
+    found: dict[str, Any], kept: starts.Kept, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
+) -> tuple[StackRunner, _About] | None:
+    """A model that an earlier start has checked, from its file and what was kept; None where that is not enough."""
+    try:
+        recipe = Recipe.of_json(found["recipe"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    if (opened := starts.reopen(kept.file, tokenizer, cache_dir())) is None:
+        return None
+    source = quantised_source(opened.source) if config.quantize == "q8_0" else opened.source
+    about = _About(opened.name, opened.tokenizer, opened.eos_token_ids, int(opened.config.get("max_position_embeddings") or 4096))
+    check_memory(needed_bytes(source, not device.exact), "cpu", about.name)
+
+    def make_model() -> PreTrainedModel:
+        from ngramspec.model.loading import open_model
+
+        return open_model(str(kept.file.path)).model
+
+    runner = StackRunner(recipe, source, make_model=make_model, **_cpu_options(config, device, _longest(config, about.trained), progress))
+    return runner, about
+
+
+def _first_time(
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
+) -> tuple[Runner, _About]:
+    """A model by transformers' modules, which are then replaced."""
+    import torch
+
+    from ngramspec.model.loading import LoadedModel, OpenModel, eos_token_ids, load_model, open_model
+    from ngramspec.model.parameters import params_source
+
+    torch.set_num_threads(device.threads)
     loaded: LoadedModel
     if isinstance(model, str) and device.device == "cpu":
         quantize = None if config.quantize == "none" else config.quantize
         loaded = open_model(model, tokenizer=tokenizer, progress=progress, quantize=quantize)
     elif isinstance(model, str):
-        loaded = load_model(model, dtype=device.dtype, device=device.device, tokenizer=tokenizer, progress=progress)
+        loaded = load_model(model, dtype=getattr(torch, device.dtype), device=device.device, tokenizer=tokenizer, progress=progress)
     else:
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
-    if config.max_model_len is not None and config.max_model_len > trained:
-        raise InvalidInputError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {config.max_model_len}")
-    max_model_len = config.max_model_len or trained
-    runner = _runner(loaded, config, device, max_model_len, progress)
-    max_model_len = min(max_model_len, runner.pool.n_tokens)
-    runner.tokenizer, runner.max_model_len = loaded.tokenizer, max_model_len
-    progress("measuring what a pass costs")
-    warmer.join()
-    counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
-    cost = CostModel(counts, runner.measure(counts), max_rows=2 * max(device.max_rows, config.spec_rows))
-    log.info("%s: exactness %s, %d tokens of KV", loaded.name, runner.exactness, runner.pool.n_tokens)
-    encoding = Encoding(loaded.tokenizer, runner.vocab_size)
-    return BoundModel(loaded.name, loaded.tokenizer, loaded.eos_token_ids, max_model_len, runner, cost, encoding)
+    about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained)
+    longest = _longest(config, trained)
+    if device.device == "cpu":
+        from ngramspec.cpu.runner import CpuRunner
+
+        source = loaded.source if isinstance(loaded, OpenModel) else params_source(loaded.model)
+        plain = not device.exact
+        check_memory(needed_bytes(source, plain), "cpu", loaded.name)
+        return CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress)), about
+    from ngramspec.cuda.runner import CudaRunner  # imports Triton
+
+    return CudaRunner(
+        loaded.model,
+        max_len=_max_len(config, longest),
+        max_seqs=config.max_seqs,
+        max_rows=device.max_rows,
+        kv_bytes=config.kv_memory,
+        max_depth=config.spec_length + 1,
+        memory_utilization=config.gpu_memory_utilization,
+        exact=device.exact,
+        graphs=config.graphs,
+        progress=progress,
+    ), about
+
+
+def _max_len(config: EngineConfig, longest: int) -> int:
+    return longest + config.spec_rows + 1  # draft nodes stand behind the last token: room for them past the longest text
+
+
+def _cpu_options(config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress) -> dict[str, Any]:
+    return {
+        "max_len": _max_len(config, longest),
+        "max_seqs": config.max_seqs,
+        "max_rows": device.max_rows,
+        "kv_bytes": config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
+        "precision": device.precision,
+        "kv_dtype": config.kv_dtype,
+        "code": cache_dir() / "code",
+        "progress": progress,
+    }
 
 
 def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
@@ -145,39 +251,19 @@ def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter
     )
 
 
-def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, max_model_len: int, progress: Progress) -> Runner:
-    max_len = max_model_len + config.spec_rows + 1  # draft nodes stand behind the last token: room for them past the longest text
-    if device.device == "cpu":
-        source = loaded.source if isinstance(loaded, OpenModel) else params_source(loaded.model)
-        plain = not device.exact
-        check_memory(needed_bytes(loaded.model, source, plain), "cpu", loaded.name)
-        return CpuRunner(
-            loaded.model,
-            source,
-            max_len=max_len,
-            max_seqs=config.max_seqs,
-            max_rows=device.max_rows,
-            kv_bytes=config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
-            precision=device.precision,
-            kv_dtype=config.kv_dtype,
-            plain=plain,
-            code=cache_dir() / "code",
-            progress=progress,
-        )
-    from ngramspec.cuda.runner import CudaRunner  # imports Triton
-
-    return CudaRunner(
-        loaded.model,
-        max_len=max_len,
-        max_seqs=config.max_seqs,
-        max_rows=device.max_rows,
-        kv_bytes=config.kv_memory,
-        max_depth=config.spec_length + 1,
-        memory_utilization=config.gpu_memory_utilization,
-        exact=device.exact,
-        graphs=config.graphs,
-        progress=progress,
-    )
+def n_cores() -> int:
+    """Cores that this process may use; two threads of one core count once."""
+    try:
+        mine = os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+    siblings = set()
+    for cpu in mine:
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            siblings.add(str(cpu))
+    return len(siblings)
 
 
 def _default_kv_bytes() -> int:

@@ -10,10 +10,9 @@ import asyncio
 import queue
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from ngramspec import assembly
 from ngramspec.assembly import Progress
@@ -36,6 +35,9 @@ from ngramspec.drafting.base import Drafter, Speculator
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.text.decoding import NoText, TextStream
 from ngramspec.text.encoding import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Deliver", "Engine", "Hints", "Request"]
 
@@ -76,7 +78,7 @@ class Engine:
         self._datastores: dict[str, Datastore] = {}  # replaced as a whole, never changed
 
         def make(thread: StepThread) -> Core:
-            bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None))
+            bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None), modules=bool(drafters or alone))
             self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
             self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
             self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ngramspec.engine import Engine
 from ngramspec.model import loading
+from ngramspec.model import smollm2 as smollm2_package
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -47,9 +48,9 @@ def word_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    if importlib.util.find_spec(loading.SMOLLM2_PACKAGE) is None:
-        pytest.skip(f"smollm2 is not installed: {loading.SMOLLM2_COMMAND}")
-    return loading.smollm2_gguf()
+    if importlib.util.find_spec(smollm2_package.SMOLLM2_PACKAGE) is None:
+        pytest.skip(f"smollm2 is not installed: {smollm2_package.SMOLLM2_COMMAND}")
+    return smollm2_package.smollm2_gguf()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numba import get_num_threads, njit, prange
 
 from ngramspec.batch.numeric import exp, fma
@@ -27,6 +26,8 @@ from ngramspec.cpu.formats import WIDTH
 from ngramspec.cpu.simd import CHAINS, STEP, kept, multiply_add, number
 
 if TYPE_CHECKING:
+    import torch
+
     from ngramspec.cpu.pool import KVPool
 
 _F = np.float32
@@ -260,6 +261,8 @@ def attend(
 
     q [T, H, D], k and v [T, Hk, D], float32 on the CPU; returns [T, H, D]. `window` and `softcap` of 0 mean none.
     """
+    import torch
+
     keys, values = pool.keys[layer], pool.values[layer]
     assert k.shape[1:] == (keys.shape[1], keys.shape[2]), (k.shape, keys.shape)
     _write_kv(k.contiguous().numpy(), v.contiguous().numpy(), keys, values, batch.blocks, batch.offsets)

@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ngramspec.cpu.linear import PackedEmbedding, PackedLinear, Shared, SharedPart
 from ngramspec.cpu.matmul import Matrix, Product, Products
-from ngramspec.cpu.packing import pack, packed_bytes
-from ngramspec.model.stored import KINDS, InMemory, Source, Stored
+from ngramspec.cpu.packing import pack
+from ngramspec.model.parameters import InMemory
+from ngramspec.model.stored import Source, Stored
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that see the same input and become one."""
@@ -30,6 +31,8 @@ class Binder:
         """`plain`: every matrix as the float32 numbers that it stands for."""
         self.model, self.source, self.products, self._plain, self._progress = model, source, products, plain, progress
         self._made: dict[int, Matrix] = {}  # by the parameter, which may be tied
+        self.matrices: dict[str, Matrix] = {}
+        """By the path of the layer."""
         self._done = 0
 
     def bind(self) -> None:
@@ -63,7 +66,8 @@ class Binder:
             stored = self.source[f"{path}.weight"]
             bias = self.source[f"{path}.bias"].float32() if getattr(module, "bias", None) is not None else None
             self._made[id(parameter)] = self._packed(stored, bias, transposed=type(module) is Conv1D)
-        return self._made[id(parameter)]
+        self.matrices[path] = self._made[id(parameter)]
+        return self.matrices[path]
 
     def _packed(self, stored: Stored, bias: np.ndarray | None, transposed: bool) -> Matrix:
         self._say(stored)
@@ -81,27 +85,6 @@ class Binder:
     def _say(self, stored: Stored) -> None:
         self._done += stored.n_rows * stored.row_bytes
         self._progress(f"packing weights, {min(100, self._done * 100 // max(1, self.source.n_bytes))} %")
-
-
-def needed_bytes(model: PreTrainedModel, source: Source, plain: bool) -> int:
-    """Bytes of a model's parameters once bound."""
-    seen: set[int] = set()
-    total = 0
-    for name, parameter in model.named_parameters():
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        stored = source[name]
-        if len(stored.shape) != 2 or plain:
-            total += 4 * stored.n_rows * stored.shape[-1]
-        else:
-            total += packed_bytes(stored.kind, *stored.shape)
-    return total
-
-
-def is_quantised(source: Source) -> bool:
-    """Whether any matrix is in blocks of codes."""
-    return any(KINDS[stored.kind][0] > 1 for stored in source.values())
 
 
 def _is_bfloat16(stored: Stored) -> bool:

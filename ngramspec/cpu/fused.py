@@ -89,11 +89,11 @@ def _silu_many(x, at, out):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last axis [N]; float32."""
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last axis [N]; float32."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.eps = weight.detach().contiguous().numpy(), np.float32(eps)
+        self.weight, self.eps, self.offset = (weight + offset if offset else weight).detach().contiguous().numpy(), np.float32(eps), offset
 
     def rows(self, x: np.ndarray) -> np.ndarray:
         """[T, N] → [T, N]"""
@@ -156,9 +156,9 @@ def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float 
     weight, eps = found
     kind = (type(module), len(weight), eps)
     if kind not in offsets:  # Gemma's weights are offsets from one
-        offsets[kind] = next((offset for offset in (0.0, 1.0) if _same(module, RMSNorm(weight + offset, eps), len(weight))), None)
+        offsets[kind] = next((offset for offset in (0.0, 1.0) if _same(module, RMSNorm(weight, eps, offset), len(weight))), None)
     offset = offsets[kind]
-    return None if offset is None else RMSNorm(weight + offset if offset else weight, eps)
+    return None if offset is None else RMSNorm(weight, eps, offset)
 
 
 def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numba import get_num_threads, njit, prange
 
 from ngramspec.cpu.formats import DEPTH, WIDTH, Blocks, Format
 from ngramspec.cpu.kernels import Kernels
 from ngramspec.cpu.packing import Arena, PackedWeight
 from ngramspec.cpu.threads import call
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_ROWS = 64
 """Up to so many rows the best way was looked for; of more, the best part comes first."""
@@ -194,6 +196,8 @@ class Product:
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         """[.., K] → each weight's [.., N]."""
+        import torch
+
         y = torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads()))
         return [y[:, at : at + n].reshape(*x.shape[:-1], n) for at, n in zip(self.columns.tolist(), self.sizes, strict=False)]
 

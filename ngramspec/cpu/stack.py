@@ -71,8 +71,9 @@ class Stack:
         """`angles`: cos and sin [n, D] of n positions from the first on. `norm` [H]: before the head."""
         self.products, self.layers, self.n_heads, self.head_dim = products, tuple(layers), n_heads, head_dim
         self.hidden, self._angles = len(norm), angles
-        self._matrices = np.stack([m.fields for layer in layers for m in layer.matrices] + [embedding.fields, head.fields])
-        self._vocab = head.weight.n_out
+        self.vocab_size = head.weight.n_out
+        self.matrices = [*(m for layer in layers for m in layer.matrices), embedding, head]
+        self._matrices = np.stack([m.fields for m in self.matrices])
         self._norms = np.stack([n for layer in layers for n in layer.norms] + [norm]).astype(np.float32)
         head_norms = [n for layer in layers if layer.head_norms for n in layer.head_norms]
         self._head_norms = np.stack(head_norms).astype(np.float32) if head_norms else np.zeros((0, head_dim), np.float32)
@@ -112,7 +113,7 @@ class Stack:
         )  # fmt: skip
         state = counters(PARTS * (last - first) + 4)
         _pass(threads, state, first, last, x is None, weights, (pool.all_keys, pool.all_values), rows, work.arrays, logits, kept)
-        return logits[:, : self._vocab], kept if states else None
+        return logits[:, : self.vocab_size], kept if states else None
 
     def _room(self, n_rows: int) -> _Work:
         if self._work is None or self._work.n_rows < n_rows:
@@ -144,7 +145,7 @@ class Stack:
     def _logits_of(self, n: int) -> np.ndarray:
         """[n, 16 · panels]: the last pass's memory where nobody holds it any more, as new pages take as long as a good part of a pass."""
         if len(self._logits) < n or sys.getrefcount(self._logits) > 2:
-            self._logits = np.empty((max(n, 8), -(-self._vocab // WIDTH) * WIDTH), np.float32)
+            self._logits = np.empty((max(n, 8), -(-self.vocab_size // WIDTH) * WIDTH), np.float32)
         return self._logits[:n]
 
 

@@ -17,7 +17,8 @@ from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.batch.types import BLOCK
 from ngramspec.cpu.runner import CpuRunner
 from ngramspec.drafters.stepwise import LENGTH, Known, Stepwise
-from ngramspec.model.loading import available_memory, eos_token_ids, load_model
+from ngramspec.model.loading import eos_token_ids, load_model
+from ngramspec.model.memory import available_memory
 from ngramspec.model.runner import Runner
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ngramspec.batch.errors import NgramspecError, TokenizerError, UnsupportedModelError
 from ngramspec.model.gguf import Gguf, Tensor, skeleton
+from ngramspec.model.kept import NAMES, ROPE_FACTORS, RULES, plain_of, stored_of
 from ngramspec.model.random_weights import empty_model
-from ngramspec.model.stored import KINDS, Computed, File, InFile, Source, Stored, interleaved_rows
-
-NAMES = "tensors.json"
-ROPE_FACTORS = "rope_freqs.weight"
-"""What the angles' frequencies are divided by: Llama 3's scaling, which is not in the metadata."""
-
-_RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "same": lambda x: x,
-    "minus one": lambda x: x - 1,
-    "transposed": lambda x: x.T,
-}
+from ngramspec.model.stored import File, Source, Stored, interleaved_rows
 
 
 def derive(gguf: Gguf, folder: Path) -> None:
@@ -56,14 +47,6 @@ def derive(gguf: Gguf, folder: Path) -> None:
     (folder / NAMES).write_text(json.dumps(names))
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder that `derive` wrote. `from_pretrained` makes the same one, but parses its megabytes twice."""
-    config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    template = folder / "chat_template.jinja"
-    config["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **config)
-
-
 def parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> Source:
     """Where the parameters of a model on the "meta" device are in the file, by a folder that `derive` wrote.
 
@@ -82,13 +65,13 @@ def parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> Source:
             lacking.append(known_as[0])
             continue
         source, rule, heads = found[0]
-        one = _stored(gguf, files, gguf.tensors[source], tuple(parameter.shape), rule, heads)
+        one = stored_of(gguf, files, gguf.tensors[source], tuple(parameter.shape), rule, heads)
         stored |= dict.fromkeys(known_as, one)
     if lacking:
         raise UnsupportedModelError(f"{gguf.path}: it lacks {len(lacking)} tensors of {type(model).__name__}, such as {lacking[0]}")
     used = {source for source, _, _ in names.values()}
     if ROPE_FACTORS in gguf.tensors:
-        _scale_angles(model, _plain(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
+        _scale_angles(model, plain_of(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
         used.add(ROPE_FACTORS)
     if unused := sorted(gguf.tensors.keys() - used):
         raise UnsupportedModelError(
@@ -96,29 +79,6 @@ def parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> Source:
             "it would compute something else"
         )
     return Source(stored, gguf.n_bytes)
-
-
-def _stored(gguf: Gguf, files: dict[Path, File], tensor: Tensor, shape: tuple[int, ...], rule: str, heads: int) -> Stored:
-    plain = _plain(gguf, files, tensor)
-    there = plain.shape[::-1] if rule == "transposed" else plain.shape
-    if [n for n in there if n > 1] != [n for n in shape if n > 1]:
-        raise UnsupportedModelError(
-            f"{gguf.path}: config and weights disagree: {tensor.name} is {list(there)} in the file and {list(shape)} by the config"
-        )
-    if rule == "interleaved" and len(shape) == 2:
-        return InFile(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=heads)
-    if rule == "interleaved":
-        order = interleaved_rows(np.arange(shape[0]), shape[0], heads)
-        return Computed(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
-    if rule == "same":
-        return InFile(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)
-    return Computed(kind="F32", shape=shape, stored=plain, compute=_RULES[rule])
-
-
-def _plain(gguf: Gguf, files: dict[Path, File], tensor: Tensor) -> InFile:
-    if tensor.kind not in KINDS:
-        raise UnsupportedModelError(f"{gguf.path}: tensor {tensor.name} has type {tensor.kind}; accepted: {', '.join(KINDS)}")
-    return InFile(kind=tensor.kind, shape=tensor.shape, file=files[tensor.path], offset=tensor.offset)
 
 
 def _scale_angles(model: PreTrainedModel, factors: np.ndarray) -> None:
@@ -260,7 +220,7 @@ def _rule(gguf: Gguf, processor: Any, tensor: Tensor, heads: list[int]) -> tuple
             aside: dict[str, Any] = {"tensors": {}}
             result = processor.process(weights=probe, name=tensor.name, tensor_key_mapping={}, parsed_parameters=aside)
             made.append(np.asarray(result.weights if result.name is not None else next(iter(aside["tensors"].values()))))
-    for rule, compute in _RULES.items():
+    for rule, compute in RULES.items():
         if all(np.array_equal(np.squeeze(y), np.squeeze(compute(x))) for x, y in zip(probes, made, strict=True)):
             return rule, 0
     for n in heads:

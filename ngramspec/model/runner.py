@@ -8,20 +8,22 @@ a loaded model's attention and linear layers by its own. Nothing here knows requ
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import ROWS_PER_ITEM, Batch, Span, pack
 from ngramspec.batch.types import BLOCK, DraftTree
-from ngramspec.model import attention
+
+if TYPE_CHECKING:  # whoever binds a model has imported them; a runner that needs neither should not wait for them
+    import torch
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +117,11 @@ class Runner(ABC):
             raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
 
     def run(self, spans: list[Span]) -> torch.Tensor:
-        """A pass over these spans; logits [N, V] float32 on the host."""
+        """A pass over these spans; logits [N, V] float32 on the host, which no other pass writes."""
+        import torch
+
         batch = pack(spans, self.pool, self.rows_per_item)
-        return torch.from_numpy(self.forward(batch).logits(0, len(batch.logits_rows)))
+        return torch.from_numpy(self.forward(batch).logits(0, len(batch.logits_rows)).copy())
 
     # ------------------------------------------------------------------ proofs and measurements
 
@@ -133,6 +137,10 @@ class Runner(ABC):
 
         Returns tokens [n] int32, and transformers' own logits [V] after the last of them, to compare with.
         """
+        import torch
+
+        from ngramspec.model import attention
+
         config = model.config.get_text_config()
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         tokens = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
@@ -176,14 +184,14 @@ class Runner(ABC):
             whole = self.run([Span(slot, tokens[n // 2 : n], n // 2, tree)])
             for i in range(n):
                 last = self.run([Span(slot, tokens[i : i + 1], i)])
-            same = torch.equal(last[0], whole[0])
+            same = bool((last[0] == whole[0]).all())
             for leaf in range(8):
                 path = [leaf]
                 while parents[path[0]] >= 0:
                     path.insert(0, int(parents[path[0]]))
                 for depth, node in enumerate(path):
                     last = self.run([Span(slot, tree.tokens[node : node + 1], n + depth)])
-                same = same and torch.equal(last[0], whole[1 + leaf])
+                same = same and bool((last[0] == whole[1 + leaf]).all())
             return same
         finally:
             self.pool.release(slot)
@@ -199,28 +207,43 @@ class Runner(ABC):
         finally:
             self.pool.release(slot)
 
-    def measure(self, counts: list[int], rounds: int = 4) -> list[float]:
-        """Milliseconds of passes with these row counts: the least of interleaved rounds, since what disturbs a pass only adds to it."""
-        context = min(256, (self.pool.max_blocks * BLOCK - counts[-1]) // 2)
-        times = np.array([[self.time_pass(rows, max(context, 1)) for rows in counts] for _ in range(rounds)])
-        return times.min(axis=0).tolist()
+    def measure(self, counts: list[int], rounds: int = 4, budget_s: float = 1.5) -> list[float]:
+        """Milliseconds of passes with the first of these row counts, as many as there is time for and half of them at least: the least of
+        interleaved rounds, since what disturbs a pass only adds to it.
+        """
+        context, started = max(1, min(256, (self.pool.max_blocks * BLOCK - counts[-1]) // 2)), time.perf_counter()
+        times: list[float] = []
+        for rows in counts:
+            if time.perf_counter() - started < budget_s / 2 or 2 * len(times) < len(counts):
+                self.time_pass(rows, context)  # its memory is new
+                times.append(self.time_pass(rows, context))
+        for _ in range(rounds - 1):
+            for i, rows in enumerate(counts[: len(times)]):
+                if time.perf_counter() - started < budget_s:
+                    times[i] = min(times[i], self.time_pass(rows, context))
+        return times
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a pass failed for want of memory, the host's or a device's."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    torch = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
 
 def _chain(n: int) -> DraftTree:
     return DraftTree(np.full(n, 11, np.int32), np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8))
 
 
-@torch.inference_mode()
 def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, int]]:
     """Per layer (n_kv_heads, head_dim), as the layers hand them to their attention function. Raises UnsupportedModelError."""
+    import torch
+
+    from ngramspec.model import attention
+
     probe = attention.Shapes()
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
+    with torch.inference_mode():
+        model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
     if sorted(probe.seen) != list(range(len(probe.seen))) or not probe.seen:
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention in layers {sorted(probe.seen)}; every layer from 0 on must have one"

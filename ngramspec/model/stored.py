@@ -1,8 +1,8 @@
-"""Weights as they lie in files, or in a model's memory, read a few rows at a time.
+"""Weights as they lie in files, read a few rows at a time.
 
 A `Source` gives, by the name of a parameter of transformers' model, a `Stored`: its kind, its shape, and its rows as bytes in the order
-that the model has them. Nothing is mapped: a row is read when it is asked for, so that a file that shrinks is a typed error. `fill` gives
-an empty model its parameters. It does not know formats of files, names of tensors, nor what becomes of the rows.
+that the model has them. Nothing is mapped: a row is read when it is asked for, so that a file that shrinks is a typed error. It does not
+know formats of files, names of tensors, nor what becomes of the rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import nn
-from transformers import PreTrainedModel
 
-from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
+from ngramspec.batch.errors import ModelNotFoundError
 
 KINDS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
@@ -40,7 +37,6 @@ KINDS: dict[str, tuple[int, int]] = {
 }
 """What is read, by GGML's name: weights in a block, bytes of a block."""
 
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 CHUNK = 1 << 22
 """Weights that are float32 at one time while a tensor is read whole."""
 
@@ -104,17 +100,6 @@ class InFile(Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InMemory(Stored):
-    """A parameter that a model already has."""
-
-    tensor: torch.Tensor
-
-    def rows(self, first: int, end: int) -> np.ndarray:
-        rows = self.tensor.detach().reshape(self.n_rows, self.shape[-1])[first:end].contiguous()
-        return rows.cpu().view(torch.uint8).numpy().reshape(end - first, self.row_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Computed(Stored):
     """A parameter that is not in a file as the model has it: float32, computed as a whole whenever rows are asked for.
 
@@ -163,34 +148,6 @@ class Source(Mapping[str, Stored]):
         return len(self._stored)
 
 
-class ParamsSource(Source):
-    """The parameters that a model has in memory, as they are when they are asked for."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        super().__init__({}, sum(p.numel() * p.element_size() for p in model.parameters()))
-        self._parameters = parameters
-
-    def __getitem__(self, name: str) -> Stored:
-        parameter = self._parameters[name]
-        if parameter.dtype not in DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise UnsupportedModelError(f"{name} is {str(parameter.dtype).removeprefix('torch.')}; accepted: {known}")
-        return InMemory(kind=DTYPES[parameter.dtype], shape=tuple(parameter.shape), tensor=parameter)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
-def params_source(model: PreTrainedModel) -> Source:
-    """The parameters of a model that is in memory. Asking for one that is neither float32, float16 nor bfloat16 raises
-    UnsupportedModelError."""
-    return ParamsSource(model)
-
-
 def quantised_source(source: Source) -> Source:
     """The same with Q8_0 in place of matrices of plain numbers whose rows are whole blocks. Vectors stay as they are."""
     block = KINDS["Q8_0"][0]
@@ -200,30 +157,6 @@ def quantised_source(source: Source) -> Source:
         return Quantised(kind="Q8_0", shape=stored.shape, stored=stored) if plain else stored
 
     return Source({name: of(stored) for name, stored in source.items()}, source.n_bytes)
-
-
-@torch.no_grad()
-def fill(model: PreTrainedModel, source: Source, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Give a model on the "meta" device its parameters in a dtype on a device, and evaluation mode; tied parameters stay tied.
-
-    At most one tensor in `dtype`, and a few million weights in float32, lie in memory beside those that are done.
-    Raises ModelNotFoundError where a file ends too soon, torch.OutOfMemoryError.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for name, empty in list(module._parameters.items()):
-            if empty is None:
-                continue
-            if empty not in made:
-                stored = source[f"{path}.{name}" if path else name]
-                values = torch.empty((stored.n_rows, stored.shape[-1]), dtype=dtype, device=device)
-                for first, end in chunks(stored):
-                    values[first:end] = torch.from_numpy(stored.values(first, end)).to(dtype)
-                made[empty] = nn.Parameter(values.reshape(empty.shape), requires_grad=False)
-            setattr(module, name, made[empty])
-    model.config.dtype = dtype
-    nn.Module.to(model, device)
-    return model.eval().requires_grad_(False)
 
 
 def row_bytes(kind: str, n: int) -> int:

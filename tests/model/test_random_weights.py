@@ -12,7 +12,7 @@ import torch
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
-from ngramspec.model import loading, random_weights
+from ngramspec.model import loading, memory, random_weights
 from ngramspec.model.loading import load_model, load_tokenizer
 
 CONFIG: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_a_shape_that_cannot_be_made(tmp_path: Path, config: Any, error: type[Ex
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "available_memory", lambda device: 10**9)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 10**9)
     monkeypatch.setattr(loading, "fill", lambda *_: pytest.fail("it was made"))
     with pytest.raises(OutOfMemoryError, match=r"random:Llama-3\.1-8B needs 15\.0 GiB"):
         load_model("random:Llama-3.1-8B", dtype=torch.bfloat16)

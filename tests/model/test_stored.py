@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from ngramspec.batch.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from ngramspec.model.loading import load_model, open_model
-from ngramspec.model.stored import KINDS, Computed, InMemory, Quantised, dequantise, fill, interleaved_rows, params_source, row_bytes
+from ngramspec.model.parameters import InMemory, fill, params_source
+from ngramspec.model.stored import KINDS, Computed, Quantised, dequantise, interleaved_rows, row_bytes
 
 
 def save(folder: Path, dtype: torch.dtype = torch.float32, arch: str = "llama", **options: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,98 @@
+"""What a `Stack` is made of, by names: enough to build it from the weights' source alone, without transformers' modules.
+
+The first start makes it from modules that were checked against transformers (`runner`), later ones read it back as JSON. Knows where in a
+model weights are, not what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ngramspec.cpu.matmul import Matrix, Products
+from ngramspec.cpu.packing import pack
+from ngramspec.cpu.stack import LayerWeights, Stack
+from ngramspec.model.stored import Source
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecipe:
+    matrices: list[tuple[str, str | None]]
+    """Parameters of weight and bias, in the order of `LayerWeights.matrices`."""
+    norms: list[str]
+    head_norms: list[str] | None
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    layers: list[LayerRecipe]
+    embedding: str
+    head: tuple[str, str | None]
+    norm: str
+    norm_offset: float
+    """What is added to the weights of norms."""
+    eps: float
+    scale: float
+    n_heads: int
+    n_kv: int
+    head_dim: int
+    frequencies: list[float]
+    """[D / 2] float32: of the rotary embedding's angles."""
+    angle_scale: float
+    """By which cos and sin are multiplied."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Recipe:
+        """Raises TypeError, KeyError or ValueError for what is none."""
+        layers = [LayerRecipe(**{**layer, "matrices": [(w, b) for w, b in layer["matrices"]]}) for layer in found["layers"]]
+        weight, bias = found["head"]
+        return cls(**{**found, "layers": layers, "head": (weight, bias)})
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Per layer (n_kv_heads, head_dim)."""
+        return [(self.n_kv, self.head_dim)] * len(self.layers)
+
+    def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin [n, D] float32 of n positions from the first on."""
+        turns = np.arange(first, first + n, dtype=np.float32)[:, None] * np.array(self.frequencies, np.float32)
+        both = np.concatenate([turns, turns], axis=1)
+        return np.cos(both) * np.float32(self.angle_scale), np.sin(both) * np.float32(self.angle_scale)
+
+    def build(self, source: Source, products: Products, matrix: Callable[[str, str | None], Matrix] | None = None) -> Stack:
+        """Raises ModelNotFoundError where a file has become shorter, MemoryError. `matrix`: what has packed the weights already."""
+        packed: dict[tuple[str, str | None], Matrix] = {}
+
+        def of(weight: str, bias: str | None) -> Matrix:
+            key = (weight, bias)
+            if key not in packed:
+                stored = source[weight]
+                values = source[bias].float32() if bias else None
+                packed[key] = products.matrix(pack(stored.kind, stored.shape, stored.rows, products.arena), values)
+            return packed[key]
+
+        matrix = matrix or of
+
+        def norm(name: str) -> np.ndarray:
+            weights = source[name].float32()
+            return weights + np.float32(self.norm_offset) if self.norm_offset else weights
+
+        layers = [
+            LayerWeights(
+                tuple(matrix(weight, bias) for weight, bias in layer.matrices),  # type: ignore[arg-type]
+                (norm(layer.norms[0]), norm(layer.norms[1])),
+                (norm(layer.head_norms[0]), norm(layer.head_norms[1])) if layer.head_norms else None,
+                layer.window,
+            )
+            for layer in self.layers
+        ]
+        return Stack(
+            products, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm), eps=self.eps,
+            scale=self.scale, n_heads=self.n_heads, head_dim=self.head_dim, angles=self.angles,
+        )  # fmt: skip
