@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import get_num_threads, njit, prange
 
-from ngramspec.batch.numeric import exp, fma
+from ngramspec.batch.numeric import fma
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
 from ngramspec.cpu.formats import WIDTH
-from ngramspec.cpu.simd import CHAINS, STEP, kept, multiply_add, number
+from ngramspec.cpu.simd import CHAINS, LOWEST, STEP, exponentials, kept, multiply_add, number
 
 if TYPE_CHECKING:
     import torch
@@ -31,42 +31,18 @@ if TYPE_CHECKING:
     from ngramspec.cpu.pool import KVPool
 
 _F = np.float32
-_ONE, _ZERO, _LOWEST = _F(1.0), _F(0.0), _F(-3.0e38)
+_ONE, _LOWEST = _F(1.0), _F(LOWEST)
 
 
 @njit(cache=True, nogil=True)
-def _softmax(s, start, end, lanes):
+def _softmax(s, start, end):
     """s[start:end] to exp(s - max), in place; returns their sum. Sixteen lanes, tied to absolute positions."""
-    first = start & ~15
-    s = s[first : (end + 15) & ~15]
-    start, end, n_keys = start - first, end - first, s.shape[0]
-    for j in range(start):
+    first, last = start & ~15, (end + 15) & ~15
+    for j in range(first, start):
         s[j] = _LOWEST
-    for j in range(end, n_keys):
+    for j in range(end, last):
         s[j] = _LOWEST
-    for i in range(16):
-        lanes[i] = _LOWEST
-    for j in range(0, n_keys, 16):
-        for i in range(16):
-            lanes[i] = max(lanes[i], s[j + i])
-    top = lanes[0]
-    for i in range(1, 16):
-        top = max(top, lanes[i])
-    for j in range(n_keys):
-        s[j] = exp(s[j] - top)
-    for j in range(start):
-        s[j] = _ZERO
-    for j in range(end, n_keys):
-        s[j] = _ZERO
-    for i in range(16):
-        lanes[i] = _ZERO
-    for j in range(0, n_keys, 16):
-        for i in range(16):
-            lanes[i] += s[j + i]
-    total = _ZERO
-    for i in range(16):
-        total += lanes[i]
-    return total
+    return exponentials(s[first:last], last - first)
 
 
 def _up_to(panels, rows, step, onto):
@@ -162,22 +138,31 @@ PARALLEL = 1 << 14
 
 
 @njit(cache=True, nogil=True)
-def n_splits(n_items, n_kv, group, n_threads):
-    """Into how many parts a group of query heads is taken apart, so that with few items every thread has work."""
-    return group if n_items * n_kv < 2 * n_threads else 1
+def n_splits(n_items, n_rows, n_kv, group, n_threads):
+    """(rows, heads): into how many parts an item's rows and a group of query heads are taken apart, so that every thread has work."""
+    wanted = (2 * n_threads + n_items * n_kv - 1) // max(1, n_items * n_kv)
+    by_rows = min(wanted, (n_rows + n_items - 1) // max(1, n_items))
+    return by_rows, group if by_rows < wanted else 1
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def attend_piece(work, split, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap):
-    """Piece `work` of a layer's attention, of items · n_kv · split: an item's rows by some query heads of a key head. See `_attend`."""
+def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap):
+    """Piece `work` of a layer's attention, of items · n_kv · rows · heads of `n_splits`: some rows of an item by some heads of a group.
+
+    See `_attend`.
+    """
     n_dim, n_kv = q.shape[2], keys.shape[1]
     group = q.shape[1] // n_kv
-    part, per_item = group // split, n_kv * split
+    part, per_item = group // by_heads, n_kv * by_rows * by_heads
     flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
     item = work // per_item
-    h = (work % per_item) // split
-    head0 = h * group + (work % split) * part
-    row0, row1 = np.int64(items[item, 0]), np.int64(items[item, 1])
+    h = (work % per_item) // (by_rows * by_heads)
+    head0 = h * group + (work % by_heads) * part
+    some = work // by_heads % by_rows
+    first, n_rows = np.int64(items[item, 0]), np.int64(items[item, 1]) - np.int64(items[item, 0])
+    row0, row1 = first + n_rows * some // by_rows, first + n_rows * (some + 1) // by_rows
+    if row0 == row1:
+        return
     table = tables[item]
     top_slot, earliest, latest, shared = np.int64(0), np.int64(positions[row0]), np.int64(0), np.int64(positions[row0]) + 1
     for r in range(row0, row1):
@@ -198,7 +183,6 @@ def attend_piece(work, split, q, keys, values, out, items, tables, positions, ba
     for t in range(tile0, n_tiles):
         _score_tile(queries, n_heads, n_dim, flat_keys, (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, s, t * BLOCK, width)
     logical = np.empty(paths.shape[1], np.float32)
-    lanes = np.empty(16, np.float32)
     totals = np.empty(n_heads, np.float32)
     acc = np.zeros(n_heads * n_dim, np.float32)
     for m in range(n_heads):
@@ -212,7 +196,7 @@ def attend_piece(work, split, q, keys, values, out, items, tables, positions, ba
         if softcap > 0:
             for p in range(start, end):
                 scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
-        totals[m] = _softmax(scores, start, end, lanes)
+        totals[m] = _softmax(scores, start, end)
     for t in range(tile0, n_tiles):
         tile, first = (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, t * BLOCK
         common = min(shared - first, BLOCK) if latest <= first else np.int64(0)  # keys that all rows see, in the slots of their positions
@@ -240,9 +224,9 @@ def attend_piece(work, split, q, keys, values, out, items, tables, positions, ba
 def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, n_threads):
     """q [T, H, D] against the pool of one layer, into out [T, H, D]. Keys and values of the rows must be in their slots."""
     n_kv = keys.shape[1]
-    split = n_splits(items.shape[0], n_kv, q.shape[1] // n_kv, n_threads)
-    for i in prange(items.shape[0] * n_kv * split):
-        attend_piece(np.int64(i), split, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap)
+    by_rows, by_heads = n_splits(items.shape[0], q.shape[0], n_kv, q.shape[1] // n_kv, n_threads)
+    for i in prange(items.shape[0] * n_kv * by_rows * by_heads):
+        attend_piece(np.int64(i), by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap)
 
 
 def attend(

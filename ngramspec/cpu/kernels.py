@@ -26,7 +26,7 @@ BYTE, HALF, WORD, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), i
 BYTES, FLOATS, WORDS = ir.VectorType(BYTE, LINE), ir.VectorType(FLOAT, WIDTH), ir.VectorType(WORD, WIDTH)
 ZEROS, NOUGHTS = ir.Constant(FLOATS, [0.0] * WIDTH), ir.Constant(WORDS, [0] * WIDTH)
 
-INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)
 """Numbers of rows that there are functions for; others are put together of these."""
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
 RECORD = 16
@@ -367,72 +367,103 @@ def widened(b: Any, bits: Any) -> Any:
 
 
 def _int8(e: Emitter, fmt: Blocks, n_rows: int, args: Sequence[Any]) -> None:
-    w0, n_panels, panel_bytes, n_blocks, super_at, codes_at, x0, x_step, q0, q_step, bias0, y0, y_step = args
+    n_panels, n_blocks, x0, x_step, q0, q_step = args[1], args[3], args[6], args[7], args[8], args[9]
+    xs, qs = [x0], [q0]
+    for _ in range(n_rows - 1):
+        xs.append(e.b.add(xs[-1], x_step))
+        qs.append(e.b.add(qs[-1], q_step))
+
+    def tile(first: Any, count: int) -> None:
+        panels = [_Panel(e, fmt, e.b.add(first, LONG(k)), args) for k in range(count)]
+        with e.loop(n_blocks, [panel.bias for panel in panels for _ in range(n_rows)]) as (i, carried, ends):
+            totals = [carried[k * n_rows : (k + 1) * n_rows] for k in range(count)]
+            ends += _int8_block(e, fmt, panels, totals, i, xs, qs)
+        for k, panel in enumerate(panels):
+            y = panel.y
+            for total in ends[k * n_rows : (k + 1) * n_rows]:
+                e.store(total, y)
+                y = e.b.add(y, args[12])
+
+    _in_tiles(e, n_panels, 2 if 1 < n_rows <= e.target.chains // 4 else 1, tile)
+
+
+def _in_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], None]) -> None:
+    """All panels, as many at a time as `most`, then one by one."""
+    wide = e.b.udiv(n_panels, LONG(most)) if most > 1 else LONG(0)
+    if most > 1:
+        with e.b.if_then(e.b.icmp_signed(">", wide, LONG(0))), e.loop(wide, []) as (p, _, _):
+            tile(e.b.mul(p, LONG(most)), most)
+    done = e.b.mul(wide, LONG(most))
+    rest = e.b.sub(n_panels, done)
+    with e.b.if_then(e.b.icmp_signed(">", rest, LONG(0))), e.loop(rest, []) as (p, _, _):
+        tile(e.b.add(done, p), 1)
+
+
+class _Panel:
+    """Addresses of one panel."""
+
+    def __init__(self, e: Emitter, fmt: Blocks, p: Any, args: Sequence[Any]) -> None:
+        b = e.b
+        w0, _, panel_bytes, _, super_at, codes_at, _, _, _, _, bias0, y0, _ = args
+        self.scales = b.add(w0, b.mul(p, panel_bytes))
+        self.supers, self.codes = b.add(self.scales, super_at), b.add(self.scales, codes_at)
+        shift = b.mul(p, LONG(4 * WIDTH))
+        self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
+
+
+def _int8_block(e: Emitter, fmt: Blocks, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
+    """Totals [panels][rows] plus block i's products, one list."""
     b = e.b
     bits = 8 if fmt.values else sum(fmt.planes)
-    xs = [x0]
-    qs = [q0]
-    for _ in range(n_rows - 1):
-        xs.append(b.add(xs[-1], x_step))
-        qs.append(b.add(qs[-1], q_step))
     # a signed dot product of codes of 8 bits has taken 128 off them already
     zero = fmt.zero - 128 if e.target.dot == "neon" and bits == 8 else fmt.zero
-    with e.loop(n_panels, []) as (p, _, _):
-        w = b.add(w0, b.mul(p, panel_bytes))
-        shift = b.mul(p, LONG(4 * WIDTH))
-        bias = e.load(b.add(bias0, shift), FLOATS, 4)
-        supers, codes0 = b.add(w, super_at), b.add(w, codes_at)
-        with e.loop(n_blocks, [bias] * n_rows) as (i, totals, ends):
-            scales_at = b.add(w, b.mul(i, LONG(fmt.scale_bytes)))
-            codes_here = b.add(codes0, b.mul(i, LONG(fmt.code_bytes)))
-            for line in range(0, fmt.code_bytes, LINE):
-                e.prefetch(e.at(codes_here, AHEAD + line))
-            code = e.codes(fmt, codes_here)
-            x_shift, q_shift = b.mul(i, LONG(DEPTH)), b.mul(i, LONG(RECORD))
-            n_parts = 2 if fmt.by_16 else 1
-            sums = [[NOUGHTS] * n_parts for _ in range(n_rows)]
-            x_at = [b.add(x, x_shift) for x in xs]
-            q_at = [b.add(q, q_shift) for q in qs]
-            for g in range(8):
-                vector, part = code(g), g // 4 if fmt.by_16 else 0
-                for r in range(n_rows):
-                    four = e.load(e.at(x_at[r], 4 * g), WORD, 4)
-                    sums[r][part] = e.dot(sums[r][part], vector, four, bits)
-            integers: list[Any] | None = None  # of the block's parts
-            offsets: list[Any] | None = None
-            if fmt.half_scales:
-                scale = e.halves(scales_at)
-                offset = e.halves(e.at(scales_at, 2 * WIDTH)) if fmt.offsets else None
-            else:
-                heads = b.add(supers, b.mul(b.lshr(i, LONG(SUPER.bit_length() - 1)), LONG(fmt.super_bytes)))
-                scale = e.halves(heads)
-                offset = b.fneg(e.halves(e.at(heads, 2 * WIDTH))) if fmt.offsets else None
-                integers = [b.sub(e.bytes_as_words(e.at(scales_at, WIDTH * k)), e.words(fmt.scale_zero)) for k in range(n_parts)]
-                if fmt.offsets:
-                    offsets = [e.bytes_as_words(e.at(scales_at, WIDTH * (n_parts + k))) for k in range(n_parts)]
-            for r in range(n_rows):
-                x_scale = e.spread(e.load(q_at[r], FLOAT, 4))
-                whole, first = (e.load(e.at(q_at[r], 4 * k), WORD, 4) for k in (1, 2))
-                of_part = [first, b.sub(whole, first)] if fmt.by_16 else [whole]
-                if zero:
-                    sums[r] = [b.sub(s, e.spread(b.mul(x_sum, WORD(zero % 2**32)))) for s, x_sum in zip(sums[r], of_part, strict=True)]
-                if integers is not None:
-                    products = [b.mul(s, k) for s, k in zip(sums[r], integers, strict=True)]
-                    total = products[0] if n_parts == 1 else b.add(*products)
-                else:
-                    total = sums[r][0]
-                end = e.fma(e.floats(total), b.fmul(scale, x_scale), totals[r])
-                if offsets is not None:
-                    products = [b.mul(k, e.spread(x_sum)) for k, x_sum in zip(offsets, of_part, strict=True)]
-                    total = products[0] if n_parts == 1 else b.add(*products)
-                    end = e.fma(e.floats(total), b.fmul(offset, x_scale), end)
-                elif fmt.offsets:
-                    end = e.fma(offset, e.spread(e.load(e.at(q_at[r], 12), FLOAT, 4)), end)
-                ends.append(end)
-        y = b.add(y0, shift)
-        for total in ends:
-            e.store(total, y)
-            y = b.add(y, y_step)
+    n_rows, n_parts = len(xs), 2 if fmt.by_16 else 1
+    codes = []
+    for panel in panels:
+        here = b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))
+        for line in range(0, fmt.code_bytes, LINE):
+            e.prefetch(e.at(here, AHEAD + line))
+        codes.append(e.codes(fmt, here))
+    x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
+    q_at = [b.add(q, b.mul(i, LONG(RECORD))) for q in qs]
+    sums = [[[NOUGHTS] * n_parts for _ in range(n_rows)] for _ in panels]
+    for g in range(8):
+        vectors, part = [code(g) for code in codes], g // 4 if fmt.by_16 else 0
+        for r in range(n_rows):
+            four = e.load(e.at(x_at[r], 4 * g), WORD, 4)
+            for k, vector in enumerate(vectors):
+                sums[k][r][part] = e.dot(sums[k][r][part], vector, four, bits)
+    ends = []
+    for k, panel in enumerate(panels):
+        scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
+        integers: list[Any] | None = None  # of the block's parts
+        offsets: list[Any] | None = None
+        if fmt.half_scales:
+            scale = e.halves(scales_at)
+            offset = e.halves(e.at(scales_at, 2 * WIDTH)) if fmt.offsets else None
+        else:
+            heads = b.add(panel.supers, b.mul(b.lshr(i, LONG(SUPER.bit_length() - 1)), LONG(fmt.super_bytes)))
+            scale = e.halves(heads)
+            offset = b.fneg(e.halves(e.at(heads, 2 * WIDTH))) if fmt.offsets else None
+            integers = [b.sub(e.bytes_as_words(e.at(scales_at, WIDTH * n)), e.words(fmt.scale_zero)) for n in range(n_parts)]
+            if fmt.offsets:
+                offsets = [e.bytes_as_words(e.at(scales_at, WIDTH * (n_parts + n))) for n in range(n_parts)]
+        for r in range(n_rows):
+            x_scale = e.spread(e.load(q_at[r], FLOAT, 4))
+            whole, first = (e.load(e.at(q_at[r], 4 * n), WORD, 4) for n in (1, 2))
+            of_part, parts = [first, b.sub(whole, first)] if fmt.by_16 else [whole], sums[k][r]
+            if zero:
+                parts = [b.sub(s, e.spread(b.mul(x_sum, WORD(zero % 2**32)))) for s, x_sum in zip(parts, of_part, strict=True)]
+            if integers is not None:
+                parts = [b.mul(s, n) for s, n in zip(parts, integers, strict=True)]
+            end = e.fma(e.floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(scale, x_scale), totals[k][r])
+            if offsets is not None:
+                parts = [b.mul(n, e.spread(x_sum)) for n, x_sum in zip(offsets, of_part, strict=True)]
+                end = e.fma(e.floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(offset, x_scale), end)
+            elif fmt.offsets:
+                end = e.fma(offset, e.spread(e.load(e.at(q_at[r], 12), FLOAT, 4)), end)
+            ends.append(end)
+    return ends
 
 
 def _weights(e: Emitter, fmt: Format, w: Any, super_at: Any, codes_at: Any, i: Any) -> Callable[[int], Any]:
@@ -488,8 +519,6 @@ def _float32(e: Emitter, fmt: Format, n_rows: int, args: Sequence[Any]) -> None:
     xs = [x0]
     for _ in range(n_rows - 1):
         xs.append(b.add(xs[-1], x_step))
-    most = max(1, min(4, e.target.chains // n_rows))
-    wide = b.udiv(n_panels, LONG(most)) if most > 1 else LONG(0)
 
     def panels(first: Any, count: int) -> None:
         ws = [b.add(w0, b.mul(b.add(first, LONG(k)), panel_bytes)) for k in range(count)]
@@ -511,13 +540,7 @@ def _float32(e: Emitter, fmt: Format, n_rows: int, args: Sequence[Any]) -> None:
             for k, shift in enumerate(shifts):
                 e.store(ends[r * count + k], b.add(y, shift))
 
-    if most > 1:
-        with b.if_then(b.icmp_signed(">", wide, LONG(0))), e.loop(wide, []) as (p, _, _):
-            panels(b.mul(p, LONG(most)), most)
-    done = b.mul(wide, LONG(most))
-    rest = b.sub(n_panels, done)
-    with b.if_then(b.icmp_signed(">", rest, LONG(0))), e.loop(rest, []) as (p, _, _):
-        panels(b.add(done, p), 1)
+    _in_tiles(e, n_panels, max(1, min(4, e.target.chains // n_rows)), panels)
 
 
 def _unpack(e: Emitter, fmt: Format, _rows: int, args: Sequence[Any]) -> None:
@@ -563,7 +586,7 @@ def _quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
             e.store(value, e.at(record, 4 * k))
 
 
-def _exp(e: Emitter, x: Any) -> Any:
+def exp(e: Emitter, x: Any) -> Any:
     """As `batch.numeric.exp`, 16 at a time, with the same bits."""
     b = e.b
 
@@ -590,7 +613,7 @@ def _silu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
         shift = b.mul(i, LONG(4 * WIDTH))
         gate, up = (e.load(b.add(start, shift), FLOATS, 4) for start in (gate0, up0))
         one = ir.Constant(FLOATS, [1.0] * WIDTH)
-        share = b.fdiv(gate, b.fadd(one, _exp(e, b.fneg(gate))))
+        share = b.fdiv(gate, b.fadd(one, exp(e, b.fneg(gate))))
         e.store(b.fmul(share, up), b.add(y0, shift))
 
 

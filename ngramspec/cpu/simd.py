@@ -14,13 +14,15 @@ from numba import types
 from numba.extending import intrinsic
 
 from ngramspec.cpu.formats import WIDTH
-from ngramspec.cpu.kernels import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, host_target, widened
+from ngramspec.cpu.kernels import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, exp, host_target, widened
 
 STEP = 8
 """Inputs in one turn of the loop."""
 HOST = host_target()
 CHAINS = HOST.chains
 """Panels times rows whose sums, with the weights, fit into registers."""
+LOWEST = -3.0e38
+"""A score that counts for nothing."""
 _MOST = 65504.0
 """The largest float16."""
 
@@ -66,6 +68,37 @@ def number(typing_context, array, i):
         return builder.fpext(builder.bitcast(value, ir.HalfType()), FLOAT) if HOST.halves else widened(builder, value)
 
     return types.float32(array, types.int64), codegen
+
+
+@intrinsic
+def exponentials(typing_context, s, n):
+    """s[:n] to exp(s - their largest), in place, 0 where they are LOWEST; returns the sum, in 16 lanes. n is a multiple of 16, not 0."""
+
+    def codegen(context, builder, signature, args):
+        e = Emitter(builder, HOST)
+        start = builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, LONG)
+        turns = builder.sdiv(args[1], LONG(WIDTH))
+        lowest = ir.Constant(FLOATS, [LOWEST] * WIDTH)
+        with e.loop(turns, [lowest]) as (i, (most,), ends):
+            x = e.load(builder.add(start, builder.mul(i, LONG(4 * WIDTH))), FLOATS, 4)
+            ends.append(builder.select(builder.fcmp_ordered(">", x, most), x, most))
+        top = FLOAT(LOWEST)
+        for lane in range(WIDTH):
+            x = builder.extract_element(ends[0], WORD(lane))
+            top = builder.select(builder.fcmp_ordered(">", x, top), x, top)
+        top = e.spread(top)
+        with e.loop(turns, [ZEROS]) as (i, (total,), ends):
+            at = builder.add(start, builder.mul(i, LONG(4 * WIDTH)))
+            x = e.load(at, FLOATS, 4)
+            y = builder.select(builder.fcmp_ordered("==", x, lowest), ZEROS, exp(e, builder.fsub(x, top)))
+            e.store(y, at)
+            ends.append(builder.fadd(total, y))
+        total = FLOAT(0.0)
+        for lane in range(WIDTH):
+            total = builder.fadd(total, builder.extract_element(ends[0], WORD(lane)))
+        return total
+
+    return types.float32(s, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)

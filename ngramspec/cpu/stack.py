@@ -314,13 +314,15 @@ def _work(threads, state, first, last, embed, weights, pool, batch, work, logits
                 rope_kv_row(qkv[r], cos[at], sin[at], q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
             done(state, part + 2)
         wait(state, part + 2, pieces)
-        split = n_splits(items.shape[0], n_kv, n_heads // n_kv, threads)
-        n_pieces = items.shape[0] * n_kv * split
+        by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
+        n_pieces = items.shape[0] * n_kv * by_rows * by_heads
         while True:
             i = take(state, part + 3, n_pieces)
             if i >= n_pieces:
                 break
-            attend_piece(i, split, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0))
+            attend_piece(
+                i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0)
+            )
             done(state, part + 3)
         wait(state, part + 3, n_pieces)
         if quantise:
