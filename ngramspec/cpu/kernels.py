@@ -34,6 +34,8 @@ RECORD = 16
 float32 scale · sum."""
 AHEAD = 4096
 """Bytes of a panel that are fetched before they are needed."""
+LONG_PANELS = 1 << 15
+"""Bytes of panels that are read side by side, from which on the next ones are too far ahead."""
 N_ARGUMENTS = 13
 """Of a kernel, all int64: weights, panels, bytes of a panel, blocks, where in a panel the super-blocks' scales and the codes begin;
 activations and the bytes between two rows; their records and the bytes between two rows' (int8 alone); biases; results and the bytes
@@ -375,9 +377,12 @@ def _int8(e: Emitter, fmt: Blocks, n_rows: int, args: Sequence[Any]) -> None:
 
     def tile(first: Any, count: int) -> None:
         panels = [_Panel(e, fmt, e.b.add(first, LONG(k)), args) for k in range(count)]
+        # the next panels' same block, or of long panels what is a little further
+        whole = e.b.mul(args[2], LONG(count))
+        ahead = e.b.select(e.b.icmp_signed(">", whole, LONG(LONG_PANELS)), LONG(AHEAD), whole)
         with e.loop(n_blocks, [panel.bias for panel in panels for _ in range(n_rows)]) as (i, carried, ends):
             totals = [carried[k * n_rows : (k + 1) * n_rows] for k in range(count)]
-            ends += _int8_block(e, fmt, panels, totals, i, xs, qs)
+            ends += _int8_block(e, fmt, panels, totals, i, xs, qs, ahead)
         for k, panel in enumerate(panels):
             y = panel.y
             for total in ends[k * n_rows : (k + 1) * n_rows]:
@@ -411,7 +416,9 @@ class _Panel:
         self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
 
 
-def _int8_block(e: Emitter, fmt: Blocks, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
+def _int8_block(
+    e: Emitter, fmt: Blocks, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any], ahead: Any
+) -> list[Any]:
     """Totals [panels][rows] plus block i's products, one list."""
     b = e.b
     bits = 8 if fmt.values else sum(fmt.planes)
@@ -422,7 +429,7 @@ def _int8_block(e: Emitter, fmt: Blocks, panels: list[_Panel], totals: list[list
     for panel in panels:
         here = b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))
         for line in range(0, fmt.code_bytes, LINE):
-            e.prefetch(e.at(here, AHEAD + line))
+            e.prefetch(e.at(b.add(here, ahead), line))
         codes.append(e.codes(fmt, here))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     q_at = [b.add(q, b.mul(i, LONG(RECORD))) for q in qs]

@@ -33,6 +33,8 @@ ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = 
 MATRIX = 9
 CACHED = 1 << 18
 """Bytes of panels that stay in the second cache while rows go by."""
+EACH = 0.25
+"""What a part of the rows costs besides, in measured times of one row."""
 SHARES = 4
 """Pieces of a product for each thread, so that one that is held back leaves work to the others."""
 
@@ -102,10 +104,17 @@ def measured(functions: dict[int, int], fmt: Format, int8: bool, repeat: int = 7
 
 
 def put_together(seconds: dict[int, float]) -> np.ndarray:
-    """[MOST_ROWS + 1]: how many rows to take next where so many are left, so that all together take least. `seconds` by rows."""
+    """[MOST_ROWS + 1]: how many rows to take next where so many are left, so that all together take least. `seconds` by rows.
+
+    Most rows come first: while they are multiplied, the weights come from memory. A part costs more than what was measured with weights in
+    the cache, by a share of what one row takes.
+    """
     least, first = np.zeros(MOST_ROWS + 1), np.zeros(MOST_ROWS + 1, np.int64)
+    again = EACH * seconds[1]
     for n in range(1, MOST_ROWS + 1):
-        least[n], first[n] = min((least[n - rows] + each, rows) for rows, each in seconds.items() if rows <= n)
+        ways = [(round((least[n - rows] + each + again) * 1e12), -rows) for rows, each in seconds.items() if rows <= n]
+        cost, rows = min(ways)
+        least[n], first[n] = cost * 1e-12, -rows
     first[MOST_ROWS] = min(seconds, key=lambda rows: seconds[rows] / rows)  # here and beyond: what takes least a row
     return first
 
