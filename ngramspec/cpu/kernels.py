@@ -36,6 +36,8 @@ AHEAD = 4096
 """Bytes of a panel that are fetched before they are needed."""
 LONG_PANELS = 1 << 15
 """Bytes of panels that are read side by side, from which on the next ones are too far ahead."""
+KEPT = 300
+"""Compiled modules that stay in the folder, the latest; a version needs some tens."""
 N_ARGUMENTS = 13
 """Of a kernel, all int64: weights, panels, bytes of a panel, blocks, where in a panel the super-blocks' scales and the codes begin;
 activations and the bytes between two rows; their records and the bytes between two rows' (int8 alone); biases; results and the bytes
@@ -652,5 +654,7 @@ def _write(path: Path | None, code: bytes) -> None:
         partial = path.with_suffix(f".{threading.get_native_id()}")
         partial.write_bytes(hashlib.sha256(code).digest() + code)
         partial.replace(path)
+        for old in sorted(path.parent.glob("*.o"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
+            old.unlink()
     except OSError:  # it will be compiled again
         pass
