@@ -27,14 +27,16 @@ from ngramspec.cli.options import with_options
 from ngramspec.config import EngineConfig
 
 FLAGS = {
-    "complete": "--file -f --chat --raw --model -m --device --dtype --gpu-memory-utilization --threads --max-model-len --max-tokens "
-    "--min-tokens --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --n --stop "
-    "-s --ignore-eos --no-spec --show-drafts --spec-length --spec-rows --max-order --datastore -d --no-similar --no-recycle --draft-model "
-    "--draft-layers --drafter --alone --acceptance --lenience --prediction --history --logprobs --json --quiet -q",
-    "serve": "--model -m --device --dtype --gpu-memory-utilization --threads --max-model-len --max-seqs --kv-memory --prefix-cache "
-    "--no-prefix-cache --datastore -d --no-spec --spec-length --spec-rows --max-order --history --answers --no-similar --no-recycle "
-    "--draft-model --draft-layers --drafter --alone --acceptance --lenience --share-candidates --host --port --allowed-host --cors-origin "
-    "--api-key --admin-key --api-key-file --max-queue --drain-timeout --send-timeout --receive-timeout --pad-stream --log-format",
+    "complete": "--file -f --chat --raw --model -m --device --dtype --precision --kv-dtype --quantize --gpu-memory-utilization --threads "
+    "--max-model-len --max-tokens --min-tokens --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty "
+    "--frequency-penalty --seed --n --stop -s --ignore-eos --no-spec --show-drafts --spec-length --spec-rows --max-order --datastore -d "
+    "--no-similar --no-recycle --draft-model --draft-layers --drafter --alone --acceptance --lenience --prediction --history --logprobs "
+    "--json --quiet -q",
+    "serve": "--model -m --device --dtype --precision --kv-dtype --quantize --gpu-memory-utilization --threads --max-model-len "
+    "--max-seqs --kv-memory --prefix-cache --no-prefix-cache --datastore -d --no-spec --spec-length --spec-rows --max-order --history "
+    "--answers --no-similar --no-recycle --draft-model --draft-layers --drafter --alone --acceptance --lenience --share-candidates "
+    "--host --port --allowed-host --cors-origin --api-key --admin-key --api-key-file --max-queue --drain-timeout --send-timeout "
+    "--receive-timeout --pad-stream --log-format",
     "beam": "--file -f --model -m --device --threads --width -w --max-tokens --length-penalty --early-stopping --no-spec --json --quiet -q",
 }
 
@@ -85,6 +87,17 @@ def test_the_commands_have_the_same_options_on_drafts(monkeypatch: pytest.Monkey
     assert {"drafters": ["layers:3"], "alone": True, "acceptance": "rejection", "lenience": 0.5}.items() <= opened[0].items()
     assert run(monkeypatch, "complete", "x", "-q") == 2
     assert not {"drafters", "alone", "acceptance", "lenience", "spec_rows", "device"} & opened[1].keys(), "the engine knows its defaults"
+
+
+def test_precision_is_handed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    opened: list[dict[str, Any]] = []
+    monkeypatch.setattr(common, "open_engine", lambda _, **settings: opened.append(settings))
+    run(monkeypatch, "complete", "x", "--precision", "float32", "--kv-dtype", "float16", "--quantize", "q8_0", "-q")
+    assert {"precision": "float32", "kv_dtype": "float16", "quantize": "q8_0"}.items() <= opened[0].items()
+    capsys.readouterr()
+    assert run(monkeypatch, "complete", "x", "--precision", "int4", "-q") == 2
+    assert "--precision" in (told := capsys.readouterr().err)
+    assert "int8" in told
 
 
 @pytest.fixture
