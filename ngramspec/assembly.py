@@ -35,6 +35,8 @@ from ngramspec.text.encoding import Encoding
 if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor for transformers' models
     from transformers import PreTrainedModel
 
+    from ngramspec.model.loading import LoadedModel
+
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
@@ -107,7 +109,7 @@ def bind(
     warmer = threading.Thread(target=warm_up, daemon=True)
     warmer.start()
     kept, found = None, None
-    if isinstance(model, str) and device.device == "cpu":
+    if isinstance(model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
         settings = (device.precision, config.kv_dtype, config.quantize, device.exact, device.threads)
         kept = starts.kept_of(model, settings, cache_dir())
         found = kept.read() if kept else None
@@ -174,8 +176,7 @@ def _first_time(
     """A model by transformers' modules, which are then replaced."""
     import torch
 
-    from ngramspec.model.loading import LoadedModel, OpenModel, eos_token_ids, load_model, open_model
-    from ngramspec.model.parameters import params_source
+    from ngramspec.model.loading import LoadedModel, eos_token_ids, load_model, open_model
 
     torch.set_num_threads(device.threads)
     loaded: LoadedModel
@@ -189,14 +190,20 @@ def _first_time(
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
     about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained)
-    longest = _longest(config, trained)
+    return _runner(loaded, config, device, _longest(config, trained), progress), about
+
+
+def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress) -> Runner:
+    """A model's runner where nothing is known of it yet."""
     if device.device == "cpu":
         from ngramspec.cpu.runner import CpuRunner
+        from ngramspec.model.loading import OpenModel
+        from ngramspec.model.parameters import params_source
 
         source = loaded.source if isinstance(loaded, OpenModel) else params_source(loaded.model)
         plain = not device.exact
         check_memory(needed_bytes(source, plain), "cpu", loaded.name)
-        return CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress)), about
+        return CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress))
     from ngramspec.cuda.runner import CudaRunner  # imports Triton
 
     return CudaRunner(
@@ -210,7 +217,7 @@ def _first_time(
         exact=device.exact,
         graphs=config.graphs,
         progress=progress,
-    ), about
+    )
 
 
 def _max_len(config: EngineConfig, longest: int) -> int:

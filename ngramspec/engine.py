@@ -257,7 +257,7 @@ class Engine:
             [],
             params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
             self._exactness(params, hints.get("speculation", True)),
-            self.runner.precision,
+            precision=self.runner.precision,
         )
         seqs = self._sequences(ids, params, completion, hints)
         completion.choices.extend(seq.choice for seq in seqs)

@@ -21,6 +21,8 @@ BOS, EOS = 298, 299
 
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 """Where a block's float16 factors lie, in kinds that `gguf` cannot make of numbers."""
+_MEANS = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+"""Of codes, where the second factor is that of what is taken off."""
 
 
 def write(
@@ -29,11 +31,12 @@ def write(
     kind: str = "Q8_0",
     *,
     tied: bool = False,
+    std: float = 0.3,
     per_part: int = 0,
     metadata: dict[str, str | int | float] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write a model; its matrices are of the kind, its vectors F32.
+    """Write a model; its matrices are of the kind, its vectors F32. `std`: of weights; at 0.3 attention sees one key, at 0.1 many.
 
     `per_part`: tensors in one file, if there are to be several, named from `path` as llama.cpp does. `metadata`, `extra`: further keys,
     further tensors in F32. Returns the path of the only or first file.
@@ -50,7 +53,7 @@ def write(
         if len(shape) == 1:
             writer.add_tensor(name, vector(name, shape[0]))
         else:
-            writer.add_tensor(name, matrix(name, shape, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(name, matrix(name, shape, kind, std), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -99,19 +102,20 @@ def vector(name: str, n: int) -> np.ndarray:
     return (_random(name).normal(0, 0.1, n) + name.endswith("norm.weight")).astype(np.float32)
 
 
-def matrix(name: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """Random rows in a kind, with a standard deviation of 0.3 at the most, [N, row_bytes] uint8 (F32, F16: numbers)."""
+def matrix(name: str, shape: tuple[int, ...], kind: str, std: float = 0.3) -> np.ndarray:
+    """Random rows in a kind, with this standard deviation at the most, [N, row_bytes] uint8 (F32, F16: numbers)."""
     if kind not in _SCALES:
-        values = _random(name).normal(0, 0.3, shape).astype(np.float32)
+        values = _random(name).normal(0, std, shape).astype(np.float32)
         return np.ascontiguousarray(gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]))
     per_block, n_bytes = KINDS[kind]
     blocks = _random(name).integers(0, 256, (shape[0], shape[1] // per_block, n_bytes), np.uint8)
     for factor in (1.0, None):
         rows = blocks.reshape(shape[0], -1)
         if factor is None:
-            factor = 0.3 / gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]).std()
+            factor = std / gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]).std()
         for at in _SCALES[kind]:
-            scales = _random(f"{name} {at}").uniform(factor / 2, factor, blocks.shape[:2]).astype(np.float16)
+            most = factor * (_MEANS.get(kind, 1) if at == _SCALES[kind][-1] else 1)
+            scales = _random(f"{name} {at}").uniform(most / 2, most, blocks.shape[:2]).astype(np.float16)
             blocks[:, :, at : at + 2] = scales[:, :, None].view(np.uint8)
     return blocks.reshape(shape[0], -1)
 

@@ -130,8 +130,6 @@ class Completion:
     exactness: str
     """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype. "distribution" where drafts were
     accepted by rejection sampling: the text is distributed as without drafts, but is another one. "lenient": it is not even that."""
-    precision: str = ""
-    """In which products with the model's weights were computed: "int8" (activations as 8-bit codes) or a dtype."""
     ttft_s: float = 0.0
     duration_s: float = 0.0
     queued_s: float = 0.0
@@ -140,6 +138,8 @@ class Completion:
     """Tokens of the prompt whose keys and values came from the prefix cache (for the first choice)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One per token of the prompt where `SamplingParams.prompt_logprobs` asked for them; the first token has none."""
+    precision: str = ""
+    """In which products with the model's weights were computed: "int8" (activations as 8-bit codes) or a dtype."""
 
     @property
     def text(self) -> str:

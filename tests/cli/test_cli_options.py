@@ -89,11 +89,9 @@ def test_the_commands_have_the_same_options_on_drafts(monkeypatch: pytest.Monkey
     assert not {"drafters", "alone", "acceptance", "lenience", "spec_rows", "device"} & opened[1].keys(), "the engine knows its defaults"
 
 
-def test_precision_is_handed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    opened: list[dict[str, Any]] = []
-    monkeypatch.setattr(common, "open_engine", lambda _, **settings: opened.append(settings))
-    run(monkeypatch, "complete", "x", "--precision", "float32", "--kv-dtype", "float16", "--quantize", "q8_0", "-q")
-    assert {"precision": "float32", "kv_dtype": "float16", "quantize": "q8_0"}.items() <= opened[0].items()
+def test_precision_is_handed_on(engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "complete", "x", "--precision", "float32", "--kv-dtype", "float16", "--quantize", "q8_0", "-q") == 0
+    assert {"precision": "float32", "kv_dtype": "float16", "quantize": "q8_0"}.items() <= engine.made.items()
     capsys.readouterr()
     assert run(monkeypatch, "complete", "x", "--precision", "int4", "-q") == 2
     assert "--precision" in (told := capsys.readouterr().err)

@@ -83,7 +83,7 @@ def test_int8_products_are_near_the_exact_ones(kind: str, generic: Kernels) -> N
     expected_error = np.sqrt(off**2 @ (values**2).T)
     z = (got - x.astype(np.float64) @ values.T) / expected_error
     assert np.abs(z).max() < 5, "standard deviations; 444 outputs"
-    assert 0.9 < z.std() < 1.1
+    assert 0.7 < z.std() < 1.3, "outputs of one row are not independent"
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def file(folder: Path, kind: str) -> str:
     path = folder / f"{kind}.gguf"
-    return str(path if path.exists() else tiny_gguf.write(path, "qwen3", kind))
+    return str(path if path.exists() else tiny_gguf.write(path, "llama", kind, std=0.15))
 
 
 @pytest.fixture(scope="module", params=["int8", "float32"])

@@ -41,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
 
     def path(family: str, kind: str) -> Path:
         name = folder / f"{family}-{kind}.gguf"
-        return name if name.exists() else tiny_gguf.write(name, family, kind)
+        return name if name.exists() else tiny_gguf.write(name, family, kind, std=0.1)
 
     return path
 

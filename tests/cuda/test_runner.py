@@ -66,9 +66,9 @@ def on_device(device: str) -> Iterator[Engine]:
     """Without a device its kernels run under the interpreter."""
     made = pytest.MonkeyPatch()
 
-    def make_runner(model: Any, config: Any, device: Any, max_model_len: int, progress: Any) -> CudaRunner:
+    def make_runner(loaded: Any, config: Any, device: Any, max_model_len: int, progress: Any) -> CudaRunner:
         return CudaRunner(
-            model,
+            loaded.model,
             max_len=max_model_len + config.spec_rows + 1,
             max_seqs=config.max_seqs,
             max_rows=device.max_rows,

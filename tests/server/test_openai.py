@@ -98,7 +98,7 @@ def test_what_an_answer_says_of_itself(api: openai.OpenAI, engine: Engine, model
     assert made.model == model
     assert made.system_fingerprint is not None
     assert made.system_fingerprint.startswith("ngramspec-")
-    assert made.system_fingerprint.endswith(engine.exactness)
+    assert made.system_fingerprint.endswith(f"{engine.exactness}-{engine.precision}")
     assert made.choices[0].finish_reason == "length"
     assert made.choices[0].logprobs is None
     usage = made.usage
