@@ -32,8 +32,9 @@ from ngramspec.model.reference import kinds_of_layers, reference
 from ngramspec.model.runner import check_supported, kv_shapes
 from ngramspec.model.stored import Source
 
-TOLERANCE, CODED = 2e-3, 0.1
-"""Largest difference from transformers' own logits, over their size, that counts as rounding; and with activations of 8 bits."""
+TOLERANCE, HALVES, CODED = 2e-3, 2e-2, 0.1
+"""Largest difference from transformers' own logits, over their size, that counts as rounding; with keys and values of 16 bits; and with
+activations of 8."""
 ROUNDING = 1e-3
 """Largest difference of the cosine or sine of an angle: one of many turns is rounded when it is multiplied."""
 
@@ -163,7 +164,7 @@ class CpuRunner(StackRunner):
             def error() -> float:
                 return max(self._layer_error(small, i) for i, small in references.items())
 
-        tolerance = CODED if self.precision == "int8" else TOLERANCE
+        tolerance = CODED if self.precision == "int8" else HALVES if self.kv_dtype == "float16" else TOLERANCE
         if self.stack is not None:
             if error() < tolerance:
                 return
