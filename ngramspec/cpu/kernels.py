@@ -561,6 +561,8 @@ def _unpack(e: Emitter, fmt: Format, _rows: int, args: Sequence[Any]) -> None:
             e.store(weights(j), e.at(y, 4 * WIDTH * j))
 
 
+LEAST = 1e-30
+"""Activations that are all smaller than this count as zeros."""
 _ROUND = 12582912.0
 """1.5 · 2^23: a number of at most 22 bits that is added to it loses its fraction, to the nearest, halves to the even one."""
 
@@ -580,7 +582,7 @@ def _quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
             ]
             most = b.select(b.fcmp_ordered(">", *halves), *halves)
         top = b.extract_element(most, WORD(0))
-        some = b.fcmp_ordered(">", top, FLOAT(0.0))
+        some = b.fcmp_ordered(">", top, FLOAT(LEAST))
         inverse = e.spread(b.select(some, b.fdiv(FLOAT(127.0), top), FLOAT(0.0)))
         scale = b.fdiv(top, FLOAT(127.0))
         sums = []

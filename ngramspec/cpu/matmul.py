@@ -55,6 +55,7 @@ class Products:
     def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None) -> None:
         self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
         self.tables = np.zeros((0, TABLE), np.int64)
+        self._made: list[Matrix] = []
         self._lines: dict[tuple[Format, bool], int] = {}
 
     def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
@@ -67,7 +68,15 @@ class Products:
             weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
             whole.ctypes.data, self._line(weight.format, int8), int8,
         )  # fmt: skip
-        return Matrix(weight, whole, np.array(fields, np.int64))
+        self._made.append(Matrix(weight, whole, np.array(fields, np.int64)))
+        return self._made[-1]
+
+    def switch(self, int8: bool) -> None:
+        """Compute with activations of 8 bits from now on, or without. What has copied the fields of matrices is to be made anew."""
+        self.int8 = int8
+        for m in self._made:
+            one = int8 and isinstance(m.weight.format, Blocks)
+            m.fields[LINE_OF], m.fields[INT8] = self._line(m.weight.format, one), one
 
     def _line(self, fmt: Format, int8: bool) -> int:
         if (fmt, int8) not in self._lines:
@@ -184,8 +193,6 @@ class Product:
         self.products, self.matrices = products, tuple(matrices)
         self.n_in, self.sizes = matrices[0].weight.n_in, [m.weight.n_out for m in matrices]
         self.columns = np.concatenate([[0], np.cumsum([m.weight.n_panels * WIDTH for m in matrices])]).astype(np.int64)
-        self._fields = np.stack([m.fields for m in matrices])
-        self._int8 = bool(self._fields[:, INT8].any())
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """[T, K] → [T, C], float32 in C order; the i-th weight's outputs begin at columns[i]."""
@@ -197,10 +204,11 @@ class Product:
             x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
         y = np.empty((n_rows, int(self.columns[-1])), np.float32)
         if n_rows:
-            n_codes = n_rows if self._int8 else 0
+            fields = np.stack([m.fields for m in self.matrices])
+            n_codes = n_rows if fields[:, INT8].any() else 0
             codes, records = np.empty((n_codes, n_in), np.int8), np.empty((n_codes, n_in // DEPTH, 4), np.float32)
-            function = self.products.kernels.quantise() if self._int8 else 0
-            _product(self._fields, self.columns, self.products.tables, function, x, codes, records, y, threads)
+            function = self.products.kernels.quantise() if n_codes else 0
+            _product(fields, self.columns, self.products.tables, function, x, codes, records, y, threads)
         return y
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:

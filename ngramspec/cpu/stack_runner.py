@@ -78,7 +78,9 @@ def is_quantised(source: Source) -> bool:
 def needed_bytes(source: Source, plain: bool) -> int:
     """Bytes of the weights once packed, tied ones counted once. `plain`: as float32."""
     total = 0
-    for stored in {id(stored): stored for stored in source.values()}.values():
+    # one parameter has as many objects as names where it is in memory, or quantised while it is read
+    what = {id(getattr(stored, "tensor", getattr(stored, "stored", stored))): stored for stored in source.values()}
+    for stored in what.values():
         if len(stored.shape) != 2 or plain:
             total += 4 * stored.n_rows * stored.shape[-1]
         else:
