@@ -19,7 +19,7 @@ class Engine:
     """Completes every prompt with the next of `texts`, without and with drafts."""
 
     texts = ("cut in a line", "whole\n", "cut again")
-    name, threads, exactness = "playback", 1, "bitwise"
+    name, threads, exactness, precision = "playback", 1, "bitwise", "int8"
 
     def __init__(self, model: str, **_: Any) -> None:
         self.tokenizer = tiny.byte_tokenizer()

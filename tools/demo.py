@@ -89,7 +89,8 @@ def main() -> int:
         table.add_row("all", *_figures(total, seconds[False], seconds[True]), "yes" if not differing else "NO")
         console.print()
         console.print(table)
-        console.print(f"{engine.name}, float32, {engine.threads} threads; exactness: {engine.exactness}. Coloured tokens were drafted.")
+        settings = f"{engine.precision}, {engine.threads} threads; exactness: {engine.exactness}"
+        console.print(f"{engine.name}, {settings}. Coloured tokens were drafted.")
     return int(differing > 0)
 
 
