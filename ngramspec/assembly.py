@@ -110,7 +110,7 @@ def bind(
     warmer.start()
     kept, found = None, None
     if isinstance(model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
-        settings = (device.precision, config.kv_dtype, config.quantize, device.exact, device.threads)
+        settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
         kept = starts.kept_of(model, settings, cache_dir())
         found = kept.read() if kept else None
     again = _again(found, kept, tokenizer, config, device, progress) if found and kept and not modules else None
@@ -159,7 +159,7 @@ def _again(
         return None
     source = quantised_source(opened.source) if config.quantize == "q8_0" else opened.source
     about = _About(opened.name, opened.tokenizer, opened.eos_token_ids, int(opened.config.get("max_position_embeddings") or 4096))
-    check_memory(needed_bytes(source, not device.exact), "cpu", about.name)
+    check_memory(needed_bytes(source, plain=False), "cpu", about.name)
 
     def make_model() -> PreTrainedModel:
         from ngramspec.model.loading import open_model

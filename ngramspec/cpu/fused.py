@@ -1,4 +1,4 @@
-"""Small operations of a layer on the CPU, each in one call instead of many: norm with residual, rotary embedding, gated activation.
+"""Small operations of a layer on the CPU, each in one call instead of many: norm, gated activation.
 
 Knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces modules of a class only after it has given the same
 result on random input as the first of them (`replace_small_operations`), and whole layers are checked again by the runner. A variant that
@@ -15,56 +15,22 @@ from torch import nn
 from ngramspec.batch.numeric import exp
 from ngramspec.cpu.attention import PARALLEL
 from ngramspec.cpu.linear import PackedLinear, Shared, SharedPart
+from ngramspec.cpu.stack import norm_row
 from ngramspec.model.hf_modules import rms_norm
 
-_F = np.float32
-_ONE, _ZERO = _F(1.0), _F(0.0)
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _rms_row(x, weight, eps, out):
-    n = x.shape[0]
-    lanes = np.zeros(16, np.float32)
-    whole = n & ~15
-    for j in range(0, whole, 16):
-        for i in range(16):
-            lanes[i] += x[j + i] * x[j + i]
-    total = _ZERO
-    for i in range(16):
-        total += lanes[i]
-    for j in range(whole, n):
-        total += x[j] * x[j]
-    scale = _ONE / np.sqrt(total / _F(n) + eps)
-    for j in range(n):
-        out[j] = weight[j] * (x[j] * scale)
+_ONE = np.float32(1.0)
 
 
 @njit(cache=True, nogil=True)
 def _rms_few(x, weight, eps, out):
     for r in range(x.shape[0]):
-        _rms_row(x[r], weight, eps, out[r])
+        norm_row(x[r], weight, eps, out[r])
 
 
 @njit(cache=True, nogil=True, parallel=True)
 def _rms_many(x, weight, eps, out):
     for r in prange(x.shape[0]):
-        _rms_row(x[r], weight, eps, out[r])
-
-
-@njit(cache=True, nogil=True)
-def _add_rms_few(x, delta, weight, eps, out):
-    for r in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            x[r, j] += delta[r, j]
-        _rms_row(x[r], weight, eps, out[r])
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def _add_rms_many(x, delta, weight, eps, out):
-    for r in prange(x.shape[0]):
-        for j in range(x.shape[1]):
-            x[r, j] += delta[r, j]
-        _rms_row(x[r], weight, eps, out[r])
+        norm_row(x[r], weight, eps, out[r])
 
 
 # With Python's own rules of division, each quotient is tested for a zero divisor, and nothing is vectorised.
@@ -104,13 +70,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy())).view(x.shape)
-
-    def add(self, x: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """x [T, N] += delta, in place; the norm of the sum."""
-        out = np.empty_like(x)
-        run = _add_rms_many if x.size >= PARALLEL else _add_rms_few
-        run(x, delta, self.weight, self.eps, out)
-        return out
 
 
 class GatedMLP(nn.Module):

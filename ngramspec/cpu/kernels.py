@@ -96,10 +96,7 @@ class Code:
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         self.target, self._folder = target, folder
-        machine = binding.Target.from_default_triple().create_target_machine(
-            cpu=target.cpu, features=target.features, opt=3, jit=True, codemodel="jitdefault"
-        )
-        self._machine = machine
+        self._machine = self._new_machine()
         self._engines: list[Any] = []  # they own the code
 
     def compile(self, name: str, source: Callable[[], str]) -> Callable[[str], int]:

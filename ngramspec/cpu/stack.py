@@ -154,7 +154,7 @@ def _whole(n: int) -> int:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _norm(x, weight, eps, out):
+def norm_row(x, weight, eps, out):
     """out = x / sqrt(mean(x²) + eps) · weight; the sum in 16 lanes."""
     n = x.shape[0]
     lanes = np.zeros(16, np.float32)
@@ -185,7 +185,7 @@ def _normed_row(x, delta, add, weight, eps, normed, function, codes, records):
     if add:
         for j in range(x.shape[0]):
             x[j] += delta[j]
-    _norm(x, weight, eps, normed[: x.shape[0]])
+    norm_row(x, weight, eps, normed[: x.shape[0]])
     _quantised(function, normed, codes, records)
 
 
@@ -306,10 +306,10 @@ def _work(threads, state, first, last, embed, weights, pool, batch, work, logits
                 if head_norms.shape[0]:
                     for h in range(n_heads):
                         head = qkv[r, h * head_dim : (h + 1) * head_dim]
-                        _norm(head, head_norms[2 * layer], eps, head)
+                        norm_row(head, head_norms[2 * layer], eps, head)
                     for h in range(n_kv):
                         head = qkv[r, three[1] + h * head_dim : three[1] + (h + 1) * head_dim]
-                        _norm(head, head_norms[2 * layer + 1], eps, head)
+                        norm_row(head, head_norms[2 * layer + 1], eps, head)
                 at = positions[r]
                 rope_kv_row(qkv[r], cos[at], sin[at], q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
             done(state, part + 2)
@@ -360,10 +360,10 @@ def _work(threads, state, first, last, embed, weights, pool, batch, work, logits
         for j in range(hidden):
             row[j] = x[r, j] + delta[r, j]
         if i < n_wanted:
-            _norm(row, weight, eps, normed[i, :hidden])
+            norm_row(row, weight, eps, normed[i, :hidden])
             _quantised(quantise, normed[i], codes_wide[i], records_wide[i])
         else:
-            _norm(row, weight, eps, states[r])
+            norm_row(row, weight, eps, states[r])
         done(state, part)
     wait(state, part, n_wanted + n_kept)
     if n_wanted:
