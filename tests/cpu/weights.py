@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from ngramspec.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, Blocks, Plain
-from ngramspec.cpu.kernels import N_ARGUMENTS
+from ngramspec.cpu.kernels import LEAST, N_ARGUMENTS
 from ngramspec.cpu.packing import Arena, PackedWeight, pack
 from ngramspec.cpu.threads import call
 from ngramspec.model.stored import KINDS, dequantise
@@ -121,7 +121,7 @@ def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes [T, B, 32] int64 and scales [T, B] float32 of rows x [T, K]."""
     blocks = x.reshape(len(x), -1, DEPTH)
     top = np.abs(blocks).max(-1)
-    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > np.float32(LEAST))
     return np.rint(blocks * inverse[:, :, None]).astype(np.int64), top / np.float32(127)
 
 
