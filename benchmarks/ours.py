@@ -18,7 +18,7 @@ from numba import njit
 
 from benchmarks.peers import PeerAbsentError, Run
 from ngramspec import Engine, SamplingParams, Stats
-from ngramspec.batch.cost import CostModel
+from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.pack import Span
 from ngramspec.batch.types import DraftTree
 from ngramspec.drafting.ngram import LADDER, REACH
@@ -29,27 +29,36 @@ from ngramspec.model.runner import Runner
 
 
 class FixedCost(CostModel):
-    """A cost that is given, whatever a pass takes."""
+    """A cost that is given, whatever a step takes."""
 
     def __init__(self, slope: float, max_rows: int) -> None:
         super().__init__([1, max_rows], [1.0, 1.0 + slope * (max_rows - 1)], max_rows)
 
-    def observe(self, rows: int, ms: float) -> None:
+    def observe(self, load: Load, ms: float) -> None:
         pass
 
 
 class CountedCost(CostModel):
-    """A cost that also adds up what passes without a part of a prompt take at set prices, the same whatever disturbs them."""
+    """A cost that also adds up what steps without a part of a prompt take at set prices, the same whatever disturbs them."""
 
     def __init__(self, cost: CostModel, prices: np.ndarray) -> None:
         """`prices` [R+1] float64, of a pass with T rows at index T."""
         self.cost, self.prices, self.paid = cost, prices, 0.0
-        self.table, self.max_rows = cost.table, cost.max_rows
+        self.counts, self.max_rows = cost.counts, cost.max_rows
 
-    def observe(self, rows: int, ms: float) -> None:
-        self.paid += float(self.prices[rows])
-        self.cost.observe(rows, ms)
-        self.table = self.cost.table
+    @property
+    def table(self) -> np.ndarray:
+        return self.cost.table
+
+    def curve(self, load: Load) -> np.ndarray:
+        return self.cost.curve(load)
+
+    def predict(self, load: Load) -> float:
+        return self.cost.predict(load)
+
+    def observe(self, load: Load, ms: float) -> None:
+        self.paid += float(self.prices[load.rows])
+        self.cost.observe(load, ms)
 
 
 class Ours:
@@ -137,7 +146,9 @@ class FixedLength(Proposer):
         super().begin(slot, tokens, **more)
         self.texts[slot] = tokens.astype(np.int32)
 
-    def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
+    def propose(
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+    ) -> list[DraftTree]:
         trees = []
         for slot, depth in zip(slots.tolist(), max_depth.tolist(), strict=True):
             tokens = chain(self.texts[slot][-self.history :], max(min(self.length, depth, max_nodes), 0))

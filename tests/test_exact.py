@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 
-from ngramspec.batch.cost import CostModel
+from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.pack import Span
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import DraftTree
@@ -104,7 +104,7 @@ class FreeRows(CostModel):
     def __init__(self) -> None:
         super().__init__([1, 2], [1.0, 1.0], max_rows=512)
 
-    def observe(self, rows: int, ms: float) -> None:
+    def observe(self, load: Load, ms: float) -> None:
         pass
 
 

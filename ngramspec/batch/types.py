@@ -217,3 +217,7 @@ class EngineStatus:
     """Sequences that gave their blocks back to older ones."""
     passes: int
     """Passes of the model."""
+    speculation_gain: float = 1.0
+    """How many times faster than without drafts the engine was in its last seconds, by its own account."""
+    price_bar: float = 1.0
+    """By how much the chance of a draft node must exceed the price of its time: more than 1 while drafts did not pay."""

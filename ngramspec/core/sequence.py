@@ -42,6 +42,8 @@ class Sequence:
     tree: DraftTree | None = None
     drafting_paused = False
     """No draft in this pass: the text is not to be foreseen, and looking costs time."""
+    rest = last_rest = 0
+    """Passes for which none will be looked for, and for how many none was the last time."""
 
     def __init__(
         self,

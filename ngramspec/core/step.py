@@ -16,12 +16,15 @@ from ngramspec.core.acceptance import Acceptance, Walk
 from ngramspec.core.observers import Accepted, observers
 from ngramspec.core.scheduler import ScheduledRows, Scheduler
 from ngramspec.core.sequence import Sequence
+from ngramspec.core.timing import Timing
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
 from ngramspec.drafting.base import Speculator, Text
 from ngramspec.model.runner import Output, Runner
 
 _NOTHING = np.empty(0, np.int32)
+LONGEST_REST = 7
+"""Passes in a row for which no draft of a sequence is looked for."""
 
 
 class Core:
@@ -34,11 +37,21 @@ class Core:
         acceptance: Acceptance | None = None,
     ) -> None:
         """`on_error` is told of a sequence that failed alone; the others go on."""
-        self.runner, self.cost, self.on_error = runner, cost, on_error
+        self.runner, self.timing, self.on_error = runner, Timing(cost), on_error
         self.acceptance = acceptance or Walk()
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
         self.n_passes = 0
+        self._n_looked = 0  # sequences that a draft was looked for in this step
+        self._speculates = False
         self.use(speculator)
+
+    @property
+    def cost(self) -> CostModel:
+        return self.timing.cost
+
+    @cost.setter
+    def cost(self, cost: CostModel) -> None:
+        self.timing = Timing(cost)
 
     def use(self, speculator: Speculator) -> None:
         """Draft with this one. Not while sequences run.
@@ -71,6 +84,7 @@ class Core:
 
         `meanwhile` is called while the pass is under way, or where there is none.
         """
+        self.timing.start()
         rows = self._schedule()
         if not rows:
             meanwhile()
@@ -79,7 +93,11 @@ class Core:
         batch = self._pack(rows)
         output = self._forward(batch, meanwhile)
         accepted = self._accept(rows, batch, output)
-        return self._commit(accepted, output)
+        changed = self._commit(accepted, output)
+        self.timing.made(sum(len(each.tokens) for each in accepted))
+        if not self.scheduler.has_work:
+            self.timing.finish()
+        return changed
 
     def _schedule(self) -> list[ScheduledRows]:
         """The rows of this step; the speculator hears of who comes and who gave way."""
@@ -108,21 +126,39 @@ class Core:
         """Give every sequence that samples in this pass its tree, and room for the tree's keys and values."""
         for each in rows:
             each.seq.tree = None
-        seqs = [each.seq for each in rows if each.samples and each.seq.max_depth > 0]
+        sampling = [each.seq for each in rows if each.samples]
+        seqs = [seq for seq in sampling if seq.max_depth > 0]
+        self._n_looked, self._speculates = 0, bool(seqs)
         if not seqs:
             return
+        plain = self.timing.wants_plain()
         for seq in seqs:
-            seq.drafting_paused = not seq.drafting_paused and self.speculator.is_unpredictable(seq.slot)
-        slots = np.array([seq.slot for seq in seqs], np.int32)
+            seq.drafting_paused = plain or self._rests(seq)
         depths = np.array([0 if seq.drafting_paused else seq.max_depth for seq in seqs], np.int32)
+        self._n_looked = int(np.count_nonzero(depths))
+        if not self._n_looked:
+            return
+        slots = np.array([seq.slot for seq in seqs], np.int32)
         base = sum(each.n_rows for each in rows)
-        trees = self.speculator.propose(slots, depths, self.cost.table, base, self.cost.max_rows - base)
+        plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_looked)
+        trees = self.speculator.propose(slots, depths, plan.cost_ms, base, self.timing.cost.max_rows - base, plan.price)
         pool = self.runner.pool
         for seq, tree in zip(seqs, trees, strict=True):
             n = len(tree)
             while n and not pool.reserve(seq.slot, seq.n_tokens + n):  # a full pool: fewer guesses
                 n //= 2
             seq.tree = tree.first(n) if n else None
+
+    def _rests(self, seq: Sequence) -> bool:
+        """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
+        if seq.rest > 0:
+            seq.rest -= 1
+            return True
+        if not self.speculator.is_unpredictable(seq.slot):
+            seq.last_rest = 0
+            return False
+        seq.rest = seq.last_rest = min(2 * seq.last_rest + 1, LONGEST_REST)
+        return False
 
     def _pack(self, rows: list[ScheduledRows]) -> Batch:
         return pack([self._span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
@@ -134,13 +170,22 @@ class Core:
         return Span(seq.slot, seq.tokens[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, rows.samples)
 
     def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
-        """The pass. What it took, by the device's own clock, is told to the cost model where no prompt was among its rows."""
+        """The pass."""
+        n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
+        sampling = [span for span in batch.spans if span.samples]
+        self.timing.carries(
+            n_rows,
+            nodes=n_rows - known,
+            n_seqs=len(sampling),
+            keys=sum(span.start + len(span.tokens) for span in batch.spans),
+            looked=self._n_looked,
+            has_prompt=known > len(batch.spans),
+            speculates=self._speculates,
+        )
         output = self.runner.forward(batch)
         self.n_passes += 1
         meanwhile()
-        ms = output.wait()
-        if all(len(span.tokens) == 1 for span in batch.spans):
-            self.cost.observe(len(batch.input_ids), ms)
+        output.wait()
         return output
 
     def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output) -> list[Accepted]:

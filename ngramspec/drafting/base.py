@@ -108,11 +108,14 @@ class Speculator:
         """Whether next to nothing of a sequence's latest tokens was foreseen, so that it need not be looked at in every pass."""
         return False
 
-    def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
+    def propose(
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+    ) -> list[DraftTree]:
         """One tree per slot (possibly empty), together at most `max_nodes` nodes.
 
         slots [B] int32; max_depth [B] int32, deepest useful node (0: no draft); cost_ms [R+1] float64, time of a pass with T rows at
-        index T; base_rows, the rows that the pass carries without drafts.
+        index T; base_rows, the rows that the pass carries without drafts; price, what a millisecond is worth in tokens (0: what the pass
+        itself makes in it).
         """
         return [NO_TREE] * len(slots)
 

@@ -1,9 +1,10 @@
-"""How many draft nodes a pass should carry: those that make most tokens per second. Knows probabilities and times; no tokens, no trees.
+"""How many draft nodes a pass should carry: those that pay for their time. Knows probabilities, times and a price; no tokens, no trees.
 
 The batch makes `expected` tokens in `cost` milliseconds. Nodes come in order of falling probability p, each adds p tokens and a row.
-The best number of nodes is the prefix with the most tokens per second. While cost is convex that is where p / (cost(T+1) - cost(T))
-falls to expected / cost(T); real costs have steps and plateaus, so the search goes on as long as the lower convex hull of the
-cost allows any later prefix to be better, and the tree is cut back to the best prefix seen.
+At a price of so many tokens per millisecond the best number of nodes is the prefix with the most tokens left after paying for its time;
+without one, the price is what the pass itself makes at its best: the prefix with the most tokens per second. While cost is convex that is
+where p falls to price * (cost(T+1) - cost(T)); real costs have steps and plateaus, so the search goes on as long as the lower convex
+hull of the cost allows any later prefix to be better, and the tree is cut back to the best prefix seen.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def lower_hull(costs):
 
 
 @njit(cache=True, nogil=True)
-def worth(p, expected_tokens, taken, rate, hull, reach):
-    """Could a longer prefix, whose nodes have at most probability p, make more than `rate` tokens per ms? -> (answer, reach).
+def worth(p, expected, taken, price, best, hull, reach):
+    """Could a longer prefix, whose nodes have at most probability p, leave more than `best` tokens after paying? -> (answer, reach).
 
-    `reach` is the row count that gains most at p; start it at len(hull) - 1 and hand it back: it only falls as p falls and rate rises.
+    `reach` is the row count that gains most at p; start it at len(hull) - 1 and hand it back: it only falls as p falls and the price rises.
     """
     if taken + 1 >= len(hull):
         return False, reach
-    while reach > taken + 1 and rate * (hull[reach] - hull[reach - 1]) >= p:
+    while reach > taken + 1 and price * (hull[reach] - hull[reach - 1]) >= p:
         reach -= 1
     reach = max(reach, taken + 1)
-    return expected_tokens + (reach - taken) * p > rate * hull[reach] * (1.0 + 1e-9), reach
+    return expected + (reach - taken) * p - price * hull[reach] > best + 1e-9 * expected, reach

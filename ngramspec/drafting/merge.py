@@ -273,6 +273,7 @@ def grow(
     cost_ms,
     base_rows,
     max_nodes,
+    price,
     spec_length,
     nodes,
     weights,
@@ -285,7 +286,7 @@ def grow(
 ):
     """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
 
-    Tree b is start[b] .. start[b + 1]; parents count from its own first node.
+    Tree b is start[b] .. start[b + 1]; parents count from its own first node. `price`: tokens per millisecond, 0: what the pass makes.
     """
     nodes, weights, work = _lend(nodes, weights, work)
     states, output_caches, contexts, sources = lent(states), lent(output_caches), lent(contexts), lent(sources)
@@ -299,7 +300,8 @@ def grow(
     costs = pass_costs(cost_ms, base_rows, limit)
     hull = lower_hull(costs)
     expected, taken, kept, reach = float(B), 0, 0, limit
-    rate = expected / costs[0]
+    rate = price if price > 0.0 else expected / costs[0]
+    best = expected - rate * costs[0]
     keys, refs, size = np.empty((limit + B) * WIDTH), np.empty((limit + B) * WIDTH, np.int64), 0
     batch_of = np.empty(len(states), np.int64)
     drafted = np.zeros(B, np.int64)
@@ -327,7 +329,7 @@ def grow(
         size = _offer(nodes, first, guard, slot, keys, refs, size)
     while size and taken < limit:
         p, ref = keys[0], refs[0]
-        ok, reach = worth(p, expected, taken, rate, hull, reach)
+        ok, reach = worth(p, expected, taken, rate, best, hull, reach)
         if not ok:
             break
         size -= 1
@@ -342,8 +344,12 @@ def grow(
         owner[taken] = b
         taken += 1
         expected += p
-        if expected > rate * costs[taken]:
-            rate, kept = expected / costs[taken], taken
+        if expected - rate * costs[taken] > best:
+            kept = taken
+            if price > 0.0:
+                best = expected - rate * costs[taken]
+            else:
+                rate, best = expected / costs[taken], 0.0
         r, token = first + drafted[b], nodes.cand_token[ref]
         nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
         nodes.source[r] = _source(state, arrays(state, contexts), nodes, above, j, n_drafters, weights, sources)
@@ -355,7 +361,7 @@ def grow(
                     nodes.external[r, d] = i - external.start[tree]
                     break
         nodes.n[r] = -1
-        ok, reach = worth(p, expected, taken, rate, hull, reach)
+        ok, reach = worth(p, expected, taken, rate, best, hull, reach)
         if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (guard.n[slot] and _guarded(guard, slot, token)):
             continue
         seq, cached_state = arrays(state, contexts), output_caches[state[OUTPUT_CACHE_ROW]]

@@ -205,8 +205,10 @@ class Proposer(Speculator):
         for d in self._readers if text is not None else ():
             self._ask(d, "attach", slot, text)
 
-    def propose(self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int) -> list[DraftTree]:
-        """The nodes that make most tokens per second."""
+    def propose(
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+    ) -> list[DraftTree]:
+        """The nodes that pay for their time."""
         slots = np.ascontiguousarray(slots, np.int32)
         stored = self.datastore.propose(slots) if self.datastore is not None else None
         external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
@@ -219,6 +221,7 @@ class Proposer(Speculator):
             np.ascontiguousarray(cost_ms, np.float64),
             base_rows,
             max_nodes,
+            float(price),
             self.spec_length,
             self._nodes,
             self.weights,

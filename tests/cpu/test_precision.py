@@ -12,7 +12,7 @@ import tiny_gguf
 from fastapi.testclient import TestClient
 
 from ngramspec import Engine, SamplingParams
-from ngramspec.batch.cost import CostModel
+from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.cpu.runner import CpuRunner
 from ngramspec.cpu.stack_runner import StackRunner
@@ -29,7 +29,7 @@ class FreeRows(CostModel):
     def __init__(self) -> None:
         super().__init__([1, 2], [1.0, 1.0], max_rows=512)
 
-    def observe(self, rows: int, ms: float) -> None:
+    def observe(self, load: Load, ms: float) -> None:
         pass
 
 

@@ -12,7 +12,7 @@ import torch
 from tiny_heads import HIDDEN, eagle_tensors, medusa_tensors, write_eagle, write_medusa
 from transformers import PreTrainedModel
 
-from ngramspec.batch.cost import CostModel
+from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.params import SamplingParams
 from ngramspec.drafters.lookahead import Lookahead
 from ngramspec.drafters.names import NAMES, make_drafter
@@ -33,7 +33,7 @@ class FreeRows(CostModel):
     def __init__(self) -> None:
         super().__init__([1, 2], [1.0, 1.0], max_rows=512)
 
-    def observe(self, rows: int, ms: float) -> None:
+    def observe(self, load: Load, ms: float) -> None:
         pass
 
 

@@ -1,0 +1,89 @@
+"""What steps cost and bring: asks the cost model and the price before a pass, and tells both what came of it when the step is over.
+
+A step ends where the next begins, so that all of the host's work is in its time; one that is followed by idleness ends by itself. Knows the
+clock, and of a step what it carries; no tokens, no drafts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ngramspec.batch.cost import CostModel, Load
+from ngramspec.drafting.price import Foretold, Price
+
+LOOK = 128
+"""Where drafts have displaced plain passes for so many passes, one is plain to see what it takes: the price is made of that. And where none
+had drafts, because their rows are believed to be dear, one buys them at half the price to see whether that is so. At first earlier."""
+
+
+class Plan(NamedTuple):
+    """What a pass may spend on drafts."""
+
+    cost_ms: np.ndarray
+    """[R + 1] float64: milliseconds of the step with T rows at index T."""
+    price: float
+    """Tokens per millisecond."""
+
+
+class Timing:
+    def __init__(self, cost: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock`: seconds."""
+        self.cost, self.price, self._clock = cost, Price(), clock
+        self._started: float | None = None
+        self._load = self._base = Load(0)
+        self._has_prompt = self._speculates = False
+        self._made = self._nodes = 0
+        self._since_plain, self._patience = 0, 8
+        self._since_drafts, self._boldness = 0, 8
+
+    def start(self) -> None:
+        """A step begins."""
+        self.finish()
+        self._started, self._load = self._clock(), Load(0)
+
+    def plan(self, rows: int, n_seqs: int, keys: int, looked: int) -> Plan:
+        """A draft is to be looked for, for `looked` of `n_seqs` sequences with `keys` tokens, in a pass with so many rows as yet."""
+        load = Load(rows, n_seqs, keys, looked)
+        price = self.price.of(n_seqs, self.cost.predict(Load(n_seqs, n_seqs, keys)))
+        if self._since_drafts >= self._boldness:
+            self._boldness = min(2 * self._boldness, LOOK)
+            self._since_drafts, price = 0, price / 2
+        return Plan(self.cost.curve(load), price)
+
+    def wants_plain(self) -> bool:
+        """Whether this pass had better have no drafts, to see what it takes."""
+        if self._since_plain < self._patience:
+            return False
+        self._patience = min(2 * self._patience, LOOK)
+        return True
+
+    def carries(self, rows: int, *, nodes: int, n_seqs: int, keys: int, looked: int, has_prompt: bool, speculates: bool) -> None:
+        """The step's pass, as it is computed: `nodes` of its rows are drafts, and `n_seqs` sequences get tokens. `speculates`: for any of
+        them drafts may be made."""
+        self._load, self._base = Load(rows, n_seqs, keys, looked), Load(rows - nodes, n_seqs, keys)
+        self._nodes, self._has_prompt, self._speculates, self._made = nodes, has_prompt, speculates, 0
+        self._since_plain = 0 if nodes == 0 and not has_prompt else self._since_plain + 1
+        self._since_drafts = 0 if nodes else self._since_drafts + 1
+
+    def made(self, n_tokens: int) -> None:
+        """The step has made so many tokens."""
+        self._made += n_tokens
+
+    def finish(self) -> None:
+        """The step is over."""
+        if self._started is None:
+            return
+        ms = (self._clock() - self._started) * 1e3
+        self._started, load = None, self._load
+        if load.rows == 0 or load.n_seqs == 0:
+            return
+        if self._speculates:
+            plain = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
+            foretold = Foretold(self.cost.predict(load), self.cost.predict(self._base), plain, self._nodes)
+            self.price.took(load.n_seqs, self._made, ms, foretold, has_prompt=self._has_prompt)
+        if not self._has_prompt:
+            self.cost.observe(load, ms)
