@@ -102,6 +102,8 @@ class BlockTables:
 
     def reserve(self, slot: int, n_slots: int) -> bool:
         """Make slots 0..n_slots-1 writable; False, with nothing changed, where the pool has too few blocks left."""
+        if n_slots <= BLOCK * self.n_blocks_of[slot]:
+            return True
         wanted = self.blocks_for(n_slots)
         assert wanted <= self.max_blocks, (n_slots, self.max_blocks)
         held = int(self.n_blocks_of[slot])
@@ -111,7 +113,7 @@ class BlockTables:
             block = self.free.pop() if self.free else self.evict()
             self.ref_counts[block] = 1
             self.tables[slot, i] = block
-        self.n_blocks_of[slot] = max(held, wanted)
+        self.n_blocks_of[slot] = wanted
         return True
 
     def evict(self) -> int:
@@ -145,7 +147,8 @@ class BlockTables:
         """Let go of the whole blocks beyond `length` slots; a partly used block stays."""
         keep = self.blocks_for(length)
         assert keep >= self.registered[slot], "a registered block is not rolled back"
-        self._keep(slot, keep)
+        if keep < self.n_blocks_of[slot]:
+            self._keep(slot, keep)
 
     def release(self, slot: int) -> None:
         """Let go of all blocks; those with hashes are kept for later, the last of them the shortest time."""
@@ -155,7 +158,7 @@ class BlockTables:
     def _keep(self, slot: int, n: int) -> None:
         for i in range(int(self.n_blocks_of[slot]) - 1, n - 1, -1):  # a block is given up before the ones that it continues
             self._drop(int(self.tables[slot, i]))
-        self.n_blocks_of[slot] = min(int(self.n_blocks_of[slot]), n)
+        self.n_blocks_of[slot] = n
 
     def _drop(self, block: int) -> None:
         self.ref_counts[block] -= 1

@@ -184,7 +184,8 @@ def _features(counts, rows, x):
 
 @njit(cache=True, nogil=True)
 def _update(counts, state, cov, doubt, streak, rows, others, looked, thousands, ms):
-    """One step of the filter, in place. `doubt` [n, n]: what comes back of uncertainty, as shares of times; `streak` [1] counts surprises of one sign."""
+    """One step of the filter, in place. `doubt` [n, n]: what comes back of uncertainty, as shares of times; `streak` [1]: surprises of one
+    sign."""
     n = len(state)
     x = np.zeros(n)
     _features(counts, rows, x)

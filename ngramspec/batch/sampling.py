@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -44,21 +46,24 @@ class NotFiniteError(NgramspecError):
 
 
 @njit(cache=True, nogil=True)
-def _philox(counter, key):
-    """Philox4x32-10: counter [4] and key [2] uint32 → [4] uint32."""
-    c0, c1, c2, c3 = np.uint64(counter[0]), np.uint64(counter[1]), np.uint64(counter[2]), np.uint64(counter[3])
-    k0, k1 = np.uint64(key[0]), np.uint64(key[1])
-    low = np.uint64(0xFFFFFFFF)
-    shift = np.uint64(32)
+def _philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10: a counter of four and a key of two words of 32 bits, as uint64 → four words."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for _ in range(10):
         a = np.uint64(0xD2511F53) * c0
         b = np.uint64(0xCD9E8D57) * c2
-        c0, c1, c2, c3 = ((b >> shift) ^ c1 ^ k0) & low, b & low, ((a >> shift) ^ c3 ^ k1) & low, a & low
+        c0, c1, c2, c3 = ((b >> half) ^ c1 ^ k0) & low, b & low, ((a >> half) ^ c3 ^ k1) & low, a & low
         k0 = (k0 + np.uint64(0x9E3779B9)) & low
         k1 = (k1 + np.uint64(0xBB67AE85)) & low
-    out = np.empty(4, np.uint32)
-    out[0], out[1], out[2], out[3] = c0, c1, c2, c3
-    return out
+    return c0, c1, c2, c3
+
+
+@njit(cache=True, nogil=True)
+def _uniform_bits(seed, sample, position, lane):
+    """`uniform_bits` of uint64s."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b, _, _ = _philox(position & low, position >> half, sample, lane, seed & low, seed >> half)
+    return np.int64((a >> np.uint64(5)) << np.uint64(26) | b >> np.uint64(6))
 
 
 def uniform_bits(seed: int, sample: int, position: int, lane: int = 0) -> int:
@@ -67,9 +72,7 @@ def uniform_bits(seed: int, sample: int, position: int, lane: int = 0) -> int:
     Lane 0 picks the token; lane 1 + 2 k draws the k-th draft for the position. Where drafts are accepted by rejection sampling, lane 2
     draws the token, and lane 4 + 2 k decides on the k-th draft.
     """
-    counter = np.array([position & 0xFFFFFFFF, position >> 32, sample, lane], np.uint32)
-    a, b, *_ = _philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)).tolist()
-    return (a >> 5) << 26 | b >> 6
+    return int(_uniform_bits(np.uint64(seed), np.uint64(sample), np.uint64(position), np.uint64(lane)))
 
 
 def share_bits(top_p: float) -> int:
@@ -181,6 +184,33 @@ def _draw(w, u):
     return i
 
 
+class Draws(NamedTuple):
+    """How the tokens of sequences are drawn at temperatures above 0, an element each [B]."""
+
+    temperature: np.ndarray  # float32
+    top_k: np.ndarray  # int64
+    share: np.ndarray  # int64, `share_bits` of top-p
+    least: np.ndarray  # int64, `least_weight` of min-p
+    seed: np.ndarray  # uint64
+    sample: np.ndarray  # uint64
+    position: np.ndarray  # int64, of the next token in the output
+
+
+@njit(cache=True, nogil=True)
+def _pick(logits, top, temperature, top_k, share, least, seed, sample, position):
+    """The token drawn from logits [V] whose greatest is `top`."""
+    return _draw(_weights(logits, top, temperature, top_k, share, least), _uniform_bits(seed, sample, position, np.uint64(0)))
+
+
+@njit(cache=True, nogil=True)
+def pick(logits, top, draws, b, ahead):
+    """The token of sequence b, `ahead` positions behind its next one, drawn from logits [V] whose greatest is `top`."""
+    position = np.uint64(draws.position[b] + ahead)
+    return _pick(
+        logits, top, draws.temperature[b], draws.top_k[b], draws.share[b], draws.least[b], draws.seed[b], draws.sample[b], position
+    )
+
+
 def on_device(params: SamplingParams) -> bool:
     """Whether a token is a function of the logits row, the seed and the position alone, so that a GPU can pick it within the pass."""
     plain = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
@@ -194,6 +224,8 @@ class Sampler:
         self, params: SamplingParams, *, index: int, seed: int, prompt: np.ndarray, vocab_size: int, stop_ids: frozenset[int]
     ) -> None:
         self.params, self.index, self.seed = params, index, seed
+        self.on_device, self.greedy = on_device(params), params.temperature == 0
+        self._temperature = np.float32(params.temperature)
         self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))
         self.ids = np.array([i for i in params.logit_bias if i < vocab_size], np.int64)
         self.bias = np.array([params.logit_bias[int(i)] for i in self.ids], np.float32)
@@ -204,10 +236,6 @@ class Sampler:
             self.in_prompt = np.zeros(vocab_size, np.bool_)
             self.in_prompt[prompt] = True
             self.counts = np.zeros(vocab_size, np.int32)
-
-    @property
-    def on_device(self) -> bool:
-        return on_device(self.params)
 
     def fork(self) -> Sampler:
         """One in the same state, that may run ahead."""
@@ -244,19 +272,15 @@ class Sampler:
     def weights(self, row: np.ndarray, position: int) -> np.ndarray:
         """[V] int64: what sampling at temperature > 0 draws from, up to a factor. Raises NotFiniteError."""
         adjusted = self.adjusted(row, position)
-        return self._weights(adjusted, self._best(adjusted, position))
+        top = adjusted[self._best(adjusted, position)]
+        weights: np.ndarray = _weights(adjusted, top, self._temperature, self.params.top_k, self.share, self.least)
+        return weights
 
     def _best(self, adjusted: np.ndarray, position: int) -> int:
         best = int(adjusted.argmax())  # not a number counts as the greatest
         if not np.isfinite(adjusted[best]):
             raise NotFiniteError(position)
         return best
-
-    def _weights(self, adjusted: np.ndarray, best: int) -> np.ndarray:
-        weights: np.ndarray = _weights(
-            adjusted, adjusted[best], np.float32(self.params.temperature), self.params.top_k, self.share, self.least
-        )
-        return weights
 
     def draw(self, weights: np.ndarray, position: int, lane: int) -> int:
         """A token drawn from weights [V] int64, by this lane's u."""
@@ -271,7 +295,16 @@ class Sampler:
         best = self._best(adjusted, position)
         if self.params.temperature == 0:
             return best
-        return self.draw(self._weights(adjusted, best), position, 0)
+        key = np.uint64(self.seed), np.uint64(self.index), np.uint64(position)
+        return int(_pick(adjusted, adjusted[best], self._temperature, self.params.top_k, self.share, self.least, *key))
+
+
+def draws(samplers: Sequence[Sampler], positions: Sequence[int]) -> Draws:
+    """Of samplers that adjust no logits, at positions in their outputs."""
+    floats = np.array([each.params.temperature for each in samplers], np.float32)
+    whole = np.array([(each.params.top_k, each.share, each.least, p) for each, p in zip(samplers, positions, strict=True)], np.int64)
+    keys = np.array([(each.seed, each.index) for each in samplers], np.uint64)
+    return Draws(floats, whole[:, 0], whole[:, 1], whole[:, 2], keys[:, 0], keys[:, 1], whole[:, 3])
 
 
 def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:

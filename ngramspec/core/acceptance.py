@@ -18,7 +18,7 @@ from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.rejection import lenient, reject
 from ngramspec.batch.sampling import FRACTION_BITS, token_logprob, uniform_bits
 from ngramspec.batch.types import TokenLogprob
-from ngramspec.batch.verify import follow, walk
+from ngramspec.batch.verify import walk
 from ngramspec.core.sequence import Sequence
 from ngramspec.model.runner import Output
 
@@ -38,7 +38,7 @@ class Acceptance(ABC):
 
     @abstractmethod
     def samples_on_device(self, seq: Sequence) -> bool:
-        """The sequence's tokens are what its sampler takes from the logits, so that a device may take them within the pass."""
+        """The sequence's tokens are what its sampler takes from the logits, so that all sequences may be walked at once (`verify.runs`)."""
 
     @abstractmethod
     def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
@@ -71,20 +71,8 @@ class Walk(Acceptance):
         return True
 
     def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
-        """Raises NotFiniteError."""
-        sampled = output.sampled
-        if sampled is not None and span.sampler is not None and span.sampler.on_device:
-            return self._followed(seq, sampled[span.root_logits : span.end_logits])
-        return self._walked(seq, output.logits(span.root_logits, span.end_logits))
-
-    def _followed(self, seq: Sequence, sampled: np.ndarray) -> Steps:
-        """Where the device has sampled the tokens after all rows [1 + nodes] int32."""
-        path = [] if seq.tree is None else follow(seq.tree.tokens, seq.tree.parents, sampled).tolist()
-        for row, node in zip([-1, *path], [*path, -1], strict=True):
-            yield seq.take(int(sampled[row + 1])), node, None
-
-    def _walked(self, seq: Sequence, rows: np.ndarray) -> Steps:
-        """Sampled from the logits rows [1 + nodes, V] as the steps are taken."""
+        """Sampled from the logits rows as the steps are taken. Raises NotFiniteError."""
+        rows = output.logits(span.root_logits, span.end_logits)
         logprob = None
 
         def sample(row: int) -> int:

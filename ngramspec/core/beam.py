@@ -109,16 +109,18 @@ class BeamSearch:
         missing = len(self.beams[0].tokens) - self.beams[0].computed
         if missing > self.runner.max_rows:  # only the prompt can be that long
             beam = self.beams[0]
-            self._forward([self._span(beam, self.runner.max_rows, logits=0)]).logits(0, 0)  # waits until the next pass may be staged
+            piece = pack([self._span(beam, self.runner.max_rows, logits=0)], self.runner.pool, self.runner.rows_per_item)
+            self.runner.forward(piece).logits(0, 0)  # waits until the next pass may be staged
             beam.computed += self.runner.max_rows
             self._register(beam)
             return True
         self._draft()
         spans = [self._span(beam, len(beam.tokens) - beam.computed) for beam in self.beams]
-        output = self._forward(spans)
+        batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
+        output = self.runner.forward(batch)
         if self.speculator.needs_topk:
-            for beam, span in zip(self.beams, spans, strict=True):
-                record_topk(self.speculator, beam.lane, beam.tokens, beam.tree, span, output)
+            heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
+            record_topk(self.speculator, heard, batch, output)
         texts = self._search(output, spans)
         if not self.done:
             self._commit(output, texts)
@@ -156,9 +158,6 @@ class BeamSearch:
     def _span(self, beam: _Beam, n_rows: int, logits: int = 1) -> Span:
         tokens = beam.tokens[beam.computed : beam.computed + n_rows]
         return Span(self.slots[beam.lane], tokens, beam.computed, beam.tree, logits)
-
-    def _forward(self, spans: list[Span]) -> Output:
-        return self.runner.forward(pack(spans, self.runner.pool, self.runner.rows_per_item))
 
     def _draft(self) -> None:
         """Give every beam its tree, and room for its rows."""
@@ -283,7 +282,7 @@ class BeamSearch:
     def _keep(self, output: Output, h: _Hypothesis) -> _Beam:
         old = self.beams[h.beam]
         beam = self._next(h, old.lane, old.block_hashes)
-        output.commit(h.beam, len(old.tokens), self._path(h))
+        output.commit([(h.beam, len(old.tokens), self._path(h))])
         self._register(beam)
         self.runner.pool.truncate_to(self.slots[beam.lane], beam.computed)
         return beam

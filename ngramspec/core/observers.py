@@ -1,25 +1,25 @@
-"""What else happens to a step: each observer looks at what a pass gave a sequence, and none is part of the loop.
+"""What else happens to a step: observers look at what a pass gave its sequences, and none is part of the loop.
 
-`before` observers see a sequence's rows while its draft stands and nothing is accepted; `after` observers see what was accepted, with the
-sequence's keys and values in place. They tell the speculator, the pool, the sequence's statistics; they change no token.
+They see the rows while drafts stand and nothing is accepted (`before`), and what was accepted, with keys and values in place (`after`).
+They tell the speculator, the pool, the sequences' statistics; they change no token. Whatever is the same for all sequences is done for all
+of them in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from ngramspec.batch.block_tables import BlockTables
-from ngramspec.batch.pack import Span, depths
-from ngramspec.batch.types import BLOCK, DraftTree
+from ngramspec.batch.likeliest import likeliest
+from ngramspec.batch.pack import Batch, Span
+from ngramspec.batch.types import BLOCK, Stats
 from ngramspec.core.sequence import Sequence
 from ngramspec.drafting.base import Speculator
-from ngramspec.drafting.evidence import likeliest
 from ngramspec.model.runner import Output
-
-NO_TOKEN = np.array([-1], np.int32)
 
 
 @dataclass(slots=True)
@@ -34,108 +34,184 @@ class Accepted:
     path: np.ndarray  # [j] int32, the nodes of the sequence's tree that were accepted, in depth order
 
 
-Before = Callable[[Sequence, Span, Output], None]
-After = Callable[[Accepted, Output], None]
+class Observers:
+    def __init__(self, speculator: Speculator, pool: BlockTables) -> None:
+        self._speculator, self._pool = speculator, pool
+        self._counts = Counts(speculator.source_names, speculator.spec_length)
 
+    def before(self, seqs: list[Sequence], batch: Batch, output: Output) -> None:
+        """The model's own candidates behind the last token and every draft token."""
+        if self._speculator.needs_topk:
+            heard = [
+                (seq.slot, int(seq.buffer[seq.n_tokens - 2]) if seq.n_tokens > 1 else -1, b)
+                for b, (seq, span) in enumerate(zip(seqs, batch.spans, strict=True))
+                if span.samples and seq.speculation and not seq.drafting_paused
+            ]
+            record_topk(self._speculator, heard, batch, output)
 
-def observers(speculator: Speculator, pool: BlockTables) -> tuple[list[Before], list[After]]:
-    """Those that have something to do."""
-    before: list[Before] = [score_prompt]
-    after: list[After] = [Statistics(speculator), Prefixes(pool)]
-    if speculator.needs_topk:
-        before.append(TopK(speculator))
-    if speculator.needs_hidden_states:
-        after.insert(0, HiddenStates(speculator))
-    return before, after
+    def after(self, accepted: list[Accepted], batch: Batch) -> None:
+        """Statistics. Before any of the sequences ends."""
+        self._counts.add(accepted, batch)
 
-
-def score_prompt(seq: Sequence, span: Span, output: Output) -> None:
-    """Log-probabilities of the prompt's tokens."""
-    if seq.lacks_prompt_logprobs:
-        seq.score_prompt(span.start, output.logits(span.first_logits, span.first_logits + len(span.tokens)))
-
-
-class TopK:
-    """The model's own candidates behind the last token and every draft token."""
-
-    def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
-
-    def __call__(self, seq: Sequence, span: Span, output: Output) -> None:
-        if span.samples and seq.speculation and not seq.drafting_paused:
-            record_topk(self._speculator, seq.slot, seq.tokens, seq.tree, span, output)
-
-
-def record_topk(speculator: Speculator, slot: int, tokens: np.ndarray, tree: DraftTree | None, span: Span, output: Output) -> None:
-    """Let the speculator have the model's candidates behind the last of `tokens` [n] int32 and behind every node of the tree."""
-    last, before = tokens[-1:], tokens[-2:-1] if len(tokens) > 1 else NO_TOKEN
-    if tree is not None:
-        last = np.concatenate([last, tree.tokens])
-        before = np.concatenate([before, last[1 + tree.parents]])
-    rows = span.root_logits, span.end_logits
-    speculator.record_topk(slot, before, last, *(output.candidates(*rows) or likeliest(output.logits(*rows))))
-
-
-class HiddenStates:
-    """The model's last hidden states of the committed tokens."""
-
-    def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
-
-    def __call__(self, accepted: Accepted, output: Output) -> None:
-        seq, span = accepted.seq, accepted.span
-        if seq.speculation:
-            known = np.arange(span.first_row, span.first_row + len(span.tokens))
-            rows = np.concatenate([known, span.first_row + len(span.tokens) + accepted.path])
-            self._speculator.on_hidden_states(seq.slot, span.start, output.states(rows))
-
-
-class Statistics:
-    """What speculation did for a choice, and where each of its tokens came from."""
-
-    def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
-
-    def __call__(self, accepted: Accepted, output: Output) -> None:
-        if not len(accepted.tokens):
-            return
-        seq, path, names = accepted.seq, accepted.path, self._speculator.source_names
-        tree, stats, sources = seq.tree, seq.choice.stats, seq.choice.draft_sources
-        stats.passes += 1
-        stats.tokens += len(accepted.tokens)
-        if tree is not None:
-            depth = depths(tree.parents)
-            _count(stats.drafted_by_source, stats.drafted_by_depth, tree.sources, depth, names)
-            _count(stats.accepted_by_source, stats.accepted_by_depth, tree.sources[path], depth[path], names)
-            stats.drafted += len(tree)
-            stats.accepted += len(path)
-            stats.drafts += 1
-            stats.accepted_lengths.extend([0] * (len(path) + 1 - len(stats.accepted_lengths)))
-            stats.accepted_lengths[len(path)] += 1
-            sources.extend(self._speculator.source_of(tree, node) for node in path.tolist())
-        sources.extend([None] * (len(accepted.tokens) - len(path)))
-
-
-class Prefixes:
-    """Blocks that are full of a sequence's tokens: others may take them over."""
-
-    def __init__(self, pool: BlockTables) -> None:
-        self._pool = pool
-
-    def __call__(self, accepted: Accepted, output: Output) -> None:
+    def after_one(self, accepted: Accepted, output: Output) -> None:
+        """What concerns one sequence. What it raises ends that one alone."""
         seq = accepted.seq
+        if self._speculator.needs_hidden_states and seq.speculation:
+            self._tell_states(accepted, output)
+        if len(accepted.tokens):
+            self._tell_sources(accepted)
         n_full = seq.computed // BLOCK
-        if seq.block_hashes is not None and n_full > self._pool.registered[seq.slot]:
+        if seq.block_hashes is not None and n_full > self._pool.registered[seq.slot]:  # others may take the blocks over
             seq.block_hashes.extend(seq.tokens)
             self._pool.register(seq.slot, seq.block_hashes.hashes[:n_full])
 
+    def ended(self, seq: Sequence) -> None:
+        """The sequence gets no more tokens: its statistics are complete."""
+        self._counts.settle(seq)
 
-def _count(by_source: dict[str, int], by_depth: list[int], sources: np.ndarray, depth: np.ndarray, names: list[str]) -> None:
-    """Add nodes, given by their sources and depths [N], to the counts."""
-    for source, n in enumerate(np.bincount(sources, minlength=1).tolist()):
-        if n:
-            by_source[names[source]] = by_source.get(names[source], 0) + n
-    counts = np.bincount(depth, minlength=1).tolist()[1:]
-    by_depth.extend([0] * (len(counts) - len(by_depth)))
-    for d, n in enumerate(counts):
-        by_depth[d] += n
+    def _tell_states(self, accepted: Accepted, output: Output) -> None:
+        """The model's last hidden states of the committed tokens."""
+        span = accepted.span
+        known = np.arange(span.first_row, span.first_row + len(span.tokens))
+        rows = np.concatenate([known, span.first_row + len(span.tokens) + accepted.path])
+        self._speculator.on_hidden_states(accepted.seq.slot, span.start, output.states(rows))
+
+    def _tell_sources(self, accepted: Accepted) -> None:
+        """Where each of a choice's tokens came from."""
+        tree, path, sources = accepted.seq.tree, accepted.path, accepted.seq.choice.draft_sources
+        if tree is not None and len(path):
+            if tree.store_positions is None:
+                names = self._speculator.source_names
+                sources += [names[source] for source in tree.sources[path].tolist()]
+            else:
+                sources += [self._speculator.source_of(tree, node) for node in path.tolist()]
+        sources += [None] * (len(accepted.tokens) - len(path))
+
+
+def record_topk(speculator: Speculator, heard: list[tuple[int, int, int]], batch: Batch, output: Output) -> None:
+    """Let the speculator have the model's candidates behind the last known token of some of the batch's sequences, and behind every node.
+
+    `heard`: of each its slot, the token before its last one (-1: none), and its index in the batch.
+    """
+    if not heard:
+        return
+    slots, befores, which = np.array(heard, np.int64).T
+    first = np.array([batch.spans[b].root_logits for b in which.tolist()], np.int64)
+    start, rows, before, last = _behind(batch.input_ids, batch.parents, batch.roots, batch.ends, which, befores, first)
+    n = len(batch.logits_rows)
+    tokens, logits = output.candidates(0, n) or likeliest(output.logits(0, n))
+    if len(rows) != n:
+        tokens, logits = tokens[rows], logits[rows]
+    speculator.record_topk(slots, start, before, last, tokens, logits)
+
+
+@njit(cache=True, nogil=True)
+def _behind(input_ids, parents, roots, ends, which, befores, first):
+    """Rows of the batch from the roots of sequences `which` [B] on: where each sequence's begin [B + 1]; of each row its logits row, the
+    token before its own, and its own. `first` [B]: logits rows of the roots."""
+    B, n = which.shape[0], 0
+    start = np.zeros(B + 1, np.int64)
+    for i in range(B):
+        n += ends[which[i]] - roots[which[i]]
+        start[i + 1] = n
+    rows, before, last = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    for i in range(B):
+        root = roots[which[i]]
+        for j in range(start[i + 1] - start[i]):
+            at = start[i] + j
+            rows[at], last[at] = first[i] + j, input_ids[root + j]
+            before[at] = input_ids[parents[root + j]] if j else befores[i]
+    return start, rows, before, last
+
+
+class Counts:
+    """What speculation did for each sequence, in one table until somebody wants to see it: counting is one call for all sequences."""
+
+    def __init__(self, names: list[str], spec_length: int) -> None:
+        self._names, self._depths = names, spec_length
+        widths = (len(_FIELDS), len(names), len(names), spec_length, spec_length, spec_length + 1)
+        self._columns = np.cumsum([0, *widths])
+        self._table = np.zeros((1, int(self._columns[-1])), np.int64)
+        self._free = [0]
+        self._row_of: dict[Sequence, int] = {}
+
+    def add(self, accepted: Iterable[Accepted], batch: Batch) -> None:
+        """A pass gave these sequences tokens."""
+        counted = [each for each in accepted if len(each.tokens)]
+        if not counted:
+            return
+        lines = np.array([(self._row(a.seq), a.index, len(a.tokens), len(a.path)) for a in counted], np.int64)
+        sources = [a.span.tree.sources for a in counted if a.span.tree is not None]
+        paths = [a.path for a in counted]
+        nothing = np.empty(0, np.uint8)
+        _count(
+            self._table, self._columns, lines, np.concatenate(sources) if sources else nothing, np.concatenate(paths),
+            batch.positions, batch.roots, batch.ends,
+        )  # fmt: skip
+
+    def settle(self, seq: Sequence) -> None:
+        """Put what was counted into the sequence's statistics."""
+        row = self._row_of.pop(seq, None)
+        if row is None:
+            return
+        ones, *parts = (part.tolist() for part in np.split(self._table[row], self._columns[1:-1]))
+        drafted, accepted, drafted_by_depth, accepted_by_depth, lengths = parts
+        seq.choice.stats.add(
+            Stats(
+                **dict(zip(_FIELDS, ones, strict=True)),
+                drafted_by_source={name: n for name, n in zip(self._names, drafted, strict=True) if n},
+                accepted_by_source={name: n for name, n in zip(self._names, accepted, strict=True) if n},
+                drafted_by_depth=_trimmed(drafted_by_depth),
+                accepted_by_depth=_trimmed(accepted_by_depth),
+                accepted_lengths=_trimmed(lengths),
+            )
+        )
+        self._table[row] = 0
+        self._free.append(row)
+
+    def _row(self, seq: Sequence) -> int:
+        row = self._row_of.get(seq)
+        if row is None:
+            if not self._free:
+                n = len(self._table)
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+                self._free = list(range(n, 2 * n))
+            row = self._row_of[seq] = self._free.pop()
+        return row
+
+
+_FIELDS = ("passes", "tokens", "drafted", "accepted", "drafts")
+
+
+def _trimmed(counts: list[int]) -> list[int]:
+    """Without zeros at the end."""
+    n = len(counts)
+    while n and counts[n - 1] == 0:
+        n -= 1
+    return counts[:n]
+
+
+@njit(cache=True, nogil=True)
+def _count(table, columns, lines, sources, paths, positions, roots, ends):
+    """Add a pass to the table: lines [B, 4] are the sequence's row in it, its index in the batch, its tokens, the length of its path."""
+    drafted, accepted, drafted_depth, accepted_depth, lengths = columns[1:6]
+    node = at = 0
+    for i in range(lines.shape[0]):
+        line, b, n_path = table[lines[i, 0]], lines[i, 1], lines[i, 3]
+        root = roots[b]
+        n_nodes = ends[b] - root - 1
+        line[0] += 1
+        line[1] += lines[i, 2]
+        if n_nodes:
+            line[2] += n_nodes
+            line[3] += n_path
+            line[4] += 1
+            line[lengths + n_path] += 1
+        for j in range(n_nodes):
+            line[drafted + sources[node + j]] += 1
+            line[drafted_depth + min(positions[root + 1 + j] - positions[root], accepted_depth - drafted_depth) - 1] += 1
+        for j in range(n_path):
+            line[accepted + sources[node + paths[at + j]]] += 1
+            line[accepted_depth + j] += 1
+        node += n_nodes
+        at += n_path

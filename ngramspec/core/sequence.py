@@ -74,6 +74,7 @@ class Sequence:
         self.buffer = np.empty(self.limit, np.int32)
         self.buffer[: self.n_prompt] = prompt
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
+        self._is_plain = not params.stop and not sampler.penalised  # nothing but the tokens themselves is to be looked after
         self._n_wordless = 0  # 1 where the last token is one that ended the text
         self._closed = False
         self._new_text = ""  # not yet in a delta
@@ -108,12 +109,6 @@ class Sequence:
         n = self.params.logprobs
         return token, None if n is None else token_logprob(row, token, n)
 
-    def take(self, token: int) -> int:
-        """A token that the device picked; -1 where it could not. Raises NotFiniteError."""
-        if token < 0:
-            raise NotFiniteError(self.n_output)
-        return token
-
     def score_prompt(self, first: int, rows: np.ndarray) -> None:
         """Log-probabilities of the prompt's tokens behind positions first, first + 1, … from their logits rows [n, V]."""
         known, n = self.prompt_logprobs, self.params.prompt_logprobs
@@ -121,6 +116,23 @@ class Sequence:
         assert n is not None
         for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
             known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
+
+    def extend(self, run: np.ndarray) -> int:
+        """Take the next tokens [n] int32, to the end of the text at most -> how many. Raises NotFiniteError at -1: none could be picked."""
+        tokens = run.tolist()
+        if self._is_plain and tokens[-1] >= 0 and self.n_tokens + len(tokens) <= self.limit and self.stop_ids.isdisjoint(tokens):
+            self.buffer[self.n_tokens : self.n_tokens + len(tokens)] = run
+            self.n_tokens += len(tokens)
+            self.choice.token_ids += tokens
+            if self.n_tokens == self.limit:
+                self.finish("length")
+            return len(tokens)
+        for n, token in enumerate(tokens, 1):
+            if token < 0:
+                raise NotFiniteError(self.n_output)
+            if self.append(token, None):
+                return n
+        return len(tokens)
 
     def append(self, token: int, logprob: TokenLogprob | None) -> bool:
         """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""

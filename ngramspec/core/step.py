@@ -13,7 +13,7 @@ import numpy as np
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.pack import Batch, Span, pack
 from ngramspec.core.acceptance import Acceptance, Walk
-from ngramspec.core.observers import Accepted, observers
+from ngramspec.core.observers import Accepted, Observers
 from ngramspec.core.scheduler import ScheduledRows, Scheduler
 from ngramspec.core.sequence import Sequence
 from ngramspec.core.timing import Timing
@@ -59,10 +59,11 @@ class Core:
         Raises what its drafters raise at `bind`, and UnsupportedModelError where they want states that the runner cannot tell.
         """
         self.runner.keep_states(speculator.needs_hidden_states)
+        self.runner.keep_candidates(speculator.needs_topk)
         speculator.bind(self.runner)
         self.speculator = speculator
         self.scheduler.has_room = speculator.has_room
-        self._before, self._after = observers(speculator, self.runner.pool)
+        self._observers = Observers(speculator, self.runner.pool)
 
     def use_datastores(self, stores: Mapping[str, Datastore], ready: list[Index] | None = None) -> None:
         """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
@@ -78,6 +79,7 @@ class Core:
         slot = self.scheduler.remove(seq)
         if slot >= 0:
             self.speculator.end(slot)
+        self._observers.ended(seq)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Sequence]:
         """One pass of the model; returns the sequences that got tokens. Finished ones have been removed.
@@ -93,7 +95,7 @@ class Core:
         batch = self._pack(rows)
         output = self._forward(batch, meanwhile)
         accepted = self._accept(rows, batch, output)
-        changed = self._commit(accepted, output)
+        changed = self._commit(accepted, batch, output)
         self.timing.made(sum(len(each.tokens) for each in accepted))
         if not self.scheduler.has_work:
             self.timing.finish()
@@ -190,34 +192,40 @@ class Core:
 
     def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output) -> list[Accepted]:
         """Append to each sequence what the model accepts. One that fails (its logits, its text) ends alone."""
+        self._observers.before([each.seq for each in rows], batch, output)
         results = []
-        for i, (each, span) in enumerate(zip(rows, batch.spans, strict=True)):
+        for i, (each, span, run) in enumerate(zip(rows, batch.spans, output.runs(), strict=True)):
             seq = each.seq
             if seq.slot < 0:  # another text of its request has failed
                 continue
             try:
-                for observe in self._before:
-                    observe(seq, span, output)
-                tokens, path = self.acceptance.accept(seq, output, span) if span.samples else (_NOTHING, _NOTHING)
+                if seq.lacks_prompt_logprobs:
+                    seq.score_prompt(span.start, output.logits(span.first_logits, span.first_logits + len(span.tokens)))
+                if not span.samples:
+                    tokens = path = _NOTHING
+                elif run is not None:
+                    n = seq.extend(run[0])
+                    tokens, path = run[0][:n], run[1][:n]
+                else:
+                    tokens, path = self.acceptance.accept(seq, output, span)
             except Exception as e:
                 self._fail(seq, e)
             else:
                 results.append(Accepted(seq, span, i, tokens, path))
         return results
 
-    def _commit(self, accepted: list[Accepted], output: Output) -> list[Sequence]:
+    def _commit(self, accepted: list[Accepted], batch: Batch, output: Output) -> list[Sequence]:
         """Keep the accepted paths' keys and values and drop the rest; observers and the speculator see what came of the pass."""
+        accepted = [each for each in accepted if each.seq.slot >= 0]
+        self._keep(accepted, output)
+        self._observers.after(accepted, batch)
         changed, going_on = [], []
         for each in accepted:
-            seq, end = each.seq, each.span.start + len(each.span.tokens)
+            seq = each.seq
             if seq.slot < 0:
                 continue
             try:
-                if len(each.path):
-                    output.commit(each.index, end, end + each.path)
-                seq.computed = end + len(each.path)
-                for observe in self._after:
-                    observe(each, output)
+                self._observers.after_one(each, output)
             except Exception as e:
                 self._fail(seq, e)
                 continue
@@ -235,6 +243,18 @@ class Core:
             slots = np.array([each.seq.slot for each in going_on], np.int32)
             self.speculator.observe(slots, [each.tokens for each in going_on], [each.path for each in going_on])
         return changed
+
+    def _keep(self, accepted: list[Accepted], output: Output) -> None:
+        """What the pass has computed for good: the rows of known tokens and of accepted paths. A path that lies where it belongs, since it
+        took every first node, stays there."""
+        moved = []
+        for each in accepted:
+            end, n = each.span.start + len(each.span.tokens), len(each.path)
+            if n and each.path[-1] >= n:
+                moved.append((each.index, end, end + each.path))
+            each.seq.computed = end + n
+        if moved:
+            output.commit(moved)
 
     def _finish(self, seq: Sequence) -> None:
         self.remove(seq)

@@ -17,15 +17,30 @@ from ngramspec.batch.types import BLOCK
 
 
 @njit(cache=True, nogil=True)
-def _move(keys, values, table, source, target):
-    """Slots source[i] → target[i] of one sequence in one layer, in order; target[i] <= source[i], both rising."""
-    for i in range(source.shape[0]):
-        sb, so = table[source[i] // BLOCK], source[i] % BLOCK
-        tb, to = table[target[i] // BLOCK], target[i] % BLOCK
-        for h in range(keys.shape[1]):
-            for d in range(keys.shape[2]):
-                keys[tb, h, d, to] = keys[sb, h, d, so]
-                values[tb, h, to, d] = values[sb, h, so, d]
+def _move(keys, values, tables, slots, starts, ends, paths):
+    """In one layer: slots paths[..] → positions starts[i], starts[i] + 1, … of sequence slots[i], whose part of `paths` ends at ends[i].
+
+    In order, with target <= source, both rising: what is written over has been read, or is not kept.
+    """
+    first = 0
+    for i in range(slots.shape[0]):
+        table = tables[slots[i]]
+        for at in range(first, ends[i]):
+            source, target = paths[at], starts[i] + at - first
+            if source != target:
+                sb, so, tb, to = table[source // BLOCK], source % BLOCK, table[target // BLOCK], target % BLOCK
+                for h in range(keys.shape[1]):
+                    for d in range(keys.shape[2]):
+                        keys[tb, h, d, to] = keys[sb, h, d, so]
+                        values[tb, h, to, d] = values[sb, h, so, d]
+        first = ends[i]
+
+
+@njit(cache=True, nogil=True)
+def _move_all(keys, values, tables, slots, starts, ends, paths):
+    """The same in all layers. Not shared out: where the other cores are busy, waiting for them takes longer."""
+    for layer in range(keys.shape[0]):
+        _move(keys[layer], values[layer], tables, slots, starts, ends, paths)
 
 
 class KVPool(BlockTables):
@@ -74,10 +89,16 @@ class KVPool(BlockTables):
 
     def commit(self, slot: int, start: int, path: np.ndarray) -> None:
         """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""
-        assert start >= self.registered[slot] * BLOCK, "a registered block is not written"
-        target = np.arange(start, start + len(path), dtype=np.int64)
-        moved = np.flatnonzero(path != target)
-        if len(moved):
-            source = path[moved].astype(np.int64)
+        self.commit_all([(slot, start, path)])
+
+    def commit_all(self, kept: Sequence[tuple[int, int, np.ndarray]]) -> None:
+        """`commit` for several sequences: (slot, start, path) each."""
+        assert all(start >= self.registered[slot] * BLOCK for slot, start, _ in kept), "a registered block is not written"
+        slots, starts, paths = zip(*kept, strict=True)
+        ends = np.cumsum([len(path) for path in paths])
+        which = self.tables, np.array(slots, np.int64), np.array(starts, np.int64), ends, np.concatenate(paths, dtype=np.int64)
+        if self.all_keys is not None:
+            _move_all(self.all_keys, self.all_values, *which)
+        else:
             for keys, values in zip(self.keys, self.values, strict=True):
-                _move(keys, values, self.tables[slot], source, target[moved])
+                _move(keys, values, *which)

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.batch.likeliest import ranked
 from ngramspec.batch.pack import Batch, Span, pack
 from ngramspec.cpu import attention, fused
 from ngramspec.cpu.binding import Binder
 from ngramspec.cpu.linear import PackedEmbedding, PackedLinear, SharedPart
 from ngramspec.cpu.matmul import Products
 from ngramspec.cpu.recipe import LayerRecipe, Recipe
+from ngramspec.cpu.stack import Computed
 from ngramspec.cpu.stack_runner import HostOutput, StackRunner, is_quantised, new_pool, policies_of, settled
 from ngramspec.model import attention as model_attention
 from ngramspec.model.parameters import params_source
@@ -218,7 +220,8 @@ class CpuRunner(StackRunner):
         finally:
             if whole is not None:
                 base.layers = whole
-        return HostOutput(logits, self.pool, batch, self._states, (time.perf_counter() - started) * 1e3)
+        computed = Computed(logits, self._states, *ranked(logits, self._n_best))
+        return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
         if not isinstance(getattr(self.model.base_model, "layers", None), nn.ModuleList):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from ngramspec.batch.likeliest import NOBODY, insert, look, settle
 from ngramspec.batch.pack import Batch
 from ngramspec.cpu.attention import attend_piece, n_splits, rope_kv_row
 from ngramspec.cpu.formats import DEPTH, WIDTH
@@ -41,6 +42,17 @@ class LayerWeights(NamedTuple):
     """[D] each, of queries and of keys."""
     window: int = 0
     """Keys that a query sees, its own among them; 0: all."""
+
+
+class Computed(NamedTuple):
+    """What a pass leaves, for the N rows whose logits were wanted."""
+
+    logits: np.ndarray  # [N, V] float32
+    states: np.ndarray | None
+    """[T, H] float32: the last hidden states of all rows, where they were asked for."""
+    greedy: np.ndarray  # [N] int32: the likeliest token; -1 where the greatest logit is infinite, or one is not a number
+    tokens: np.ndarray  # [N, n_best] int32: the likeliest ones, as `batch.likeliest` has it
+    values: np.ndarray  # [N, n_best] float32: their logits
 
 
 class _Work(NamedTuple):
@@ -88,11 +100,10 @@ class Stack:
 
     def run(
         self, batch: Batch, pool: KVPool, threads: int, *, n_layers: int | None = None, first: int = 0, x: np.ndarray | None = None,
-        states: bool = False,
-    ) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
-        """Logits [N, V] of the rows that want them, and the last hidden states [T, H] if asked for.
-
-        Layers from `first` on, as many as `n_layers` (None: all). `x` [T, H]: hidden states to begin with, instead of the embedding.
+        states: bool = False, n_best: int = 1,
+    ) -> Computed:  # fmt: skip
+        """Layers from `first` on, as many as `n_layers` (None: all), then norm and head. `x` [T, H]: hidden states to begin with, instead
+        of the embedding. `states`: those of the end are wanted, too; `n_best`: so many tokens that are likeliest after a row.
         """
         n_rows, wanted = len(batch.input_ids), batch.logits_rows
         last = len(self.layers) if n_layers is None else first + n_layers
@@ -112,8 +123,11 @@ class Stack:
             batch.input_ids, wanted, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, batch.blocks, batch.offsets,
         )  # fmt: skip
         state = counters(PARTS * (last - first) + 4)
-        _pass(threads, state, first, last, x is None, weights, (pool.all_keys, pool.all_values), rows, work.arrays, logits, kept)
-        return logits[:, : self.vocab_size], kept if states else None
+        tokens, values = np.empty((threads, len(wanted), n_best), np.int32), np.empty((threads, len(wanted), n_best), np.float32)
+        greedy = np.empty(len(wanted), np.int32)
+        best = self.vocab_size, tokens, values, np.empty((threads, len(wanted)), np.bool_), greedy
+        _pass(threads, state, first, last, x is None, weights, (pool.all_keys, pool.all_values), rows, work.arrays, logits, kept, best)
+        return Computed(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
 
     def _room(self, n_rows: int) -> _Work:
         if self._work is None or self._work.n_rows < n_rows:
@@ -251,14 +265,51 @@ def _embed(function, m, token, panel, x):
         x[k] = panel[k, lane]
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def _pass(threads, state, first, last, embed, weights, pool, batch, work, logits, states):
-    for _ in prange(threads):
-        _work(threads, state, first, last, embed, weights, pool, batch, work, logits, states)
+@njit(cache=True, nogil=True)
+def _head_part(state, part, thread, m, tables, n_threads, n_rows, x, codes, records, logits, best):
+    """Logits of all rows, and which tokens are likeliest as far as this thread has seen: it looks at a piece while that is in its cache."""
+    vocab_size, tokens, values, fine, _ = best
+    step = panels_a_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+    total = (m[PANELS] + step - 1) // step
+    while True:
+        piece = take(state, part, total)
+        if piece >= total:
+            break
+        first, end = piece * step, min(m[PANELS], (piece + 1) * step)
+        multiply(
+            m, tables, first, end, n_rows, x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0], records.ctypes.data,
+            records.strides[0], logits.ctypes.data, logits.strides[0],
+        )  # fmt: skip
+        a, b = first * WIDTH, min(end * WIDTH, vocab_size)
+        for r in range(n_rows):
+            fine[thread, r] &= look(logits[r, a:b], a, tokens[thread, r], values[thread, r])
+        done(state, part)
+    wait(state, part, total)
 
 
 @njit(cache=True, nogil=True)
-def _work(threads, state, first, last, embed, weights, pool, batch, work, logits, states):
+def _best_of_all(best):
+    """What the threads have seen, put together in the first one's place."""
+    _, tokens, values, fine, greedy = best
+    for r in range(greedy.shape[0]):
+        for t in range(1, tokens.shape[0]):
+            fine[0, r] &= fine[t, r]
+            for j in range(tokens.shape[2]):
+                insert(tokens[t, r, j], values[t, r, j], tokens[0, r], values[0, r])
+        greedy[r] = settle(fine[0, r], tokens[0, r], values[0, r])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _pass(threads, state, first, last, embed, weights, pool, batch, work, logits, states, best):
+    _, tokens, values, fine, _ = best
+    tokens[:], values[:], fine[:] = NOBODY, -np.inf, True
+    for thread in prange(threads):
+        _work(np.int64(thread), threads, state, first, last, embed, weights, pool, batch, work, logits, states, best)
+    _best_of_all(best)
+
+
+@njit(cache=True, nogil=True)
+def _work(thread, threads, state, first, last, embed, weights, pool, batch, work, logits, states, best):
     """What one thread does of a pass."""
     matrices, tables, norms, head_norms, windows, numbers, functions, cos, sin = weights
     all_keys, all_values = pool
@@ -367,5 +418,5 @@ def _work(threads, state, first, last, embed, weights, pool, batch, work, logits
         done(state, part)
     wait(state, part, n_wanted + n_kept)
     if n_wanted:
-        head = matrices[matrices.shape[0] - 1 :]
-        _multiply_part(state, part + 1, head, one, tables, threads, n_wanted, normed, codes_wide, records_wide, logits)
+        head = matrices[matrices.shape[0] - 1]
+        _head_part(state, part + 1, thread, head, tables, threads, n_wanted, normed, codes_wide, records_wide, logits, best)

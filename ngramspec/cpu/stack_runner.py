@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,15 @@ import numpy as np
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import Batch
-from ngramspec.batch.types import BLOCK
+from ngramspec.batch.types import BLOCK, KEPT
+from ngramspec.batch.verify import Run, runs
 from ngramspec.cpu.formats import Blocks
 from ngramspec.cpu.matmul import Matrix, Products
 from ngramspec.cpu.packing import packed_bytes
 from ngramspec.cpu.pool import KVPool
 from ngramspec.cpu.recipe import Recipe
-from ngramspec.cpu.stack import Stack
-from ngramspec.model.runner import Runner
+from ngramspec.cpu.stack import Computed, Stack
+from ngramspec.model.runner import Kept, Runner
 from ngramspec.model.stored import KINDS, Source
 
 if TYPE_CHECKING:
@@ -34,28 +35,30 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue
 
 
 class HostOutput:
-    """Logits rows [N, V] float32 on the host."""
+    """Logits rows on the host, and what is known of them since they were computed."""
 
-    sampled = None
-
-    def __init__(self, rows: np.ndarray, pool: KVPool, batch: Batch, states: np.ndarray | None, ms: float) -> None:
-        self._rows, self._pool, self._batch, self._states, self._ms = rows, pool, batch, states, ms
+    def __init__(self, computed: Computed, pool: KVPool, batch: Batch, ms: float) -> None:
+        self._computed, self._pool, self._batch, self._ms = computed, pool, batch, ms
 
     def wait(self) -> float:
         return self._ms
 
-    def logits(self, first: int, end: int) -> np.ndarray:
-        return self._rows[first:end]
+    def runs(self) -> list[Run | None]:
+        return runs(self._batch, self._computed.greedy, self._computed.logits)
 
-    def candidates(self, first: int, end: int) -> None:
-        return None
+    def logits(self, first: int, end: int) -> np.ndarray:
+        return self._computed.logits[first:end]
+
+    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        known = self._computed
+        return (known.tokens[first:end], known.values[first:end]) if known.tokens.shape[1] == KEPT else None
 
     def states(self, rows: np.ndarray) -> np.ndarray:
-        assert self._states is not None, "states were not kept"
-        return self._states[rows]
+        assert self._computed.states is not None, "states were not kept"
+        return self._computed.states[rows]
 
-    def commit(self, b: int, start: int, path: np.ndarray) -> None:
-        self._pool.commit(self._batch.spans[b].slot, start, path)
+    def commit(self, kept: Sequence[Kept]) -> None:
+        self._pool.commit_all([(self._batch.spans[b].slot, start, path) for b, start, path in kept])
 
 
 class PackedPolicy:
@@ -123,6 +126,7 @@ class StackRunner(Runner):
     recipe: Recipe | None
     """What the model is made of, where it is computed in one call."""
     device, dtype = "cpu", "float32"
+    _n_best = 1
 
     def __init__(
         self,
@@ -173,8 +177,10 @@ class StackRunner(Runner):
         """A pass through some layers, between embedding and head."""
         started = time.perf_counter()
         assert self.stack is not None
-        logits, states = self.stack.run(batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states)
-        return HostOutput(logits, self.pool, batch, states, (time.perf_counter() - started) * 1e3)
+        computed = self.stack.run(
+            batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
+        )
+        return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
         if not 1 <= n_layers <= len(self.shapes):
@@ -183,3 +189,6 @@ class StackRunner(Runner):
 
     def keep_states(self, wanted: bool) -> None:
         self._keep_states = wanted
+
+    def keep_candidates(self, wanted: bool) -> None:
+        self._n_best = KEPT if wanted else 1

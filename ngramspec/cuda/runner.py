@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import Batch, Span
 from ngramspec.batch.types import BLOCK, KEPT
+from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
 from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for
@@ -28,7 +29,7 @@ from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, check
 from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
 from ngramspec.cuda.pool import CudaPool
-from ngramspec.model.runner import Runner, check_supported
+from ngramspec.model.runner import Kept, Runner, check_supported
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,10 @@ class CudaOutput:
         self._results.wait()
         return self._results.sampled[self._rows] if self._rows is not None else self._results.sampled[: len(self._batch.logits_rows)]
 
+    def runs(self) -> list[Run | None]:
+        sampled = self.sampled
+        return [None] * len(self._batch.spans) if sampled is None else runs(self._batch, sampled)
+
     def logits(self, first: int, end: int) -> np.ndarray:
         if first == end:
             self._runner.synchronize()
@@ -91,10 +96,11 @@ class CudaOutput:
     def states(self, rows: np.ndarray) -> np.ndarray:
         raise NotImplementedError("`CudaRunner.keep_states` refuses")
 
-    def commit(self, b: int, start: int, path: np.ndarray) -> None:
-        sampler = self._batch.spans[b].sampler
-        if self._results is None or sampler is None or not sampler.on_device:  # else the pass has done it
-            self._runner.pool.commit(self._batch.spans[b].slot, start, path)
+    def commit(self, kept: Sequence[Kept]) -> None:
+        for b, start, path in kept:
+            sampler = self._batch.spans[b].sampler
+            if self._results is None or sampler is None or not sampler.on_device:  # else the pass has done it
+                self._runner.pool.commit(self._batch.spans[b].slot, start, path)
 
 
 class Results:

@@ -119,9 +119,13 @@ class Speculator:
         """
         return [NO_TREE] * len(slots)
 
-    def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """What the model holds likely behind the tokens `last` [n] int32, which follow `before` [n] int32 (-1: nothing): the last one of
-        the sequence, then its nodes. tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first."""
+    def record_topk(
+        self, slots: np.ndarray, start: np.ndarray, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray
+    ) -> None:
+        """What the model holds likely behind the last token of each of `slots` [B], and behind every node of its tree.
+
+        Rows start[b] .. start[b + 1] are those of slot b: the token `last` [N], what comes before it, `before` [N] (-1: nothing), and what
+        is likely behind it, tokens [N, KEPT] int32 with their logits [N, KEPT] float32, likeliest first."""
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""

@@ -52,7 +52,6 @@ WIDTH = 8
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
 """Bounds in nats of the levels of a recycled candidate's distance to the most likely one. What is further off is not kept."""
 MAX_CODE = 255
-FOLDS = 64
 
 
 class Nodes(NamedTuple):
@@ -412,52 +411,6 @@ def keep(recycled, before, last, tokens, values, bounds):
             recycled.pair_tokens[s, rank], recycled.pair_gaps[s, rank] = token, level
         if token < 0:
             break
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _ahead(token, x, other, y):
-    return x > y or (x == y and token < other)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _insert(best, values, token, x):
-    j = KEPT - 1
-    while j and _ahead(token, x, best[j - 1], values[j - 1]):
-        values[j], best[j] = values[j - 1], best[j - 1]
-        j -= 1
-    values[j], best[j] = x, token
-
-
-@njit(cache=True, nogil=True)
-def _likeliest(rows, tops, tokens, logits):
-    G, V = tops.shape[1], rows.shape[1]
-    for i in range(rows.shape[0]):
-        best, values = tokens[i], logits[i]
-        best[:], values[:] = V, -np.inf
-        for g in range(G):
-            if tops[i, g] >= values[KEPT - 1]:
-                for t in range(g, FOLDS * G, G):
-                    if _ahead(t, rows[i, t], best[KEPT - 1], values[KEPT - 1]):
-                        _insert(best, values, t, rows[i, t])
-        for t in range(FOLDS * G, V):
-            if _ahead(t, rows[i, t], best[KEPT - 1], values[KEPT - 1]):
-                _insert(best, values, t, rows[i, t])
-        for j in range(KEPT):
-            if best[j] == V:  # too few tokens, or logits that are not numbers
-                best[j] = -1
-
-
-def likeliest(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [n, KEPT] int32 with the greatest logits of each of rows [n, V] float32, and these logits; of equal ones the lower id first.
-
-    -1 and -inf where a row has no more. numpy folds each row to the greatest of every FOLDS numbers with vector instructions, so that
-    few are looked at one by one.
-    """
-    n, V = rows.shape
-    tops = rows[:, : V // FOLDS * FOLDS].reshape(n, FOLDS, V // FOLDS).max(axis=1)
-    tokens, logits = np.empty((n, KEPT), np.int32), np.empty((n, KEPT), np.float32)
-    _likeliest(rows, tops, tokens, logits)
-    return tokens, logits
 
 
 @njit(cache=True, nogil=True)

@@ -94,8 +94,11 @@ class SingleDrafter(Speculator):
             drawn_from=None if drawn_from is None else [drawn_from[i] for i in kept],
         )
 
-    def record_topk(self, slot: int, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(len(tokens) - 1), np.asarray(tokens, np.int32))
+    def record_topk(
+        self, slots: np.ndarray, start: np.ndarray, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray
+    ) -> None:
+        for slot, a, b in zip(slots.tolist(), start[:-1].tolist(), start[1:].tolist(), strict=True):
+            self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(b - a - 1), tokens[a:b])
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         self._ask("on_hidden_states", slot, first, states)

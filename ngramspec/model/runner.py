@@ -11,8 +11,8 @@ import logging
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import ROWS_PER_ITEM, Batch, Span, pack
 from ngramspec.batch.types import BLOCK, DraftTree
+from ngramspec.batch.verify import Run
 
 if TYPE_CHECKING:  # whoever binds a model has imported them; a runner that needs neither should not wait for them
     import torch
@@ -39,6 +40,10 @@ class LinearPolicy(Protocol):
         """Whether a row's result was proved independent of how many rows the pass has."""
 
 
+Kept: TypeAlias = tuple[int, int, np.ndarray]
+"""Of a batch's b-th sequence (b, start, path): the KV in slots `path` [n] becomes that of positions start, start + 1, …"""
+
+
 class Output(Protocol):
     """What a pass computed, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
 
@@ -46,16 +51,16 @@ class Output(Protocol):
         """Until the pass is done; returns the milliseconds that it took, whatever the host did meanwhile."""
         ...
 
-    @property
-    def sampled(self) -> np.ndarray | None:
-        """[N] int32: the next token after each row whose sampler the device serves (`Sampler.on_device`), -1 where its logits hold no
-        finite maximum; nothing of meaning for other rows. None: the device samples no tokens."""
+    def runs(self) -> list[Run | None]:
+        """What `verify.walk` accepts of each sequence of the batch whose sampler the device serves; None for the others."""
+        ...
 
     def logits(self, first: int, end: int) -> np.ndarray:
         """[end - first, V] float32"""
 
     def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32; None: not computed."""
+        """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32 (`batch.likeliest`); None: not
+        computed."""
 
     def states(self, rows: np.ndarray) -> np.ndarray:
         """[n, H] float32: the last hidden states of rows [n] of the batch, as the language-model head sees them.
@@ -63,8 +68,8 @@ class Output(Protocol):
         Only where `Runner.keep_states` was asked for them.
         """
 
-    def commit(self, b: int, start: int, path: np.ndarray) -> None:
-        """Keep the accepted path of the batch's b-th sequence: the KV in slots `path` [n] becomes that of positions start, start + 1, …"""
+    def commit(self, kept: Sequence[Kept]) -> None:
+        """Keep accepted paths."""
 
 
 class Runner(ABC):
@@ -115,6 +120,9 @@ class Runner(ABC):
         """Whether outputs from now on have hidden states. Raises UnsupportedModelError on a device that does not provide them."""
         if wanted:
             raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
+
+    def keep_candidates(self, wanted: bool) -> None:  # noqa: B027  # a device that does not tell has them computed by whoever wants them
+        """Whether outputs from now on should have candidates."""
 
     def run(self, spans: list[Span]) -> torch.Tensor:
         """A pass over these spans; logits [N, V] float32 on the host, which no other pass writes."""

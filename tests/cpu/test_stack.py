@@ -17,14 +17,16 @@ import tiny_gguf
 import torch
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.batch.likeliest import ranked
 from ngramspec.batch.pack import Span, pack
 from ngramspec.batch.types import DraftTree
 from ngramspec.cpu import recipe as recipe_module
 from ngramspec.cpu import runner as runner_module
 from ngramspec.cpu import stack as stack_module
+from ngramspec.cpu.formats import WIDTH
 from ngramspec.cpu.recipe import Recipe
 from ngramspec.cpu.runner import CpuRunner
-from ngramspec.cpu.stack_runner import StackRunner, is_quantised, needed_bytes
+from ngramspec.cpu.stack_runner import HostOutput, StackRunner, is_quantised, needed_bytes
 from ngramspec.model.cache_dir import cache_dir
 from ngramspec.model.loading import load_model, open_model
 from ngramspec.model.stored import quantised_source
@@ -160,14 +162,14 @@ def test_threads_that_come_late_or_never(bind: Bind, monkeypatch: pytest.MonkeyP
     alone = logits_of(runner)
 
     def one_of_four(_threads: int, *arguments: Any) -> None:
-        stack_module._work(4, *arguments)
+        stack_module._work(0, 4, *arguments)
 
     def late(threads: int, *arguments: Any) -> None:
-        first = threading.Thread(target=stack_module._work, args=(threads, *arguments))
+        first = threading.Thread(target=stack_module._work, args=(1, threads, *arguments))
         first.start()
-        stack_module._work(threads, *arguments)
+        stack_module._work(0, threads, *arguments)
         first.join()
-        stack_module._work(threads, *arguments)
+        stack_module._work(0, threads, *arguments)
 
     for how in (one_of_four, late):
         monkeypatch.setattr(stack_module, "_pass", how)
@@ -344,3 +346,40 @@ def test_every_kind_of_weight(bind: Bind, expected: Callable[..., Any], kind: st
         runner = bind("qwen3", kind, precision=precision)
         assert runner.stack is not None
         assert distance(logits_of(runner), wanted) < near
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_the_likeliest_tokens_come_out_of_the_pass(bind: Bind, precision: str, threads: int) -> None:
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    runner = bind("llama", precision=precision)
+    assert runner.stack is not None
+    assert runner.vocab_size % WIDTH
+    assert runner.pool.reserve(0, 60)
+
+    def output() -> HostOutput:
+        return runner.forward(pack([Span(0, TOKENS, 0, logits=50)], runner.pool, runner.rows_per_item))
+
+    assert output().candidates(0, 50) is None
+    runner.keep_candidates(True)
+
+    def check() -> None:
+        found = output()
+        greedy, tokens, values = ranked(found.logits(0, 50))
+        assert (found._computed.greedy == greedy).all()
+        got = found.candidates(3, 50)
+        assert got is not None
+        assert (got[0] == tokens[3:]).all()
+        assert (got[1].view(np.int32) == values[3:].view(np.int32)).all()
+
+    check()
+    bias = runner.stack.matrices[-1].bias
+    runner.stack._norms[-1] = 0  # logits are the biases
+    rng = np.random.default_rng(0)
+    for choices in ([0.0], [0.0, 1.0, 2.0], [-np.inf], [-np.inf, 0.0], [np.nan, 1.0], [np.inf, 0.0], [np.nan]):
+        usual = rng.random(len(bias)) < 0.9
+        bias[:] = np.where(usual, np.float32(choices[0]), rng.choice(np.array(choices, np.float32), len(bias)))
+        bias[runner.vocab_size :] = np.inf  # of no token
+        check()
+    runner.keep_candidates(False)
+    assert output().candidates(0, 50) is None

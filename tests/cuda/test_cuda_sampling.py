@@ -12,20 +12,20 @@ import triton.language as tl
 from aot import check_limits, compile_kernel, run_aot
 from triton.runtime import interpreter
 
+from ngramspec.batch.likeliest import likeliest as likeliest_of
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.sampling import NotFiniteError, Sampler
-from ngramspec.batch.types import DraftTree
+from ngramspec.batch.types import KEPT, DraftTree
 from ngramspec.batch.verify import walk
 from ngramspec.cuda import sampling
 from ngramspec.cuda.sampling import Sampling, Workspace
-from ngramspec.drafting import evidence
 
 SIZES: list[dict[str, int]] = [  # of chunks, tiles and lists: as they are, and so small that short rows take every way
     {},
     {"chunk": 64, "tile": 512, "listed": 64},
     {"chunk": 16, "tile": 256, "listed": 32},
 ]
-K = evidence.KEPT
+K = KEPT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,7 +109,7 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         workspace = Workspace(n + 1, V, device, k=K, **sizes)
         sampling.sample(torch.from_numpy(rows).to(device), arrays(samplers, positions, device), out, workspace, likeliest)
-        tokens, logits = evidence.likeliest(rows)
+        tokens, logits = likeliest_of(rows)
     for i, sampler in enumerate(samplers):
         try:
             expected = sampler.sample(rows[i], int(positions[i]))
@@ -154,7 +154,7 @@ def test_candidates_alone(device: str) -> None:
     rows = np.round(np.random.default_rng(0).standard_normal((3, 700)) * 3).astype(np.float32)
     out, values = torch.empty(3, K, dtype=torch.int32, device=device), torch.empty(3, K, device=device)
     sampling.candidates(torch.from_numpy(rows).to(device), K, out, values)
-    tokens, logits = evidence.likeliest(rows)
+    tokens, logits = likeliest_of(rows)
     assert (out.cpu().numpy() == tokens).all()
     assert (values.cpu().numpy() == logits).all()
     assert tokens.tolist() == [np.lexsort((np.arange(700), -row))[:K].tolist() for row in rows]

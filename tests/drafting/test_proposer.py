@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ngramspec.batch.likeliest import likeliest
 from ngramspec.drafting import Candidates, Drafter, Proposer, budget, evidence, merge, warmup
 from ngramspec.drafting.proposer import SOURCES, TENANTS
 from ngramspec.drafting.weights import cold_weights, load_weights, save_weights
@@ -470,7 +471,7 @@ def test_the_models_own_candidates_are_drafted():
     proposer = Proposer(vocab_size=200, max_seqs=1, weights=cold_weights())
     rows = np.zeros((2, 200), np.float32)
     rows[0, [50, 60]], rows[1, 70] = (9.0, 8.8), 9.0
-    proposer.record_topk(0, ints(4, 5), ints(5, 50), *evidence.likeliest(rows))
+    proposer.record_topk(ints(0), ints(0, 2), ints(4, 5), ints(5, 50), *likeliest(rows))
     proposer.begin(0, ints(9, 5))
     tree = propose(proposer, cost=FREE)[0]
     assert {(50,), (60,), (50, 70)} <= {tuple(p) for p in paths(tree)}
@@ -484,7 +485,7 @@ def test_kept_candidates_are_the_likeliest(vocab_size, n, seed):
     kept = evidence.new_recycled(vocab_size, 16)
     bounds = np.array(evidence.GAPS, np.float32)
     last = np.arange(n, dtype=np.int32) % vocab_size
-    evidence.keep_rows(kept, np.full(n, -1, np.int32), last, *evidence.likeliest(rows), bounds)
+    evidence.keep_rows(kept, np.full(n, -1, np.int32), last, *likeliest(rows), bounds)
     if vocab_size < evidence.KEPT:
         assert (kept.tokens == -1).all()
         return
