@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from scipy.stats import chisquare
-from test_exact import FreeRows, Oracle, prompts
+from test_exact import Oracle, prompts
 
 from ngramspec.batch.cost import Load
 from ngramspec.batch.errors import CallbackError, EngineClosedError, InvalidInputError, PromptTooLongError, TokenizerError
@@ -43,7 +43,7 @@ class Perfect(Oracle):
 def rig() -> Iterator[tuple[Engine, Perfect]]:
     oracle = Perfect()
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=4, max_model_len=120, drafters=[oracle]) as engine:
-        engine.core.cost = FreeRows()
+        engine.core.cost = tiny.FreeRows()
         yield engine, oracle
         assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
 
@@ -366,7 +366,7 @@ def test_sampled_output_is_distributed_as_the_models_own() -> None:
     top = int(first.argmax())
     oracle.truth = [[*prompt, top, int(seconds[top].argmax()), 0, 0]]
     with Engine(model, max_seqs=64, drafters=[oracle]) as engine:
-        engine.core.cost = FreeRows()
+        engine.core.cost = tiny.FreeRows()
         done = [engine.complete(prompt, SamplingParams(max_tokens=3, n=125, seed=s, temperature=0.5, ignore_eos=True)) for s in range(16)]
     got = [choice.token_ids[:2] for completion in done for choice in completion.choices]
     assert sum(completion.stats.accepted for completion in done) > 100
@@ -440,7 +440,7 @@ def test_an_asynchronous_stream_that_ends_before_its_first_piece_cancels(close: 
         assert _idle(engine)
 
 
-class SlowRows(FreeRows):
+class SlowRows(tiny.FreeRows):
     """Makes a pass take its time: what is dropped at once has not been written by then."""
 
     def observe(self, rows: int, ms: float) -> None:
@@ -527,7 +527,7 @@ def test_the_cost_of_a_step_is_all_of_its_time_and_none_of_the_idleness_behind_i
     engine, _ = rig
     seen: list[float] = []
 
-    class Watched(FreeRows):
+    class Watched(tiny.FreeRows):
         def observe(self, load: Load, ms: float) -> None:
             seen.append(ms)
 
@@ -544,4 +544,4 @@ def test_the_cost_of_a_step_is_all_of_its_time_and_none_of_the_idleness_behind_i
         assert min(seen[8:]) >= 200
     finally:
         del core.step
-        engine.use(cost=FreeRows())
+        engine.use(cost=tiny.FreeRows())

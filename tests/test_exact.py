@@ -16,7 +16,6 @@ import pytest
 import tiny
 import torch
 
-from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.pack import Span
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import DraftTree
@@ -98,16 +97,6 @@ class Oracle:
         self.text.pop(seq, None)
 
 
-class FreeRows(CostModel):
-    """Every row is free, so that every draft is verified, however unlikely."""
-
-    def __init__(self) -> None:
-        super().__init__([1, 2], [1.0, 1.0], max_rows=512)
-
-    def observe(self, load: Load, ms: float) -> None:
-        pass
-
-
 def prompts(n: int, seed: int = 3) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 250, int(rng.integers(3, 70))).tolist() for _ in range(n)]
@@ -127,7 +116,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine, Oracl
         kv_memory=tight_pool(request.param),
         prefix_cache=False,  # every pass is computed; test_prefix.py has it on
     )
-    tight.core.cost = FreeRows()
+    tight.core.cost = tiny.FreeRows()
     yield plain, tight, oracle
     plain.close()
     tight.close()

@@ -30,7 +30,7 @@ knots by themselves: if everything takes longer, all steps say so."""
 _HIGH, _LOW, _STREAK = 1.5, 4.0, 3
 """Standard deviations that a step's surprise counts for at the most: a slow one may have been disturbed, a fast one cannot. After so many
 of them in a row, all of one sign, the curve itself is in doubt."""
-_LEAST_SLOPE = 5e-4
+_LEAST_SLOPE = 2e-4
 """Of the time of one row: what each row adds at the least."""
 _REFRESH, _SWEEPS = 8, 60
 _FADE = 0.998

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_exact import FreeRows
 
 import ngramspec.engine
 from ngramspec.batch.block_tables import BlockHashes
@@ -45,7 +44,7 @@ def model(arch: str = "llama") -> Any:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with Engine(model(), tokenizer=tiny.byte_tokenizer(), max_seqs=8, max_rows=32, threads=1) as engine:
-        engine.core.cost = FreeRows()
+        engine.core.cost = tiny.FreeRows()
         yield engine
         engine.runner.pool.check_integrity()
         assert engine.runner.pool.n_available == engine.runner.pool.n_blocks

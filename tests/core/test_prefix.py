@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from test_exact import GREEDY, PENALISED, SAMPLED, FreeRows, Oracle, tight_pool
+from test_exact import GREEDY, PENALISED, SAMPLED, Oracle, tight_pool
 
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import BLOCK, Completion
@@ -25,7 +25,7 @@ def text(n: int) -> list[int]:
 
 def build(arch: str = "llama", **options: Any) -> Engine:
     engine = Engine(tiny.tiny_model(arch), tokenizer=tiny.byte_tokenizer(), **({"max_seqs": 8, "max_model_len": 200} | options))
-    engine.core.cost = FreeRows()
+    engine.core.cost = tiny.FreeRows()
     return engine
 
 

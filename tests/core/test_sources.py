@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny
 import tiny_store
-from test_exact import FreeRows
 
 from ngramspec.batch.errors import EngineClosedError
 from ngramspec.batch.params import SamplingParams
@@ -46,7 +45,7 @@ def store(tmp_path: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch) -> 
 def build(**options) -> Engine:
     options = {"recycle": False, "answers": 0} | options
     engine = Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=150, **options)
-    engine.core.cost = FreeRows()
+    engine.core.cost = tiny.FreeRows()
     return engine
 
 

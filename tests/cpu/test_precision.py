@@ -12,7 +12,6 @@ import tiny_gguf
 from fastapi.testclient import TestClient
 
 from ngramspec import Engine, SamplingParams
-from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.cpu.runner import CpuRunner
 from ngramspec.cpu.stack_runner import StackRunner
@@ -21,16 +20,6 @@ from ngramspec.server.settings import ServerSettings
 
 WORDS = ("tree", "house", "cloud", "a", "sea", "x", "yes", "stone")
 LIMITS: dict[str, Any] = {"max_model_len": 200, "kv_memory": 1 << 24, "max_seqs": 8}
-
-
-class FreeRows(CostModel):
-    """Every draft pays."""
-
-    def __init__(self) -> None:
-        super().__init__([1, 2], [1.0, 1.0], max_rows=512)
-
-    def observe(self, load: Load, ms: float) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +40,7 @@ def precision(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=["Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
 def engine(request: pytest.FixtureRequest, folder: Path, precision: str) -> Iterator[Engine]:
     with Engine(file(folder, request.param), precision=precision, **LIMITS) as engine:
-        engine.core.cost = FreeRows()
+        engine.core.cost = tiny.FreeRows()
         yield engine
         engine.runner.pool.check_integrity()
 

@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from scipy.stats import chi2_contingency
-from test_exact import GREEDY, PENALISED, SAMPLED, FreeRows, prompts, tight_pool
+from test_exact import GREEDY, PENALISED, SAMPLED, prompts, tight_pool
 from transformers import PreTrainedModel
 
 from ngramspec.batch.errors import UnsupportedModelError
@@ -43,7 +43,7 @@ def near(spoil: float = 0.04, **options: Any) -> PreTrainedModel:
 
 def build(**options: Any) -> Engine:
     engine = Engine(tiny.tiny_model("llama"), **{"max_seqs": 8, "max_model_len": 150, "prefix_cache": False, "threads": 1} | options)
-    engine.core.cost = FreeRows()
+    engine.core.cost = tiny.FreeRows()
     return engine
 
 

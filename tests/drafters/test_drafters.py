@@ -12,7 +12,6 @@ import torch
 from tiny_heads import HIDDEN, eagle_tensors, medusa_tensors, write_eagle, write_medusa
 from transformers import PreTrainedModel
 
-from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.params import SamplingParams
 from ngramspec.drafters.lookahead import Lookahead
 from ngramspec.drafters.names import NAMES, make_drafter
@@ -25,16 +24,6 @@ from ngramspec.engine import Engine
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=30, temperature=0.5, top_p=0.9, seed=11, repetition_penalty=1.1, ignore_eos=True)
-
-
-class FreeRows(CostModel):
-    """Every row is free, so that every draft is verified, however unlikely."""
-
-    def __init__(self) -> None:
-        super().__init__([1, 2], [1.0, 1.0], max_rows=512)
-
-    def observe(self, load: Load, ms: float) -> None:
-        pass
 
 
 def looping_model() -> PreTrainedModel:
@@ -98,7 +87,7 @@ def test_same_tokens_as_without(
     monkeypatch.setattr(Pace, "wakes", lambda _: True)  # it drafts in every step, whatever its time
     drafter = MAKERS[name](tmp_path)
     if merged:
-        engine.core.cost = FreeRows()
+        engine.core.cost = tiny.FreeRows()
         engine.core.use(Proposer(vocab_size=tiny.VOCAB, max_seqs=3, recycle=False, drafters=[drafter]))
     else:
         engine.core.use(SingleDrafter(drafter, vocab_size=tiny.VOCAB, spec_length=64, spec_rows=64))

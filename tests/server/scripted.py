@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tiny
 import torch
-from test_exact import FreeRows
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -95,6 +94,6 @@ def reciting_engine(text: str, tokenizer: PreTrainedTokenizerFast, **settings: A
     gate = Gate()
     limits = {"max_seqs": 2, "kv_memory": 128 << 20, "threads": 1}
     engine = Engine(model, tokenizer=tokenizer, drafters=[gate], **(limits | settings))
-    engine.use(cost=FreeRows())
+    engine.use(cost=tiny.FreeRows())
     gate.reach(engine)
     return engine, gate
