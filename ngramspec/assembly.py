@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from ngramspec.batch import sampling
+from ngramspec.batch import sampling, verify
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError
 from ngramspec.batch.types import BLOCK
 from ngramspec.config import EngineConfig
+from ngramspec.core import observers
 from ngramspec.cpu.recipe import Recipe
 from ngramspec.cpu.stack_runner import StackRunner, needed_bytes
 from ngramspec.drafting import proposer
@@ -283,3 +284,5 @@ def warm_up() -> None:
     """Compile, or load from disk, what the steps need besides the model, while the model loads."""
     proposer.warmup()
     sampling.warmup()
+    verify.warmup()
+    observers.warmup()

@@ -239,10 +239,10 @@ class Engine:
             request.cancel()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver = lambda _: None, **hints: Unpack[Hints]
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver | None = None, **hints: Unpack[Hints]
     ) -> Request:
         """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
-        must not call the engine, but may cancel the request.
+        must not call the engine, but may cancel the request. Without one the result is all there is.
 
         Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
         """

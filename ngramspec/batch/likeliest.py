@@ -64,7 +64,7 @@ def settle(fine, best, values):
 def _ranked(rows, greedy, best, values):
     for i in range(rows.shape[0]):
         best[i], values[i] = NOBODY, -np.inf
-        greedy[i] = settle(look(rows[i], 0, best[i], values[i]), best[i], values[i])
+        greedy[i] = settle(look(np.ascontiguousarray(rows[i]), 0, best[i], values[i]), best[i], values[i])
 
 
 def ranked(rows: np.ndarray, n_best: int = KEPT) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -18,8 +18,6 @@ from ngramspec.batch.types import BLOCK, DraftTree
 ROWS_PER_ITEM = 4
 """Rows of one sequence that share loads of keys in attention; scheduling only, no bit depends on it."""
 
-_NO_NODES = np.empty(0, np.int32)
-
 
 @dataclass(slots=True)
 class Span:
@@ -78,6 +76,7 @@ class Batch:
     parents: np.ndarray  # [T] int32: the row of a draft node's parent; -1 for all other rows
     roots: np.ndarray  # [B] int32: row of each sequence's last known token
     ends: np.ndarray  # [B] int32: its last row + 1
+    root_logits: np.ndarray  # [B] int32: row of the logits of its last known token, where these are wanted
     spans: list[Span]  # [B]
 
 
@@ -97,80 +96,85 @@ def _depths(parents, depth):
     return deepest
 
 
-@njit(cache=True, nogil=True)
-def _deepest(nodes, parents):
-    """The greatest depth in any of the trees, whose parents [sum(nodes)] stand one after the other; at least 1."""
-    deepest, at = np.int32(1), 0
-    depth = np.empty(parents.shape[0], np.int32)
-    for b in range(nodes.shape[0]):
-        deepest = max(deepest, _depths(parents[at : at + nodes[b]], depth[at : at + nodes[b]]))
-        at += nodes[b]
-    return deepest
+def joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """One after the other, all of this type; the only one as it is."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 @njit(cache=True, nogil=True)
-def _fill(spans, parents, tables, rows_per_item, positions, bases, paths, blocks, offsets, row_parents, logits_rows, items, owners):
-    """The arrays of a `Batch` from spans [B, 5] (slot, start, tokens, nodes, logits rows among the tokens); returns the number of items."""
+def _fill(spans, tokens, node_parents, tables, rows_per_item):
+    """The arrays of a `Batch` in their order, from spans [B, 5] (slot, start, tokens, nodes, logits rows among the tokens), their tokens
+    and nodes one after the other, and the nodes' parents."""
+    B, n_rows, n_logits, n_items, n_nodes, length = spans.shape[0], 0, 0, 0, 0, 0
+    roots, ends, root_logits = np.empty(B, np.int32), np.empty(B, np.int32), np.empty(B, np.int32)
+    deepest, depth = np.int32(1), np.empty(node_parents.shape[0], np.int32)
+    for b in range(B):
+        start, n, m, wanted = spans[b, 1], spans[b, 2], spans[b, 3], spans[b, 4]
+        roots[b], root_logits[b] = n_rows + n - 1, n_logits + wanted - 1
+        n_rows += n + m
+        ends[b] = n_rows
+        n_logits += wanted + m if wanted else 0
+        n_items += (n + m + rows_per_item - 1) // rows_per_item
+        deepest = max(deepest, _depths(node_parents[n_nodes : n_nodes + m], depth[n_nodes : n_nodes + m]))
+        n_nodes += m
+        length = max(length, start + n + m)
+    input_ids, paths = np.empty(n_rows, np.int64), np.zeros((n_rows, deepest), np.int32)
+    positions, bases, blocks, offsets, parents = (
+        np.empty(n_rows, np.int32), np.empty(n_rows, np.int32), np.empty(n_rows, np.int32), np.empty(n_rows, np.int32),
+        np.empty(n_rows, np.int32),
+    )  # fmt: skip
+    n_blocks = (length + BLOCK - 1) // BLOCK
+    logits_rows, items, owners = np.empty(n_logits, np.int64), np.empty((n_items, 2), np.int32), np.empty(n_items, np.int32)
+    item_tables = np.empty((n_items, n_blocks), np.int32)
     row, node, n_logits, n_items = 0, 0, 0, 0
-    for b in range(spans.shape[0]):
+    for b in range(B):
         slot, start, n, m, wanted = spans[b, 0], spans[b, 1], spans[b, 2], spans[b, 3], spans[b, 4]
         for i in range(n + m):
             s = start + i
-            blocks[row + i], offsets[row + i] = tables[slot, s // BLOCK], s % BLOCK
+            input_ids[row + i], blocks[row + i], offsets[row + i] = tokens[row + i], tables[slot, s // BLOCK], s % BLOCK
         for i in range(n):
-            positions[row + i], bases[row + i], row_parents[row + i] = start + i, start + i + 1, -1
+            positions[row + i], bases[row + i], parents[row + i] = start + i, start + i + 1, -1
         first, root = start + n, row + n - 1
         for i in range(m):
-            at, parent = root + 1 + i, root + 1 + parents[node + i]
-            depth = positions[parent] + 1 - first
-            positions[at], row_parents[at] = first + depth, parent
-            for j in range(depth):
+            at, parent = root + 1 + i, root + 1 + node_parents[node + i]
+            above = positions[parent] + 1 - first
+            positions[at], parents[at] = first + above, parent
+            for j in range(above):
                 paths[at, j] = paths[parent, j]
-            paths[at, depth] = first + i
-            straight = i == depth and (parent == root or bases[parent] != first)  # every ancestor lies at its own position
-            bases[at] = first + depth + 1 if straight else first
+            paths[at, above] = first + i
+            straight = i == above and (parent == root or bases[parent] != first)  # every ancestor lies at its own position
+            bases[at] = first + above + 1 if straight else first
         if wanted:
             for i in range(n - wanted, n + m):
                 logits_rows[n_logits] = row + i
                 n_logits += 1
         for i in range(0, n + m, rows_per_item):
             items[n_items, 0], items[n_items, 1], owners[n_items] = row + i, row + min(i + rows_per_item, n + m), slot
+            item_tables[n_items] = tables[slot, :n_blocks]
             n_items += 1
         row += n + m
         node += m
-    return n_items
+    return input_ids, positions, logits_rows, items, owners, item_tables, bases, paths, blocks, offsets, parents, roots, ends, root_logits
 
 
 def pack(spans: list[Span], tables: BlockTables, rows_per_item: int = ROWS_PER_ITEM) -> Batch:
     """The batch of these spans, in their order; every span's slots must have been reserved."""
-    pieces: list[np.ndarray] = []
-    trees: list[np.ndarray] = []
-    table = np.empty((len(spans), 5), np.int64)
-    n_rows, n_logits = 0, 0
-    for b, span in enumerate(spans):
-        span.first_row, span.first_logits = n_rows, n_logits
-        pieces.append(span.tokens)
-        n_nodes = 0
-        if span.tree is not None:
-            n_nodes = len(span.tree)
-            pieces.append(span.tree.tokens)
-            trees.append(span.tree.parents)
-        table[b] = span.slot, span.start, len(span.tokens), n_nodes, span.logits
-        n_rows += len(span.tokens) + n_nodes
-        n_logits += span.logits + n_nodes if span.logits else 0
-    input_ids = np.concatenate(pieces, dtype=np.int64)
-    parents = np.concatenate(trees) if trees else _NO_NODES
-    depth = _deepest(table[:, 3], parents)
-    counts = table[:, 2] + table[:, 3]
-    max_items = int((-(-counts // rows_per_item)).sum())
-    positions, bases, blocks, offsets, row_parents = np.empty((5, n_rows), np.int32)
-    paths = np.zeros((n_rows, depth), np.int32)
-    logits_rows, items, owners = np.empty(n_logits, np.int64), np.empty((max_items, 2), np.int32), np.empty(max_items, np.int32)
-    _fill(table, parents, tables.tables, rows_per_item, positions, bases, paths, blocks, offsets, row_parents, logits_rows, items, owners)
-    used = tables.blocks_for(int((table[:, 1] + counts).max()))
-    ends = np.cumsum(counts, dtype=np.int32)
-    roots = (ends - 1 - table[:, 3]).astype(np.int32)
-    return Batch(
-        input_ids, positions, logits_rows, items, owners, np.ascontiguousarray(tables.tables[owners, :used]), bases, paths, blocks, offsets,
-        row_parents, roots, ends, spans,
-    )  # fmt: skip
+    tokens: list[np.ndarray] = []
+    parents: list[np.ndarray] = []
+    table: list[tuple[int, int, int, int, int]] = []
+    row, logits_row = 0, 0
+    for span in spans:
+        span.first_row, span.first_logits = row, logits_row
+        n, m, tree = len(span.tokens), 0, span.tree
+        tokens.append(span.tokens)
+        if tree is not None:
+            m = len(tree.tokens)
+            tokens.append(tree.tokens)
+            parents.append(tree.parents)
+        table.append((span.slot, span.start, n, m, span.logits))
+        row += n + m
+        logits_row += span.logits + m if span.logits else 0
+    lines = np.array(table, np.int64)
+    return Batch(*_fill(lines, joined(tokens, np.int32), joined(parents, np.int32), tables.tables, rows_per_item), spans)  # type: ignore[call-arg]  # mypy knows no compiled function

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from ngramspec.batch.pack import Batch
-from ngramspec.batch.sampling import draws, pick
-from ngramspec.batch.types import DraftTree
+from ngramspec.batch.block_tables import BlockTables
+from ngramspec.batch.likeliest import ranked
+from ngramspec.batch.pack import Batch, Span, pack
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.sampling import Sampler, draws, pick
+from ngramspec.batch.types import BLOCK, DraftTree
 
 
 def walk(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple[int, int]]:
@@ -57,56 +60,66 @@ def runs(batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None) -> 
     `greedy` [N] int32: the choice after each row whose logits were wanted, -1 for none. `logits` [N, V]: what sequences above temperature
     0 draw from; None: `greedy` holds what these draw, too.
     """
-    walked = [span.sampler is not None and span.sampler.on_device and span.samples for span in batch.spans]
-    if not any(walked):
-        return [None] * len(walked)
-    first = np.array([span.root_logits for span in batch.spans], np.int64)
+    how = [_how(span, draws=logits is not None) for span in batch.spans]
+    if not any(how):
+        return [None] * len(how)
     tokens, nodes = np.empty((2, len(batch.input_ids)), np.int32)
-    counts = np.zeros(len(walked), np.int64)
-    tree = batch.input_ids, batch.parents, batch.roots, batch.ends
-    followed = np.array(walked)
-    if logits is not None:
-        drawing = [(b, span.sampler, span) for b, span in enumerate(batch.spans) if walked[b] and span.sampler and not span.sampler.greedy]
-        if drawing:
-            which, samplers, spans = zip(*drawing, strict=True)
-            followed[list(which)] = False
-            how = draws(samplers, [span.start + len(span.tokens) - span.n_prompt for span in spans])
-            _draw_all(np.array(which), *tree, first, greedy, logits, how, tokens, nodes, counts)
-    _follow_all(followed, *tree, first, greedy, tokens, nodes, counts)
-    found: list[Run | None] = []
-    for it, root, n in zip(walked, batch.roots.tolist(), counts.tolist(), strict=True):
-        found.append((tokens[root : root + n], nodes[root : root + n - 1]) if it else None)
-    return found
+    tree = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
+    ends = _follow_all(np.array(how, np.int8), *tree, greedy, tokens, nodes)
+    if _DRAWN in how:
+        which = [b for b, each in enumerate(how) if each == _DRAWN]
+        spans = [batch.spans[b] for b in which]
+        drawn = draws([span.sampler for span in spans if span.sampler], [span.start + len(span.tokens) - span.n_prompt for span in spans])
+        _draw_all(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
+    return [
+        (tokens[root:end], nodes[root : end - 1]) if each else None
+        for each, root, end in zip(how, batch.roots.tolist(), ends.tolist(), strict=True)
+    ]
+
+
+_ALONE, _FOLLOWED, _DRAWN = range(3)
+
+
+def _how(span: Span, *, draws: bool) -> int:
+    """A span's sequence is walked: by itself, along the tokens that were picked after all rows, or drawing them on the way."""
+    sampler = span.sampler
+    if sampler is None or not sampler.on_device or not span.samples:
+        return _ALONE
+    return _DRAWN if draws and not sampler.greedy else _FOLLOWED
 
 
 @njit(cache=True, nogil=True)
-def _follow_all(chosen, input_ids, parents, roots, ends, first, picked, tokens, nodes, counts):
-    """Walks where the tokens picked after all rows are known. Sequence b's go to tokens and nodes from row roots[b] on."""
-    for b in range(chosen.shape[0]):
-        if chosen[b]:
-            at = root = here = roots[b]
-            token = picked[first[b]]
+def _follow_all(how, input_ids, parents, roots, ends, root_logits, picked, tokens, nodes):
+    """Walks where the tokens picked after all rows are known -> where each ends; sequence b's begins at roots[b] in tokens and nodes."""
+    to = roots.copy()
+    for b in range(how.shape[0]):
+        if how[b] == _FOLLOWED:
+            at = root = here = np.int64(roots[b])
+            token = picked[root_logits[b]]
             for r in range(root + 1, ends[b]):  # a child comes after its parent, and siblings differ in token
                 if parents[r] == here and input_ids[r] == token:
                     tokens[at], nodes[at] = token, r - root - 1
                     here = r
                     at += 1
-                    token = picked[first[b] + r - root]
+                    token = picked[root_logits[b] + r - root]
             tokens[at] = token
-            counts[b] = at + 1 - root
+            to[b] = at + 1
+    return to
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def _draw_all(which, input_ids, parents, roots, ends, first, greedy, logits, draws, tokens, nodes, counts):
-    """The same where tokens are drawn, row by row of the path: sequence which[i] as `draws` has it at i."""
-    for i in prange(which.shape[0]):
+@njit(cache=True, nogil=True)
+def _draw_all(which, input_ids, parents, roots, ends, root_logits, greedy, logits, draws, tokens, nodes, to):
+    """The same where tokens are drawn, row by row of the path: sequence which[i] as `draws` has it at i. Fills in where they end."""
+    for i in range(which.shape[0]):
         b = which[i]
-        root = here = roots[b]
+        root = here = np.int64(roots[b])
         n = 0
         while here >= 0:
-            row = first[b] + here - root
+            row = root_logits[b] + here - root
             best = greedy[row]
-            token = np.int64(pick(logits[row], logits[row, best], draws, i, n)) if best >= 0 else np.int64(-1)
+            token = np.int64(-1)
+            if best >= 0:
+                token = np.int64(pick(np.ascontiguousarray(logits[row]), logits[row, best], draws, i, n))
             tokens[root + n] = token
             above, here = here, np.int64(-1)
             for r in range(above + 1, ends[b]):
@@ -114,4 +127,20 @@ def _draw_all(which, input_ids, parents, roots, ends, first, greedy, logits, dra
                     here = np.int64(r)
                     nodes[root + n] = r - root - 1
             n += 1
-        counts[b] = n
+        to[b] = root + n
+
+
+def warmup() -> None:
+    """Compile, or load from disk, everything here and in `pack`."""
+    tables = BlockTables(2, 2, BLOCK)
+    tree = DraftTree(np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, np.float32), np.zeros(1, np.uint8))
+    spans = []
+    for slot, temperature in enumerate((0.0, 1.0)):
+        tables.reserve(slot, 2)
+        params = SamplingParams(temperature=temperature)
+        sampler = Sampler(params, index=0, seed=0, prompt=np.zeros(1, np.int32), vocab_size=8, stop_ids=frozenset())
+        spans.append(Span(slot, np.zeros(1, np.int32), 0, tree, sampler=sampler, n_prompt=1))
+    batch = pack(spans, tables)
+    logits = np.zeros((len(batch.logits_rows), 8), np.float32)
+    runs(batch, ranked(logits)[0], logits)
+    list(walk(tree, lambda row: row))

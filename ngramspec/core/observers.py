@@ -15,7 +15,7 @@ from numba import njit
 
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
-from ngramspec.batch.pack import Batch, Span
+from ngramspec.batch.pack import Batch, Span, joined
 from ngramspec.batch.types import BLOCK, Stats
 from ngramspec.core.sequence import Sequence
 from ngramspec.drafting.base import Speculator
@@ -81,8 +81,8 @@ class Observers:
         tree, path, sources = accepted.seq.tree, accepted.path, accepted.seq.choice.draft_sources
         if tree is not None and len(path):
             if tree.store_positions is None:
-                names = self._speculator.source_names
-                sources += [names[source] for source in tree.sources[path].tolist()]
+                names, known = self._speculator.source_names, tree.sources.tolist()
+                sources += [names[known[node]] for node in path.tolist()]
             else:
                 sources += [self._speculator.source_of(tree, node) for node in path.tolist()]
         sources += [None] * (len(accepted.tokens) - len(path))
@@ -93,35 +93,10 @@ def record_topk(speculator: Speculator, heard: list[tuple[int, int, int]], batch
 
     `heard`: of each its slot, the token before its last one (-1: none), and its index in the batch.
     """
-    if not heard:
-        return
-    slots, befores, which = np.array(heard, np.int64).T
-    first = np.array([batch.spans[b].root_logits for b in which.tolist()], np.int64)
-    start, rows, before, last = _behind(batch.input_ids, batch.parents, batch.roots, batch.ends, which, befores, first)
-    n = len(batch.logits_rows)
-    tokens, logits = output.candidates(0, n) or likeliest(output.logits(0, n))
-    if len(rows) != n:
-        tokens, logits = tokens[rows], logits[rows]
-    speculator.record_topk(slots, start, before, last, tokens, logits)
-
-
-@njit(cache=True, nogil=True)
-def _behind(input_ids, parents, roots, ends, which, befores, first):
-    """Rows of the batch from the roots of sequences `which` [B] on: where each sequence's begin [B + 1]; of each row its logits row, the
-    token before its own, and its own. `first` [B]: logits rows of the roots."""
-    B, n = which.shape[0], 0
-    start = np.zeros(B + 1, np.int64)
-    for i in range(B):
-        n += ends[which[i]] - roots[which[i]]
-        start[i + 1] = n
-    rows, before, last = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
-    for i in range(B):
-        root = roots[which[i]]
-        for j in range(start[i + 1] - start[i]):
-            at = start[i] + j
-            rows[at], last[at] = first[i] + j, input_ids[root + j]
-            before[at] = input_ids[parents[root + j]] if j else befores[i]
-    return start, rows, before, last
+    if heard:
+        n = len(batch.logits_rows)
+        tokens, logits = output.candidates(0, n) or likeliest(output.logits(0, n))
+        speculator.record_topk(np.array(heard, np.int64), batch, tokens, logits)
 
 
 class Counts:
@@ -143,11 +118,9 @@ class Counts:
         lines = np.array([(self._row(a.seq), a.index, len(a.tokens), len(a.path)) for a in counted], np.int64)
         sources = [a.span.tree.sources for a in counted if a.span.tree is not None]
         paths = [a.path for a in counted]
-        nothing = np.empty(0, np.uint8)
         _count(
-            self._table, self._columns, lines, np.concatenate(sources) if sources else nothing, np.concatenate(paths),
-            batch.positions, batch.roots, batch.ends,
-        )  # fmt: skip
+            self._table, self._columns, lines, joined(sources, np.uint8), joined(paths, np.int32), batch.positions, batch.roots, batch.ends
+        )
 
     def settle(self, seq: Sequence) -> None:
         """Put what was counted into the sequence's statistics."""
@@ -215,3 +188,9 @@ def _count(table, columns, lines, sources, paths, positions, roots, ends):
             line[accepted_depth + j] += 1
         node += n_nodes
         at += n_path
+
+
+def warmup() -> None:
+    """Compile, or load from disk, everything here."""
+    none, rows = np.empty(0, np.int32), np.zeros((0, 4), np.int64)
+    _count(np.zeros((1, 8), np.int64), np.arange(7), rows, np.empty(0, np.uint8), none, none, none, none)

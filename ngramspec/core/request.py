@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 Deliver: TypeAlias = Callable[[Delta | Exception], None]
 
 
+MANY = 32
+"""Tokens that are brought to text together where nobody waits for pieces; more would hold up the other sequences."""
+
+
 class Hints(TypedDict, total=False):
     """What a request may say beside its prompt. None of it changes a token."""
 
@@ -49,8 +53,10 @@ class Owner(Protocol):
 class Request:
     """A submitted prompt. Made by `Engine.submit`; `result()` waits, `cancel()` frees what it holds."""
 
-    def __init__(self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver, thread: Owner) -> None:
-        """One of `seqs` per choice; `deliver` is called in the thread that steps."""
+    def __init__(
+        self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: Owner
+    ) -> None:
+        """One of `seqs` per choice; `deliver` is called in the thread that steps. None: nobody wants pieces."""
         self.params = params
         self.completion = completion
         self.seqs = seqs
@@ -82,7 +88,9 @@ class Request:
     # Called by the thread that steps only.
 
     def emit(self, seq: Sequence) -> None:
-        """Deliver what the sequence gained since the last time. Raises what its text raises."""
+        """Deliver what the sequence gained since the last time, where anybody waits for it. Raises what its text raises."""
+        if self._deliver is None and self._begun and not seq.finished and seq.n_untold < MANY:
+            return
         delta = seq.delta()
         completion, now = self.completion, time.perf_counter() - self._started
         if not self._begun:
@@ -106,9 +114,11 @@ class Request:
         self._done.set()
 
     def _hand(self, piece: Delta | Exception) -> None:
+        if self._deliver is None:
+            return
         try:
             self._deliver(piece)
         except Exception:  # of whoever submitted it: no matter of the other requests
             log.exception("a request's receiver failed; the request is cancelled")
-            self._deliver = lambda _: None
+            self._deliver = None
             self.cancel()

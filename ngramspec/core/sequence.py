@@ -90,6 +90,11 @@ class Sequence:
         return self.n_tokens - self.n_prompt
 
     @property
+    def n_untold(self) -> int:
+        """Tokens that are in no delta."""
+        return len(self.choice.token_ids) - self._n_told
+
+    @property
     def finished(self) -> bool:
         return self.choice.finish_reason is not None
 

@@ -166,10 +166,10 @@ class Core:
         return pack([self._span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
 
     def _span(self, rows: ScheduledRows) -> Span:
-        seq, first = rows.seq, rows.seq.computed
-        logits = rows.n_rows if seq.lacks_prompt_logprobs else int(rows.samples)
-        sampler = seq.sampler if rows.samples and self.acceptance.samples_on_device(seq) else None
-        return Span(seq.slot, seq.tokens[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, rows.samples)
+        seq, first, samples = rows.seq, rows.seq.computed, rows.samples
+        logits = rows.n_rows if seq.lacks_prompt_logprobs else int(samples)
+        sampler = seq.sampler if samples and self.acceptance.samples_on_device(seq) else None
+        return Span(seq.slot, seq.buffer[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, samples)
 
     def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
         """The pass."""

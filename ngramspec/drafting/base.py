@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from ngramspec.batch.pack import Batch
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import DraftTree
 from ngramspec.datastore.reader import Datastore
@@ -119,13 +120,12 @@ class Speculator:
         """
         return [NO_TREE] * len(slots)
 
-    def record_topk(
-        self, slots: np.ndarray, start: np.ndarray, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray
-    ) -> None:
-        """What the model holds likely behind the last token of each of `slots` [B], and behind every node of its tree.
+    def record_topk(self, heard: np.ndarray, batch: Batch, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """What the model holds likely behind the last token of some of the sequences of a pass, and behind every node of their trees.
 
-        Rows start[b] .. start[b + 1] are those of slot b: the token `last` [N], what comes before it, `before` [N] (-1: nothing), and what
-        is likely behind it, tokens [N, KEPT] int32 with their logits [N, KEPT] float32, likeliest first."""
+        heard [B, 3] int64: of each sequence its slot, the token before its last one (-1: none), its index in the batch. The likeliest
+        tokens [N, KEPT] int32 of all rows whose logits were wanted, with their logits [N, KEPT] float32, likeliest first; a sequence's are
+        those from `batch.root_logits` on."""
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""

@@ -414,11 +414,16 @@ def keep(recycled, before, last, tokens, values, bounds):
 
 
 @njit(cache=True, nogil=True)
-def keep_rows(recycled, before, last, tokens, logits, bounds):
-    """`keep` for each of n rows: before, last [n], tokens, logits [n, KEPT]. One that has fewer than KEPT finite logits is left out."""
-    for i in range(last.shape[0]):
-        if logits[i, KEPT - 1] > -np.inf:
-            keep(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i], bounds)
+def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tokens, logits, bounds):
+    """`keep` for the last tokens and all nodes of sequences `heard` [B, 3], as `base.Speculator.record_topk` has them, of a batch with
+    these arrays. A row that has fewer than KEPT finite logits is left out."""
+    for i in range(heard.shape[0]):
+        b = heard[i, 2]
+        for j in range(ends[b] - roots[b]):
+            at, row = roots[b] + j, root_logits[b] + j
+            if logits[row, KEPT - 1] > -np.inf:
+                before = np.int64(input_ids[parents[at]]) if j else heard[i, 1]
+                keep(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row], bounds)
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
+from ngramspec.batch.pack import Batch, Span, pack
 from ngramspec.batch.types import DraftTree
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, indices
@@ -317,14 +319,16 @@ class Proposer(Speculator):
         hits = int(self._states[slot, ngram.HITS])
         return hits.bit_length() > 32 and hits.bit_count() <= 2
 
-    def record_topk(
-        self, slots: np.ndarray, start: np.ndarray, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray
-    ) -> None:
+    def record_topk(self, heard: np.ndarray, batch: Batch, tokens: np.ndarray, logits: np.ndarray) -> None:
         if self._recycled_here:
-            evidence.keep_rows(self._recycled, before, last, tokens, logits, _BOUNDS)
-        for d in self._topk_readers:
-            for slot, a, b in zip(slots.tolist(), start[:-1].tolist(), start[1:].tolist(), strict=True):
-                self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(b - a - 1), tokens[a:b])
+            rows = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
+            evidence.keep_rows(self._recycled, heard, *rows, tokens, logits, _BOUNDS)
+        if not self._topk_readers:
+            return
+        for slot, _, b in heard.tolist():
+            first, n = int(batch.root_logits[b]), int(batch.ends[b] - batch.roots[b])
+            for d in self._topk_readers:
+                self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), tokens[first : first + n])
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         for d in self._state_readers:
@@ -482,7 +486,10 @@ def warmup() -> None:
     """Compile, or load from the cache on disk, everything that a step needs. Safe to call from another thread."""
     proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=cold_weights())
     slots, cost = np.zeros(1, np.int32), np.ones(8)
-    proposer.record_topk(slots, np.array([0, 2]), np.array([-1, 1]), np.array([1, 2]), *likeliest(np.zeros((2, 16), np.float32)))
+    tables = BlockTables(1, 1, 16)
+    tables.reserve(0, 2)
+    batch = pack([Span(0, np.array([1], np.int32), 0)], tables)
+    proposer.record_topk(np.array([[0, -1, 0]]), batch, *likeliest(np.zeros((1, 16), np.float32)))
     proposer.remember(np.array([1, 2, 3], np.int32))
     proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
     trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)

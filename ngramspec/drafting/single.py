@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import DraftTree
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
@@ -94,11 +95,10 @@ class SingleDrafter(Speculator):
             drawn_from=None if drawn_from is None else [drawn_from[i] for i in kept],
         )
 
-    def record_topk(
-        self, slots: np.ndarray, start: np.ndarray, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray
-    ) -> None:
-        for slot, a, b in zip(slots.tolist(), start[:-1].tolist(), start[1:].tolist(), strict=True):
-            self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(b - a - 1), tokens[a:b])
+    def record_topk(self, heard: np.ndarray, batch: Batch, tokens: np.ndarray, logits: np.ndarray) -> None:
+        for slot, _, b in heard.tolist():
+            first, n = int(batch.root_logits[b]), int(batch.ends[b] - batch.roots[b])
+            self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(n - 1), tokens[first : first + n])
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         self._ask("on_hidden_states", slot, first, states)

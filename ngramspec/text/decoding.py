@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -29,7 +30,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._pieces = _Detokenizer(_decoder(tokenizer), prompt_ids)
+        self._pieces = _Detokenizer(_decoder(tokenizer), prompt_ids, _words_of(tokenizer))
         self._stops = [_Matcher(s) for s in stop]
         self._min_tokens = min_tokens
         self._held = ""
@@ -111,11 +112,13 @@ class _Detokenizer:
 
     The window begins with tokens whose text is out, since what a token decodes to depends on its left neighbours
     (blanks before words), and is cut whenever all of its text is out. U+FFFD at its end may be a character whose
-    bytes are not all there, so it waits.
+    bytes are not all there, so it waits. Where the tokenizer strings bytes together, a token of whole characters behind whole characters
+    is its own text, which is decoded once and kept.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int], words: dict[int, str] | None = None) -> None:
+        """`words`: texts of tokens of whole characters, where those of several tokens are strung together; it is filled here."""
+        self._decode, self._words = decode, words
         self._window = [int(t) for t in prompt_ids[-_PROMPT_TOKENS:]]
         self._n_old = len(self._window)  # tokens of the window from before its last cut
         self._text = decode(self._window) if self._window else ""  # of the window
@@ -123,6 +126,13 @@ class _Detokenizer:
         self._echo = self._text[len(self._out) :]  # the prompt's own end, if the output does not complete it
 
     def push(self, token_id: int) -> str:
+        if self._words is not None and self._out == self._text and not self._text.endswith(REPLACEMENT):
+            word = self._words.get(token_id)
+            if word is None:
+                word = self._words[token_id] = self._decode([token_id])
+            if word and REPLACEMENT not in word:
+                self._window, self._n_old, self._text, self._out, self._echo = [token_id], 1, word, word, ""
+                return word
         self._window.append(int(token_id))
         text = self._decode(self._window)
         if text and text == self._text and not self._decode(self._window[-1:]):
@@ -159,6 +169,16 @@ def _n_common(a: str, b: str) -> int:
     if b.startswith(a):
         return len(a)
     return next(i for i, char in enumerate(a) if b[i : i + 1] != char)
+
+
+_WORDS: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+
+
+def _words_of(tokenizer: Any) -> dict[int, str] | None:
+    """Of a tokenizer whose tokens stand for bytes, whatever stands beside them; None for another."""
+    if type(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)).__name__ != "ByteLevel":
+        return None
+    return _WORDS.setdefault(tokenizer, {})
 
 
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -212,24 +212,32 @@ def test_registered_blocks_are_neither_written_nor_rolled_back() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(start=st.integers(0, 70), steps=st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_commit_puts_the_path_in_logical_order(start: int, steps: list[int]) -> None:
-    pool = KVPool([(2, 8), (1, 16)], 8, 2, 8 * BLOCK)
-    path = start + np.cumsum(steps) - 1
-    n = int(path[-1]) + 1
-    assert pool.reserve(1, 5)  # so that blocks are not those of an empty pool
-    assert pool.reserve(0, n)
-    for slot in range(n):
-        block, offset = (int(x[0]) for x in pool.locate(0, np.array([slot])))
-        for layer in range(2):
-            pool.keys[layer][block, :, :, offset] = slot + layer / 2
-            pool.values[layer][block, :, offset] = -slot - layer / 2
-    pool.commit(0, start, path)
-    for position, slot in [(p, p) for p in range(start)] + [(start + i, int(s)) for i, s in enumerate(path)]:
-        block, offset = (int(x[0]) for x in pool.locate(0, np.array([position])))
-        for layer in range(2):
-            assert (pool.keys[layer][block, :, :, offset] == slot + layer / 2).all()
-            assert (pool.values[layer][block, :, offset] == -slot - layer / 2).all()
+@given(
+    other=st.sampled_from([(2, 8), (1, 16)]),
+    kept=st.lists(st.tuples(st.integers(0, 70), st.lists(st.integers(1, 9), min_size=1, max_size=8)), min_size=1, max_size=3),
+)
+def test_commit_puts_the_paths_in_logical_order(other: tuple[int, int], kept: list[tuple[int, list[int]]]) -> None:
+    """Of one sequence or several, in layers of one shape and of two."""
+    pool = KVPool([(2, 8), other], 24, 4, 8 * BLOCK)
+    assert pool.reserve(3, 5)  # so that blocks are not those of an empty pool
+    paths = [(slot, start, start + np.cumsum(steps) - 1) for slot, (start, steps) in enumerate(kept)]
+    for each, _, path in paths:
+        assert pool.reserve(each, int(path[-1]) + 1)
+        for slot in range(int(path[-1]) + 1):
+            block, offset = (int(x[0]) for x in pool.locate(each, np.array([slot])))
+            for layer in range(2):
+                pool.keys[layer][block, :, :, offset] = 1000 * each + slot + layer / 2
+                pool.values[layer][block, :, offset] = -1000 * each - slot - layer / 2
+    if len(paths) == 1:
+        pool.commit(*paths[0])
+    else:
+        pool.commit_all(paths)
+    for each, start, path in paths:
+        for position, slot in [(p, p) for p in range(start)] + [(start + i, int(s)) for i, s in enumerate(path)]:
+            block, offset = (int(x[0]) for x in pool.locate(each, np.array([position])))
+            for layer in range(2):
+                assert (pool.keys[layer][block, :, :, offset] == 1000 * each + slot + layer / 2).all()
+                assert (pool.values[layer][block, :, offset] == -1000 * each - slot - layer / 2).all()
 
 
 def test_released_blocks_serve_others() -> None:

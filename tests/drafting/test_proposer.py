@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
+from ngramspec.batch.pack import Span, pack
+from ngramspec.batch.types import DraftTree
 from ngramspec.drafting import Candidates, Drafter, Proposer, budget, evidence, merge, warmup
 from ngramspec.drafting.proposer import SOURCES, TENANTS
 from ngramspec.drafting.weights import cold_weights, load_weights, save_weights
@@ -471,7 +474,10 @@ def test_the_models_own_candidates_are_drafted():
     proposer = Proposer(vocab_size=200, max_seqs=1, weights=cold_weights())
     rows = np.zeros((2, 200), np.float32)
     rows[0, [50, 60]], rows[1, 70] = (9.0, 8.8), 9.0
-    proposer.record_topk(ints(0), ints(0, 2), ints(4, 5), ints(5, 50), *likeliest(rows))
+    tables = BlockTables(1, 1, 16)
+    assert tables.reserve(0, 3)
+    tree = DraftTree(ints(50), ints(-1), np.ones(1, np.float32), np.zeros(1, np.uint8))
+    proposer.record_topk(np.array([[0, 4, 0]]), pack([Span(0, ints(5), 1, tree)], tables), *likeliest(rows))
     proposer.begin(0, ints(9, 5))
     tree = propose(proposer, cost=FREE)[0]
     assert {(50,), (60,), (50, 70)} <= {tuple(p) for p in paths(tree)}
@@ -485,7 +491,12 @@ def test_kept_candidates_are_the_likeliest(vocab_size, n, seed):
     kept = evidence.new_recycled(vocab_size, 16)
     bounds = np.array(evidence.GAPS, np.float32)
     last = np.arange(n, dtype=np.int32) % vocab_size
-    evidence.keep_rows(kept, np.full(n, -1, np.int32), last, *likeliest(rows), bounds)
+    tables = BlockTables(n, n, 16)
+    assert all(tables.reserve(slot, 1) for slot in range(n))
+    batch = pack([Span(slot, last[slot : slot + 1], 0) for slot in range(n)], tables)
+    heard = np.array([(slot, -1, slot) for slot in range(n)])
+    given = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
+    evidence.keep_rows(kept, heard, *given, *likeliest(rows), bounds)
     if vocab_size < evidence.KEPT:
         assert (kept.tokens == -1).all()
         return
