@@ -290,14 +290,14 @@ def test_settings_out_of_range(settings: dict[str, object]) -> None:
 
 def test_a_request_that_fails_ends_alone(rig: tuple[Engine, Perfect], truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = rig
-    push = sequence.Sequence.append
+    extend = sequence.Sequence.extend
 
-    def poisoned(self: sequence.Sequence, token: int, *rest: object) -> bool:
+    def poisoned(self: sequence.Sequence, run: np.ndarray) -> int:
         if self.n_prompt == 3:
             raise RuntimeError("poisoned")
-        return push(self, token, *rest)  # type: ignore[arg-type]
+        return extend(self, run)
 
-    monkeypatch.setattr(sequence.Sequence, "append", poisoned)
+    monkeypatch.setattr(sequence.Sequence, "extend", poisoned)
     good, bad = engine.submit(PROMPT, LONG), engine.submit([1, 2, 3], LONG)
     with pytest.raises(RuntimeError, match="poisoned"):
         bad.result(timeout=60)
@@ -504,15 +504,15 @@ def test_an_engine_used_after_a_fork_says_so() -> None:
 
 def test_a_failure_ends_the_samples_beside_it_and_no_other_request(truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples of a request fail together, in the middle of the step that carries them all and others."""
-    append = sequence.Sequence.append
+    extend = sequence.Sequence.extend
 
-    def poisoned(self: sequence.Sequence, token: int, *rest: object) -> bool:
-        if self.n_prompt == 3 and self.choice.index == 1 and self.n_output == 4:
+    def poisoned(self: sequence.Sequence, run: np.ndarray) -> int:
+        if self.n_prompt == 3 and self.choice.index == 1 and self.n_output >= 4:
             raise RuntimeError("poisoned")
-        return append(self, token, *rest)  # type: ignore[arg-type]
+        return extend(self, run)
 
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=5, max_model_len=120) as engine:
-        monkeypatch.setattr(sequence.Sequence, "append", poisoned)
+        monkeypatch.setattr(sequence.Sequence, "extend", poisoned)
         for _ in range(3):
             bad = engine.submit([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, n=4, temperature=1.0, seed=1))
             good = engine.submit(PROMPT, LONG)
