@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor f
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+LEARNED = 500
+"""Steps after which the curve that they taught is kept for later starts, in place of the one that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class BoundModel:
     runner: Runner
     cost: CostModel
     encoding: Encoding
+    keep: Callable[[], None]
+    """Leave to later starts what was learned of the cost of passes."""
 
 
 def check_device(config: EngineConfig) -> DeviceConfig:
@@ -123,14 +127,19 @@ def bind(
     if not times or len(times) > len(counts):
         progress("measuring what a pass costs")
         times = runner.measure(counts)
-    if kept and isinstance(runner, StackRunner) and runner.exactness == "bitwise" and (recipe := runner.recipe) is not None:
-        document = {"recipe": recipe.as_json(), "cost_ms": times}
-        if document != found:
-            kept.write(document)
     cost = CostModel(counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows))
+
+    def keep() -> None:
+        if kept and isinstance(runner, StackRunner) and runner.exactness == "bitwise" and (recipe := runner.recipe) is not None:
+            learned = cost.n_seen >= LEARNED
+            document = {"recipe": recipe.as_json(), "cost_ms": cost.times.tolist() if learned else times}
+            if document != found:
+                kept.write(document)
+
+    keep()
     log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
     encoding = Encoding(about.tokenizer, runner.vocab_size)
-    return BoundModel(about.name, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding)
+    return BoundModel(about.name, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, keep)
 
 
 @dataclass(frozen=True, slots=True)

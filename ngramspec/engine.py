@@ -81,6 +81,7 @@ class Engine:
             bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None), modules=bool(drafters or alone))
             self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
             self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
+            self._keep = bound.keep
             self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
             for store in stores.values():
                 check_store(store, self._encoding, self.name)
@@ -468,6 +469,7 @@ class Engine:
     def close(self) -> None:
         """Stop; requests under way end with EngineClosedError. Any number of times."""
         self._thread.close()
+        self._keep()
 
     def __enter__(self) -> Self:
         return self
