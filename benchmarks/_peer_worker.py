@@ -3,9 +3,9 @@
 Requests and answers are JSON objects, one a line, on standard input and output. The first answer, `{"version": v}`, comes when the model is
 loaded. What the peer itself prints goes to standard error. `hf`, `vllm` and `llama` generate: `{"prompts": [[ids], ...]}` is answered by
 `{"outputs": [[ids], ...], "seconds": s}`, the seconds being those of generating alone; the prompts of a request run together in vLLM, one
-after the other in the others. `passes` and `ours` say what they are asked.
+after the other in the others. `passes`, `ours` and `guest` say what they are asked.
 
-    python _peer_worker.py hf|vllm|llama|passes|ours MODEL SETTINGS      SETTINGS: JSON, see the functions that take it
+    python _peer_worker.py hf|vllm|llama|passes|ours|guest MODEL SETTINGS      SETTINGS: JSON, see the functions that take it
 """
 
 import json
@@ -188,6 +188,141 @@ def ours(name: str, **settings: object) -> tuple[str, Handle]:
     return ngramspec.__version__, handle
 
 
+def guest(model: str, *, host: str, mode: str, **settings: object) -> tuple[str, Handle]:
+    """A host with none, its own or our drafts. Requests:
+
+    `{"prompts": [[ids], ...], "concurrency": c}` -> `{"outputs", "seconds"}`; with `"warm_up": true` it counts for nothing.
+    `{"count": true}` -> `{"drafted", "accepted"}`: tokens since the warm-up, null where the host does not say.
+    """
+    version, generate, counts = {"vllm": _guest_vllm, "transformers": _guest_transformers, "llama_cpp": _guest_llama}[host](
+        model, mode=mode, **settings
+    )
+    before = [0, 0]
+
+    def handle(request: dict) -> dict:
+        if "count" in request:
+            found = counts()
+            return {name: None if n is None else n - b for name, n, b in zip(("drafted", "accepted"), found, before, strict=True)}
+        start = time.perf_counter()
+        outputs = generate(request["prompts"], request["concurrency"])
+        seconds = time.perf_counter() - start
+        if request.get("warm_up"):
+            before[:] = [n or 0 for n in counts()]
+        return {"outputs": outputs, "seconds": seconds}
+
+    return version, handle
+
+
+def _guest_vllm(
+    folder: str, *, mode: str, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], max_seqs: int,
+    datastore: str | None, depth: int | None, **_: object,
+) -> tuple:  # fmt: skip
+    import vllm
+
+    speculation = {
+        "none": None,
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+        "suffix": {"method": "suffix"},
+        "ngramspec": {"method": "custom_class", "model": "ngramspec.guests.vllm.Proposer", "num_speculative_tokens": depth or 12},
+    }[mode]
+    more = {"additional_config": {"ngramspec": {"datastore": datastore}}} if datastore and mode == "ngramspec" else {}
+    model = vllm.LLM(
+        folder,
+        dtype="float32",
+        max_model_len=max_len,
+        speculative_config=speculation,
+        max_num_seqs=max_seqs,
+        disable_log_stats=False,
+        **more,
+    )
+    params = vllm.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None, stop_token_ids=eos)
+
+    def generate(prompts: list[list[int]], concurrency: int) -> list[list[int]]:
+        outputs = []
+        for i in range(0, len(prompts), concurrency):
+            group = [{"prompt_token_ids": prompt} for prompt in prompts[i : i + concurrency]]
+            outputs += [list(result.outputs[0].token_ids) for result in model.generate(group, params, use_tqdm=False)]
+        return outputs
+
+    def counts() -> tuple[int, int]:
+        found = {metric.name: int(metric.value) for metric in model.get_metrics() if hasattr(metric, "value")}
+        return found.get("vllm:spec_decode_num_draft_tokens", 0), found.get("vllm:spec_decode_num_accepted_tokens", 0)
+
+    return vllm.__version__, generate, counts
+
+
+def _guest_transformers(
+    folder: str, *, mode: str, threads: int, max_tokens: int, temperature: float, seed: int, eos: list[int], datastore: str | None,
+    depth: int | None, **_: object,
+) -> tuple:  # fmt: skip
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    options = {"max_new_tokens": max_tokens, "do_sample": temperature > 0, "eos_token_id": eos or None, "pad_token_id": 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    helper = None
+    if mode == "prompt_lookup":
+        options["prompt_lookup_num_tokens"] = 10
+    elif mode == "ngramspec":
+        from ngramspec.guests.transformers import assistant, generate
+
+        helper = assistant(model, **({} if depth is None else {"depth": depth}))
+        options |= {"custom_generate": generate, **({"datastore": datastore} if datastore else {})}
+
+    def complete(prompt: list[int]) -> list[int]:
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt])
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+    def counts() -> tuple:
+        if mode == "none":
+            return 0, 0
+        return (None, None) if helper is None else (helper.stats.drafted, helper.stats.accepted)
+
+    return transformers.__version__, lambda prompts, _: [complete(prompt) for prompt in prompts], counts
+
+
+def _guest_llama(
+    gguf: str, *, mode: str, tokenizer: str, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int],
+    datastore: str | None, depth: int | None, **_: object,
+) -> tuple:  # fmt: skip
+    import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    drafts = None
+    if mode == "prompt_lookup":
+        drafts = LlamaPromptLookupDecoding(num_pred_tokens=10)
+    elif mode == "ngramspec":
+        from tokenizers import Tokenizer
+
+        from ngramspec.guests.llama_cpp import Draft
+
+        more = {} if depth is None else {"depth": depth}
+        drafts = Draft(tokenizer=Tokenizer.from_file(f"{tokenizer}/tokenizer.json"), datastore=datastore or (), **more)
+    model = llama_cpp.Llama(
+        gguf, n_ctx=max_len, n_batch=max_len, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=drafts, verbose=False
+    )
+
+    def complete(prompt: list[int]) -> list[int]:
+        model.reset()
+        output: list[int] = []
+        for token in model.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
+            output.append(token)
+            if token in eos or len(output) == max_tokens:
+                break
+        return output
+
+    def counts() -> tuple:
+        if mode == "none":
+            return 0, 0
+        return (drafts.stats.drafted, drafts.stats.accepted) if mode == "ngramspec" else (None, None)
+
+    return llama_cpp.__version__, lambda prompts, _: [complete(prompt) for prompt in prompts], counts
+
+
 def main(kind: str, model: str, settings: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -195,7 +330,7 @@ def main(kind: str, model: str, settings: str) -> None:
     def answer(**message: object) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    kinds = {"hf": hf, "vllm": vllm, "llama": llama, "passes": passes, "ours": ours}
+    kinds = {"hf": hf, "vllm": vllm, "llama": llama, "passes": passes, "ours": ours, "guest": guest}
     version, handle = kinds[kind](model, **json.loads(settings))
     answer(version=version)
     for line in sys.stdin:

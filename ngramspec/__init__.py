@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ngramspec.batch.errors import (
         CallbackError,
         EngineClosedError,
+        HostVersionError,
         InvalidInputError,
         ModelNotFoundError,
         NgramspecError,
@@ -49,6 +50,7 @@ __all__ = [
     "NgramspecError",
     "CallbackError",
     "EngineClosedError",
+    "HostVersionError",
     "InvalidInputError",
     "ModelNotFoundError",
     "OutOfMemoryError",

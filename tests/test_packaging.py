@@ -5,10 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import ngramspec
+from ngramspec.cli.common import missing_packages
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,3 +47,32 @@ def test_the_command_is_installed() -> None:
 def test_public_names_resolve() -> None:
     for name in ngramspec.__all__:
         assert getattr(ngramspec, name) is not None
+
+
+@pytest.mark.parametrize(("package", "command", "extra"), [("torch", "complete", "engine"), ("transformers", "beam", "engine")])
+def test_a_base_installation_says_what_a_command_needs(package: str, command: str, extra: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = [{command!r}, 'x']; from ngramspec.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr.splitlines()[-1]
+        == f"ngramspec: {package} is not installed, which this command needs; run: pip install 'ngramspec[{extra}]'"
+    )
+
+
+def test_every_package_of_an_extra_is_known_by_its_module() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("engine", "server"):
+        names = [re.split(r"[><=]", name)[0].replace("-", "_") for name in extras[extra] if not name.startswith("ngramspec")]
+        for name in names:
+            assert f"[{extra}]" in str(missing_packages(ModuleNotFoundError("", name=f"{name}.part")))
+    assert missing_packages(ModuleNotFoundError("", name="somebody_elses")) is None
+    assert missing_packages(ValueError()) is None
+
+
+def test_torch_is_held_back_by_the_constraints_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [name for name in project["optional-dependencies"]["engine"] if name.startswith("torch")]
+    assert torch == "torch>=2.11,<3"
+    assert "torch<2.14" in (ROOT / "constraints.txt").read_text()
+    assert not [name for name in project["dependencies"] if name.startswith(("torch", "transformers"))]

@@ -183,6 +183,15 @@ def _features(counts, rows, x):
 
 
 @njit(cache=True, nogil=True)
+def _dot(a, b):
+    """numba would ask scipy for `@`, which a base installation does not have."""
+    total = 0.0
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total
+
+
+@njit(cache=True, nogil=True)
 def _update(counts, state, cov, doubt, streak, rows, others, looked, thousands, ms):
     """One step of the filter, in place. `doubt` [n, n]: what comes back of uncertainty, as shares of times; `streak` [1]: surprises of one
     sign."""
@@ -190,15 +199,17 @@ def _update(counts, state, cov, doubt, streak, rows, others, looked, thousands, 
     x = np.zeros(n)
     _features(counts, rows, x)
     x[n - 3], x[n - 2], x[n - 1] = others, looked, thousands
-    told, more = x @ state, _DRIFT
+    told, more = _dot(x, state), _DRIFT
     if streak[0] >= _STREAK or streak[0] <= -_STREAK:
         streak[0] = 0
         more += min(max(4.0 * (ms / told) ** 2, 1.0), 16.0)
     for i in range(n):
         for j in range(n):
             cov[i, j] += more * doubt[i, j] * state[i if i < n - 3 else 0] * state[j if j < n - 3 else 0]
-    towards = cov @ x
-    variance = x @ towards + (NOISE * told) ** 2
+    towards = np.empty(n)
+    for i in range(n):
+        towards[i] = _dot(cov[i], x)
+    variance = _dot(x, towards) + (NOISE * told) ** 2
     off = (ms - told) / math.sqrt(variance)
     if off > _HIGH:
         off = _HIGH

@@ -17,6 +17,10 @@ class UnsupportedModelError(NgramspecError):
     """The architecture needs something that the runner does not implement (named in the message)."""
 
 
+class HostVersionError(NgramspecError):
+    """A host (vLLM, transformers, llama-cpp-python) is of a version that its guest was not tested with; the message says which were."""
+
+
 class RemoteCodeError(UnsupportedModelError):
     """The model ships its own code and would need `trust_remote_code`, which ngramspec never enables."""
 

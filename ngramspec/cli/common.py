@@ -24,6 +24,27 @@ class BadInputError(Exception):
     """What the user gave cannot be worked with. The message says what could."""
 
 
+class MissingPackagesError(Exception):
+    """A command needs packages that this installation was made without. The message says which command brings them."""
+
+
+_EXTRAS = {
+    "engine": ("torch", "transformers", "accelerate", "gguf", "safetensors", "huggingface_hub", "filelock", "jinja2"),
+    "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette"),
+}
+
+
+def missing_packages(error: Exception) -> MissingPackagesError | None:
+    """What to tell of a module that was not found because it belongs to an extra; None for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    package = error.name.split(".")[0]
+    for extra, packages in _EXTRAS.items():
+        if package in packages:
+            return MissingPackagesError(f"{package} is not installed, which this command needs; run: pip install 'ngramspec[{extra}]'")
+    return None
+
+
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
     """An option of a command, under a heading of its `--help`."""
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ngramspec import __version__
-from ngramspec.cli.common import BadInputError, printable
+from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_packages, printable
 
 INTERRUPTED = 130
 
@@ -73,7 +73,8 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    except Exception as error:
+    except Exception as raised:
+        error = missing_packages(raised) or raised
         if (code := exit_code(error)) is None:
             raise
         if message := _message(error):  # without arguments typer shows the help and has nothing to add
@@ -83,6 +84,8 @@ def main() -> NoReturn:
 
 def exit_code(error: Exception) -> int | None:
     """1 or 2 for an error that is to be told, None for a defect, which shows its traceback."""
+    if isinstance(error, MissingPackagesError):
+        return 1
     if isinstance(error, BadInputError) or hasattr(error, "format_message"):  # typer's own: unknown option, missing value
         return 2
     from ngramspec.batch import errors

@@ -216,15 +216,21 @@ def _source(state, seq, nodes, r, j, n_drafters, weights, sources):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _offer(nodes, r, guard, slot, keys, refs, size):
-    """Put the children of node r on the heap -> its new size."""
+def _offer(nodes, r, guard, slot, chains, keys, refs, size):
+    """Put the children of node r on the heap, of a chain the likeliest one -> its new size."""
+    first = size
     for j in range(nodes.n[r]):
         c = r * WIDTH + j
         p = nodes.prob[r] * nodes.scale[r] * nodes.cand_prob[c]
         if p > FLOOR and (guard.n[slot] == 0 or _guarded(guard, slot, nodes.cand_token[c]) != 2):
-            keys[size], refs[size] = p, c
-            _sift_up(keys, refs, size)
-            size += 1
+            if not chains:
+                keys[size], refs[size] = p, c
+                _sift_up(keys, refs, size)
+                size += 1
+            elif size == first or p > keys[first]:
+                keys[first], refs[first], size = p, c, first + 1
+    if chains and size > first:
+        _sift_up(keys, refs, first)
     return size
 
 
@@ -275,6 +281,7 @@ def grow(
     max_nodes,
     price,
     spec_length,
+    chains,
     nodes,
     weights,
     guard,
@@ -287,6 +294,7 @@ def grow(
     """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
 
     Tree b is start[b] .. start[b + 1]; parents count from its own first node. `price`: tokens per millisecond, 0: what the pass makes.
+    `chains`: no node has a sibling.
     """
     nodes, weights, work = _lend(nodes, weights, work)
     states, output_caches, contexts, sources = lent(states), lent(output_caches), lent(contexts), lent(sources)
@@ -326,7 +334,7 @@ def grow(
             nodes, first, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
         state[DRAFTED] = 0
-        size = _offer(nodes, first, guard, slot, keys, refs, size)
+        size = _offer(nodes, first, guard, slot, chains, keys, refs, size)
     while size and taken < limit:
         p, ref = keys[0], refs[0]
         ok, reach = worth(p, expected, taken, rate, best, hull, reach)
@@ -374,7 +382,7 @@ def grow(
             state, seq, cached_state, arrays(cached_state, contexts), recycled,
             nodes, r, first, external, b * n_drafters, n_drafters, weights, work,
         )  # fmt: skip
-        size = _offer(nodes, r, guard, slot, keys, refs, size)
+        size = _offer(nodes, r, guard, slot, chains, keys, refs, size)
 
     start = np.zeros(B + 1, np.int64)
     for i in range(kept):

@@ -99,6 +99,8 @@ class Proposer(Speculator):
             if not lo <= value <= hi:
                 raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
         self.vocab_size, self.history, self.spec_length = vocab_size, history, spec_length
+        self.chains = False
+        """Trees without branches, for who can verify nothing else: none of the budget goes to siblings. May change from step to step."""
         self.datastore, self.similar = datastore, similar
         self.drafters: list[Drafter | None] = list(drafters)
         self._paces = [Pace() for _ in drafters]
@@ -226,6 +228,7 @@ class Proposer(Speculator):
             max_nodes,
             float(price),
             self.spec_length,
+            self.chains,
             self._nodes,
             self.weights,
             self._guard,

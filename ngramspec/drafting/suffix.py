@@ -90,6 +90,8 @@ class SuffixDrafter:
         Raises ValueError for more than 63 stores.
         """
         self._similar = similar
+        self.follows_changes = True
+        """Whether newer generations of the stores are taken up, by the clock."""
         self._router: Router | None = None
         self._matcher = Matcher([], max_seqs, max_match=MAX_MATCH)
         self._may: dict[int, frozenset[str] | None] = {}
@@ -161,7 +163,7 @@ class SuffixDrafter:
 
     def refresh(self) -> None:
         """Look up in the newest generations from now on; asks the disk at most every REFRESH_S."""
-        if (now := time.monotonic()) - self._asked_s < REFRESH_S:
+        if not self.follows_changes or (now := time.monotonic()) - self._asked_s < REFRESH_S:
             return
         self._asked_s = now
         changed = False

@@ -100,6 +100,36 @@ def test_trees_keep_their_limits(texts, output, length, rows, max_nodes, slope):
         at += step
 
 
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3), max_nodes=st.integers(0, 40))
+@settings(max_examples=40, deadline=None)
+def test_chains_have_no_branches(texts, max_nodes):
+    proposer = Proposer(vocab_size=8, max_seqs=3)
+    proposer.chains = True
+    for slot, text in enumerate(texts):
+        proposer.begin(slot, ints(*text))
+    chains = propose(proposer, range(len(texts)), cost=FREE, max_nodes=max_nodes)
+    assert sum(map(len, chains)) <= max_nodes
+    for chain in chains:
+        check(chain)
+        assert chain.parents.tolist() == list(range(-1, len(chain) - 1))
+
+
+def test_a_chain_is_grown_and_not_cut_out_of_a_tree():
+    proposer = Proposer(vocab_size=100, max_seqs=1)
+    tokens = [50, 1, 2, 3, 4, 5, 6, 7, 8, 51, 1, 2, 33, 34, 35, 36, 37, 38, 52, 1, 2]
+    proposer.begin(0, ints(*tokens))
+    (tree,) = propose(proposer, cost=FREE, max_nodes=8)
+    proposer.chains = True
+    (chain,) = propose(proposer, cost=FREE, max_nodes=8)
+    assert len(set(tree.parents.tolist())) < 8, "some of the tree's nodes are siblings"
+    assert max(map(len, paths(tree))) < len(chain) == 8
+    first, other = ([3, 4, 5, 6, 7, 8], [33, 34, 35, 36, 37, 38])[:: 1 if chain.tokens[0] == 3 else -1]
+    assert chain.tokens.tolist()[:6] == first
+    proposer.begin(0, ints(*tokens), banned=first[:1])
+    (chain,) = propose(proposer, cost=FREE, max_nodes=6)
+    assert chain.tokens.tolist() == other, "what is banned leaves its place to the next"
+
+
 def test_text_without_repeats_drafts_nothing():
     proposer = Proposer(vocab_size=1000, max_seqs=1)
     proposer.begin(0, np.arange(500, dtype=np.int32))

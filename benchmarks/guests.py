@@ -1,0 +1,176 @@
+"""What our drafts are worth in other people's engines, and that the text stays the host's own.
+
+    python -m benchmarks.guests --host vllm|transformers|llama_cpp --prompts F.jsonl [--model M] [--limit N] [--max-tokens K]
+        [--concurrency C] [--datastore D] [--modes NAME,NAME] [--host-python PATH] [--temperature T --seed S]
+
+Every mode of a host (without drafts, its own, ours) is a process of the host's interpreter, which keeps its model; all get the same token
+ids, five prompts (or `--concurrency`) at a time, in turns. A rate counts generated tokens over the seconds of generating. `identical`:
+texts like those of the host without drafts. `tokens_per_step`: of one text. The last line of standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.common import Prompt, say
+from benchmarks.ours import gguf_files
+from benchmarks.peers import LOCAL_LLAMA, LOCAL_VLLM, Peer, PeerAbsentError, vllm_environment
+from ngramspec.model.loading import load_model
+
+HOSTS: dict[str, tuple[str, ...]] = {
+    "vllm": ("none", "ngram", "suffix", "ngramspec"),
+    "transformers": ("none", "prompt_lookup", "ngramspec"),
+    "llama_cpp": ("none", "prompt_lookup", "ngramspec"),
+}
+"""Modes by host. The first is what the others are compared with."""
+TURN = 5
+"""Prompts of a turn."""
+_REST_S = {"vllm": 1.2}
+"""For how long a host's processes go on using a core after a request."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    document = measure(args)
+    modes = document["modes"]
+    rows = [[name, *(row[key] for key in ("tok_s", "identical", "tokens_per_step", "drafted", "accepted"))] for name, row in modes.items()]
+    common.print_table(["mode", "tokens/s", "identical", "tokens/step", "drafted", "accepted"], rows)
+    common.print_document(document)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.new_parser("guests", __doc__)
+    add = parser.add_argument
+    add("--host", choices=list(HOSTS), required=True)
+    add("--prompts", type=common.file, required=True, metavar="F.jsonl", help="rows with `prompt` or `messages`")
+    add("--model", default="smollm2", help="folder, hub name, GGUF file, or smollm2; llama_cpp takes a GGUF file")
+    add("--limit", type=common.positive, metavar="N", help="only the first N prompts")
+    add("--max-tokens", type=common.positive, default=96, metavar="K")
+    add("--concurrency", type=common.positive, default=1, metavar="C", help="prompts at a time; vLLM alone takes more than one")
+    add("--datastore", metavar="D", help="our mode drafts from this datastore too")
+    add("--modes", help="some of the host's modes, with commas between")
+    add("--depth", type=common.positive, metavar="N", help="our longest draft; vllm 12, others as their guests have it")
+    add("--temperature", type=float, default=0.0, metavar="T")
+    add("--seed", type=int, default=0, metavar="S")
+    add("--threads", type=common.positive, default=2, metavar="N")
+    add("--host-python", type=Path, metavar="PATH", help=f"the host's interpreter; default {LOCAL_VLLM}, {LOCAL_LLAMA}, or this one")
+    args = parser.parse_args(argv)
+    if args.host != "vllm" and args.concurrency != 1:
+        parser.error(f"--concurrency: {args.host} takes one prompt at a time")
+    known = HOSTS[args.host]
+    args.modes = known if args.modes is None else tuple(args.modes.split(","))
+    if wrong := [name for name in args.modes if name not in known]:
+        parser.error(f"--modes: {wrong[0]!r} is none of {', '.join(known)}")
+    if args.modes[0] != known[0]:
+        parser.error(f"--modes: the first must be {known[0]!r}, which the others are compared with")
+    local = {"vllm": LOCAL_VLLM, "llama_cpp": LOCAL_LLAMA}.get(args.host)
+    args.host_python = args.host_python or (local if local is not None and local.exists() else Path(sys.executable))
+    return args
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON document. Raises SystemExit where the host cannot run."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-guests-")))
+        loaded = load_model(args.model, dtype=torch.float32)
+        prompts = common.read_prompts(args.prompts, loaded.tokenizer, args.limit)
+        max_len = -(-(max(len(prompt.ids) for prompt in prompts) + args.max_tokens) // 256) * 256
+        model: Path | str = folder
+        if args.host == "llama_cpp":
+            model = next(iter(gguf_files(args.model)), None) or _absent(f"llama.cpp takes a GGUF file, {args.model!r} is none")
+            loaded.tokenizer.save_pretrained(folder)
+        else:
+            loaded.model.save_pretrained(folder)
+            loaded.tokenizer.save_pretrained(folder)
+        eos = loaded.tokenizer.eos_token_id
+        del loaded
+        settings = {
+            "host": args.host,
+            "tokenizer": str(folder),
+            "max_len": max_len,
+            "max_tokens": args.max_tokens,
+            "temperature": args.temperature,
+            "seed": args.seed,
+            "threads": args.threads,
+            "eos": [] if eos is None else [eos],
+            "datastore": args.datastore,
+            "depth": args.depth,
+            "max_seqs": max(args.concurrency, 1),
+        }
+        environment = {"PYTHONPATH": str(Path(__file__).parents[1])}  # this ngramspec, where another one is installed
+        if args.host == "vllm":
+            environment |= vllm_environment(args.host_python, args.threads)
+        peers: dict[str, Peer] = {}
+        for mode in args.modes:
+            say(f"starting {args.host} with {mode}")
+            try:
+                peer = Peer(args.host_python, "guest", model, settings | {"mode": mode}, environment, rest_s=_REST_S.get(args.host, 0.0))
+            except PeerAbsentError as error:
+                _absent(f"{args.host} with {mode}: {error}")
+            peers[mode] = stack.enter_context(contextlib.closing(peer))
+        runs = _turns(peers, prompts, args.concurrency)
+        counts = {mode: peer.ask(count=True) for mode, peer in peers.items()}
+        version = next(iter(peers.values())).version
+    plain = runs[args.modes[0]]["outputs"]
+    return {
+        "host": args.host,
+        "version": version,
+        "prompts": len(prompts),
+        "modes": {mode: _row(runs[mode], plain, counts[mode]) for mode in args.modes},
+        "settings": {
+            "prompts": args.prompts.name,
+            "datastore": args.datastore and Path(args.datastore).name,
+            **{name: getattr(args, name) for name in ("model", "max_tokens", "concurrency", "temperature", "seed", "depth")},
+        },
+        **common.environment("cpu", args.threads),
+    }
+
+
+def _absent(why: str) -> Any:
+    raise SystemExit(f"benchmarks.guests: {why}")
+
+
+def _turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> dict[str, dict[str, Any]]:
+    """Outputs and seconds by mode. Warmed up by the first prompt, which is then asked for again with the others."""
+    size = max(concurrency, TURN)
+    turns = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    runs: dict[str, dict[str, Any]] = {mode: {"outputs": [], "seconds": 0.0} for mode in peers}
+    for peer in peers.values():
+        peer.ask(prompts=[prompts[-1].ids], concurrency=1, warm_up=True)
+    for n, (order, turn) in enumerate(zip(common.turns(list(peers), len(turns)), turns, strict=True), 1):
+        for mode in order:
+            answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn], concurrency=concurrency)
+            runs[mode]["outputs"] += answer["outputs"]
+            runs[mode]["seconds"] += answer["seconds"]
+        say(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {_rate(run):.1f}" for mode, run in runs.items()))
+    return runs
+
+
+def _rate(run: dict[str, Any]) -> float:
+    return sum(map(len, run["outputs"])) / max(run["seconds"], 1e-9)
+
+
+def _row(run: dict[str, Any], plain: list[list[int]], counts: dict[str, int]) -> dict[str, Any]:
+    n_tokens = sum(map(len, run["outputs"]))
+    return {
+        "tok_s": round(_rate(run), 2),
+        "identical": sum(a == b for a, b in zip(run["outputs"], plain, strict=True)),
+        "tokens_per_step": round(n_tokens / max(n_tokens - counts["accepted"], 1), 3) if counts["accepted"] is not None else None,
+        "drafted": counts["drafted"],
+        "accepted": counts["accepted"],
+        "tokens": n_tokens,
+        "seconds": round(run["seconds"], 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""benchmarks.guests: what it takes, and what it makes of runs."""
+
+import json
+
+import pytest
+
+from benchmarks import guests
+
+
+def test_rows_count_what_was_generated():
+    run = {"outputs": [[1, 2, 3], [4, 5]], "seconds": 2.0}
+    row = guests._row(run, [[1, 2, 3], [4, 6]], {"drafted": 4, "accepted": 1})
+    assert (row["tok_s"], row["identical"], row["tokens_per_step"], row["drafted"], row["accepted"]) == (2.5, 1, 1.25, 4, 1)
+    assert guests._row(run, run["outputs"], {"drafted": None, "accepted": None})["tokens_per_step"] is None
+
+
+class Host:
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, **request):
+        self.asked.append(request)
+        return {"outputs": [prompt[:1] for prompt in request["prompts"]], "seconds": 1.0}
+
+
+def test_every_host_gets_all_prompts_in_turns():
+    hosts = {"none": Host(), "ngramspec": Host()}
+    prompts = [guests.Prompt(str(i), [i]) for i in range(12)]
+    runs = guests._turns(hosts, prompts, 1)
+    for name, host in hosts.items():
+        assert runs[name]["outputs"] == [[i] for i in range(12)]
+        assert runs[name]["seconds"] == 3.0
+        assert host.asked[0]["warm_up"]
+        assert [len(request["prompts"]) for request in host.asked[1:]] == [5, 5, 2]
+
+
+@pytest.mark.parametrize("options", [["--modes", "ngramspec"], ["--modes", "none,suffix"], ["--concurrency", "2"]])
+def test_what_does_not_fit_a_host_is_refused(tmp_path, options):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a"}))
+    with pytest.raises(SystemExit):
+        guests.parse(["--host", "transformers", "--prompts", str(tmp_path / "p.jsonl"), *options])

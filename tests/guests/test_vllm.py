@@ -1,0 +1,346 @@
+"""vLLM's proposer on a batch shaped like vLLM's: rows that swap, condense, vanish and come back, missed steps, requests in and out.
+
+vLLM itself is not needed: a stand-in of its runner keeps the persistent batch and verifies drafts; a text is a function of its request.
+"""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from ngramspec import HostVersionError, InvalidInputError
+from ngramspec.datastore.errors import TokenizerMismatchError
+from ngramspec.guests import vllm
+from ngramspec.text.encoding import Encoding
+from tests import tiny_store
+from tests.tiny import byte_tokenizer
+
+VOCAB, LONGEST, DEPTH = 256, 400, 6
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.delenv(vllm.SETTINGS, raising=False)
+
+
+def config(max_num_seqs=8, ranks=1, **settings):
+    return types.SimpleNamespace(
+        model_config=types.SimpleNamespace(max_model_len=LONGEST, model="tiny", tokenizer="tiny", get_vocab_size=lambda: VOCAB),
+        scheduler_config=types.SimpleNamespace(max_num_seqs=max_num_seqs),
+        speculative_config=types.SimpleNamespace(num_speculative_tokens=DEPTH),
+        parallel_config=types.SimpleNamespace(tensor_parallel_size=ranks),
+        device_config=types.SimpleNamespace(device_type="cpu"),
+        additional_config={"ngramspec": settings} if settings else {},
+    )
+
+
+def proposer(**options):
+    return vllm.Proposer(config(**{"steady": True, "slope": 0.0} | options))
+
+
+class Request:
+    def __init__(self, name, prompt, output, **params):
+        self.name, self.prompt, self.output, self.done = name, list(prompt), list(output), 0
+        params = {"max_tokens": len(output), "all_stop_token_ids": set(), "extra_args": None} | params
+        self.sampling_params = types.SimpleNamespace(**params)
+        self.num_prompt_tokens = len(self.prompt)
+        self.silent = (params["extra_args"] or {}).get("speculation") == 0
+
+    @property
+    def text(self):
+        return self.prompt + self.output[: self.done]
+
+    def verify(self, draft):
+        """What a step gives: of the draft what the text goes on with, and one token more."""
+        n = 0
+        rest = self.output[self.done :]
+        while n < len(draft) and n + 1 < len(rest) and draft[n] == rest[n]:
+            n += 1
+        self.done += n + 1
+        return rest[: n + 1]
+
+
+class Runner:
+    """What vLLM's runner has: requests by id, and a batch whose rows are theirs."""
+
+    def __init__(self, drafter, rows=8, known=True):
+        self.drafter, self.known = drafter, known
+        self.requests, self.drafts, self.ever = {}, {}, {}
+        ids = np.zeros((rows, LONGEST), np.int32)
+        self.input_batch = types.SimpleNamespace(req_ids=[], token_ids_cpu=ids)
+        self.drafted = self.accepted = 0
+        if known:
+            self.load_model()
+
+    def load_model(self):
+        self.drafter.load_model(None)
+
+    def step(self, requests, missed=False, prefilling=()):
+        """One step for these, in this order of rows; those in `prefilling` compute a part of their prompts."""
+        self.requests |= {request.name: request for request in requests}
+        self.ever |= self.requests
+        sampled = []
+        for request in requests:
+            draft = self.drafts.get(request.name, []) if request not in prefilling else []
+            new = [] if request in prefilling else request.verify(draft)
+            self.drafted += len(draft)
+            self.accepted += max(len(new) - 1, 0)
+            sampled.append(new)
+        lengths = np.zeros(len(self.input_batch.token_ids_cpu), np.int32)
+        for i, request in enumerate(requests):
+            lengths[i] = len(request.text)
+            self.input_batch.token_ids_cpu[i, : lengths[i]] = request.text
+        self.input_batch.req_ids = [request.name for request in requests]
+        self.drafts = {}
+        if not missed:
+            drafts = self.drafter.propose(sampled, lengths, self.input_batch.token_ids_cpu, slot_mappings=None)
+            assert not self.drafter.failed
+            assert len(drafts) == len(requests)
+            for request, draft, new in zip(requests, drafts, sampled, strict=True):
+                assert len(draft) <= DEPTH
+                assert new or not draft
+                assert len(request.text) + len(draft) < LONGEST
+                self.drafts[request.name] = draft
+        self.check(requests, prefilling, missed)
+
+    def check(self, requests, prefilling, missed):
+        """No text here is a mixture of two requests'."""
+        known = [self.drafter.guest.tokens(key).tolist() for key in self.drafter.guest]
+        everything = [request.prompt + request.output for request in self.ever.values()]
+        assert all(any(whole[: len(text)] == text for whole in everything) for text in known)
+        if not missed:
+            for request in requests:
+                assert request in prefilling or request.silent or request.text in known
+
+    def finish(self, request):
+        del self.requests[request.name]
+
+
+def request(i, n=60, **params):
+    rng = np.random.default_rng(i)
+    pattern = rng.integers(0, VOCAB, 12).tolist()
+    return Request(f"r{i}", [i % VOCAB, *pattern, *pattern], (pattern * 9)[:n], **params)
+
+
+both = pytest.mark.parametrize("known", [True, False], ids=["ids", "mirrors"])
+
+
+@both
+def test_texts_that_repeat_are_drafted(known):
+    runner = Runner(proposer(), known=known)
+    requests = [request(i) for i in range(4)]
+    while requests[0].done < 50:
+        runner.step(requests)
+    assert runner.accepted > 100
+    stats = runner.drafter.stats
+    assert stats.accepted == runner.accepted
+    assert stats.tokens == sum(r.done for r in requests) - 4, "the first token of each comes with its prompt"
+
+
+@both
+def test_rows_swap_condense_and_vanish(known):
+    rng = np.random.default_rng(0)
+    runner = Runner(proposer(), known=known)
+    requests = [request(i, 100) for i in range(6)]
+    for _ in range(60):
+        scheduled = [r for r in requests if r.done < 90 and rng.random() < 0.8]
+        rng.shuffle(scheduled)
+        if scheduled:
+            runner.step(scheduled)
+    assert runner.accepted > 60
+    assert len(runner.drafter.guest) == 6
+
+
+@both
+def test_missed_steps_and_parts_of_prompts(known):
+    rng = np.random.default_rng(1)
+    runner = Runner(proposer(), known=known)
+    requests, late = [request(i, 100) for i in range(3)], request(9, 100)
+    for step in range(40):
+        scheduled = [*requests, late] if step > 5 else requests
+        runner.step([r for r in scheduled if r.done < 95], missed=rng.random() < 0.3, prefilling=[late] if step < 9 else [])
+    assert late.done > 0
+    assert runner.accepted > 30
+
+
+@both
+def test_a_preempted_request_comes_back_where_it_was(known):
+    runner = Runner(proposer(), known=known)
+    a, b = request(1, 100), request(2, 100)
+    for _ in range(4):
+        runner.step([a, b])
+    begun = list(runner.drafter.guest)
+    for _ in range(5):
+        runner.step([b])
+    runner.step([b, a], prefilling=[a])
+    runner.step([b, a])
+    assert list(runner.drafter.guest) == begun
+
+
+def test_a_row_of_another_text_is_another_text():
+    """The same row, as long, and begun alike: nothing is drafted from who was there before."""
+    runner = Runner(proposer(), known=False)
+    first = Request("a", [1, 2, 3, 4], [10, 11, 12, 13, 14, 15])
+    other = Request("b", [1, 2, 99, 4, 10], [21, 22, 23])
+    runner.step([first])
+    runner.step([other])
+    assert len(runner.drafter.guest) == 2
+
+
+def test_what_stays_away_is_remembered_as_an_answer():
+    runner = Runner(proposer(), known=False)
+    answer = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
+    old = Request("old", [7, 8], answer)
+    while old.done < 40:
+        runner.step([old])
+    for i in range(vllm.PATIENCE + 2):
+        runner.step([request(50 + i // 20, 60)])
+    new = Request("new", [9, *answer[:6]], answer[6:])
+    while new.done < 34:
+        runner.step([new])
+    assert runner.drafter.stats.accepted_by_source.get("answers", 0) > 10
+
+
+def test_a_request_that_the_runner_forgot_is_remembered_at_once():
+    runner = Runner(proposer())
+    answer = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
+    old, other = Request("old", [7, 8], answer), Request("other", [7, 8], answer, extra_args={"tenant": "b"})
+    for each in (old, other):
+        while each.done < 40:
+            runner.step([each])
+        runner.finish(each)
+    new = Request("new", [9, *answer[:6]], answer[6:], extra_args={"tenant": "c"})
+    while new.done < 34:
+        runner.step([new])
+    assert runner.drafter.stats.accepted_by_source.get("answers", 0) == 0, "of another tenant"
+    runner.finish(new)
+    new = Request("new2", [9, *answer[:6]], answer[6:])
+    while new.done < 34:
+        runner.step([new])
+    assert runner.drafter.stats.accepted_by_source["answers"] > 10
+
+
+@both
+def test_a_thousand_requests_leave_nothing_behind(known):
+    rng = np.random.default_rng(2)
+    runner = Runner(proposer(answers=2000), known=known)
+    waiting = [request(i, 8) for i in range(1000)]
+    running, n_done = [], 0
+    while waiting or running:
+        while waiting and len(running) < 8:
+            running.insert(int(rng.integers(0, len(running) + 1)), waiting.pop())
+        runner.step(running)
+        for each in [r for r in running if r.done >= 8 or rng.random() < 0.02]:  # done, or aborted
+            running.remove(each)
+            runner.finish(each)
+            n_done += 1
+    assert n_done == 1000
+    guest = runner.drafter.guest
+    for _ in range(vllm.PATIENCE + 2):
+        runner.drafter.propose([], np.zeros(8, np.int32), runner.input_batch.token_ids_cpu)
+    assert len(guest) == 0
+    assert len(guest._free) == 16
+    assert guest._drafts._buffers == [None] * 16
+    assert not runner.drafter._away
+
+
+def test_never_past_the_limits():
+    runner = Runner(proposer())
+    short = request(1, 5)
+    while short.done < 5:
+        runner.step([short])
+        assert short.done + len(runner.drafts["r1"]) < 5 or short.done == 5
+    assert runner.accepted > 0
+    long = Request("long", ([3, 4, 5] * 200)[: LONGEST - 4], [3, 4, 5])
+    runner.step([long])
+    assert len(runner.drafts["long"]) <= 2
+
+
+def test_hints_of_requests():
+    runner = Runner(proposer())
+    output = np.random.default_rng(5).integers(0, VOCAB, 30).tolist()
+    foreseen = Request("a", [1, 2], output, extra_args={"prediction": output})
+    silent = request(1, extra_args={"speculation": 0})
+    wrong = request(2, extra_args={"prediction": [999], "datastore": "none", "tenant": 3, "speculation": "no"})
+    while foreseen.done < 28:
+        runner.step([foreseen, silent, wrong])
+        assert runner.drafts["r1"] == []
+    assert runner.drafter.stats.accepted_by_source["prediction"] > 15
+    assert "r2" in runner.drafter.guest
+    stopping = Request("s", [1, 2], output, all_stop_token_ids={output[2]}, extra_args={"prediction": output})
+    runner.step([stopping])
+    assert runner.drafts["s"] in ([output[1], output[2]], [output[1]])
+
+
+def test_ranks_draft_the_same():
+    """Each worker has its own proposer, and no clock."""
+    ranks = [vllm.Proposer(config(ranks=2)) for _ in range(2)]
+    assert all(rank.guest.spending.steady for rank in ranks)
+    runners = [Runner(rank) for rank in ranks]
+    requests = [[request(i, 90) for i in range(4)] for _ in ranks]
+    for _ in range(20):
+        for runner, each in zip(runners, requests, strict=True):
+            runner.step(each)
+        assert runners[0].drafts == runners[1].drafts
+    assert runners[0].accepted > 50
+
+
+def test_a_datastore_must_fit(tmp_path, monkeypatch):
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(vllm.Proposer, "tokenizer", tokenizer)
+    text = np.random.default_rng(8).integers(0, 250, 80).tolist()
+    tiny_store.write_store(tmp_path / "other", [[text]], VOCAB)
+    with pytest.raises(TokenizerMismatchError):
+        proposer(datastore=str(tmp_path / "other"))
+    monkeypatch.setattr(tiny_store, "FINGERPRINT", Encoding(tokenizer, VOCAB).fingerprint)
+    tiny_store.write_store(tmp_path / "fitting", [[text]], VOCAB)
+    runner = Runner(proposer(datastore=str(tmp_path / "fitting")))
+    mine = Request("a", text[:10], text[10:])
+    theirs = Request("b", text[:10], text[10:], extra_args={"datastore": []})
+    while mine.done < 50:
+        runner.step([mine])
+    assert runner.drafter.stats.accepted_by_source["datastore"] > 20
+    before = runner.drafter.stats.accepted_by_source["datastore"]
+    runner.step([theirs])
+    runner.step([theirs])
+    assert runner.drafter.stats.accepted_by_source["datastore"] == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"datastores": "x"}, "no setting 'datastores'"),
+        ({"answers": "many"}, "answers must be int"),
+        ({"answers": True}, "answers must be int"),
+        ({"steady": 1}, "steady must be bool"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(InvalidInputError, match=message):
+        vllm.Proposer(config(**settings))
+
+
+def test_settings_from_the_environment(monkeypatch):
+    monkeypatch.setenv(vllm.SETTINGS, '{"steady": true}')
+    assert vllm.Proposer(config()).guest.spending.steady
+    monkeypatch.setenv(vllm.SETTINGS, "[")
+    with pytest.raises(InvalidInputError, match="must be a JSON object"):
+        vllm.Proposer(config())
+
+
+def test_what_goes_wrong_ends_no_request(caplog):
+    runner = Runner(proposer())
+    runner.step([request(1)])
+    runner.drafter.guest.chains = None
+    lengths = np.full(8, 30, np.int32)
+    assert runner.drafter.propose([[1]], lengths, runner.input_batch.token_ids_cpu) == [[]]
+    assert "switched off" in caplog.text
+    assert runner.drafter.propose([[1], [2]], lengths, runner.input_batch.token_ids_cpu) == [[], []]
+
+
+def test_an_untested_version_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.99.1"))
+    with pytest.raises(HostVersionError, match=r"vLLM 0\.99\.1 was not tested; 0\.32 to"):
+        proposer()
