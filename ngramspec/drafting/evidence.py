@@ -414,6 +414,14 @@ def keep(recycled, before, last, tokens, values, bounds):
 
 
 @njit(cache=True, nogil=True)
+def keep_each(recycled, before, last, tokens, logits, bounds):
+    """`keep` for each of n rows: before, last [n], tokens, logits [n, KEPT]. One that has fewer than KEPT finite logits is left out."""
+    for i in range(last.shape[0]):
+        if logits[i, KEPT - 1] > -np.inf:
+            keep(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i], bounds)
+
+
+@njit(cache=True, nogil=True)
 def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tokens, logits, bounds):
     """`keep` for the last tokens and all nodes of sequences `heard` [B, 3], as `base.Speculator.record_topk` has them, of a batch with
     these arrays. A row that has fewer than KEPT finite logits is left out."""

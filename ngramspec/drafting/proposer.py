@@ -333,6 +333,12 @@ class Proposer(Speculator):
             for d in self._topk_readers:
                 self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), tokens[first : first + n])
 
+    def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """What the model holds likely behind `last` [n] int32, each of which follows `before` [n] int32 (-1: nothing), whoever's they are:
+        tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first."""
+        if self._recycled_here:
+            evidence.keep_each(self._recycled, before, last, tokens, logits, _BOUNDS)
+
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         for d in self._state_readers:
             self._ask(d, "on_hidden_states", slot, first, states)

@@ -246,11 +246,9 @@ class Guest:
     def keep(self, key: Hashable, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """What the model holds likely behind the tokens `last` [n], each of which follows `before` [n] (-1: nothing): the text's last one,
         then its draft's. tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first. Before `observe`."""
-        text = self._texts.get(key)
-        if text is not None:
-            slots, start = np.array([text.slot], np.int32), np.array([0, len(last)], np.int64)
-            rows = (np.asarray(before, np.int32), np.asarray(last, np.int32), np.asarray(tokens, np.int32), np.asarray(logits, np.float32))
-            self._drafts.record_topk(slots, start, *rows)
+        if key in self._texts:
+            behind = np.asarray(before, np.int32), np.asarray(last, np.int32)
+            self._drafts.keep(*behind, np.asarray(tokens, np.int32), np.asarray(logits, np.float32))
 
     def end(self, key: Hashable, *, finished: bool) -> Stats:
         """The text is over -> what drafts did for it. `finished`: its output speaks in the tenant's texts that begin from now on."""
