@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.common import Prompt
 from benchmarks.replay import Trace, read_traces
 from ngramspec import SamplingParams
-from ngramspec.batch.pack import Span, depths
+from ngramspec.batch.pack import Span
 from ngramspec.batch.verify import walk
 from ngramspec.core.acceptance import Steps, Walk
 from ngramspec.core.sequence import Sequence
@@ -34,6 +34,8 @@ class Recital(Walk):
     A device that samples tokens and moves the accepted KV within the pass does so for its own samples: what lies in the KV is another text
     then, and the work is the same.
     """
+
+    walks_by_pass = False
 
     def __init__(self, prompts: list[Prompt]) -> None:
         """Of those that have their output."""
@@ -51,15 +53,12 @@ class Recital(Walk):
         text = self._known[seq]
         if text is None:
             return super().steps(seq, output, span)
-        if output.sampled is not None and span.sampler is not None and span.sampler.on_device:
-            depth = np.zeros(1, np.int64) if seq.tree is None else np.append(0, depths(seq.tree.parents))
-            sampled = np.zeros(span.end_logits, np.int32)
-            sampled[span.root_logits :] = text[np.minimum(seq.n_output + depth, len(text) - 1)]
-            return super().steps(seq, SimpleNamespace(sampled=sampled), span)  # type: ignore[arg-type]
-        rows = output.logits(span.root_logits, span.end_logits)
+        by_device = span.sampler is not None and span.sampler.on_device
+        rows = None if by_device else output.logits(span.root_logits, span.end_logits)
 
         def sample(row: int) -> int:
-            seq.sampler.sample(rows[row], seq.n_output)  # for the time that it takes
+            if rows is not None:
+                seq.sampler.sample(rows[row], seq.n_output)  # for the time that it takes
             return int(text[seq.n_output])
 
         return ((token, node, None) for token, node in walk(seq.tree, sample))

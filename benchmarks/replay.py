@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,16 @@ class Ours(Replayed):
         if self.speculator.needs_topk and self.top is not None:  # of accepted rows only: a replay has no others
             rows = slice(self.known - self.n_prompt, self.known - self.n_prompt + len(new))
             text = np.append(np.int32(-1), self.text)[self.known - 1 : self.known + len(new)]
-            self.speculator.record_topk(0, text[:-1], text[1:], self.top[0][rows].astype(np.int32), self.top[1][rows])
+            n = len(text) - 1  # as of a pass whose tree is the chain of what was accepted
+            batch: Any = SimpleNamespace(
+                input_ids=text[1:].astype(np.int64),
+                parents=np.arange(-1, n - 1, dtype=np.int32),
+                roots=np.zeros(1, np.int32),
+                ends=np.full(1, n, np.int32),
+                root_logits=np.zeros(1, np.int32),
+            )
+            heard = np.array([[0, text[0], 0]], np.int64)
+            self.speculator.record_topk(heard, batch, self.top[0][rows].astype(np.int32), self.top[1][rows])
         for source in self.tree.sources[path].tolist():
             self.accepted_by_source[self.speculator.source_names[source]] += 1
         self.speculator.observe(self.slots, [new], [path])

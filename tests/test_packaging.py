@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -50,9 +51,10 @@ def test_public_names_resolve() -> None:
 
 
 @pytest.mark.parametrize(("package", "command", "extra"), [("torch", "complete", "engine"), ("transformers", "beam", "engine")])
-def test_a_base_installation_says_what_a_command_needs(package: str, command: str, extra: str) -> None:
+def test_a_base_installation_says_what_a_command_needs(package: str, command: str, extra: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = [{command!r}, 'x']; from ngramspec.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    env = os.environ | {"NGRAMSPEC_CACHE": str(tmp_path)}  # no start before this one
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     assert (
         done.stderr.splitlines()[-1]

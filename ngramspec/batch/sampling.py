@@ -291,12 +291,9 @@ class Sampler:
 
         Raises NotFiniteError where the logits' maximum is infinite, or one of them is not a number.
         """
-        adjusted = self.adjusted(row, position)
-        best = self._best(adjusted, position)
         if self.params.temperature == 0:
-            return best
-        key = np.uint64(self.seed), np.uint64(self.index), np.uint64(position)
-        return int(_pick(adjusted, adjusted[best], self._temperature, self.params.top_k, self.share, self.least, *key))
+            return self._best(self.adjusted(row, position), position)
+        return self.draw(self.weights(row, position), position, 0)
 
 
 def draws(samplers: Sequence[Sampler], positions: Sequence[int]) -> Draws:

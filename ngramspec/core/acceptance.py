@@ -31,6 +31,8 @@ class Acceptance(ABC):
 
     name: str
     lenience = 1.0
+    walks_by_pass = True
+    """Where the pass has walked with the tokens that the sequence's sampler takes (`Output.runs`), that is what is accepted."""
 
     @abstractmethod
     def exactness(self, computed: str, params: SamplingParams) -> str:

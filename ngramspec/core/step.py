@@ -203,7 +203,7 @@ class Core:
                     seq.score_prompt(span.start, output.logits(span.first_logits, span.first_logits + len(span.tokens)))
                 if not span.samples:
                     tokens = path = _NOTHING
-                elif run is not None:
+                elif run is not None and self.acceptance.walks_by_pass:
                     n = seq.extend(run[0])
                     tokens, path = run[0][:n], run[1][:n]
                 else:

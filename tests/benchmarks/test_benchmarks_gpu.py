@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,7 @@ from benchmarks.ours import FixedLength
 from benchmarks.peers import Run
 from benchmarks.recorded import Recital, library_edits, recorded_prompts
 from ngramspec import Engine, SamplingParams
-from ngramspec.batch.pack import Span, depths
-from ngramspec.core.acceptance import Steps
-from ngramspec.core.sequence import Sequence
+from ngramspec.batch.pack import depths
 from ngramspec.drafting.base import Text
 from ngramspec.drafting.single import SingleDrafter
 
@@ -116,23 +114,12 @@ def test_a_replay_where_the_device_samples(config: str) -> None:
     ids = np.random.default_rng(0).integers(0, 512, 40).tolist()
     recorded = [*ids[:30], 7, *ids[30:]]
 
-    class OnDevice(Recital):
-        """As if a device had sampled."""
-
-        def steps(self, seq: Sequence, output: Any, span: Span) -> Steps:
-            assert span.sampler is not None
-            assert span.sampler.on_device
-            sampled = np.zeros(span.end_logits, np.int32)
-            sampled[span.root_logits :] = output.logits(span.root_logits, span.end_logits).argmax(-1)
-            return super().steps(seq, SimpleNamespace(sampled=sampled), span)  # type: ignore[arg-type]
-
     with Engine(f"random:{config}", threads=1, kv_memory=8 << 20, recycle=False) as engine:
-        recital, recital_on_device = (kind([Prompt("a", ids, recorded)]) for kind in (Recital, OnDevice))
+        recital = Recital([Prompt("a", ids, recorded)])
         params = recital.params(SamplingParams(max_tokens=64), ids)
         engine.use(acceptance=recital)
-        by_host = engine.complete(ids, params)
-        engine.use(acceptance=recital_on_device)
-        by_device, other = engine.complete([ids, ids[::-1]], params)
+        by_host = engine.complete(ids, dataclasses.replace(params, logprobs=0), prefix_cache=False)
+        by_device, other = engine.complete([ids, ids[::-1]], params, tenant="other")
     assert by_host.token_ids == by_device.token_ids == recorded
     assert by_host.finish_reason == by_device.finish_reason == "length"
     assert by_device.stats.tokens_per_pass > 2

@@ -81,6 +81,7 @@ def on_device(device: str) -> Iterator[Engine]:
     model = tiny.tiny_model("llama", **SMALL, bos_token_id=1, eos_token_id=2, pad_token_id=2).to(device)
     with Engine(model, max_seqs=4, max_rows=16, spec_rows=8, spec_length=8, threads=1) as made_engine:
         assert made_engine.exactness == "bitwise"
+        made_engine.core.cost = tiny.FreeRows()  # what passes take under the interpreter says nothing
         yield made_engine
         made_engine.runner.pool.check_integrity()
         assert made_engine.runner.pool.n_available == made_engine.runner.pool.n_blocks
