@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Completion, Stats
+from ngramspec.core.timing import Timing
 from ngramspec.drafters.layers import DraftLayers
 from ngramspec.drafters.model import DraftModel, check_alike
 from ngramspec.drafters.names import make_drafter
@@ -72,7 +73,10 @@ def truth() -> dict[int, list[list[int]]]:
 
 @pytest.mark.parametrize("acceptance", ["walk", "rejection"])
 @pytest.mark.parametrize("kind", ["model", "layers"])
-def test_what_knows_the_truth_is_always_right(kind: str, acceptance: str, truth: dict[int, list[list[int]]]) -> None:
+def test_what_knows_the_truth_is_always_right(
+    monkeypatch: pytest.MonkeyPatch, kind: str, acceptance: str, truth: dict[int, list[list[int]]]
+) -> None:
+    monkeypatch.setattr(Timing, "wants_plain", lambda _: False)
     drafter = DraftModel(tiny.tiny_model("llama")) if kind == "model" else DraftLayers(2)
     with build(alone=drafter, acceptance=acceptance) as engine:
         for params in PARAMS:

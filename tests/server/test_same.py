@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny
 from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from prometheus_client.parser import text_string_to_metric_families
 
-from ngramspec.batch.cost import CostModel
 from ngramspec.batch.params import SamplingParams
 from ngramspec.datastore.build import build
 from ngramspec.engine import Engine
@@ -131,7 +131,7 @@ def test_sixteen_clients_get_what_the_engine_writes(
     order = random.Random(0).sample(range(len(truth.asks)), len(truth.asks))
     datastore = [str(truth.store)] if stored else []
     with left_clean(tiny_engine(tokenizer=fim_tokenizer(), prefix_cache=prefix_cache, datastore=datastore)) as engine:
-        engine.use(cost=CostModel([1, 64], [1.0, 1.0], max_rows=512))  # what a tiny model's passes take is noise: here every draft pays
+        engine.use(cost=tiny.FreeRows())
         server = start_server(engine)
         limits = httpx.Limits(max_connections=N_CLIENTS)
         with httpx.Client(base_url=server.url, timeout=120, limits=limits) as client, ThreadPoolExecutor(N_CLIENTS) as pool:
