@@ -378,6 +378,7 @@ def figures(runs: Mapping[str, list[Run]], absent: Mapping[str, str], *, sampled
         "acceptance": round(stats.acceptance_rate, 4),
         "accepted_by_source": stats.accepted_by_source,
         "drafted_by_source": stats.drafted_by_source,
+        "expected_by_source": {source: round(n, 2) for source, n in stats.expected_by_source.items()},
         "digest": common.digest(output for run in off for output in run.outputs),
         "fixed_length": fixed,
         "on_against_best_fixed": min((row["on_against"] for row in fixed.values()), default=None),

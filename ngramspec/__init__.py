@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from ngramspec.batch.params import SamplingParams
-    from ngramspec.batch.types import Beam, Choice, Completion, Delta, EngineStatus, Stats, TokenLogprob
+    from ngramspec.batch.types import Beam, Choice, Completion, Delta, EngineStatus, Reliability, Stats, TokenLogprob
     from ngramspec.config import EngineConfig
     from ngramspec.datastore import Datastore
     from ngramspec.engine import Engine
@@ -44,6 +44,7 @@ __all__ = [
     "Choice",
     "Beam",
     "Delta",
+    "Reliability",
     "Stats",
     "TokenLogprob",
     "EngineStatus",
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 _HOMES = {"Engine": "engine", "EngineConfig": "config", "Datastore": "datastore", "SamplingParams": "batch.params"}
-_TYPES = ("Beam", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus")
+_TYPES = ("Beam", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus", "Reliability")
 
 
 def __getattr__(name: str) -> Any:

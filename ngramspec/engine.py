@@ -464,6 +464,7 @@ class Engine:
             passes=self.core.n_passes,
             speculation_gain=self.core.timing.price.gain,
             price_bar=self.core.timing.price.bar,
+            reliability=self.speculator.reliability(),
         )
 
     def close(self) -> None:

@@ -68,6 +68,8 @@ def test_acceptance_of_a_perfect_drafter(rig: tuple[Engine, Perfect], truth: lis
     assert sum(s is not None for s in got.draft_sources) == got.stats.accepted
     assert sum(got.stats.accepted_by_depth) == got.stats.accepted
     assert sum(got.stats.drafted_by_depth) == got.stats.drafted == sum(got.stats.drafted_by_source.values())
+    assert got.stats.expected_by_source.keys() == got.stats.drafted_by_source.keys()
+    assert all(0 < n <= got.stats.drafted_by_source[source] for source, n in got.stats.expected_by_source.items())
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9, 10, 33])

@@ -213,8 +213,9 @@ class Samples(NamedTuple):
 
 @njit(nogil=True)
 def _sample(
-    states, answers, contexts, recycled, nodes, external, weights, work, history, output, top, logits, bounds, ends, samples, n, position
-):
+    states, answers, contexts, recycled, nodes, external, weights, calibration, speakers, work, history, output, top, logits, bounds, ends,
+    samples, n, position,
+):  # fmt: skip
     """Follow one output token by token, taking samples from row n on -> the next free row."""
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
     known = answers[state[ngram.OUTPUT_CACHE]]
@@ -224,7 +225,9 @@ def _sample(
         nodes.hits[0] = state[ngram.HITS]
         cursor[0], cursor[1], cursor[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
         cursor[3], cursor[4], cursor[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
-        merge.look(state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, 0, 0, weights, work)
+        merge.look(
+            state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, 0, 0, weights, calibration, speakers, work
+        )
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
             for g in range(samples.state.shape[1]):
@@ -264,8 +267,8 @@ def collect(traces: list[Made], weights: merge.Weights, max_out: int, vocab_size
         tables._own.grow(0, len(t.output) + 1, tables._contexts)
         n = _sample(
             tables._states, tables._output_cache.states, tables._contexts, tables._recycled, tables._nodes, proposer._NO_EXTERNAL,
-            tables.weights, tables._scratch, tables.history, t.output, t.top, t.logits, bounds, int(len(t.output) < max_out),
-            samples, n, position,
+            tables.weights, tables._calibration, proposer.SPEAKERS, tables._scratch, tables.history, t.output, t.top, t.logits, bounds,
+            int(len(t.output) < max_out), samples, n, position,
         )  # fmt: skip
         position += len(t.output) + 1
         tables.end(0)

@@ -56,6 +56,8 @@ class Stats:
     """Draft nodes whose token the model chose and that became part of the text."""
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    expected_by_source: dict[str, float] = field(default_factory=dict)
+    """Sum of the probabilities that nodes were verified with: what `accepted_by_source` should come to."""
     drafted_by_depth: list[int] = field(default_factory=list)
     """[d]: nodes verified at depth d + 1."""
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -81,7 +83,7 @@ class Stats:
     def add(self, other: Stats) -> None:
         for name in ("passes", "tokens", "drafted", "accepted", "drafts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("drafted_by_source", "accepted_by_source"):
+        for name in ("drafted_by_source", "accepted_by_source", "expected_by_source"):
             mine = getattr(self, name)
             for key, count in getattr(other, name).items():
                 mine[key] = mine.get(key, 0) + count
@@ -90,6 +92,20 @@ class Stats:
             mine.extend([0] * (len(theirs) - len(mine)))
             for i, count in enumerate(theirs):
                 mine[i] += count
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Verified nodes of one source whose probability lay between two bounds. Honest is where `expected` and `made` are alike."""
+
+    source: str
+    low: float
+    high: float
+    nodes: int
+    expected: float
+    """Sum of their probabilities, each of the whole path to the node."""
+    made: int
+    """Of the nodes, those that were accepted."""
 
 
 @dataclass(slots=True)
@@ -221,3 +237,5 @@ class EngineStatus:
     """How many times faster than without drafts the engine was in its last seconds, by its own account."""
     price_bar: float = 1.0
     """By how much the chance of a draft node must exceed the price of its time: more than 1 while drafts did not pay."""
+    reliability: list[Reliability] = field(default_factory=list)
+    """What drafts promised against what came of it, a row per source and level of probability, but for the last pass of each text."""

@@ -114,7 +114,7 @@ class View:
             accepted = stats.accepted_by_source.get(source, 0)
             share = accepted / drafted if drafted else 0.0
             name = Text(printable(f"  {source}"), style=self._colour(source) if self._drafts else "")
-            table.add_row(name, f"{drafted}", f"{accepted} accepted, {share:.0%}")
+            table.add_row(name, f"{drafted}", f"{accepted} accepted, {share:.0%}; expected {stats.expected_by_source.get(source, 0.0):.0f}")
         table.add_row("seed", f"{done.seed}", f"exactness {done.exactness}, precision {done.precision}")
         for choice in done.choices if self._drafts else []:
             for where, n in verbatim(choice.draft_sources)[:8]:

@@ -107,6 +107,7 @@ class Counts:
         widths = (len(_FIELDS), len(names), len(names), spec_length, spec_length, spec_length + 1)
         self._columns = np.cumsum([0, *widths])
         self._table = np.zeros((1, int(self._columns[-1])), np.int64)
+        self._expected = np.zeros((1, len(names)))
         self._free = [0]
         self._row_of: dict[Sequence, int] = {}
 
@@ -116,11 +117,10 @@ class Counts:
         if not counted:
             return
         lines = np.array([(self._row(a.seq), a.index, len(a.tokens), len(a.path)) for a in counted], np.int64)
-        sources = [a.span.tree.sources for a in counted if a.span.tree is not None]
-        paths = [a.path for a in counted]
-        _count(
-            self._table, self._columns, lines, joined(sources, np.uint8), joined(paths, np.int32), batch.positions, batch.roots, batch.ends
-        )
+        trees = [a.span.tree for a in counted if a.span.tree is not None]
+        sources, probs = joined([tree.sources for tree in trees], np.uint8), joined([tree.probs for tree in trees], np.float32)
+        path = joined([a.path for a in counted], np.int32)
+        _count(self._table, self._expected, self._columns, lines, sources, probs, path, batch.positions, batch.roots, batch.ends)
 
     def settle(self, seq: Sequence) -> None:
         """Put what was counted into the sequence's statistics."""
@@ -134,12 +134,13 @@ class Counts:
                 **dict(zip(_FIELDS, ones, strict=True)),
                 drafted_by_source={name: n for name, n in zip(self._names, drafted, strict=True) if n},
                 accepted_by_source={name: n for name, n in zip(self._names, accepted, strict=True) if n},
+                expected_by_source={name: p for name, p in zip(self._names, self._expected[row].tolist(), strict=True) if p},
                 drafted_by_depth=_trimmed(drafted_by_depth),
                 accepted_by_depth=_trimmed(accepted_by_depth),
                 accepted_lengths=_trimmed(lengths),
             )
         )
-        self._table[row] = 0
+        self._table[row] = self._expected[row] = 0
         self._free.append(row)
 
     def _row(self, seq: Sequence) -> int:
@@ -147,7 +148,7 @@ class Counts:
         if row is None:
             if not self._free:
                 n = len(self._table)
-                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+                self._table, self._expected = (np.concatenate([a, np.zeros_like(a)]) for a in (self._table, self._expected))
                 self._free = list(range(n, 2 * n))
             row = self._row_of[seq] = self._free.pop()
         return row
@@ -165,8 +166,8 @@ def _trimmed(counts: list[int]) -> list[int]:
 
 
 @njit(cache=True, nogil=True)
-def _count(table, columns, lines, sources, paths, positions, roots, ends):
-    """Add a pass to the table: lines [B, 4] are the sequence's row in it, its index in the batch, its tokens, the length of its path."""
+def _count(table, expected, columns, lines, sources, probs, paths, positions, roots, ends):
+    """Add a pass to the tables: lines [B, 4] are the sequence's row in it, its index in the batch, its tokens, the length of its path."""
     drafted, accepted, drafted_depth, accepted_depth, lengths = columns[1:6]
     node = at = 0
     for i in range(lines.shape[0]):
@@ -182,6 +183,7 @@ def _count(table, columns, lines, sources, paths, positions, roots, ends):
             line[lengths + n_path] += 1
         for j in range(n_nodes):
             line[drafted + sources[node + j]] += 1
+            expected[lines[i, 0], sources[node + j]] += probs[node + j]
             line[drafted_depth + min(positions[root + 1 + j] - positions[root], accepted_depth - drafted_depth) - 1] += 1
         for j in range(n_path):
             line[accepted + sources[node + paths[at + j]]] += 1
@@ -193,4 +195,5 @@ def _count(table, columns, lines, sources, paths, positions, roots, ends):
 def warmup() -> None:
     """Compile, or load from disk, everything here."""
     none, rows = np.empty(0, np.int32), np.zeros((0, 4), np.int64)
-    _count(np.zeros((1, 8), np.int64), np.arange(7), rows, np.empty(0, np.uint8), none, none, none, none)
+    sources, probs = np.empty(0, np.uint8), np.empty(0, np.float32)
+    _count(np.zeros((1, 8), np.int64), np.zeros((1, 1)), np.arange(7), rows, sources, probs, none, none, none, none)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.sampling import Sampler
-from ngramspec.batch.types import DraftTree
+from ngramspec.batch.types import DraftTree, Reliability
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
 
@@ -146,6 +146,10 @@ class Speculator:
     def source_of(self, tree: DraftTree, node: int) -> str:
         """Who proposed a node, with file and line where it comes from a datastore."""
         return self.source_names[tree.sources[node]]
+
+    def reliability(self) -> list[Reliability]:
+        """What nodes promised against what came of them, by source and level of probability, as far as it is counted. From any thread."""
+        return []
 
     def index(self, store: Datastore) -> list[Index]:
         """What `use_datastores` would have to make for a store, made now. From any thread."""

@@ -68,9 +68,10 @@ class Nodes(NamedTuple):
     external: np.ndarray  # [S * R, MAX_DRAFTERS] int32, the same path in each external tree: -1 its root, -2 it is not there
     set: np.ndarray  # [S * R] int32, weight set
     n: np.ndarray  # [S * R] int32, candidates below this node; -1: never looked
-    scale: np.ndarray  # [S * R] float64, factor by which siblings sum to at most 1
     cand_token: np.ndarray  # [S * R * WIDTH] int32
-    cand_prob: np.ndarray  # [S * R * WIDTH] float64, as mixed, not scaled
+    cand_raw: np.ndarray  # [S * R * WIDTH] float64, probability as mixed
+    cand_prob: np.ndarray  # [S * R * WIDTH] float64, as corrected (`calibration`); siblings sum to at most 1
+    cand_source: np.ndarray  # [S * R * WIDTH] uint8, who speaks up most for it
     cand_state: np.ndarray  # [S * R * WIDTH, GROUPS] int16, 0: the group is silent
 
 
@@ -122,6 +123,18 @@ def new_recycled(vocab_size: int, pairs: int) -> Recycled:
         np.full((pairs, KEPT), -1, np.int32),
         np.zeros((pairs, KEPT), np.uint8),
     )
+
+
+def proposing_states() -> np.ndarray:
+    """[GROUPS, STATES] bool: a group in this state has proposed the token, and does not only judge what another one proposed."""
+    state = np.arange(STATES)
+    proposes = np.zeros((GROUPS, STATES), np.bool_)
+    counted = [*range(ORDERS), GAP, *range(OUTPUT_CACHE, PREDICTED)]
+    proposes[counted] = (state < 2 << REACH) | (state >= (2 << REACH) + 2 * REACH + 2)
+    proposes[[COPY, AGE, PREDICTED]] = state % 2 == 0  # positions: even states agree with them
+    proposes[RECYCLED:] = state > 1
+    proposes[:, 0] = False
+    return proposes
 
 
 def _table(bounds: tuple[int, ...], n: int) -> np.ndarray:
@@ -432,8 +445,3 @@ def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tok
             if logits[row, KEPT - 1] > -np.inf:
                 before = np.int64(input_ids[parents[at]]) if j else heard[i, 1]
                 keep(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row], bounds)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def proposes(state):
-    return state < 2 << REACH or state >= (2 << REACH) + 2 * REACH + 2

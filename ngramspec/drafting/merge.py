@@ -3,9 +3,10 @@
 The learned log-odds of each group's state (`evidence`) are the inputs of a logistic regression, whose factors are one weight set per
 longest match and per how well the text was predicted of late, as context-mixing compressors do it (Mahoney, "Adaptive Weighing of Context
 Models for Lossless Data Compression", 2005). Both keep learning online from every node that the model has judged, from shipped weights.
+What the mix says is corrected by what became of the same source's promises here (`calibration`).
 
 `grow` grows the trees best-first by path probability with one heap for the batch, until `budget` says that no later node can pay.
-`settle` takes the model's verdict: it learns, and appends the accepted tokens to the tables.
+`settle` takes the model's verdict: it learns, counts what the sources promised, and appends the accepted tokens to the tables.
 
 All state is arrays that the caller owns (`proposer`), several at a time in a NamedTuple; nothing is allocated per node.
 """
@@ -19,25 +20,8 @@ import numpy as np
 from numba import njit
 
 from ngramspec.drafting.budget import lower_hull, pass_costs, worth
-from ngramspec.drafting.evidence import (
-    BIAS,
-    EXTERNAL,
-    GAP,
-    GROUPS,
-    ORDERS,
-    OUTPUT_CACHE,
-    PREDICTED,
-    RECYCLED,
-    REGIME,
-    WIDTH,
-    ExternalTrees,
-    Nodes,
-    Recycled,
-    Scratch,
-    gather,
-    hit_into,
-    proposes,
-)
+from ngramspec.drafting.calibration import Calibration, judge, odds_against, verify
+from ngramspec.drafting.evidence import BIAS, EXTERNAL, WIDTH, ExternalTrees, Nodes, Recycled, Scratch, gather, hit_into
 from ngramspec.drafting.ngram import (
     AGREED,
     AHEAD,
@@ -60,7 +44,8 @@ from ngramspec.drafting.ngram import (
 from ngramspec.drafting.ngram import OUTPUT_CACHE as OUTPUT_CACHE_ROW
 from ngramspec.drafting.ngram import PREDICTED as N_PREDICTED
 
-SIMILAR_SOURCE = GROUPS
+NOBODY = 255
+"""Of `Speakers`: the group is silent, or only judges."""
 RESUME = 3
 """Tokens by which a predicted output that was lost is found again."""
 FLOOR = 0.002
@@ -74,6 +59,16 @@ class Weights(NamedTuple):
     mix: np.ndarray  # [SETS, GROUPS + 1] float32, factors of the groups' log-odds, then the bias
 
 
+class Speakers(NamedTuple):
+    """Numbers of the sources whose evidence the groups are."""
+
+    of_state: np.ndarray  # [GROUPS, STATES] uint8, who proposes a candidate in this state, or NOBODY
+    own: int
+    """The sequence's own text …"""
+    similar: int
+    """… and where that is copied from similar files."""
+
+
 class Guard(NamedTuple):
     """Tokens that end a branch. Per slot sorted: 2 * token, plus 1 if it is banned rather than a stop."""
 
@@ -82,8 +77,8 @@ class Guard(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _lend(nodes, weights, work):
-    """All three without reference counts: valid while the caller holds the originals."""
+def _lend(nodes, weights, work, calibration):
+    """All without reference counts: valid while the caller holds the originals."""
     nodes = Nodes(
         lent(nodes.token),
         lent(nodes.parent),
@@ -96,9 +91,10 @@ def _lend(nodes, weights, work):
         lent(nodes.external),
         lent(nodes.set),
         lent(nodes.n),
-        lent(nodes.scale),
         lent(nodes.cand_token),
+        lent(nodes.cand_raw),
         lent(nodes.cand_prob),
+        lent(nodes.cand_source),
         lent(nodes.cand_state),
     )
     work = Scratch(
@@ -111,34 +107,48 @@ def _lend(nodes, weights, work):
         lent(work.codes),
         lent(work.recycled),
     )
-    return nodes, Weights(lent(weights.states), lent(weights.mix)), work
+    calibration = Calibration(lent(calibration.by_source), lent(calibration.by_level), lent(calibration.verified))
+    return nodes, Weights(lent(weights.states), lent(weights.mix)), work, calibration
 
 
 @njit(cache=True, nogil=True, inline="always")
-def look(state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, work):
-    """Fill the candidates of node r with probabilities."""
+def look(state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, calibration, speakers, work):
+    """Fill the candidates of node r with probabilities and with who speaks up most for them."""
     gather(state, seq, cached_state, cached, predicted(state), recycled, nodes, r, first, external, tree, n_drafters, work)
-    q, n, w = r * WIDTH, nodes.n[r], nodes.set[r]
+    q, n, w, at = r * WIDTH, nodes.n[r], nodes.set[r], nodes.cursor[r, 0]
+    copied = seq.tokens[at & (len(seq.tokens) - 1)] if 0 <= at < state[SIMILAR] else np.int32(-1)
     total, best = 0.0, -1.0
     for c in range(q, q + n):
-        dot = np.float64(weights.mix[w, BIAS])
+        dot, loudest, who = np.float64(weights.mix[w, BIAS]), np.float32(-1e9), speakers.own
         for g in range(EXTERNAL + n_drafters):
-            dot += weights.mix[w, g] * weights.states[g, nodes.cand_state[c, g]]
-        p = 1.0 / (1.0 + math.exp(-min(max(dot, -9.0), 9.0)))
+            s = nodes.cand_state[c, g]
+            voice = weights.mix[w, g] * weights.states[g, s]
+            dot += voice
+            if voice > loudest and speakers.of_state[g, s] != NOBODY:
+                loudest, who = voice, np.int64(speakers.of_state[g, s])
+        if who == speakers.own and copied == nodes.cand_token[c]:
+            who = speakers.similar
+        raw = 1.0 / (1.0 + math.exp(-min(max(dot, -9.0), 9.0)))
+        p = 1.0 / (1.0 + max(odds_against(calibration, who, raw), 1e-4))
+        nodes.cand_raw[c], nodes.cand_source[c] = raw, who
         nodes.cand_prob[c] = p
         total += p
         if p > best:
             best = p
             nodes.top[r] = c - q
-    nodes.scale[r] = 1.0 / total if total > 1.0 else 1.0
+    if total > 1.0:
+        for c in range(q, q + n):
+            nodes.cand_prob[c] /= total
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _learn(nodes, r, truth, n_drafters, weights, rates):
+def _learn(nodes, r, truth, n_drafters, weights, rates, calibration):
     """The model has judged node r: `truth` follows it. One step down the gradient of the log loss; rates of mix and states."""
     w = nodes.set[r]
     for c in range(r * WIDTH, r * WIDTH + nodes.n[r]):
-        error = (1.0 if nodes.cand_token[c] == truth else 0.0) - nodes.cand_prob[c]
+        made = 1.0 if nodes.cand_token[c] == truth else 0.0
+        judge(calibration, nodes.cand_source[c], nodes.cand_raw[c], made)
+        error = made - nodes.cand_raw[c]
         for g in range(EXTERNAL + n_drafters):
             s = nodes.cand_state[c, g]
             if s:
@@ -191,37 +201,13 @@ def _guarded(guard, slot, token):
     return 1 + (guard.codes[slot, lo] & 1)
 
 
-@njit(cache=True, nogil=True)
-def _source(state, seq, nodes, r, j, n_drafters, weights, sources):
-    """Who spoke up most for candidate j of node r, among those that proposed it -> its number; sources [GROUPS + 1] uint8 by group,
-    the last for what is copied from similar files.
-    """
-    w, best, who = weights.mix[nodes.set[r]], -1e9, 0
-    for g in range(EXTERNAL + n_drafters):
-        s = nodes.cand_state[r * WIDTH + j, g]
-        if s == 0 or g == REGIME:
-            continue
-        if g < ORDERS or g == GAP or OUTPUT_CACHE <= g < PREDICTED:
-            proposed = proposes(s)
-        elif g >= RECYCLED:
-            proposed = s > 1
-        else:
-            proposed = s & 1 == 0  # a position: even states agree with it
-        if proposed and w[g] * weights.states[g, s] > best:
-            best, who = w[g] * weights.states[g, s], sources[g]
-    at = nodes.cursor[r, 0]
-    if who == sources[0] and 0 <= at < state[SIMILAR] and seq.tokens[at & (len(seq.tokens) - 1)] == nodes.cand_token[r * WIDTH + j]:
-        return sources[SIMILAR_SOURCE]
-    return who
-
-
 @njit(cache=True, nogil=True, inline="always")
 def _offer(nodes, r, guard, slot, chains, keys, refs, size):
     """Put the children of node r on the heap, of a chain the likeliest one -> its new size."""
     first = size
     for j in range(nodes.n[r]):
         c = r * WIDTH + j
-        p = nodes.prob[r] * nodes.scale[r] * nodes.cand_prob[c]
+        p = nodes.prob[r] * nodes.cand_prob[c]
         if p > FLOOR and (guard.n[slot] == 0 or _guarded(guard, slot, nodes.cand_token[c]) != 2):
             if not chains:
                 keys[size], refs[size] = p, c
@@ -288,7 +274,8 @@ def grow(
     external,
     n_drafters,
     recycled,
-    sources,
+    calibration,
+    speakers,
     work,
 ):
     """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
@@ -296,8 +283,9 @@ def grow(
     Tree b is start[b] .. start[b + 1]; parents count from its own first node. `price`: tokens per millisecond, 0: what the pass makes.
     `chains`: no node has a sibling.
     """
-    nodes, weights, work = _lend(nodes, weights, work)
-    states, output_caches, contexts, sources = lent(states), lent(output_caches), lent(contexts), lent(sources)
+    nodes, weights, work, calibration = _lend(nodes, weights, work, calibration)
+    states, output_caches, contexts = lent(states), lent(output_caches), lent(contexts)
+    speakers = Speakers(lent(speakers.of_state), speakers.own, speakers.similar)
     guard = Guard(lent(guard.n), lent(guard.codes))
     external = ExternalTrees(lent(external.start), lent(external.tokens), lent(external.parents), lent(external.codes))
     recycled = Recycled(
@@ -331,7 +319,7 @@ def grow(
         cached_state = output_caches[state[OUTPUT_CACHE_ROW]]
         look(
             state, arrays(state, contexts), cached_state, arrays(cached_state, contexts), recycled,
-            nodes, first, first, external, b * n_drafters, n_drafters, weights, work,
+            nodes, first, first, external, b * n_drafters, n_drafters, weights, calibration, speakers, work,
         )  # fmt: skip
         state[DRAFTED] = 0
         size = _offer(nodes, first, guard, slot, chains, keys, refs, size)
@@ -360,7 +348,7 @@ def grow(
                 rate, best = expected / costs[taken], 0.0
         r, token = first + drafted[b], nodes.cand_token[ref]
         nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
-        nodes.source[r] = _source(state, arrays(state, contexts), nodes, above, j, n_drafters, weights, sources)
+        nodes.source[r] = nodes.cand_source[ref]
         for d in range(n_drafters):
             nodes.external[r, d] = -2
             here, tree = nodes.external[above, d], b * n_drafters + d
@@ -380,7 +368,7 @@ def grow(
         nodes.hits[r] = hit_into(nodes.hits[above], nodes.top[above] == j)
         look(
             state, seq, cached_state, arrays(cached_state, contexts), recycled,
-            nodes, r, first, external, b * n_drafters, n_drafters, weights, work,
+            nodes, r, first, external, b * n_drafters, n_drafters, weights, calibration, speakers, work,
         )  # fmt: skip
         size = _offer(nodes, r, guard, slot, chains, keys, refs, size)
 
@@ -403,12 +391,28 @@ def grow(
 
 
 @njit(cache=True, nogil=True)
-def settle(states, contexts, slots, begin_at, new_start, new_tokens, path_start, path, history, nodes, n_drafters, weights, rates, work):
+def settle(
+    states,
+    contexts,
+    slots,
+    begin_at,
+    new_start,
+    new_tokens,
+    path_start,
+    path,
+    history,
+    nodes,
+    n_drafters,
+    weights,
+    rates,
+    calibration,
+    work,
+):
     """Learn from the judged nodes and append the accepted tokens, from batch index `begin_at` on.
 
     -> the batch index whose buffer must grow first (call again from there), or B when all is done.
     """
-    nodes, weights, work = _lend(nodes, weights, work)
+    nodes, weights, work, calibration = _lend(nodes, weights, work, calibration)
     states, contexts = lent(states), lent(contexts)
     R = len(nodes.token) // len(states)
     keys = np.empty(len(contexts), np.uint64)
@@ -421,6 +425,11 @@ def settle(states, contexts, slots, begin_at, new_start, new_tokens, path_start,
         depth = path_start[b + 1] - path_start[b]
         at, matched, misses = state[FOLLOW], state[MATCHED], state[MISSES]
         ahead, agreed, strayed = state[AHEAD], state[AGREED], state[STRAYED]
+        for r in range(first + 1, first + 1 + state[DRAFTED]):
+            verify(calibration, nodes.source[r], nodes.prob[r], 0.0)
+        for i in range(path_start[b], path_start[b + 1]):
+            if path[i] < state[DRAFTED]:
+                verify(calibration, nodes.source[first + 1 + path[i]], nodes.prob[first + 1 + path[i]], 1.0)
         for i in range(n):
             token, r = new_tokens[new_start[b] + i], np.int64(-1)
             if state[DRAFTED] >= 0 and i == 0:
@@ -428,7 +437,7 @@ def settle(states, contexts, slots, begin_at, new_start, new_tokens, path_start,
             elif i and i <= depth and 0 <= path[path_start[b] + i - 1] < state[DRAFTED]:
                 r = first + 1 + path[path_start[b] + i - 1]
             if r >= 0 and nodes.n[r] >= 0:
-                _learn(nodes, r, token, n_drafters, weights, rates)
+                _learn(nodes, r, token, n_drafters, weights, rates, calibration)
                 hit = nodes.n[r] > 0 and nodes.cand_token[r * WIDTH + nodes.top[r]] == token
                 state[HITS] = hit_into(state[HITS], hit)
                 at, matched, misses = nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2]

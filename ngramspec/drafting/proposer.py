@@ -17,7 +17,7 @@ from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.batch.pack import Batch, Span, pack
-from ngramspec.batch.types import DraftTree
+from ngramspec.batch.types import DraftTree, Reliability
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, indices
 from ngramspec.drafting import evidence, merge, ngram
@@ -35,8 +35,9 @@ from ngramspec.drafting.base import (
     Text,
     is_sound,
 )
+from ngramspec.drafting.calibration import new_calibration, reliability
 from ngramspec.drafting.evidence import ExternalTrees, Nodes
-from ngramspec.drafting.merge import Guard, Weights
+from ngramspec.drafting.merge import NOBODY, Guard, Speakers, Weights
 from ngramspec.drafting.pace import Pace
 from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.drafting.suffix import Drafts, SuffixDrafter
@@ -108,11 +109,7 @@ class Proposer(Speculator):
         """The drafters that were asked in this step, and in `_pass_ms` what its pass takes."""
         self._pass_ms = 0.0
         self.source_names = [*SOURCES, DATASTORE, *(d.name for d in drafters)]
-        self._sources = np.zeros(evidence.GROUPS + 1, np.uint8)
-        for source, groups in enumerate(_GROUPS):
-            self._sources[list(groups)] = source
-        self._sources[evidence.EXTERNAL : -1] = len(SOURCES) + np.arange(evidence.MAX_DRAFTERS)
-        self._sources[merge.SIMILAR_SOURCE] = SOURCES.index("similar")
+        self._calibration = new_calibration()
         self._rates = np.array(rates, np.float64)
         self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else cold_weights()
         self._contexts = np.array([n for n in ngram.LADDER if n < max_order and use_ngram], np.int32)
@@ -147,8 +144,9 @@ class Proposer(Speculator):
             set=np.zeros(rows, np.int32),
             n=np.full(rows, -1, np.int32),
             cand_token=np.zeros(rows * evidence.WIDTH, np.int32),
-            scale=np.ones(rows),
+            cand_raw=np.zeros(rows * evidence.WIDTH),
             cand_prob=np.zeros(rows * evidence.WIDTH),
+            cand_source=np.zeros(rows * evidence.WIDTH, np.uint8),
             cand_state=np.zeros((rows * evidence.WIDTH, evidence.GROUPS), np.int16),
         )
         self._scratch = evidence.new_scratch()
@@ -235,7 +233,8 @@ class Proposer(Speculator):
             external,
             n_drafters,
             self._recycled,
-            self._sources,
+            self._calibration,
+            SPEAKERS,
             self._scratch,
         )
         cuts = start.tolist()
@@ -267,6 +266,7 @@ class Proposer(Speculator):
                 self._n_external,
                 self.weights,
                 self._rates,
+                self._calibration,
                 self._scratch,
             )
             if b == len(slots):
@@ -348,6 +348,9 @@ class Proposer(Speculator):
         if name != DATASTORE or tree.store_positions is None or tree.store_positions[node] < 0 or self.datastore is None:
             return name
         return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
+
+    def reliability(self) -> list[Reliability]:
+        return reliability(self._calibration, self.source_names)
 
     def index(self, store: Datastore) -> list[Index]:
         return indices([store.snapshot]) if self.similar else []
@@ -480,6 +483,18 @@ _GROUPS = (
     (evidence.PREDICTED,),
     (evidence.RECYCLED, evidence.RECYCLED_PAIR),
 )
+
+
+def _speakers() -> Speakers:
+    of_group = np.zeros((evidence.GROUPS, 1), np.uint8)
+    for source, groups in enumerate(_GROUPS):
+        of_group[list(groups)] = source
+    of_group[evidence.EXTERNAL :, 0] = len(SOURCES) + np.arange(evidence.MAX_DRAFTERS)
+    of_state = np.where(evidence.proposing_states(), of_group, np.uint8(NOBODY))
+    return Speakers(of_state, SOURCES.index("ngram"), SOURCES.index("similar"))
+
+
+SPEAKERS = _speakers()
 _NO_CODES = np.empty(0, np.int16)
 _NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
 

@@ -6,7 +6,7 @@ prefix and little else. Knows neither requests nor who sent them: every label ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -51,6 +51,11 @@ class Metrics:
         )
         self._draft_by_source = counter(f"{draft}_by_source", "Draft tokens verified, by who proposed them.", "source")
         self._accepted_by_source = counter(f"{accepted}_by_source", "Draft tokens confirmed, by who proposed them.", "source")
+        self._expected_by_source = counter(
+            "spec_decode_num_expected_tokens_by_source",
+            "Sum of the probabilities that draft tokens were verified with: what those accepted should come to.",
+            "source",
+        )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, those from the prefix cache included.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._success = counter("request_success", "Texts that came to their end.", "finished_reason")
@@ -71,6 +76,7 @@ class Metrics:
         for source in sorted(self.sources):
             self._draft_by_source.labels(source)
             self._accepted_by_source.labels(source)
+            self._expected_by_source.labels(source)
         self.registry.register(_Status(engine))
 
     def finished(self, completion: Completion, outcome: str) -> None:
@@ -81,13 +87,15 @@ class Metrics:
         self._accepted_tokens.inc(stats.accepted)
         for position, count in enumerate(stats.accepted_by_depth):
             self._accepted_per_pos.labels(str(position)).inc(count)
-        for by_source, counter in (
+        counted: tuple[tuple[Mapping[str, float], Counter], ...] = (
             (stats.drafted_by_source, self._draft_by_source),
             (stats.accepted_by_source, self._accepted_by_source),
-        ):
-            for name, count in by_source.items():
+            (stats.expected_by_source, self._expected_by_source),
+        )
+        for by_source, counter in counted:
+            for name, n in by_source.items():
                 source = name.partition(":")[0]
-                counter.labels(source if source in self.sources else OTHER).inc(count)
+                counter.labels(source if source in self.sources else OTHER).inc(n)
         self._prompt_tokens.inc(len(completion.prompt_token_ids))
         self._generation_tokens.inc(stats.tokens)
         if outcome == "cancelled":
@@ -139,6 +147,15 @@ class _Status(Collector):
             ("engine_passes", "Passes of the model.", status.passes),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
+        for name, text, field in (
+            ("draft_tokens", "Draft tokens verified, by the upper bound of their probability.", "nodes"),
+            ("expected_tokens", "Sum of these draft tokens' probabilities: how many should be confirmed.", "expected"),
+            ("accepted_tokens", "Of these draft tokens, those that the model confirmed.", "made"),
+        ):
+            family = CounterMetricFamily(f"{PREFIX}spec_decode_num_{name}_by_confidence", text, labels=("confidence",))
+            for bound in sorted({row.high for row in status.reliability}):
+                family.add_metric((f"{bound:g}",), sum(getattr(row, field) for row in status.reliability if row.high == bound))
+            yield family
 
 
 class _WithoutCreated(Collector):

@@ -41,7 +41,9 @@ def speculative(completions: Completion | Sequence[Completion], level: Literal["
     }
     if level == "detailed":
         metrics["by_source"] = {
-            source: _counts(n, stats.accepted_by_source.get(source, 0)) for source, n in sorted(stats.drafted_by_source.items())
+            source: _counts(n, stats.accepted_by_source.get(source, 0))
+            | {"num_expected_draft_tokens": round(stats.expected_by_source.get(source, 0.0), 3)}
+            for source, n in sorted(stats.drafted_by_source.items())
         }
         accepted = stats.accepted_by_depth + [0] * (deepest - len(stats.accepted_by_depth))
         metrics["by_position"] = [_counts(n, accepted[depth]) for depth, n in enumerate(stats.drafted_by_depth)]

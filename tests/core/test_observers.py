@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ngramspec.batch.block_tables import BlockTables
@@ -30,11 +32,11 @@ def random_tree(rng: np.random.Generator) -> DraftTree:
         parents.append(parent if parent < 0 or depths(np.array(parents, np.int32))[parent] < DEPTH else -1)
     n = len(parents)
     sources = rng.integers(0, len(NAMES), n).astype(np.uint8)
-    return DraftTree(np.arange(n, dtype=np.int32), np.array(parents, np.int32), np.ones(n, np.float32), sources)
+    return DraftTree(np.arange(n, dtype=np.int32), np.array(parents, np.int32), rng.integers(1, 9, n).astype(np.float32) / 8, sources)
 
 
-def one_more(counts: dict[str, int], name: str) -> None:
-    counts[name] = counts.get(name, 0) + 1
+def one_more(counts: dict[str, Any], name: str, weight: float = 1) -> None:
+    counts[name] = counts.get(name, 0) + weight
 
 
 def at(counts: list[int], i: int) -> None:
@@ -53,6 +55,7 @@ def add(stats: Stats, tree: DraftTree | None, path: list[int], n_tokens: int) ->
     depth = depths(tree.parents).tolist()
     for node, source in enumerate(tree.sources.tolist()):
         one_more(stats.drafted_by_source, NAMES[source])
+        one_more(stats.expected_by_source, NAMES[source], float(tree.probs[node]))
         at(stats.drafted_by_depth, depth[node] - 1)
         if node in path:
             one_more(stats.accepted_by_source, NAMES[source])

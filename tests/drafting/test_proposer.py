@@ -201,7 +201,8 @@ def test_learning_moves_probability_towards_what_happens():
         for _ in range(60):
             proposer.begin(0, ints(1, 2, 3, 9, 8, 7, 1, 2))
             tree = propose(proposer, cost=FREE)[0]
-            p = float(tree.probs[walk(tree, [3])[0]])
+            found = walk(tree, [3])
+            p = float(tree.probs[found[0]]) if found else 0.0
             first = p if first is None else first
             proposer.observe(ints(0), [ints(truth)], [ints()])
         return first, p

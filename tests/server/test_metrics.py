@@ -77,6 +77,7 @@ def test_a_finished_request_is_counted_once(metrics: Metrics) -> None:
         accepted=3,
         drafted_by_source={"ngram": 4, "datastore": 3},
         accepted_by_source={"ngram": 1, "datastore": 2},
+        expected_by_source={"ngram": 1.5, "datastore": 0.25},
         accepted_by_depth=[2, 1],
     )
     metrics.finished(completion(stats, "stop", "length"), "done")
@@ -99,6 +100,7 @@ def test_a_finished_request_is_counted_once(metrics: Metrics) -> None:
     assert [value(series, "request_success_total", finished_reason=reason) for reason in ("stop", "length")] == [1, 1]
     assert value(series, "spec_decode_num_draft_tokens_by_source_total", source="ngram") == 4
     assert value(series, "spec_decode_num_accepted_tokens_by_source_total", source="datastore") == 2
+    assert value(series, "spec_decode_num_expected_tokens_by_source_total", source="ngram") == 1.5
 
 
 @pytest.mark.parametrize(("outcome", "counter"), [("cancelled", "request_cancelled_total"), ("error", "request_failed_total")])
@@ -152,6 +154,10 @@ def test_gauges_say_what_the_engine_says(engine: Engine, metrics: Metrics) -> No
     assert value(after, "engine_passes_total") == status.passes > value(before, "engine_passes_total")
     assert value(after, "prefix_cache_queries_total") == status.prefix_queries
     assert value(after, "prefix_cache_hits_total") == status.prefix_hits >= sum(each.cached_tokens for each in done)
+    for name, field in (("draft", "nodes"), ("expected", "expected"), ("accepted", "made")):
+        found = [n for (key, _), n in after.items() if key == f"spec_decode_num_{name}_tokens_by_confidence_total"]
+        assert len(found) > 5
+        assert sum(found) == pytest.approx(sum(getattr(row, field) for row in status.reliability))
     # While a request runs, its sequence and its memory show.
     seen: list[Series] = []
     engine.submit([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True), deliver=lambda _: seen.append(read(metrics))).result(30)

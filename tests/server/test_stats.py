@@ -31,6 +31,7 @@ def measured(draw: st.DrawFn) -> Stats:
             one.accepted_lengths = [0] * accepted + [1]
             one.drafted_by_depth, one.accepted_by_depth = [1] * drafted, [1] * accepted
             one.drafted_by_source, one.accepted_by_source = {"ngram": drafted}, {"ngram": accepted} if accepted else {}
+            one.expected_by_source = {"ngram": drafted / 4}
         stats.add(one)
     return stats
 
@@ -48,6 +49,7 @@ def test_the_histogram_agrees_with_the_sums(each: list[Stats]) -> None:
     for counts in (list(found["by_source"].values()), found["by_position"]):
         assert sum(each["num_draft_tokens"] for each in counts) == drafted
         assert sum(each["num_accepted_draft_tokens"] for each in counts) == found["num_accepted_draft_tokens"]
+    assert all(row["num_expected_draft_tokens"] == row["num_draft_tokens"] / 4 for row in found["by_source"].values())
     assert speculative([completion(stats) for stats in each], "detailed") == found
     summary = speculative(completion(*each), "summary")
     assert summary == {name: value for name, value in found.items() if not name.startswith("by_")}
