@@ -1,0 +1,210 @@
+"""What is speculation worth at every load, and does it keep what it promises?
+
+    python -m benchmarks.loads --model M --prompts F.jsonl [--prompts F.jsonl ...] [--random-prompts] [--limit N] [--max-tokens K]
+        [--temperatures T,T] [--concurrency C,C] [--rounds R] [--datastore FOREIGN] [--unrelated F.jsonl] [--log F.jsonl]
+
+Every set of prompts is completed at every temperature with so many requests under way, the next one coming as one ends, with speculation
+off and on, in turns: one at a time prompt by prompt, else the whole set. Requests of a run know each other's answers, nobody else's. With
+`--datastore`, also with drafts from that datastore, and with `--unrelated`, also where answers to those prompts are known: neither has to
+do with the prompts, so what counts is that nothing is lost (`against_on`).
+
+Progress goes to standard error, a table and a last line of JSON to standard output. `passes`: by rows, how many steps lately, what they
+were foretold to take, and took. `by_source`: draft nodes, the sum of their probabilities, and those that were accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, decode
+from benchmarks.common import Prompt, say
+from benchmarks.ours import described
+from ngramspec import Engine, SamplingParams, Stats
+from ngramspec.batch.types import Completion
+from ngramspec.drafting.proposer import Proposer
+
+LEAST_NODES = 200
+"""Of a source, that its probabilities are worth a comparison with."""
+
+
+@dataclass(slots=True)
+class Runs:
+    """What one contender did of a cell."""
+
+    seconds: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    log = common.Kept(args.log)
+    with Engine(
+        args.model,
+        max_seqs=max(64, *args.concurrency),
+        datastore=[args.datastore] if args.datastore else [],
+        progress=say,
+        **common.engine_options(args),
+    ) as engine:
+        sets = {path.stem: common.read_prompts(path, engine.tokenizer, args.limit) for path in args.prompts}
+        if args.random_prompts:
+            sets["random"] = common.random_prompts(engine.tokenizer, args.limit)
+        unrelated = common.read_prompts(args.unrelated, engine.tokenizer, args.limit) if args.unrelated else []
+        rows = []
+        for name, prompts in sets.items():
+            fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
+            for temperature in args.temperatures:
+                for concurrency in args.concurrency:
+                    key = {"set": name, "temperature": temperature, "concurrency": concurrency, "model": args.model, "limit": args.limit}
+                    key |= {"max_tokens": args.max_tokens, "foreign": bool(args.datastore), "unrelated": bool(unrelated)}
+                    row = log.get(key)
+                    if row is None:
+                        row = {
+                            "key": key,
+                            **cell(engine, Cell(fitting, unrelated, concurrency), temperature, args),
+                        }
+                        log.add(row)
+                    rows.append(row)
+                    say(
+                        f"{name} at {temperature}, {concurrency} at a time: {row['speedup']}, {row['identical']}/{row['prompts']} identical"
+                    )
+        document = {"model": args.model, **summary(rows), "passes": engine.core.cost.foretold(), **described(engine)}
+    show(document)
+    settings = {"limit": args.limit, "max_tokens": args.max_tokens, "datastore": args.datastore and Path(args.datastore).name}
+    common.print_document(document | {"settings": settings} | common.environment(args.device, engine.threads))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.new_parser("loads", __doc__)
+    common.model_options(parser)
+    add = parser.add_argument
+    add("--prompts", type=common.file, action="append", default=[], metavar="F.jsonl", help="a set of prompts; may be repeated")
+    add("--random-prompts", action="store_true", help="also a set of prompts of random words")
+    add("--limit", type=common.positive, default=32, metavar="N", help="prompts of each set (32)")
+    add("--max-tokens", type=common.positive, default=96, metavar="K", help="96")
+    add("--temperatures", type=numbers, default=[0.0, 0.8], metavar="T,T,...", help="with a seed; default 0,0.8")
+    add("--concurrency", type=common.counts, default=[1, 8, 32], metavar="C,C,...", help="requests under way; default 1,8,32")
+    add("--rounds", type=common.positive, default=2, metavar="R", help="of every cell with several requests under way (2)")
+    add("--datastore", type=decode.datastore, metavar="D", help="of a text that has nothing to do with the prompts")
+    add(
+        "--unrelated", type=common.file, metavar="F.jsonl", help="prompts whose answers are known beside, and have nothing to do with these"
+    )
+    add("--log", type=Path, metavar="F.jsonl", help="keep what is measured here, and go on from it")
+    args = parser.parse_args(argv)
+    if not args.prompts and not args.random_prompts:
+        parser.error("--prompts or --random-prompts is needed")
+    args.dtype = common.settle_dtype(args.device, args.dtype)
+    return args
+
+
+def numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"numbers separated by commas, got {text!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    prompts: list[Prompt]
+    unrelated: list[Prompt]
+    concurrency: int
+
+
+def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+    """A row of the JSON document."""
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
+    contenders = ["off", "on", *(["store"] if args.datastore else []), *(["unrelated"] if what.unrelated else [])]
+    rounds = 1 if what.concurrency == 1 else args.rounds
+    portions = decode.in_groups(what.prompts, 1) if what.concurrency == 1 else [what.prompts]
+    runs = {name: Runs() for name in contenders}
+    for n in range(rounds):
+        drafts = {name: Proposer(vocab_size=engine.vocab_size, max_seqs=max(64, *args.concurrency)) for name in contenders}
+        if args.datastore:
+            drafts["store"].use_datastores(engine.datastores, [])
+        if what.unrelated:
+            engine.use(speculator=drafts["unrelated"])
+            flow(engine, what.unrelated, params, 16)
+        for i, portion in enumerate(portions, n):
+            for name in contenders[:: 1 if i % 2 == 0 else -1]:
+                engine.use(speculator=drafts[name])
+                start = time.perf_counter()
+                done = flow(engine, portion, params, what.concurrency, speculation=name != "off")
+                runs[name].seconds.append(time.perf_counter() - start)
+                for completion in done:
+                    runs[name].outputs.append(completion.token_ids)
+                    runs[name].stats.add(completion.stats)
+    on, tokens = runs["on"], sum(map(len, runs["off"].outputs))
+    speedups = [a / b for a, b in zip(runs["off"].seconds, on.seconds, strict=True)]
+    return {
+        "prompts": len(what.prompts) * rounds,
+        "tokens": tokens,
+        "identical": sum(all(run.outputs[i] == text for run in runs.values()) for i, text in enumerate(runs["off"].outputs)),
+        "tok_s_off": round(tokens / sum(runs["off"].seconds), 1),
+        "tok_s_on": round(tokens / sum(on.seconds), 1),
+        "speedup": round(sum(runs["off"].seconds) / sum(on.seconds), 3),
+        "speedup_median": round(statistics.median(speedups), 3),
+        "against_on": {name: round(sum(on.seconds) / sum(runs[name].seconds), 3) for name in contenders if name not in ("off", "on")},
+        "tokens_per_pass": round(on.stats.tokens_per_pass, 3),
+        "rows_per_pass": round(on.stats.rows_per_pass, 3),
+        "by_source": {name: by_source(run.stats) for name, run in runs.items() if name != "off"},
+    }
+
+
+def flow(engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, **hints: Any) -> list[Completion]:
+    """The completions of prompts, so many at a time."""
+    with ThreadPoolExecutor(concurrency) as threads:
+        return list(threads.map(lambda prompt: engine.complete(prompt.ids, params, prefix_cache=False, **hints), prompts))
+
+
+def by_source(stats: Stats) -> dict[str, tuple[int, float, int]]:
+    return {
+        name: (n, round(stats.expected_by_source.get(name, 0.0), 1), stats.accepted_by_source.get(name, 0))
+        for name, n in stats.drafted_by_source.items()
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    loads = sorted({row["key"]["concurrency"] for row in rows})
+    promises = [
+        (round(expected / max(made, 1), 3), f"{name} of {row['key']['set']} at {row['key']['temperature']}, {row['key']['concurrency']}")
+        for row in rows
+        for sources in row["by_source"].values()
+        for name, (n, expected, made) in sources.items()
+        if n >= LEAST_NODES
+    ]
+    return {
+        "means": {n: round(statistics.mean(row["speedup"] for row in rows if row["key"]["concurrency"] == n), 3) for n in loads},
+        "least": min(row["speedup"] for row in rows),
+        "identical": all(row["identical"] == row["prompts"] for row in rows),
+        "expected_against_made": {"least": min(promises, default=None), "most": max(promises, default=None)},
+        "cells": rows,
+    }
+
+
+def show(document: dict[str, Any]) -> None:
+    others = sorted({name for row in document["cells"] for name in row["against_on"]})
+    rows = [
+        [
+            f"{row['key']['set']} at {row['key']['temperature']}, {row['key']['concurrency']} at a time",
+            row["tok_s_off"],
+            row["speedup"],
+            row["tokens_per_pass"],
+            f"{row['identical']}/{row['prompts']}",
+            *(row["against_on"].get(name) for name in others),
+        ]
+        for row in document["cells"]
+    ]
+    common.print_table(["", "tok/s off", "on", "tokens a pass", "same tokens", *(f"{name} against on" for name in others)], rows)
+    print("means: " + ", ".join(f"{n} at a time {mean}" for n, mean in document["means"].items()) + f"; least {document['least']}")
+
+
+if __name__ == "__main__":
+    main()
