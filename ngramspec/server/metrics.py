@@ -138,6 +138,8 @@ class _Status(Collector):
             ("num_requests_waiting", "Sequences that wait for a slot or for memory.", status.waiting),
             ("kv_cache_usage_perc", "Share of the KV cache that running sequences hold, 0 to 1.", status.kv_used / status.kv_tokens),
             ("prefix_cache_tokens", "Tokens in the KV cache that no sequence holds and that later prompts may use.", status.kv_cached),
+            ("spec_decode_gain", "Speed over that of the same engine without drafts, in its last seconds.", status.speculation_gain),
+            ("spec_decode_price_bar", "By how much drafts must be worth more than their time: above 1 while they lost.", status.price_bar),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         for name, text, value in (

@@ -154,6 +154,8 @@ def test_gauges_say_what_the_engine_says(engine: Engine, metrics: Metrics) -> No
     assert value(after, "engine_passes_total") == status.passes > value(before, "engine_passes_total")
     assert value(after, "prefix_cache_queries_total") == status.prefix_queries
     assert value(after, "prefix_cache_hits_total") == status.prefix_hits >= sum(each.cached_tokens for each in done)
+    assert value(after, "spec_decode_gain") == status.speculation_gain > 0
+    assert value(after, "spec_decode_price_bar") == status.price_bar >= 1
     for name, field in (("draft", "nodes"), ("expected", "expected"), ("accepted", "made")):
         found = [n for (key, _), n in after.items() if key == f"spec_decode_num_{name}_tokens_by_confidence_total"]
         assert len(found) > 5
