@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import get_num_threads, njit, prange
 
+from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.batch.numeric import fma
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
@@ -260,7 +261,10 @@ def attend(
 
 @dataclass(slots=True)
 class Pass:
-    """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`model.attention.AttentionPass`)."""
+    """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`model.attention.AttentionPass`).
+
+    Raises UnsupportedModelError for a layer that computes in another dtype than float32.
+    """
 
     pool: KVPool
     batch: Batch
@@ -268,4 +272,6 @@ class Pass:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
     ) -> torch.Tensor:
+        if found := {str(x.dtype) for x in (q, k, v)} - {"torch.float32"}:
+            raise UnsupportedModelError(f"layer {layer}: attention over {', '.join(found)}; on the CPU it is computed in torch.float32")
         return attend(q, k, v, self.pool, layer, self.batch, scale=scale, window=window, softcap=softcap)

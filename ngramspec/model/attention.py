@@ -70,10 +70,8 @@ def forward(
         raise UnsupportedModelError(
             f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'a mask'}, which is not implemented"
         )
-    if query.dtype != torch.float32 or value.shape != key.shape:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: attention over {query.dtype}, keys {tuple(key.shape)}, values {tuple(value.shape)}"
-        )
+    if value.shape != key.shape:
+        raise UnsupportedModelError(f"{type(module).__name__}: attention over keys {tuple(key.shape)}, values {tuple(value.shape)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return ngramspec.attend(module.layer_idx, q, k, v, scale, sliding_window or 0, softcap or 0.0)[None], None  # type: ignore[arg-type]

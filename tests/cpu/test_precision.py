@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import tiny
 import tiny_gguf
+import torch
 from fastapi.testclient import TestClient
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.batch.errors import InvalidInputError, UnsupportedModelError
+from ngramspec.cpu.attention import Pass
 from ngramspec.cpu.runner import CpuRunner
 from ngramspec.cpu.stack_runner import StackRunner
 from ngramspec.server.app import create_app
@@ -131,3 +133,11 @@ def test_a_folder_is_quantised_while_it_loads(tmp_path: Path) -> None:
 def test_nonsense_is_refused(folder: Path, settings: dict[str, str], told: str) -> None:
     with pytest.raises(InvalidInputError, match=told):
         Engine(file(folder, "Q4_0"), **settings)
+
+
+def test_attention_on_the_cpu_refuses_another_dtype() -> None:
+    with Engine(tiny.tiny_model("llama"), **LIMITS) as engine:
+        heads, dim = engine.runner.shapes[0]
+        rows = torch.zeros(1, heads, dim, dtype=torch.bfloat16)
+        with pytest.raises(UnsupportedModelError, match=r"layer 0: attention over torch.bfloat16; .* torch.float32"):
+            Pass(engine.runner.pool, None).attend(0, rows, rows, rows, 1.0, 0, 0.0)  # type: ignore[arg-type]
