@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from small import VOCAB, bind, make_engine, make_model
 
 from ngramspec import Completion, Engine, SamplingParams, assembly
-from ngramspec.batch.errors import OutOfMemoryError
+from ngramspec.assembly import DeviceConfig
+from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.cuda.graphs import ITEMS, ROWS, bucket_for
 from ngramspec.cuda.model import Modules, Stack
 from ngramspec.cuda.runner import CudaRunner
-
-VOCAB = 64
-SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 96}
-
-
-def bind(arch: str, dtype: torch.dtype, device: str, **options: Any) -> CudaRunner:
-    overrides = SMALL | ({"num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
-    model = tiny.tiny_model(arch, **overrides).to(device, dtype)
-    return CudaRunner(model, **({"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
 
 
 def test_buckets() -> None:
@@ -65,27 +57,28 @@ def test_too_little_memory_is_told(device: str) -> None:
 def on_device(device: str) -> Iterator[Engine]:
     """Without a device its kernels run under the interpreter."""
     made = pytest.MonkeyPatch()
-
-    def make_runner(loaded: Any, config: Any, device: Any, max_model_len: int, progress: Any) -> CudaRunner:
-        return CudaRunner(
-            loaded.model,
-            max_len=max_model_len + config.spec_rows + 1,
-            max_seqs=config.max_seqs,
-            max_rows=device.max_rows,
-            kv_bytes=1 << 21,
-            max_depth=9,
-        )
-
-    made.setattr(assembly, "_runner", make_runner)
-    made.setattr(CudaRunner, "cost_rows", (1, 8))
-    model = tiny.tiny_model("llama", **SMALL, bos_token_id=1, eos_token_id=2, pad_token_id=2).to(device)
-    with Engine(model, max_seqs=4, max_rows=16, spec_rows=8, spec_length=8, threads=1) as made_engine:
+    with make_engine(make_model("llama"), device, made) as made_engine:
         assert made_engine.exactness == "bitwise"
         made_engine.core.cost = tiny.FreeRows()  # what passes take under the interpreter says nothing
         yield made_engine
         made_engine.runner.pool.check_integrity()
         assert made_engine.runner.pool.n_available == made_engine.runner.pool.n_blocks
     made.undo()
+
+
+def test_engines_of_these_tests_ask_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of its own accord moves a model to the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = []
+
+    def bind_nothing(model: object, tokenizer: object, config: object, device: DeviceConfig, *_: object, **__: object) -> None:
+        asked.append(device.device)
+        raise UnsupportedModelError("nothing is bound")
+
+    monkeypatch.setattr(assembly, "bind", bind_nothing)
+    with pytest.raises(UnsupportedModelError, match="nothing is bound"):
+        make_engine(make_model("llama"), "cuda", monkeypatch)
+    assert asked == ["cuda:0"]
 
 
 def prompts() -> list[list[int]]:
