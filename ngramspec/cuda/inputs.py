@@ -16,6 +16,7 @@ from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
 from ngramspec.cuda.rows import Rows
 from ngramspec.cuda.sampling import Sampling
+from ngramspec.cuda.upload import Upload
 
 _ALIGN = 4  # int32 words, so that wider numbers can begin anywhere
 
@@ -50,6 +51,7 @@ class Inputs:
         device = device_tables.device
         self._staged = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._sent = torch.zeros(total, dtype=torch.int32, device=device)
+        self.upload = Upload(device)
         host = self._staged.numpy()
         kinds = {"temperature": np.float32, "min_p": np.float32, "top_p": np.float64, "wanted": np.int64}
         shapes = {"items": (i, 2), "seed": (n, 2), "paths": (n, depth)}
@@ -65,7 +67,8 @@ class Inputs:
         h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = dummy, 1, -1, -1, -1
 
     def fill(self, batch: Batch) -> None:
-        """Stage a batch that fits. Not before an earlier pass's output was read."""
+        """Stage a batch that fits."""
+        self.upload.wait()
         h, n, i = self.host, len(batch.input_ids), len(batch.items)
         h["ids"][:n], h["ids"][n:] = batch.input_ids, 0
         h["positions"][:n], h["positions"][n:] = batch.positions, 0
@@ -97,4 +100,4 @@ class Inputs:
                     h["position"][mine] = batch.positions[mine] + 1 - span.n_prompt
 
     def send(self) -> None:
-        self._sent.copy_(self._staged, non_blocking=True)
+        self.upload.copy(self._sent, self._staged)

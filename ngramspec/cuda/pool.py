@@ -16,6 +16,7 @@ from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.errors import OutOfMemoryError
 from ngramspec.batch.types import BLOCK
 from ngramspec.cuda import kv_move
+from ngramspec.cuda.upload import Upload
 
 
 class CudaPool(BlockTables):
@@ -48,6 +49,7 @@ class CudaPool(BlockTables):
             self.values.append(group[i, 1])
         self.device_tables = torch.zeros(max_seqs, self.max_blocks, dtype=torch.int32, device=device)
         self._staged = torch.zeros(max_seqs, self.max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.upload = Upload(device)
         self._stale: set[int] = set()
 
     @staticmethod
@@ -78,13 +80,16 @@ class CudaPool(BlockTables):
         return True
 
     def send_tables(self) -> None:
-        """Bring the device's block tables up to date, behind what it is doing now. Not before an earlier pass's output was read."""
+        """Bring the device's block tables up to date, behind what it is doing now."""
+        if not self._stale:
+            return
+        self.upload.wait()  # a path that was kept sent rows since the last pass, and nobody has waited for them
         host = self._staged.numpy()
         for slot in self._stale:
             n = int(self.n_blocks_of[slot])
             if n:
                 host[slot, :n] = self.tables[slot, :n]
-                self.device_tables[slot, :n].copy_(self._staged[slot, :n], non_blocking=True)
+                self.upload.copy(self.device_tables[slot, :n], self._staged[slot, :n])
         self._stale.clear()
 
     @torch.inference_mode()
