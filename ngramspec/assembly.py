@@ -5,6 +5,7 @@ The one module that knows which devices there are. Knows nothing of requests.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ import numba
 
 from ngramspec.batch import sampling, verify
 from ngramspec.batch.cost import CostModel
-from ngramspec.batch.errors import InvalidInputError
+from ngramspec.batch.errors import InvalidInputError, MissingPackageError
 from ngramspec.batch.types import BLOCK
 from ngramspec.config import EngineConfig
 from ngramspec.core import observers
@@ -76,7 +77,7 @@ class BoundModel:
 
 
 def check_device(config: EngineConfig) -> DeviceConfig:
-    """Raises InvalidInputError for a device that is not there, or what it does not do."""
+    """Raises InvalidInputError for a device that is not there, or what it does not do, MissingPackageError for what it needs."""
     kind, _, number = config.device.partition(":")
     if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdigit())):
         raise InvalidInputError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {config.device!r}")
@@ -88,6 +89,8 @@ def check_device(config: EngineConfig) -> DeviceConfig:
         if int(number or 0) >= n_devices:
             there = f"{n_devices or 'no'} CUDA device{'s' * (n_devices != 1)}"
             raise InvalidInputError(f"there is no device {device!r}: torch {torch.__version__} sees {there}")
+        if importlib.util.find_spec("triton") is None:
+            raise MissingPackageError(f"device {device!r} needs Triton, which is not installed: pip install 'ngramspec[cuda]'")
     accepted = {"cpu": ("float32",), "cuda": ("bfloat16", "float16", "float32")}[kind]
     dtype = accepted[0] if config.dtype == "auto" else config.dtype
     if dtype not in accepted:

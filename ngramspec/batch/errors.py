@@ -21,6 +21,10 @@ class HostVersionError(NgramspecError):
     """A host (vLLM, transformers, llama-cpp-python) is of a version that its guest was not tested with; the message says which were."""
 
 
+class MissingPackageError(NgramspecError):
+    """The device needs a package that is not installed; the message names it."""
+
+
 class RemoteCodeError(UnsupportedModelError):
     """The model ships its own code and would need `trust_remote_code`, which ngramspec never enables."""
 

@@ -15,7 +15,6 @@ From there on each row in turn gathers its own keys in logical order, and what i
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ngramspec.batch.types import BLOCK
+from ngramspec.cuda.device import limits
 from ngramspec.cuda.rows import Rows
 
 TILE = 64
@@ -336,12 +336,4 @@ def attend(
 
 def _stages(row_bytes: int, device: torch.device) -> int:
     """Tiles in flight: no more than help, and as many as fit in shared memory beside queries and weights."""
-    return max(1, min(3, (_shared_bytes(device) - (24 << 10)) // (2 * TILE * row_bytes)))
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program can have."""
-    if device.type != "cuda":
-        return 227 << 10
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
+    return max(1, min(3, (limits(device).shared_bytes - (24 << 10)) // (2 * TILE * row_bytes)))

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ngramspec.cuda.device import limits
+
 GRANULE = 128
 """Pieces of K begin at multiples of this, and every BLOCK_K divides it."""
 
@@ -178,7 +180,7 @@ class Product:
         self.n_out, self.n_in = weight.shape
         self.weight, self.bias, self.n_sms = weight.contiguous(), bias, n_sms
         self.splits = choose_splits(self.n_out, self.n_in, n_sms)
-        self._shared = _shared_memory(weight.device)
+        self._shared = limits(weight.device).shared_bytes
 
     def n_partials(self, rows: int) -> int:
         """P of `partial`: `splits` for few rows, 1 where tiles of whole sums occupy the device."""
@@ -258,14 +260,6 @@ def add_up(partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor)
     if rows:
         grid = (triton.cdiv(n_out, 512), rows)
         _add_up[grid](partials, bias, out, n_out, rows, N_PARTIALS=n_partials, BLOCK=512, num_warps=4, enable_fp_fusion=False)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of one multiprocessor that one block may use."""
-    if device.type != "cuda":
-        return 227 << 10
-    major, minor = torch.cuda.get_device_capability(device)
-    return {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10}.get((major, minor), 227 << 10)
 
 
 def check(product: Product, counts: Iterable[int]) -> bool:

@@ -7,7 +7,6 @@ returns after the launch: reading the output waits. What a request or a drafter 
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import time
@@ -24,12 +23,13 @@ from ngramspec.batch.types import BLOCK, KEPT
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
 from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
-from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for
+from ngramspec.cuda.device import limits
+from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, bucket_for
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, check
 from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
 from ngramspec.cuda.pool import CudaPool
-from ngramspec.model.runner import Kept, Runner, check_supported
+from ngramspec.model.runner import Kept, Runner, check_supported, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,11 @@ class Timer:
         return float(self._events[0].elapsed_time(self._events[1]))
 
 
+def recorder(device: torch.device) -> Record | None:
+    """What captures passes on the device; None: they are run."""
+    return Recorder(device) if device.type == "cuda" else None
+
+
 class CudaRunner(Runner):
     pool: CudaPool
     asynchronous = True
@@ -175,13 +180,15 @@ class CudaRunner(Runner):
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`kv_bytes` None: what is free of `memory_utilization` of the device's memory; `max_blocks`: most of the pool. `max_depth`:
-        deepest draft node. `exact` False: the vendor's linear products. Raises UnsupportedModelError, OutOfMemoryError."""
+        deepest draft node. `exact` False: the vendor's linear products. Raises UnsupportedModelError, OutOfMemoryError,
+        MissingPackageError."""
         self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
         self._device, self._dtype = model.device, model.dtype
         self.precision = self.kv_dtype = self.dtype
         self._exact = exact
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self.limits = limits(self._device)
         self.timer = Timer(self._device)
         check_supported(model)
         if len({p.device for p in model.parameters()}) > 1:
@@ -193,15 +200,16 @@ class CudaRunner(Runner):
         )
         self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim)
         self.policies: dict[tuple[int, int], KernelPolicy] = {}
+        self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
         progress("checking exactness (the first start compiles its kernels)")
         with torch.inference_mode():
             bound = self._bind(max_len)
             progress("making room for keys and values")
             self.pool = self._make_pool(max_len, max_seqs, kv_bytes, memory_utilization, max_blocks)
             self._make_spaces(n_heads)
-            self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=False)
+            self._graphs = Graphs(self._make_inputs, self._captured, None)
             self._compare(bound, expected, tokens, max_len)
-        self._graphs = Graphs(self._make_inputs, self._captured, self._device, capture=graphs)
+        self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if graphs else None)
         self.prove()
 
     @property
@@ -239,16 +247,18 @@ class CudaRunner(Runner):
         if not self._exact:
             self.policies.setdefault(shape, KernelPolicy("the vendor's own choice", False))
             return VendorProduct(weight, bias)
-        product = Product(weight, bias, self._n_processors)
+        product = Product(weight, bias, self.limits.n_processors)
         if shape not in self.policies:
-            self.policies[shape] = KernelPolicy(
-                f"fixed tiles, {product.splits} pieces", check(product, [n for n in CHECKED_ROWS if n <= self.max_rows])
-            )
-        return product
-
-    @functools.cached_property
-    def _n_processors(self) -> int:
-        return torch.cuda.get_device_properties(self._device).multi_processor_count if self._device.type == "cuda" else 4
+            try:
+                proved = check(product, [n for n in CHECKED_ROWS if n <= self.max_rows])
+                self.policies[shape] = KernelPolicy(f"fixed tiles, {product.splits} pieces", proved)
+            except Exception as e:
+                if is_out_of_memory(e):
+                    raise
+                log.warning("products with weights of %s are the vendor's; ours do not run here: %s: %s", shape, type(e).__name__, e)
+                self.policies[shape] = KernelPolicy("the vendor's own choice: ours do not run", False)
+                self._refused.add(shape)
+        return VendorProduct(weight, bias) if shape in self._refused else product
 
     def _bind(self, max_len: int) -> Stack | None:
         """Our own kernels throughout, where the model's layers are of the kind they know."""
@@ -259,13 +269,21 @@ class CudaRunner(Runner):
             return None
 
     def _compare(self, stack: Stack | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
-        """Take the first that gives transformers' own logits, `expected` [V]: the stack, or the model's own modules with our attention
-        and products. Raises UnsupportedModelError where neither does."""
+        """Take the first that runs and gives transformers' own logits, `expected` [V]: the stack, or the model's own modules with our
+        attention and products. Raises UnsupportedModelError where neither does."""
         error = float("nan")
         for decoder in [stack, None] if stack else [None]:
             self._decoder: Decoder = decoder or Modules(self.model, self._linear, max_len)
             self._decoder.pool = self.pool
-            error = self.logits_error(expected, tokens)
+            try:
+                error = self.logits_error(expected, tokens)
+            except Exception as e:
+                if decoder is None or is_out_of_memory(e):
+                    raise
+                log.warning(
+                    "%s: our layers do not run here, its own modules compute: %s: %s", type(self.model).__name__, type(e).__name__, e
+                )
+                continue
             if error < TOLERANCE[self._dtype]:
                 log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
                 return
@@ -372,7 +390,7 @@ class CudaRunner(Runner):
         if bucket.rows > self._shared_rows:
             return Plan(self.rows_per_item, 1, None)
         programs = bucket.items * self.shapes[0][0]
-        n_parallel = max(1, min(32, PROGRAMS_PER_PROCESSOR * self._n_processors // programs))
+        n_parallel = max(1, min(32, PROGRAMS_PER_PROCESSOR * self.limits.n_processors // programs))
         return Plan(self.rows_per_item, n_parallel, self._attention_space)
 
     def _make_spaces(self, n_heads: int) -> None:
