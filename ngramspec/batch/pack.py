@@ -18,6 +18,10 @@ from ngramspec.batch.types import BLOCK, DraftTree
 ROWS_PER_ITEM = 4
 """Rows of one sequence that share loads of keys in attention; scheduling only, no bit depends on it."""
 
+SCORED_ROWS = 256
+"""Most rows of prompts whose logits are wanted in one pass, as log-probabilities of prompts need them: a row of them is as wide as the
+vocabulary."""
+
 
 @dataclass(slots=True)
 class Span:

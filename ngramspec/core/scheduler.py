@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ngramspec.batch.block_tables import BlockTables
+from ngramspec.batch.pack import SCORED_ROWS
 from ngramspec.batch.types import BLOCK
 from ngramspec.core.sequence import Sequence
 
@@ -45,9 +46,12 @@ class Scheduler:
         self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
         """Tokens looked for in the prefix cache, found there, and of these those of new sequences."""
 
-    def halve_rows(self) -> None:
-        """Prompts in smaller pieces from now on."""
-        self.max_rows = max(self.max_rows // 2, len(self.tables.n_blocks_of))
+    def halve_rows(self, n_rows: int) -> bool:
+        """A pass of so many rows was too large: half of it from now on. False where it had no more than a row for every sequence."""
+        if n_rows <= len(self.running):
+            return False
+        self.max_rows = min(self.max_rows, max(n_rows // 2, len(self.running)))
+        return True
 
     @property
     def has_work(self) -> bool:
@@ -87,14 +91,13 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1))
-        left = self.max_rows - len(work)
+        left, scored = self.max_rows - len(work), SCORED_ROWS
         for seq in self.running:
-            missing = seq.n_tokens - seq.computed
-            if missing > 1 and left > 0:
-                work.append(ScheduledRows(seq, min(missing, left)))
-                left -= work[-1].n_rows
+            if seq.n_tokens - seq.computed > 1 and (n := _piece(seq, left, scored)) > 0:
+                work.append(ScheduledRows(seq, n))
+                left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
         admitted: list[Sequence] = []
-        while self.waiting and self.slots and left > 0 and not preempted:
+        while self.waiting and self.slots and not preempted and _piece(self.waiting[0], left, scored) > 0:
             seq = self.waiting[0]
             drafted = [s.n_tokens for s in (*admitted, seq) if s.speculation]
             if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq)):
@@ -102,8 +105,8 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             admitted.append(seq)
-            work.append(ScheduledRows(seq, min(seq.n_tokens - seq.computed, left)))
-            left -= work[-1].n_rows
+            work.append(ScheduledRows(seq, n := _piece(seq, left, scored)))
+            left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
         return work, admitted, preempted
 
     def _admit(self, seq: Sequence) -> bool:
@@ -121,3 +124,8 @@ class Scheduler:
             seq.admitted_s, seq.n_cached = time.perf_counter(), seq.computed
             self.cached_tokens += seq.computed
         return True
+
+
+def _piece(seq: Sequence, left: int, scored: int) -> int:
+    """Rows of a prompt where `left` are left of the pass, `scored` of those that keep logits."""
+    return min(seq.n_tokens - seq.computed, left, scored if seq.lacks_prompt_logprobs else left)

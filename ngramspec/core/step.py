@@ -6,6 +6,8 @@ Not thread-safe: `thread` calls it from one thread.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -20,7 +22,9 @@ from ngramspec.core.timing import Timing
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
 from ngramspec.drafting.base import Speculator, Text
-from ngramspec.model.runner import Output, Runner
+from ngramspec.model.runner import Output, Runner, is_out_of_memory
+
+log = logging.getLogger(__name__)
 
 _NOTHING = np.empty(0, np.int32)
 LONGEST_REST = 7
@@ -41,6 +45,8 @@ class Core:
         self.acceptance = acceptance or Walk()
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
         self.n_passes = 0
+        self._most_rows = sys.maxsize
+        """Of a pass with drafts; less once one did not fit into memory."""
         self._n_looked = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self.use(speculator)
@@ -93,13 +99,28 @@ class Core:
             return []
         self._draft(rows)
         batch = self._pack(rows)
-        output = self._forward(batch, meanwhile)
+        try:
+            output = self._forward(batch, meanwhile)
+        except Exception as e:
+            if not (is_out_of_memory(e) and self._halve(rows, len(batch.input_ids))):
+                raise
+            log.warning("out of memory in a pass of %d rows; from now on they have half as many: %s", len(batch.input_ids), e)
+            return []
         accepted = self._accept(rows, batch, output)
         changed = self._commit(accepted, batch, output)
         self.timing.made(sum(len(each.tokens) for each in accepted))
         if not self.scheduler.has_work:
             self.timing.finish()
         return changed
+
+    def _halve(self, rows: list[ScheduledRows], n_rows: int) -> bool:
+        """Smaller passes from now on; what this one was to compute is still to be computed. False where it could not be smaller."""
+        if not self.scheduler.halve_rows(n_rows):
+            return False
+        self._most_rows = n_rows // 2
+        for each in rows:
+            each.seq.tree = None
+        return True
 
     def _schedule(self) -> list[ScheduledRows]:
         """The rows of this step; the speculator hears of who comes and who gave way."""
@@ -143,7 +164,8 @@ class Core:
         slots = np.array([seq.slot for seq in seqs], np.int32)
         base = sum(each.n_rows for each in rows)
         plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_looked)
-        trees = self.speculator.propose(slots, depths, plan.cost_ms, base, self.timing.cost.max_rows - base, plan.price)
+        most = max(min(self.timing.cost.max_rows, self._most_rows) - base, 0)
+        trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.price)
         pool = self.runner.pool
         for seq, tree in zip(seqs, trees, strict=True):
             n = len(tree)

@@ -187,7 +187,6 @@ class StepThread:
             cause: Exception = e
             if is_out_of_memory(e):
                 cause = OutOfMemoryError(f"out of memory in a pass: {e}")
-                self.core.scheduler.halve_rows()
             for seq in list(self.core.scheduler.running):
                 if seq in self._request_of:
                     self.fail(seq, cause)

@@ -1,9 +1,9 @@
-"""What Triton says of a device, and whether it can compile for it at all. A device goes in; nothing here knows models or kernels."""
+"""What a device offers: what Triton can compile for it, what memory is free and what work takes of it. Knows no models and no kernels."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -43,3 +43,26 @@ def _properties(index: int) -> Mapping[str, int]:
 
     properties: Mapping[str, int] = driver.active.utils.get_device_properties(index)
     return properties
+
+
+def free_bytes(device: torch.device, utilization: float) -> int:
+    """Bytes of the device's memory that are left of the share that may be used."""
+    if device.type != "cuda":
+        return 1 << 26
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(min(free, total * utilization - (total - free)))
+
+
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """Most bytes that torch takes from the device for the work, beside what it has; 0 without a device."""
+    if device.type != "cuda":
+        work()
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_reserved(device) - before)

@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
-from ngramspec.batch.pack import Batch, Span
+from ngramspec.batch.pack import SCORED_ROWS, Batch, Span, pack
 from ngramspec.batch.types import BLOCK, KEPT
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
 from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
-from ngramspec.cuda.device import limits
+from ngramspec.cuda.device import free_bytes, limits, peak_bytes
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, bucket_for
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, check
@@ -42,8 +42,8 @@ CHECKED_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 12
 SPACE = 512 << 20
 """Most bytes of what programs that share out a row's keys leave for each other."""
 
-RESERVE = SPACE + (1 << 30)
-"""Bytes of the device's memory left for what passes allocate, besides the KV pool."""
+MARGIN = 256 << 20
+"""Bytes left beside what passes were seen to take: libraries' own, and what lies in pieces too small to use."""
 
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -179,9 +179,11 @@ class CudaRunner(Runner):
         max_blocks: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`kv_bytes` None: what is free of `memory_utilization` of the device's memory; `max_blocks`: most of the pool. `max_depth`:
-        deepest draft node. `exact` False: the vendor's linear products. Raises UnsupportedModelError, OutOfMemoryError,
-        MissingPackageError."""
+        """`kv_bytes` None: what the largest pass leaves of `memory_utilization` of the device's memory; `max_blocks`: most of the pool.
+        `max_depth`: deepest draft node. `exact` False: the vendor's linear products.
+
+        Raises UnsupportedModelError, OutOfMemoryError, MissingPackageError.
+        """
         self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
         self._device, self._dtype = model.device, model.dtype
         self.precision = self.kv_dtype = self.dtype
@@ -205,10 +207,16 @@ class CudaRunner(Runner):
         with torch.inference_mode():
             bound = self._bind(max_len)
             progress("making room for keys and values")
-            self.pool = self._make_pool(max_len, max_seqs, kv_bytes, memory_utilization, max_blocks)
+            n_trial = None if kv_bytes is not None else -(-max_rows // BLOCK) + max_seqs  # for the largest pass
+            self.pool = self._make_pool(max_len, max_seqs, kv_bytes, n_trial, max_blocks)
             self._make_spaces(n_heads)
             self._graphs = Graphs(self._make_inputs, self._captured, None)
             self._compare(bound, expected, tokens, max_len)
+            if kv_bytes is None:
+                taken = self._largest_passes()
+                del self.pool, self._decoder.pool, self._graphs
+                free = free_bytes(self._device, memory_utilization) - taken - MARGIN
+                self.pool = self._decoder.pool = self._make_pool(max_len, max_seqs, free, None, max_blocks)
         self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if graphs else None)
         self.prove()
 
@@ -222,25 +230,37 @@ class CudaRunner(Runner):
 
     # ------------------------------------------------------------------ binding
 
-    def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, utilization: float, max_blocks: int | None) -> CudaPool:
+    def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, n_blocks: int | None, max_blocks: int | None) -> CudaPool:
+        """Of so many bytes, or blocks; no more than all sequences can use."""
         block_bytes = CudaPool.block_bytes(self.shapes, self._dtype)
-        if kv_bytes is None:
-            kv_bytes = self._free_memory(utilization)
-        n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
-        if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
-            raise OutOfMemoryError(
-                f"{max(kv_bytes, 0) >> 20} MiB for keys and values hold {max(n_blocks, 0) * BLOCK} tokens; one block of {BLOCK} takes "
-                f"{block_bytes} bytes. A smaller model, or a higher memory utilization than {utilization}, may fit"
-            )
-        return CudaPool(self.shapes, n_blocks, max_seqs, max_len, dtype=self._dtype, device=self._device)
+        most = min(max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
+        if kv_bytes is not None:
+            n_blocks = kv_bytes // block_bytes
+            if min(n_blocks, most) * BLOCK < min(max_len, 2 * BLOCK):
+                raise OutOfMemoryError(
+                    f"{max(kv_bytes, 0) >> 20} MiB for keys and values hold {max(n_blocks, 0) * BLOCK} tokens; one block of {BLOCK} takes "
+                    f"{block_bytes} bytes. A smaller model, fewer rows in a pass, or a higher memory utilization may fit"
+                )
+        return CudaPool(self.shapes, min(n_blocks or 0, most), max_seqs, max_len, dtype=self._dtype, device=self._device)
 
-    def _free_memory(self, utilization: float) -> int:
-        """Bytes of the device that are left of what may be used, with room for what passes allocate."""
-        if self._device.type != "cuda":
-            return 1 << 26
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(min(free, total * utilization - (total - free))) - RESERVE
+    def _largest_passes(self) -> int:
+        """Bytes that passes take beside weights, keys and values: the largest one, and the largest that graphs keep memory for."""
+        scored = SCORED_ROWS + len(self.pool.n_blocks_of)
+        return self._pass_bytes(self.max_rows, scored) + self._pass_bytes(min(ROWS[-1], self.max_rows), ROWS[-1])
+
+    def _pass_bytes(self, n_rows: int, n_logits: int) -> int:
+        """Of a pass with so many rows of prompts, and logits of so many of them."""
+        slots, spans = list[int](), list[Span]()
+        try:
+            while n_rows > 0 and len(slots) < len(self.pool.n_blocks_of):
+                n = min(n_rows, self.pool.max_blocks * BLOCK)
+                slots.append(self.slot_for_tests(n))
+                spans.append(Span(slots[-1], np.zeros(n, np.int32), 0, logits=min(n, n_logits)))
+                n_rows, n_logits = n_rows - n, n_logits - spans[-1].logits
+            return peak_bytes(self._device, lambda: self.forward(pack(spans, self.pool, self.rows_per_item)).wait())
+        finally:
+            for slot in slots:
+                self.pool.release(slot)
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         shape = (weight.shape[0], weight.shape[1])
@@ -320,7 +340,11 @@ class CudaRunner(Runner):
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread: Triton launches on the current one
         self.timer.start()
-        output = self._launch(batch)
+        try:
+            output = self._launch(batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # what is left of the pass may be in pieces
+            raise
         self.timer.end()
         return output
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from small import VOCAB, bind, make_engine, make_model
+from small import VOCAB, bind, make_engine, make_model, take_on_trust
 
 from ngramspec import Completion, Engine, SamplingParams, assembly
 from ngramspec.assembly import DeviceConfig
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.batch.pack import Batch
+from ngramspec.cuda import runner as runner_module
 from ngramspec.cuda.graphs import ITEMS, ROWS, bucket_for
 from ngramspec.cuda.model import Modules, Stack
-from ngramspec.cuda.runner import CudaRunner
+from ngramspec.cuda.pool import CudaPool
+from ngramspec.cuda.runner import CudaOutput, CudaRunner
 
 
 def test_buckets() -> None:
@@ -51,6 +54,34 @@ def test_the_models_own_modules(arch: str, device: str, monkeypatch: pytest.Monk
 def test_too_little_memory_is_told(device: str) -> None:
     with pytest.raises(OutOfMemoryError, match="MiB for keys and values"):
         bind("llama", torch.float32, device, kv_bytes=1000)
+
+
+def test_the_pool_is_what_the_largest_pass_leaves(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_on_trust(monkeypatch)
+    passes, seen, forward = list[int](), list[int](), CudaRunner.forward
+
+    def watched(self: CudaRunner, batch: Batch) -> CudaOutput:
+        seen.append(len(batch.input_ids))
+        return forward(self, batch)
+
+    def peak(device: torch.device, work: Callable[[], object]) -> int:
+        work()
+        passes.append(seen[-1])
+        return 1000 * passes[-1]
+
+    monkeypatch.setattr(CudaRunner, "forward", watched)
+    monkeypatch.setattr(runner_module, "peak_bytes", peak)
+    block_bytes = CudaPool.block_bytes([(1, 16)], torch.float32)
+    free = runner_module.MARGIN + 6 * block_bytes + 2 * 12 * 1000
+    monkeypatch.setattr(runner_module, "free_bytes", lambda device, utilization: free)
+    runner = bind("llama", torch.float32, device, narrow=True, n_layers=1, max_rows=12, max_len=96, kv_bytes=None)
+    assert passes == [12, 12]
+    assert runner.pool.n_blocks == 6
+    assert runner._decoder.pool is runner.pool
+    runner.pool.check_integrity()
+    monkeypatch.setattr(runner_module, "free_bytes", lambda device, utilization: free - 5 * block_bytes)
+    with pytest.raises(OutOfMemoryError, match="hold 32 tokens"):
+        bind("llama", torch.float32, device, narrow=True, n_layers=1, max_rows=12, max_len=96, kv_bytes=None)
 
 
 @pytest.fixture(scope="module")
