@@ -1,18 +1,20 @@
-"""Passes captured once and replayed: which buckets there are, and what is kept for each.
+"""Passes captured once, at load, and replayed: which buckets there are, and what is kept for each.
 
-A bucket whose pass cannot be captured is refused; such passes are launched kernel by kernel. Without a recorder a bucket's pass is simply
+A pass that was not captured uses a somewhat larger bucket, or is launched kernel by kernel. Without a recorder a bucket's pass is simply
 run, with the same inputs: what differs is only who launches the kernels.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ngramspec.cuda.inputs import Bucket
+from ngramspec.model.runner import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -58,35 +60,72 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 """What a `Recorder` does."""
 
 
+def decode_buckets(max_seqs: int, max_rows: int, rows_per_item: int) -> list[Bucket]:
+    """Those that up to `max_seqs` sequences can need that each have a row or, with drafts, more; smaller ones first."""
+    found = set()
+    for n in range(1, min(max_rows, ROWS[-1]) + 1):
+        n_seqs = min(n, max_seqs)
+        for n_items in range(-(-n // rows_per_item), n_seqs + (n - n_seqs) // rows_per_item + 1):
+            found.add(bucket_for(n, n_items))
+    return sorted((bucket for bucket in found if bucket is not None), key=lambda bucket: (bucket.rows, bucket.items))
+
+
 class Graphs:
     """Passes by bucket. `make(bucket)` gives a bucket's inputs, `run(inputs)` is its pass, `record` captures it; None: it is run."""
 
     def __init__(self, make: Callable[[Bucket], Any], run: Callable[[Any], None], record: Record | None) -> None:
         self._make, self._run, self._record = make, run, record
         self._entries: dict[Bucket, tuple[Any, Callable[[], None]]] = {}
-        self.refused: set[Bucket] = set()
-        """Buckets whose capture failed; such batches go uncaptured."""
+        self._found: dict[tuple[int, int], Bucket | None] = {}
 
-    def inputs(self, bucket: Bucket) -> Any | None:
-        """The inputs to fill for a pass of this bucket, which is captured if it has not been; None where that failed."""
-        if bucket not in self._entries and bucket not in self.refused:
+    @property
+    def captured(self) -> list[Bucket]:
+        return list(self._entries) if self._record is not None else []
+
+    def capture(self, buckets: Sequence[Bucket], progress: Callable[[str], None] = lambda _: None) -> None:
+        """Capture these, before anybody waits: in the middle of a text none is. What cannot be captured is told in one line."""
+        if self._record is None:
+            return
+        failed: list[str] = []
+        for i, bucket in enumerate(buckets):
+            if i % 8 == 0:
+                progress(f"capturing passes ({i} of {len(buckets)})")
             try:
-                self._entries[bucket] = self._capture(bucket)
+                self._entries[bucket] = self._capture(bucket, self._record)
             except Exception as e:  # whatever it is: what cannot be captured can still be launched
-                self.refused.add(bucket)
-                if isinstance(e, torch.OutOfMemoryError):
+                failed.append(f"{bucket}: {type(e).__name__}: {e}")
+                if is_out_of_memory(e):
                     torch.cuda.empty_cache()
-                log.warning("%s cannot be captured; such passes are launched kernel by kernel: %s: %s", bucket, type(e).__name__, e)
-        return self._entries[bucket][0] if bucket in self._entries else None
+                    failed += ["the same"] * (len(buckets) - i - 1)  # the others are larger
+                    break
+        self._found.clear()
+        if failed:
+            log.warning("%d of %d passes cannot be captured and are launched kernel by kernel; %s", len(failed), len(buckets), failed[0])
+
+    def find(self, n_rows: int, n_items: int) -> Bucket | None:
+        """The smallest bucket that holds a batch, of the captured ones where passes are captured; None where none does."""
+        key = n_rows, n_items
+        if key not in self._found:
+            if self._record is None:
+                bucket = bucket_for(n_rows, n_items)
+                if bucket is not None and bucket not in self._entries:
+                    inputs = self._make(bucket)
+                    self._entries[bucket] = inputs, partial(self._run, inputs)
+            else:
+                # In twice as many rows a pass takes longer than one that is launched kernel by kernel.
+                holding = [b for b in self._entries if n_rows <= b.rows <= 2 * n_rows and n_items <= b.items]
+                bucket = min(holding, key=lambda b: (b.rows, b.items), default=None)
+            self._found[key] = bucket
+        return self._found[key]
+
+    def inputs(self, bucket: Bucket) -> Any:
+        """The inputs to fill for a pass of a bucket that was found."""
+        return self._entries[bucket][0]
 
     def replay(self, bucket: Bucket) -> None:
         """Run the pass on what its inputs hold."""
         self._entries[bucket][1]()
 
-    def _capture(self, bucket: Bucket) -> tuple[Any, Callable[[], None]]:
+    def _capture(self, bucket: Bucket, record: Record) -> tuple[Any, Callable[[], None]]:
         inputs = self._make(bucket)
-
-        def run() -> None:
-            self._run(inputs)
-
-        return inputs, run if self._record is None else self._record(run)
+        return inputs, record(partial(self._run, inputs))

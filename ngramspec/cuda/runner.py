@@ -24,7 +24,7 @@ from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
 from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
 from ngramspec.cuda.device import free_bytes, limits, peak_bytes
-from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, bucket_for
+from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, check
 from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
@@ -217,7 +217,8 @@ class CudaRunner(Runner):
                 del self.pool, self._decoder.pool, self._graphs
                 free = free_bytes(self._device, memory_utilization) - taken - MARGIN
                 self.pool = self._decoder.pool = self._make_pool(max_len, max_seqs, free, None, max_blocks)
-        self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if graphs else None)
+            self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if graphs else None)
+            self._graphs.capture(decode_buckets(max_seqs, max_rows, self.rows_per_item), progress)
         self.prove()
 
     @property
@@ -351,9 +352,9 @@ class CudaRunner(Runner):
     def _launch(self, batch: Batch) -> CudaOutput:
         n, n_items = len(batch.input_ids), len(batch.items)
         self.pool.send_tables()
-        bucket = bucket_for(n, n_items)
-        inputs = None if bucket is None else self._graphs.inputs(bucket)
-        if bucket is not None and inputs is not None:
+        bucket = self._graphs.find(n, n_items)
+        if bucket is not None:
+            inputs = self._graphs.inputs(bucket)
             inputs.fill(batch)
             inputs.send()
             self._graphs.replay(bucket)

@@ -18,7 +18,7 @@ from ngramspec.batch.errors import MissingPackageError
 from ngramspec.config import EngineConfig
 from ngramspec.cuda import attention, device, layers
 from ngramspec.cuda import runner as runner_module
-from ngramspec.cuda.graphs import Bucket
+from ngramspec.cuda.graphs import Bucket, decode_buckets
 from ngramspec.cuda.linear import Product
 from ngramspec.cuda.model import Modules, Stack
 from ngramspec.cuda.runner import CudaRunner
@@ -62,25 +62,56 @@ def fails(*_: object, **__: object) -> None:
 def test_a_pass_that_cannot_be_captured(
     device: str, reference: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    captured = []
+    """At load the buckets that decoding uses are captured, and none later."""
+    captured, progress = [], []
 
     def record(run: Callable[[], None]) -> Callable[[], None]:
         run()
-        if not captured:
-            captured.append(run)
-            fails()
         captured.append(run)
+        if len(captured) in refused:
+            fails()
         return run
 
     small.take_on_trust(monkeypatch)
     monkeypatch.setattr(runner_module, "recorder", lambda device: record)
-    runner = bind(device)
-    assert write(runner) == reference
-    assert len(runner._graphs.refused) == 1
-    assert len(captured) > 1
+    for refused in ((), (1, 4)):
+        captured.clear()
+        caplog.clear()
+        runner = bind(device, max_rows=4, max_seqs=2, progress=progress.append)
+        buckets = decode_buckets(2, 4, runner.rows_per_item)
+        assert len(captured) == len(buckets)
+        assert runner._graphs.captured == [bucket for i, bucket in enumerate(buckets, 1) if i not in refused]
+        assert write(runner) == reference
+        assert len(captured) == len(buckets)
+        if refused:
+            (line,) = warnings(caplog)
+            assert f"2 of {len(buckets)} passes cannot be captured and are launched kernel by kernel; Bucket(rows=1, items=1)" in line
+            assert "shared memory" in line
+        else:
+            assert not warnings(caplog)
+    assert any("capturing passes" in each for each in progress)
+
+
+def test_a_pass_takes_the_next_bucket_that_was_captured(caplog: pytest.LogCaptureFixture) -> None:
+    buckets = [Bucket(1, 1), Bucket(2, 1), Bucket(4, 4), Bucket(8, 2), Bucket(16, 16)]
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    graphs = runner_module.Graphs(lambda bucket: bucket, lambda inputs: None if inputs.rows < 16 else out_of_memory(), record)
+    graphs.capture([*buckets, Bucket(32, 32)])
+    found = {(n, i): graphs.find(n, i) for n, i in ((1, 1), (2, 2), (3, 1), (4, 2), (5, 2), (5, 3), (9, 1))}
+    assert found == {(1, 1): Bucket(1, 1), (2, 2): Bucket(4, 4), (3, 1): Bucket(4, 4), (4, 2): Bucket(4, 4), (5, 2): Bucket(8, 2)} | {
+        (5, 3): None,
+        (9, 1): None,
+    }
     (line,) = warnings(caplog)
-    assert "launched kernel by kernel" in line
-    assert "shared memory" in line
+    assert "2 of 6 passes" in line
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no memory")
 
 
 def test_layers_that_do_not_compile_are_computed_by_the_models_own(
@@ -149,11 +180,3 @@ def test_the_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPat
         assert device.limits(CUDA) == device.Limits(30, shared)
         assert attention._stages(256, CUDA) == stages
         device.limits.cache_clear()
-
-
-def test_buckets_that_are_refused_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    graphs = runner_module.Graphs(made.append, lambda inputs: None, fails)
-    assert graphs.inputs(Bucket(1, 1)) is None
-    assert graphs.inputs(Bucket(1, 1)) is None
-    assert made == [Bucket(1, 1)]

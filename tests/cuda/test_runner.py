@@ -15,7 +15,7 @@ from ngramspec.assembly import DeviceConfig
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import Batch
 from ngramspec.cuda import runner as runner_module
-from ngramspec.cuda.graphs import ITEMS, ROWS, bucket_for
+from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for, decode_buckets
 from ngramspec.cuda.model import Modules, Stack
 from ngramspec.cuda.pool import CudaPool
 from ngramspec.cuda.runner import CudaOutput, CudaRunner
@@ -30,6 +30,21 @@ def test_buckets() -> None:
             assert bucket.items >= min(items, rows)
     assert bucket_for(ROWS[-1] + 1, 1) is None
     assert bucket_for(ROWS[-1], ITEMS[-1] + 1) is None
+
+
+@pytest.mark.parametrize(("max_seqs", "max_rows", "rows_per_item"), [(1, 256, 8), (4, 30, 4), (64, 2048, 8), (3, 2, 16)])
+def test_what_decoding_needs_is_captured(max_seqs: int, max_rows: int, rows_per_item: int) -> None:
+    buckets = decode_buckets(max_seqs, max_rows, rows_per_item)
+    assert buckets == sorted(set(buckets), key=lambda b: (b.rows, b.items))
+    assert len(buckets) <= 4 * len(ROWS)
+    rng = np.random.default_rng(0)
+    needed = set()
+    for _ in range(3000):
+        rows = 1 + rng.geometric(rng.uniform(0.05, 1), int(rng.integers(1, max_seqs + 1))) * rng.integers(0, 2)
+        if rows.sum() <= min(max_rows, ROWS[-1]):
+            needed.add(bucket_for(int(rows.sum()), int((-(-rows // rows_per_item)).sum())))
+    assert needed
+    assert needed <= set(buckets)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "mistral"])
@@ -143,7 +158,7 @@ def test_speculation_changes_no_token(on_device: Engine, params: SamplingParams)
 def test_a_pass_in_a_bucket_is_that_of_kernels_launched_one_by_one(on_device: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
     in_buckets = on_device.complete(prompts()[:2], params)
-    monkeypatch.setattr("ngramspec.cuda.runner.bucket_for", lambda rows, items: None)
+    monkeypatch.setattr(Graphs, "find", lambda self, rows, items: None)
     assert tokens(on_device.complete(prompts()[:2], params, prefix_cache=False)) == tokens(in_buckets)
 
 
