@@ -2,6 +2,9 @@
 
 The projection's partial sums go in; rotated queries come out, keys and values land in the pool. Every step is rounded as transformers'
 modules round it. Each row and head is computed by itself; nothing here knows sequences.
+
+Values are written as the nearest finite number, 0 for what is no number: attention multiplies those that a row does not see by zero, and
+a draft whose values overflow would otherwise reach the rows before it. (A key reaches nothing but its own score, which is masked.)
 """
 
 from __future__ import annotations
@@ -14,6 +17,14 @@ from ngramspec.batch.types import BLOCK
 from ngramspec.cuda.rows import Rows
 
 _BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def _finite(x, DTYPE: tl.constexpr):
+    """The nearest number of DTYPE; 0 for what is no number."""
+    largest: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 3.3895313892515355e38
+    x = tl.where(x != x, 0.0, x.to(tl.float32))
+    return tl.minimum(tl.maximum(x, -largest), largest).to(DTYPE)
 
 
 @triton.jit
@@ -96,6 +107,9 @@ def _rope_kv(
         memory = keys
         if head >= H + HK:
             memory = values
+            a, b = _finite(a, dtype).to(tl.float32), _finite(b, dtype).to(tl.float32)
+            if REST > 0:
+                c = _finite(c, dtype).to(tl.float32)
         target = memory + (((slot // _BLOCK).to(tl.int64) * HK + (head - H) % HK) * _BLOCK + slot % _BLOCK) * D
     tl.store(target + first, a.to(dtype), mask=inside)
     tl.store(target + half + first, b.to(dtype), mask=inside)
@@ -167,7 +181,7 @@ def _write_kv(k, v, slots, keys, values, HK: tl.constexpr, D: tl.constexpr, DP: 
     source = (row * HK + head) * D + d
     target = (((slot // _BLOCK).to(tl.int64) * HK + head) * _BLOCK + slot % _BLOCK) * D + d
     tl.store(keys + target, tl.load(k + source, mask=d < D, other=0.0), mask=d < D)
-    tl.store(values + target, tl.load(v + source, mask=d < D, other=0.0), mask=d < D)
+    tl.store(values + target, _finite(tl.load(v + source, mask=d < D, other=0.0), values.dtype.element_ty), mask=d < D)
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:

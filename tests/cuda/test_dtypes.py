@@ -36,3 +36,22 @@ def test_drafts_change_nothing(arch: str, dtype: torch.dtype, device: str, monke
     for plain, drafted in zip(off, on, strict=True):
         assert drafted.tokens == plain.tokens
         assert torch.equal(torch.stack(drafted.rows), torch.stack(plain.rows))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_a_draft_without_finite_values_does_not_reach_the_rows_before_it(arch: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one tile of keys with them, where what a row does not see is multiplied by zero."""
+    small.take_on_trust(monkeypatch)
+    runner = small.bind(arch, torch.float16, device, narrow=True, n_layers=1)
+    spoilt, good = 63, small.Text(runner, PROMPT, temperature=0)
+    small.decode([good], [None])
+    small.decode([good], [None])
+    with torch.inference_mode():
+        runner.model.get_input_embeddings().weight[spoilt] = float("nan")
+    drafted = small.Text(runner, PROMPT, temperature=0)
+    small.decode([drafted], [small.branching([spoilt, 3, spoilt])])
+    small.decode([drafted], [small.branching([3, spoilt])])
+    assert drafted.tokens[: len(good.tokens)] == good.tokens
+    for a, b in zip(good.rows, drafted.rows, strict=False):
+        assert torch.isfinite(a).all()
+        assert torch.equal(a, b)
