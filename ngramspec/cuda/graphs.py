@@ -7,7 +7,8 @@ run, with the same inputs: what differs is only who launches the kernels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,7 @@ class Graphs:
         self._make, self._run, self._record = make, run, record
         self._entries: dict[Bucket, tuple[Any, Callable[[], None]]] = {}
         self._found: dict[tuple[int, int], Bucket | None] = {}
+        self._forced: tuple[Bucket | None] | None = None
 
     @property
     def captured(self) -> list[Bucket]:
@@ -104,6 +106,8 @@ class Graphs:
 
     def find(self, n_rows: int, n_items: int) -> Bucket | None:
         """The smallest bucket that holds a batch, of the captured ones where passes are captured; None where none does."""
+        if self._forced is not None:
+            return self._forced[0]
         key = n_rows, n_items
         if key not in self._found:
             if self._record is None:
@@ -117,6 +121,15 @@ class Graphs:
                 bucket = min(holding, key=lambda b: (b.rows, b.items), default=None)
             self._found[key] = bucket
         return self._found[key]
+
+    @contextmanager
+    def forced(self, bucket: Bucket | None) -> Iterator[None]:
+        """Meanwhile every batch is for this bucket, which holds it; None: it is launched kernel by kernel."""
+        self._forced = (bucket,)
+        try:
+            yield
+        finally:
+            self._forced = None
 
     def inputs(self, bucket: Bucket) -> Any:
         """The inputs to fill for a pass of a bucket that was found."""

@@ -262,8 +262,8 @@ def add_up(partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor)
         _add_up[grid](partials, bias, out, n_out, rows, N_PARTIALS=n_partials, BLOCK=512, num_warps=4, enable_fp_fusion=False)
 
 
-def check(product: Product, counts: Iterable[int]) -> bool:
-    """Whether rows of this product do not depend on their number: bitwise, on random rows, on the device.
+def violation(product: Product, counts: Iterable[int]) -> str | None:
+    """Where rows of this product depend on their number, in words; None: nowhere. Bitwise, on random rows, on the device.
 
     Every count in `counts`, and those at which tiles change, at both ends of the input; each as `splits` sums added up and as
     whole sums, against the same rows computed alone.
@@ -281,8 +281,8 @@ def check(product: Product, counts: Iterable[int]) -> bool:
             for pieces in {1, product.splits}:
                 y = _reduced(product, x[start : start + count], pieces)
                 if not torch.equal(y[[i for _, i in inside]], alone[[j for j, _ in inside]]):
-                    return False
-    return True
+                    return f"product with a weight of {tuple(product.weight.shape)} at {count} rows in {pieces} pieces"
+    return None
 
 
 def _reduced(product: Product, x: torch.Tensor, pieces: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def _finite(x, DTYPE: tl.constexpr):
     """The nearest number of DTYPE; 0 for what is no number."""
-    largest: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 3.3895313892515355e38
+    largest: tl.constexpr = 65504.0 if tl.float16 == DTYPE else 3.3895313892515355e38
     x = tl.where(x != x, 0.0, x.to(tl.float32))
     return tl.minimum(tl.maximum(x, -largest), largest).to(DTYPE)
 

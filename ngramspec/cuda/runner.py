@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,25 +20,31 @@ from transformers import PreTrainedModel
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import SCORED_ROWS, Batch, Span, pack
-from ngramspec.batch.types import BLOCK, KEPT
+from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.sampling import Sampler
+from ngramspec.batch.types import BLOCK, KEPT, DraftTree
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
 from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
 from ngramspec.cuda.device import free_bytes, limits, peak_bytes
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
 from ngramspec.cuda.inputs import Bucket, Inputs
-from ngramspec.cuda.linear import Product, check
+from ngramspec.cuda.linear import Product, violation
 from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
 from ngramspec.cuda.pool import CudaPool
-from ngramspec.model.runner import Kept, Runner, check_supported, is_out_of_memory
+from ngramspec.model.runner import Kept, Runner, chain, check_supported, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest difference from transformers' own logits, over their size, that counts as rounding."""
 
-CHECKED_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 256)
-"""Row counts over which every weight's products are compared, bitwise."""
+CHECKED_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 256, 257, 511, 768, 2048)
+"""Row counts over which the products with the first weight of every shape are compared, bitwise; of the others, over those of FEW_ROWS."""
+FEW_ROWS = (1, 5, 17)
+
+LONG_TEXT = 6000
+"""Tokens of the self-test's text: splits of 128, 256 and 1,024 keys, of which some programs take several."""
 
 SPACE = 512 << 20
 """Most bytes of what programs that share out a row's keys leave for each other."""
@@ -269,10 +276,12 @@ class CudaRunner(Runner):
             self.policies.setdefault(shape, KernelPolicy("the vendor's own choice", False))
             return VendorProduct(weight, bias)
         product = Product(weight, bias, self.limits.n_processors)
-        if shape not in self.policies:
+        known = self.policies.get(shape)
+        if known is None or known.bitwise:
             try:
-                proved = check(product, [n for n in CHECKED_ROWS if n <= self.max_rows])
-                self.policies[shape] = KernelPolicy(f"fixed tiles, {product.splits} pieces", proved)
+                most = max(min(self.max_rows, SPACE // (8 * product.splits * shape[0])), 1)  # sums and their total, in float32
+                found = violation(product, [n for n in (FEW_ROWS if known else CHECKED_ROWS) if n <= most])
+                self.policies[shape] = KernelPolicy(f"fixed tiles, {product.splits} pieces" + (f": {found}" if found else ""), not found)
             except Exception as e:
                 if is_out_of_memory(e):
                     raise
@@ -311,25 +320,98 @@ class CudaRunner(Runner):
         raise self.mismatch(error)
 
     def self_test(self) -> bool:
-        """Also a long prompt, in large pieces beside another one and in small pieces alone."""
-        n = 500 if self._device.type == "cuda" else 40  # an interpreter takes its time
-        return super().self_test() and self._test_pieces(min(n, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3))
+        """Also a long text in large pieces beside another one and in small pieces alone, a tree that is accepted, and every graph.
+
+        Goes on after a violation: `violations` names them all.
+        """
+        real = self._device.type == "cuda"  # an interpreter takes its time
+        n = min(LONG_TEXT if real else 40, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3)
+        tests = {
+            "attention or small operations: a chain and a tree against token by token": super().self_test,
+            f"attention, a text of {n} tokens in large and in small pieces": lambda: self._test_pieces(n),
+            "the walk or the move of keys and values of an accepted tree": self._test_accepted,
+        }
+        self.violations += [what for what, holds in tests.items() if not holds()]
+        samplers = {"alone": None, "greedily": self._sampler(temperature=0), "sampled": self._sampler(temperature=0.8, top_k=20, top_p=0.9)}
+        for bucket in self._graphs.captured:
+            self.violations += [f"the graph of {bucket}, {how}" for how, each in samplers.items() if not self._test_graph(bucket, each)]
+        return not self.violations
+
+    def _pass(self, spans: list[Span]) -> tuple[torch.Tensor, list[int]]:
+        """Logits [N, V] on the host, and the token sampled after each."""
+        batch = pack(spans, self.pool, self.rows_per_item)
+        output = self.forward(batch)
+        logits = torch.from_numpy(output.logits(0, len(batch.logits_rows)).copy())
+        return logits, [] if output.sampled is None else output.sampled.tolist()
+
+    def _sampler(self, **params: Any) -> Sampler:
+        none = np.empty(0, np.int32)
+        return Sampler(SamplingParams(**params), index=0, seed=7, prompt=none, vocab_size=self.vocab_size, stop_ids=frozenset())
 
     def _test_pieces(self, n: int) -> bool:
         if n < 2:
             return True
         tokens = np.random.default_rng(1).integers(0, self.vocab_size, n).astype(np.int32)
-        slots: list[int] = []
+        slots = [self.slot_for_tests(n)]
         try:
-            for _ in range(3 if len(self.pool.n_blocks_of) > 2 else 2):
+            if len(self.pool.n_blocks_of) > 1:
                 slots.append(self.slot_for_tests(n))
-            a, b = slots[:2]
-            mates = [Span(slots[2], tokens[::-1][: n - 1].copy(), 0, logits=0)] if len(slots) > 2 else []
-            self.run([*mates, Span(a, tokens[: n - 1], 0, logits=0)])
-            for first in range(0, n - 1, 48):
-                self.run([Span(b, tokens[first : min(first + 48, n - 1)], first, logits=0)])
-            large, small = (self.run([Span(slot, tokens[-1:], n - 1)]) for slot in (a, b))
-            return torch.equal(large, small)
+            logits = []
+            for beside, most in ((tokens[::-1].copy(), max(self.max_rows // len(slots), 1)), (None, 48)):
+                for first in range(0, n - 1, most):
+                    here = slice(first, min(first + most, n - 1))
+                    mates = [] if beside is None else [Span(slot, beside[here], first, logits=0) for slot in slots[1:]]
+                    self.run([*mates, Span(slots[0], tokens[here], first, logits=0)])
+                logits.append(self.run([Span(slots[0], tokens[-1:], n - 1)]))
+            return torch.equal(*logits)
+        finally:
+            for slot in slots:
+                self.pool.release(slot)
+
+    def _test_accepted(self) -> bool:
+        """A tree whose right nodes are the last of their siblings: the pass moves their keys and values, and the next token sees them."""
+        depth, prompt, sampler = min(3, self.max_depth), np.arange(5, dtype=np.int32) % self.vocab_size, self._sampler(temperature=0)
+        slot = self.slot_for_tests(len(prompt) + 2 * depth)
+
+        def step(token: int, i: int, tree: DraftTree | None = None) -> tuple[torch.Tensor, list[int]]:
+            return self._pass([Span(slot, np.array([token], np.int32), len(prompt) - 1 + i, tree, sampler=sampler, n_prompt=len(prompt))])
+
+        try:
+            self.run([Span(slot, prompt[:-1], 0, logits=0)])
+            tokens, rows = [int(prompt[-1])], []
+            for i in range(depth + 1):
+                logits, sampled = step(tokens[-1], i)
+                if sampled[0] < 0:
+                    return False
+                rows.append(logits[0])
+                tokens.append(sampled[0])
+            nodes = np.array([t for token in tokens[1 : depth + 1] for t in ((token + 1) % self.vocab_size, token)], np.int32)
+            parents = np.repeat(np.arange(-1, 2 * depth - 1, 2, dtype=np.int32), 2)
+            logits, _ = step(tokens[0], 0, DraftTree(nodes, parents, np.ones(len(nodes), np.float32), np.zeros(len(nodes), np.uint8)))
+            after, _ = step(tokens[depth], depth)
+            return torch.equal(logits[::2], torch.stack(rows)) and torch.equal(after[0], rows[depth])
+        finally:
+            self.pool.release(slot)
+
+    def _test_graph(self, bucket: Bucket, sampler: Sampler | None) -> bool:
+        """What the graph gives for a batch that fills it, against the same launched kernel by kernel."""
+
+        def fits(n_seqs: int) -> bool:
+            n = -(-bucket.rows // n_seqs)
+            return n_seqs * -(-n // self.rows_per_item) <= bucket.items and n_seqs * self.pool.blocks_for(n) <= self.pool.n_available
+
+        n_seqs = next((n for n in range(min(bucket.items, len(self.pool.n_blocks_of)), 0, -1) if fits(n)), 0)
+        slots, spans = list[int](), list[Span]()
+        try:
+            for i in range(n_seqs):
+                tokens = np.arange(i, i + (bucket.rows + i) // n_seqs, dtype=np.int32) % self.vocab_size
+                slots.append(self.slot_for_tests(len(tokens)))
+                spans.append(Span(slots[-1], tokens[:1], 0, chain(len(tokens) - 1), sampler=sampler, n_prompt=1))
+            results = []
+            for each in (bucket, None) if spans else ():
+                with self._graphs.forced(each):
+                    results.append(self._pass(spans))
+            return not results or (torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1])
         finally:
             for slot in slots:
                 self.pool.release(slot)

@@ -86,6 +86,8 @@ class Runner(ABC):
     """In which products with the model's weights are computed: "int8" or a dtype."""
     kv_dtype: str
     """In which keys and values are kept."""
+    violations: list[str]
+    """What `self_test` found to depend on something else than a row, in words: which kernel, in which shape."""
     policies: Mapping[tuple[int, int], LinearPolicy]
     """How matrix products with a weight [N, K] are computed, by (N, K)."""
     tokenizer: Any = None
@@ -161,9 +163,10 @@ class Runner(ABC):
     def prove(self) -> None:
         """Set `exactness`: "bitwise" where the policies and `self_test` prove rows independent of each other, else "numerical"."""
         doubted = [f"{shape}: {policy}" for shape, policy in self.policies.items() if not policy.bitwise]
+        self.violations = []
         self.exactness = "bitwise" if not doubted and self.self_test() else "numerical"
         if self.exactness == "numerical":
-            what = ", ".join(doubted) or "attention or small operations"
+            what = ", ".join([*doubted, *self.violations]) or "attention or small operations"
             log.warning("exactness: numerical (rows depend on their number: %s)", what)
 
     def mismatch(self, error: float) -> UnsupportedModelError:
@@ -208,7 +211,7 @@ class Runner(ABC):
         """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
         slot = self.slot_for_tests(context + rows)
         try:
-            spans = [Span(slot, np.full(1, 7, np.int32), context - 1, _chain(rows - 1))]
+            spans = [Span(slot, np.full(1, 7, np.int32), context - 1, chain(rows - 1))]
             start = time.perf_counter()
             self.forward(pack(spans, self.pool, self.rows_per_item)).logits(0, 0)
             return (time.perf_counter() - start) * 1e3
@@ -238,7 +241,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
 
-def _chain(n: int) -> DraftTree:
+def chain(n: int) -> DraftTree:
+    """A draft of n nodes, for tests and measurements."""
     return DraftTree(np.full(n, 11, np.int32), np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8))
 
 
