@@ -6,7 +6,7 @@ Parts: the CUDA tests; the memory's speed; passes by rows; the kernels of a pass
 texts are identical; recorded edits replayed; transformers' own generation. Each runs in a process of its own, so that one that fails
 or takes too long is recorded and the others go on. All of them take half an hour at most; `--share 1/3`, `2/3` and `3/3` are parts that
 fit ten minutes each, and with `--out` the document grows from call to call. Progress goes to standard error, a table and a last line of
-JSON to standard output. Without a device: exit code 2. With a part that failed: 1.
+JSON to standard output. Without a device: exit code 2, and what would have been measured. With a part that failed: 1.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = make_plan(args)
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
         print(f"there is no CUDA device here ({plan.device}); nothing was measured", file=sys.stderr)
+        show_intent(plan, args.only)
         sys.exit(NO_DEVICE)
     if args.child:
         serve(args.child, plan)
@@ -108,7 +109,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
     chosen: dict[str, Any] = {name: getattr(args, name) for name in ("device", "large", "small", "code", "prompts", "trace")}
     chosen |= {"dtype": common.settle_dtype(args.device, args.dtype), "tokenizer": tokenizer}
     if args.tiny:
-        chosen |= {"context": 32, "rows": (1, 2, 8), "batches": (1, 2), "lengths": (2,), "repeat": 2, "n_prompts": 4, "n_traces": 2}
+        chosen |= {
+            "context": 32,
+            "contexts": (32, 64),
+            "rows": (1, 2, 8),
+            "batches": (1, 2),
+            "lengths": (2,),
+            "repeat": 2,
+            "n_prompts": 4,
+            "n_traces": 2,
+        }
         chosen |= {"max_tokens": 8, "kv_bytes": 16 << 20, "tests": ("--collect-only", "-m", "cuda", "tests/benchmarks/test_benchmarks.py")}
     return Plan(**chosen)
 
@@ -190,6 +200,25 @@ def reached(target: dict[str, Any], plan: Plan, known: dict[str, Any]) -> dict[s
     goal = next((f"{sign} {target[bound]:g}" for bound, sign in (("at_most", "<="), ("at_least", ">=")) if bound in target), "all")
     what = target["what"].format(large=plan.large, small=plan.small, last=plan.batches[-1])
     return {"what": what, "value": value, "goal": goal, "met": met}
+
+
+def show_intent(plan: Plan, names: Sequence[str]) -> None:
+    """What would be measured, and what each figure of it should be."""
+    print("With a device this would measure:")
+    for name in names:
+        third, limit, part = PARTS[name]
+        print(f"  {name} (call {third} of 3, at most {limit} s): {(part.__doc__ or '').splitlines()[0]}")
+    print(f"on {plan.large}, {plan.small} and {plan.code} in {plan.dtype}, with {max(plan.contexts)} tokens of context at most.\n")
+    figures = [
+        target for target in tomllib.loads(TARGETS.read_text())["target"] if any(part_of(path) in names for path in target["figure"])
+    ]
+    rows = [[target["what"], target["goal"]] for target in (reached(each, plan, {}) for each in figures)]
+    common.print_table(["figure", "should be"], rows)
+
+
+def part_of(path: str) -> str:
+    """The part whose figures a target's path leads through."""
+    return path.partition("/")[0]
 
 
 def show(document: dict[str, Any]) -> None:

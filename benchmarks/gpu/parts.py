@@ -66,6 +66,8 @@ class Plan:
     prompts: Path | None = None
     trace: Path | None = None
     context: int = 1024
+    contexts: tuple[int, ...] = (128, 1024, 8192, 32768)
+    """Of a pass with one row; those that fit."""
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     batches: tuple[int, ...] = (1, 8, 32)
     lengths: tuple[int, ...] = (2, 4, 8, 16)
@@ -145,7 +147,7 @@ def floor(plan: Plan) -> Named:
 
 
 def passes(plan: Plan) -> Named:
-    """Milliseconds of a pass by rows, against the reading of the weights."""
+    """Milliseconds of a pass by rows and by contexts, against the reading of the weights."""
     for model in dict.fromkeys((plan.large, plan.small)):
         n_bytes, read = read_weights(plan, model)
         with open_engine(plan, model) as engine:
@@ -153,9 +155,18 @@ def passes(plan: Plan) -> Named:
             ratios = {"over_floor": read["floor_ms"], "over_one_row": ms["1"]}
             found = {"context": plan.context, "weight_bytes": n_bytes, "floor_ms": read["floor_ms"], "gb_s": read["gb_s"], "ms": ms}
             found |= {name: {rows: round(t / base, 3) for rows, t in ms.items()} for name, base in ratios.items()}
-            yield model, {**found, "props": engine.props()}
+            yield model, {**found, "by_context": by_context(engine, plan, n_bytes, read["gb_s"]), "props": engine.props()}
         del engine
         release(plan)
+
+
+def by_context(engine: Engine, plan: Plan, n_bytes: int, gb_s: float) -> dict[str, Figures]:
+    """Median milliseconds of a pass of one row behind texts of so many tokens, against the reading of weights, keys and values."""
+    token_bytes = sum(2 * heads * dim for heads, dim in engine.runner.shapes) * getattr(torch, plan.dtype).itemsize
+    fitting = [n for n in plan.contexts if n + 1 < min(engine.max_model_len, engine.runner.pool.n_tokens)]
+    medians = common.interleaved_medians({str(n): partial(engine.time_pass, 1, n) for n in fitting}, plan.repeat)
+    floors = {str(n): (n_bytes + n * token_bytes) / gb_s / 1e6 for n in fitting}
+    return {n: {"ms": round(ms, 4), "over_floor": round(ms / floors[n], 3)} for n, ms in medians.items()}
 
 
 def by_rows(engines: dict[str, Engine], plan: Plan) -> dict[str, dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def plan(config: str) -> Plan:
         small=model,
         code=model,
         context=16,
+        contexts=(16, 64, 100_000),
         rows=(1, 2),
         batches=(1, 2),
         lengths=(2,),
@@ -220,6 +222,8 @@ def test_passes_kernels_host_and_exactness(plan: Plan) -> None:
         if name == "passes":
             assert list(figures[plan.large]["ms"]) == ["1", "2"]
             assert figures[plan.large]["over_one_row"]["1"] == 1
+            assert list(figures[plan.large]["by_context"]) == ["16", "64"]
+            assert all(each["ms"] > 0 < each["over_floor"] for each in figures[plan.large]["by_context"].values())
         if name == "host":
             assert figures[f"{plan.small}, drafts"]["passes"] < figures[f"{plan.small}, off"]["passes"]
             assert figures[f"{plan.small}, off"]["host_share"] == 1  # without a device everything is the host's
@@ -262,7 +266,18 @@ def test_replay_and_generate(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         gpu.main([])
-    assert "no CUDA device" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "no CUDA device" in printed.err
+    for name in gpu.PARTS:
+        assert f"  {name} (call " in printed.out
+    for target in tomllib.loads(gpu.TARGETS.read_text())["target"]:
+        assert target["what"].split("{")[0] in printed.out
+    assert "<= 1.05" in printed.out
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["--only", "replay"])
+    printed = capsys.readouterr()
+    assert "replay (call 3 of 3" in printed.out
+    assert "8 rows over 1 row" not in printed.out
 
 
 def test_a_part_that_fails_is_recorded_and_earlier_calls_are_kept(
