@@ -1,0 +1,173 @@
+"""Every variant of the CUDA kernels that a model's passes ask for, compiled ahead of time; no device is needed, and spills are listed.
+
+    python -m tools.compile_kernels [--models Llama-3.1-8B,SmolLM2-135M] [--dtypes bfloat16] [--capabilities 80,89,90,100]
+
+A model's shape goes in. Its passes are run on tensors without memory, with what would launch a kernel in place of it, so that the variants
+are those of the real launches. Exit code 1 where one does not compile, is larger than the device's limits, or spills at head sizes up
+to 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ngramspec.batch.types import KEPT
+from ngramspec.cuda import attention, kv_move, layers, linear, rope_kv, sampling
+from ngramspec.cuda.device import Limits
+from ngramspec.cuda.inputs import Bucket, Inputs
+from ngramspec.cuda.model import Plan, Stack
+from ngramspec.cuda.pool import CudaPool
+from ngramspec.model.random_weights import SHAPES, empty_model, read_shape
+from tools.aot import SHARED_LIMIT, CompiledKernel, check_limits, compile_kernel
+
+PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
+ROWS = (1, 16, 17, 64, 128, 300, 2048)
+LAUNCHED = {
+    attention: ("_attend",),
+    kv_move: ("_move",),
+    layers: ("_embed", "_norm", "_add_norm", "_gated"),
+    linear: ("_product", "_add_up"),
+    rope_kv: ("_rope_kv", "_write_kv"),
+    sampling: ("_best", "_sums", "_finish", "_walk"),
+}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with all that it is compiled for."""
+
+    fn: Any
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def compile(self, capability: int) -> CompiledKernel:
+        return compile_kernel(self.fn, dict(self.signature), dict(self.constants), capability=capability, **dict(self.options))
+
+    def __str__(self) -> str:
+        constants = ", ".join(f"{name}={value}" for name, value in self.constants)
+        return f"{self.fn.__name__}({constants}; {', '.join(f'{name}={value}' for name, value in self.options)})"
+
+
+class Launches:
+    """Stands in for a kernel and notes what it would be compiled for."""
+
+    def __init__(self, kernel: Any, found: dict[Variant, None]) -> None:
+        self._kernel, self._found = kernel, found
+
+    def __getitem__(self, grid: object) -> Any:
+        return self._note
+
+    def _note(self, *args: Any, **named: Any) -> None:
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        given = dict(zip(self._kernel.arg_names, args, strict=False)) | named
+        signature, constants = {}, {}
+        for param in self._kernel.params:
+            value = given[param.name]
+            if param.is_constexpr or value is None or (type(value) is int and value == 1 and not param.do_not_specialize):
+                constants[param.name] = value
+            elif isinstance(value, torch.Tensor):
+                signature[param.name] = f"*{TYPES[value.dtype]}{':1' if param.do_not_specialize_on_alignment else ''}"
+            elif isinstance(value, int):
+                aligned = value % 16 == 0 and not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+                signature[param.name] = f"{'i32' if abs(value) < 2**31 else 'i64'}{':16' if aligned else ''}"
+            else:
+                signature[param.name] = "fp32"
+        self._found[Variant(self._kernel, *(tuple(each.items()) for each in (signature, constants, options)))] = None
+
+
+@contextmanager
+def noted(capability: int) -> Iterator[dict[Variant, None]]:
+    """Meanwhile kernels are noted instead of launched, for such a device."""
+    found: dict[Variant, None] = {}
+    limits = Limits(PROCESSORS[capability], SHARED_LIMIT[capability])
+    with ExitStack() as stack:
+        for module, names in LAUNCHED.items():
+            for name in names:
+                stack.enter_context(patch.object(module, name, Launches(getattr(module, name), found)))
+        for module in (attention, linear):
+            stack.enter_context(patch.object(module, "limits", lambda device: limits))
+        yield found
+
+
+def variants(config: dict[str, Any], dtype: torch.dtype, capability: int, rows: Sequence[int] = ROWS) -> list[Variant]:
+    """What passes of a model of the Llama kind with so many rows launch."""
+    meta, depth, max_len = torch.device("meta"), 16, 8192
+    with noted(capability) as found, torch.inference_mode():
+        model = empty_model(config, dtype).to(meta)
+        text: Any = model.config.get_text_config()
+        n_sms = PROCESSORS[capability]
+        stack = Stack(model, lambda weight, bias: linear.Product(weight, bias, n_sms), max_len)
+        shape = int(text.num_key_value_heads), stack.head_dim
+        pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
+        per_item = attention.rows_per_item(stack.n_heads, *shape)
+        for n in rows:
+            inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy)
+            logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]
+            for n_parallel in (1, 4):
+                space = attention.Workspace.make(n, n, stack.n_heads, *shape, max_len, meta)
+                stack(inputs.ids, inputs.rows, None, Plan(per_item, n_parallel, space), logits)
+            tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))
+            work = sampling.Workspace(n, logits.shape[1], meta, k=KEPT)
+            sampled = sampling.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values))
+            d = inputs.device
+            counts, paths = sampling.walk(sampled, inputs.ids, d["parents"], d["roots"], d["ends"], depth)
+            for memory in pool.memory:
+                kv_move.commit(memory, pool.device_tables, d["sequences"], d["starts"], paths, counts)
+    return list(found)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="compile_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SHAPES), help=f"shapes: {', '.join(SHAPES)}")
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--capabilities", default="80,89,90,100")
+    args = parser.parse_args(argv)
+    done: dict[tuple[int, Variant], str] = {}
+    failed = 0
+    for capability in map(int, args.capabilities.split(",")):
+        for model in args.models.split(","):
+            config = read_shape(model)
+            for dtype in args.dtypes.split(","):
+                for variant in variants(config, getattr(torch, dtype), capability):
+                    if (capability, variant) in done:
+                        continue
+                    problem = done[capability, variant] = compiled(variant, capability)
+                    failed += bool(problem)
+                    print(f"sm_{capability} {model} {dtype}: {problem or 'ok'}: {variant}", flush=True)
+    print(f"{len(done)} variants, {failed} failed")
+    if failed:
+        sys.exit(1)
+
+
+def compiled(variant: Variant, capability: int) -> str:
+    """What is wrong with it; empty: nothing."""
+    try:
+        kernel = variant.compile(capability)
+        check_limits(kernel, capability)
+    except AssertionError as e:
+        return f"{e}"
+    except Exception as e:  # whatever the compiler says
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+if __name__ == "__main__":
+    main()
