@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ngramspec.batch.errors import (
         CallbackError,
         EngineClosedError,
+        GrammarError,
         HostVersionError,
         InvalidInputError,
         MissingPackageError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
+    from ngramspec.batch.grammar import Grammar
     from ngramspec.batch.params import SamplingParams
     from ngramspec.batch.types import Beam, Choice, Completion, Delta, EngineStatus, Reliability, Stats, TokenLogprob
     from ngramspec.config import EngineConfig
@@ -41,6 +43,7 @@ __all__ = [
     "EngineConfig",
     "Datastore",
     "SamplingParams",
+    "Grammar",
     "Completion",
     "Choice",
     "Beam",
@@ -52,6 +55,7 @@ __all__ = [
     "NgramspecError",
     "CallbackError",
     "EngineClosedError",
+    "GrammarError",
     "HostVersionError",
     "InvalidInputError",
     "MissingPackageError",
@@ -64,7 +68,13 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {"Engine": "engine", "EngineConfig": "config", "Datastore": "datastore", "SamplingParams": "batch.params"}
+_HOMES = {
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "Datastore": "datastore",
+    "SamplingParams": "batch.params",
+    "Grammar": "batch.grammar",
+}
 _TYPES = ("Beam", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus", "Reliability")
 
 

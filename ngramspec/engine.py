@@ -19,11 +19,12 @@ from ngramspec.assembly import Progress
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError, PromptTooLongError
+from ngramspec.batch.grammar import Grammar
 from ngramspec.batch.params import MAX_SEED, SamplingParams
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, Beam, Completion, Delta, EngineStatus
 from ngramspec.config import EngineConfig
-from ngramspec.core import sequence
+from ngramspec.core import foresight, sequence
 from ngramspec.core.acceptance import Acceptance, acceptance
 from ngramspec.core.beam import BeamSearch
 from ngramspec.core.request import Deliver, Hints, Request
@@ -35,6 +36,7 @@ from ngramspec.drafting.base import Drafter, Speculator
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.text.decoding import NoText, TextStream
 from ngramspec.text.encoding import Prompt
+from ngramspec.text.grammar import Grammars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,6 +85,7 @@ class Engine:
             self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
             self._keep = bound.keep
             self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
+            self._grammars = Grammars(self._encoding, self.eos_token_ids)
             for store in stores.values():
                 check_store(store, self._encoding, self.name)
             drafts = assembly.speculator(config, self.vocab_size, drafters, alone)
@@ -114,10 +117,18 @@ class Engine:
     @property
     def source_names(self) -> list[str]:
         """Who may have drafted a token: what `Stats.drafted_by_source` counts by, and `draft_sources` begin with."""
-        return list(self.speculator.source_names)
+        return [*self.speculator.source_names, foresight.SOURCE]
 
-    def use(self, *, speculator: Speculator | None = None, cost: CostModel | None = None, acceptance: Acceptance | None = None) -> None:
-        """Go on with other parts: what drafts, what a pass is said to cost, how drafts are accepted. For comparisons.
+    def use(
+        self,
+        *,
+        speculator: Speculator | None = None,
+        cost: CostModel | None = None,
+        acceptance: Acceptance | None = None,
+        foresees: bool | None = None,
+    ) -> None:
+        """Go on with other parts: what drafts, what a pass is said to cost, how drafts are accepted, whether what a grammar foresees is
+        drafted. For comparisons.
 
         Only while no request is under way; returns when it is in force. Raises InvalidInputError, EngineClosedError, and what the
         speculator's drafters raise at `bind`.
@@ -132,6 +143,8 @@ class Engine:
                 self.core.cost = cost
             if acceptance is not None:
                 self.core.acceptance = acceptance
+            if foresees is not None:
+                self.core.foresees = foresees
 
         self._thread.call(change)
 
@@ -227,6 +240,8 @@ class Engine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
+        if params is not None and params.grammar is not None:
+            await asyncio.to_thread(self.check_grammar, params.grammar)
         request = self.submit(prompt, params, deliver=deliver, **hints)
         try:
             while True:
@@ -272,12 +287,21 @@ class Engine:
         prediction = None if expected is None else self._encoding.ids(expected, "prediction", add_special_tokens=False)
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
+        constraint = None if params.grammar is None else self._grammars.compile(params.grammar)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
         seqs = [
             sequence.Sequence(
                 ids,
                 params,
-                Sampler(params, index=index, seed=completion.seed, prompt=ids, vocab_size=self.vocab_size, stop_ids=stop_ids),
+                Sampler(
+                    params,
+                    index=index,
+                    seed=completion.seed,
+                    prompt=ids,
+                    vocab_size=self.vocab_size,
+                    stop_ids=stop_ids,
+                    constraint=constraint and constraint.fork(),
+                ),
                 NoText()
                 if self.tokenizer is None
                 else TextStream(self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens),
@@ -403,6 +427,13 @@ class Engine:
         From any thread. Raises TokenizerError.
         """
         return self._encoding.plain(text)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, and keep it for requests: for the first of them, `submit` does it otherwise, in up to two seconds.
+
+        From any thread. Raises GrammarError, TokenizerError.
+        """
+        self._grammars.compile(grammar)
 
     # ------------------------------------------------------------------ what it is and does
 

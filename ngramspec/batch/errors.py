@@ -9,6 +9,10 @@ class InvalidInputError(NgramspecError, ValueError):
     """A prompt, parameter, hint or setting is out of bounds or of the wrong type; the message says which and what is accepted."""
 
 
+class GrammarError(InvalidInputError):
+    """A grammar is malformed, matches nothing, is too large or takes too long; or what compiles grammars is not installed."""
+
+
 class ModelNotFoundError(NgramspecError):
     """The model argument names no folder, GGUF file, known shorthand or reachable hub repository."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ngramspec.batch.errors import InvalidInputError
+from ngramspec.batch.grammar import Grammar, GrammarKind
 from ngramspec.batch.options import Flag, Integer, Number, Texts, TokenIds, TokenNumbers, check, option
 
 MAX_SEED = 2**64 - 1
@@ -55,6 +56,9 @@ class SamplingParams:
     )
     stop_token_ids: tuple[int, ...] = option((), TokenIds(), "Ids that end the text, beside the model's own.", flags=None)
     ignore_eos: bool = option(False, Flag(), "Go on past the model's own end of text.")
+    grammar: Grammar | None = option(
+        None, GrammarKind(), "What the text must look like: a JSON schema, a regular expression, choices or a grammar.", flags=None
+    )
     logprobs: int | None = option(
         None, Integer(0, MAX_LOGPROBS, optional=True), "Report log-probabilities of each token and of this many others.", panel="Output"
     )

@@ -5,7 +5,7 @@ that penalties need, along the accepted tokens. `sample(row, t)` gives the token
 the row, the parameters, the tokens before, and u(seed, n, t) from a counter-based generator (Philox4x32-10,
 Salmon et al., SC 2011), and on nothing else: there is no generator state that speculation could advance differently.
 
-Order of adjustments: logit bias, bans (`min_tokens`), repetition, presence and frequency penalty; temperature; top-k,
+Order of adjustments: grammar, logit bias, bans (`min_tokens`), repetition, presence and frequency penalty; temperature; top-k,
 top-p over what top-k left, min-p. Tokens rank by their adjusted logit; ties are broken towards the lower token id everywhere.
 
 A token's weight is floor(p * 2**40) for p = exp((logit - top) / temperature), the most likely token's being 1, and every sum of
@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from ngramspec.batch.errors import NgramspecError
+from ngramspec.batch.errors import GrammarError, NgramspecError
+from ngramspec.batch.grammar import Constraint, masked
 from ngramspec.batch.numeric import bits_of_float, exp
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import TokenLogprob
@@ -213,7 +214,7 @@ def pick(logits, top, draws, b, ahead):
 
 def on_device(params: SamplingParams) -> bool:
     """Whether a token is a function of the logits row, the seed and the position alone, so that a GPU can pick it within the pass."""
-    plain = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    plain = params.grammar is None and (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
     return plain and not params.logit_bias and params.min_tokens == 0 and params.logprobs is None
 
 
@@ -221,9 +222,18 @@ class Sampler:
     """Picks the tokens of one sequence; `accept` tells it each token that was appended."""
 
     def __init__(
-        self, params: SamplingParams, *, index: int, seed: int, prompt: np.ndarray, vocab_size: int, stop_ids: frozenset[int]
+        self,
+        params: SamplingParams,
+        *,
+        index: int,
+        seed: int,
+        prompt: np.ndarray,
+        vocab_size: int,
+        stop_ids: frozenset[int],
+        constraint: Constraint | None = None,
     ) -> None:
-        self.params, self.index, self.seed = params, index, seed
+        """`constraint`: where the text stands in the grammar of its parameters; the sampler's own."""
+        self.params, self.index, self.seed, self.constraint = params, index, seed, constraint
         self.on_device, self.greedy = on_device(params), params.temperature == 0
         self._temperature = np.float32(params.temperature)
         self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))
@@ -242,21 +252,31 @@ class Sampler:
         other = copy.copy(self)
         if self.penalised:
             other.counts = self.counts.copy()
+        if self.constraint is not None:
+            other.constraint = self.constraint.fork()
         return other
 
     def accept(self, token: int) -> None:
         if self.penalised:
             self.counts[token] += 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
 
     def adjusted(self, row: np.ndarray, position: int) -> np.ndarray:
-        """The row [V] after bias, bans and penalties; the row itself where there are none."""
+        """The row [V] after the grammar, bias, bans and penalties; the row itself where there are none."""
         banned = position < self.params.min_tokens and len(self.held_back)
-        if not (banned or self.penalised or len(self.ids)):
+        if not (banned or self.penalised or len(self.ids) or self.constraint):
             return row
-        row = row.copy()
+        if self.constraint is None:
+            row = row.copy()
+        else:
+            row = masked(row, self.constraint.mask())
+            ends = row[self.held_back]
         row[self.ids] += self.bias
         if banned:
             row[self.held_back] = -np.inf
+            if self.constraint is not None and row.max() == -np.inf:  # the text is whole before it is long enough
+                row[self.held_back] = ends
         if self.penalised:
             p = self.params
             _penalise(
@@ -278,6 +298,8 @@ class Sampler:
 
     def _best(self, adjusted: np.ndarray, position: int) -> int:
         best = int(adjusted.argmax())  # not a number counts as the greatest
+        if adjusted[best] == -np.inf and self.constraint is not None:
+            raise GrammarError(f"at output position {position} the grammar allows nothing but tokens that logit_bias bans")
         if not np.isfinite(adjusted[best]):
             raise NotFiniteError(position)
         return best
@@ -323,4 +345,4 @@ def warmup() -> None:
     """Compile, or load from disk, everything here."""
     params = SamplingParams(temperature=1.0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     sampler = Sampler(params, index=0, seed=0, prompt=np.zeros(1, np.int64), vocab_size=8, stop_ids=frozenset())
-    sampler.sample(np.arange(8, dtype=np.float32), 0)
+    sampler.sample(masked(np.arange(8, dtype=np.float32), np.ones(1, np.uint32)), 0)

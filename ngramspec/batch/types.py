@@ -24,11 +24,14 @@ class DraftTree:
     tokens: np.ndarray  # [N] int32
     parents: np.ndarray  # [N] int32, index of the parent node; -1: a child of the root (the last known token)
     probs: np.ndarray  # [N] float32, estimated probability that the model takes the whole path to the node
-    sources: np.ndarray  # [N] uint8, index into the proposer's `source_names`
+    sources: np.ndarray  # [N] uint8, index into the speculator's `source_names`, or one past its end: what a grammar foresees
     store_positions: np.ndarray | None = None  # [N] int64, where the datastore has the node; -1: nowhere
     drawn_from: list[np.ndarray] | None = None
     """Per node the distribution [V] float64 that its token was drawn from; siblings stand in the order of their draws, and may then be
     alike. None: not drawn."""
+
+    origins: np.ndarray | None = None
+    """[N] int32, where the nodes of a changed tree stood in the speculator's own, -1: nowhere. None: the tree is its own."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -39,7 +42,8 @@ class DraftTree:
             return self
         store_positions = None if self.store_positions is None else self.store_positions[:n]
         drawn_from = None if self.drawn_from is None else self.drawn_from[:n]
-        return DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n], self.sources[:n], store_positions, drawn_from)
+        origins = None if self.origins is None else self.origins[:n]
+        return DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n], self.sources[:n], store_positions, drawn_from, origins)
 
 
 @dataclass(slots=True)

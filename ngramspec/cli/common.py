@@ -29,7 +29,7 @@ class MissingPackagesError(Exception):
 
 
 _EXTRAS = {
-    "engine": ("torch", "transformers", "accelerate", "gguf", "safetensors", "huggingface_hub", "filelock", "jinja2"),
+    "engine": ("torch", "transformers", "accelerate", "gguf", "safetensors", "huggingface_hub", "filelock", "jinja2", "llguidance"),
     "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette"),
 }
 

@@ -17,6 +17,7 @@ from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.pack import Batch, Span, joined
 from ngramspec.batch.types import BLOCK, Stats
+from ngramspec.core import foresight
 from ngramspec.core.sequence import Sequence
 from ngramspec.drafting.base import Speculator
 from ngramspec.model.runner import Output
@@ -37,7 +38,8 @@ class Accepted:
 class Observers:
     def __init__(self, speculator: Speculator, pool: BlockTables) -> None:
         self._speculator, self._pool = speculator, pool
-        self._counts = Counts(speculator.source_names, speculator.spec_length)
+        self._names = [*speculator.source_names, foresight.SOURCE]
+        self._counts = Counts(self._names, speculator.spec_length)
 
     def before(self, seqs: list[Sequence], batch: Batch, output: Output) -> None:
         """The model's own candidates behind the last token and every draft token."""
@@ -80,11 +82,10 @@ class Observers:
         """Where each of a choice's tokens came from."""
         tree, path, sources = accepted.seq.tree, accepted.path, accepted.seq.choice.draft_sources
         if tree is not None and len(path):
-            if tree.store_positions is None:
-                names, known = self._speculator.source_names, tree.sources.tolist()
-                sources += [names[known[node]] for node in path.tolist()]
-            else:
-                sources += [self._speculator.source_of(tree, node) for node in path.tolist()]
+            known = tree.sources.tolist()
+            for node in path.tolist():
+                stored = tree.store_positions is not None and tree.store_positions[node] >= 0
+                sources.append(self._speculator.source_of(tree, node) if stored else self._names[known[node]])
         sources += [None] * (len(accepted.tokens) - len(path))
 
 

@@ -14,11 +14,13 @@ import numpy as np
 
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.pack import Batch, Span, pack
+from ngramspec.batch.types import DraftTree
+from ngramspec.core import foresight
 from ngramspec.core.acceptance import Acceptance, Walk
 from ngramspec.core.observers import Accepted, Observers
 from ngramspec.core.scheduler import ScheduledRows, Scheduler
 from ngramspec.core.sequence import Sequence
-from ngramspec.core.timing import Timing
+from ngramspec.core.timing import Plan, Timing
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
 from ngramspec.drafting.base import Speculator, Text
@@ -47,6 +49,8 @@ class Core:
         self.n_passes = 0
         self._most_rows = sys.maxsize
         """Of a pass with drafts; less once one did not fit into memory."""
+        self.foresees = True
+        """Draft what grammars foresee."""
         self._n_looked = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self.use(speculator)
@@ -156,7 +160,7 @@ class Core:
             return
         plain = self.timing.wants_plain()
         for seq in seqs:
-            seq.drafting_paused = plain or self._rests(seq)
+            seq.drafting_paused = plain or (seq.sampler.constraint is None and self._rests(seq))
         depths = np.array([0 if seq.drafting_paused else seq.max_depth for seq in seqs], np.int32)
         self._n_looked = int(np.count_nonzero(depths))
         if not self._n_looked:
@@ -166,12 +170,30 @@ class Core:
         plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_looked)
         most = max(min(self.timing.cost.max_rows, self._most_rows) - base, 0)
         trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.price)
-        pool = self.runner.pool
+        pool, room = self.runner.pool, most - sum(map(len, trees))
         for seq, tree in zip(seqs, trees, strict=True):
+            if seq.sampler.constraint is not None and tree.drawn_from is None and not seq.drafting_paused:
+                given, tree = tree, self._follow_grammar(seq, tree, plan, base, room)
+                room -= len(tree) - len(given)
             n = len(tree)
             while n and not pool.reserve(seq.slot, seq.n_tokens + n):  # a full pool: fewer guesses
                 n //= 2
             seq.tree = tree.first(n) if n else None
+
+    def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: Plan, base: int, room: int) -> DraftTree:
+        """The tree without what the sequence's grammar forbids, and with what it foresees where that pays."""
+        assert seq.sampler.constraint is not None
+        cost = plan.cost_ms
+        few, many = min(base, len(cost) - 2), min(base + 8, len(cost) - 1)
+        least = plan.price * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.foresees else np.inf
+        return foresight.follow(
+            tree,
+            seq.sampler.constraint.walker(),
+            source=len(self.speculator.source_names),
+            max_depth=min(seq.max_depth, self.speculator.spec_length),
+            max_nodes=min(self.speculator.spec_rows, len(tree) + max(room, 0)),
+            least=least,
+        )
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
@@ -263,7 +285,7 @@ class Core:
                 going_on.append(each)
         if going_on:
             slots = np.array([each.seq.slot for each in going_on], np.int32)
-            self.speculator.observe(slots, [each.tokens for each in going_on], [each.path for each in going_on])
+            self.speculator.observe(slots, [each.tokens for each in going_on], [_drafted(each) for each in going_on])
         return changed
 
     def _keep(self, accepted: list[Accepted], output: Output) -> None:
@@ -286,3 +308,9 @@ class Core:
     def _fail(self, seq: Sequence, error: Exception) -> None:
         self.remove(seq)
         self.on_error(seq, error)
+
+
+def _drafted(accepted: Accepted) -> np.ndarray:
+    """The accepted path [j] int32 as nodes of the speculator's own tree, -1 for those that are not in it."""
+    tree, path = accepted.span.tree, accepted.path
+    return path if tree is None or tree.origins is None else tree.origins[path]

@@ -74,6 +74,8 @@ class Speculator:
     """What `DraftTree.sources` counts."""
     spec_length = 0
     """Deepest node."""
+    spec_rows = 0
+    """Most nodes of a tree."""
     needs_topk = False
     """Wants to know what the model holds likely (`record_topk`)."""
     needs_hidden_states = False
@@ -133,7 +135,8 @@ class Speculator:
     def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
         """After acceptance: what was appended to each sequence, and which nodes of its last tree are on the accepted path.
 
-        accepted[b] [k] int32: path tokens, then the model's own next one, cut where the sequence ended; paths[b] [j] int32 in depth order.
+        accepted[b] [k] int32: path tokens, then the model's own next one, cut where the sequence ended; paths[b] [j] int32 in depth order,
+        -1 for a token that was not in its tree, but foreseen by the sequence's grammar.
         A slot that was not proposed for learns nothing.
         """
 

@@ -99,7 +99,7 @@ class Proposer(Speculator):
         ):
             if not lo <= value <= hi:
                 raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
-        self.vocab_size, self.history, self.spec_length = vocab_size, history, spec_length
+        self.vocab_size, self.history, self.spec_length, self.spec_rows = vocab_size, history, spec_length, spec_rows
         self.chains = False
         """Trees without branches, for who can verify nothing else: none of the budget goes to siblings. May change from step to step."""
         self.datastore, self.similar = datastore, similar
@@ -274,6 +274,7 @@ class Proposer(Speculator):
             self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
         if self.datastore is not None:
             self.datastore.observe(slots, new_start, new)
+        paths = [path[path >= 0] for path in paths]
         for d in self._asked:
             gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots.tolist(), paths, strict=True))
             self._paces[d].made(gained, len(new), self._pass_ms)

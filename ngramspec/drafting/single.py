@@ -106,7 +106,7 @@ class SingleDrafter(Speculator):
     def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
         for slot, tokens, path in zip(slots.tolist(), accepted, paths, strict=True):
             tree = self._trees.get(slot)
-            rejected = np.empty(0, np.int32) if tree is None else np.delete(tree.tokens, path)
+            rejected = np.empty(0, np.int32) if tree is None else np.delete(tree.tokens, path[path >= 0])
             self._ask("observe", slot, tokens, rejected)
         self._trees = {}
 

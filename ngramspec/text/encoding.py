@@ -56,15 +56,16 @@ class Encoding:
     @cached_property
     def _plain(self) -> tuple[Tokenizer, np.ndarray]:
         """The tokenizer without its control tokens, and which ids those are: a word of the vocabulary can have a control token's text."""
-        backend = self._backend("text without control tokens")
+        backend = self.backend("text without control tokens")
         return tokens.plain(backend, max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1)
 
     @cached_property
     def fingerprint(self) -> str:
         """What a datastore must have been made with. Raises TokenizerError."""
-        return tokens.fingerprint(self._backend("a datastore"))
+        return tokens.fingerprint(self.backend("a datastore"))
 
-    def _backend(self, what: str) -> Tokenizer:
+    def backend(self, what: str) -> Tokenizer:
+        """The tokenizer of the `tokenizers` library that `what` needs. Raises TokenizerError."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TokenizerError(f"{what} needs the model's tokenizer, one of the `tokenizers` library")
