@@ -18,7 +18,7 @@ from ngramspec.server.schemas import Items, StrictModel, TokenId
 
 Model = TypeVar("Model", bound=StrictModel)
 
-OWN_SHAPE = frozenset({"max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "prompt_logprobs"})
+OWN_SHAPE = frozenset({"max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "prompt_logprobs", "grammar"})
 """Parameters that each dialect has in a shape, or under a name, of its own."""
 SHARED = {name: option for name, option in options_of(SamplingParams).items() if name not in OWN_SHAPE}
 """All others: the same field in every dialect. null and absence mean the dialect's default."""

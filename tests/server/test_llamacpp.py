@@ -418,6 +418,7 @@ def test_what_speculation_did(editor: httpx.Client) -> None:
         ("/completion", {"stop": "x" * 1001}, "stop"),
         ("/completion", {"response_fields": "content"}, "response_fields"),
         ("/completion", {"grammar": "root ::= x"}, "grammar"),
+        ("/completion", {"grammar": 'root ::= "x"', "json_schema": {"type": "object"}}, "json_schema"),
         ("/completion", {"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ("/completion", {"datastore": "nowhere"}, "datastore"),
         ("/completion", {"prompt": 7}, "prompt"),

@@ -521,7 +521,7 @@ CHAT: list[tuple[str, Any]] = [
     ("logprobs", 1),
     ("top_logprobs", 1),
     ("top_logprobs", 21),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "xml"}),
     ("tools", [{"type": "function"}]),
     ("functions", [{"name": "f"}]),
     ("prediction", {"type": "other", "content": "a"}),

@@ -14,19 +14,20 @@ from ngramspec.batch.options import MAX_INT
 from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
 from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError
-from ngramspec.server.schemas import Extras, Few, Items, StrictModel, TokenId
+from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
+from ngramspec.server.structured import Structured
 
 TextOrTokens = str | Items[TokenId | str]
 """A text, or texts and token ids that are put end to end."""
 
-_UNSUPPORTED = ("grammar", "json_schema", "lora", "post_sampling_probs")
+_UNSUPPORTED = ("lora", "post_sampling_probs")
 """What would change the answer's promise, and is refused where it asks for anything."""
 OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
 """llama.cpp's, and those of `SamplingParams`; both are taken."""
 
 
 @sampling.takes_sampling(OTHER_NAMES)
-class Generation(Extras):
+class Generation(Structured):
     """What /infill and /completion share."""
 
     defaults: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -91,6 +92,7 @@ class Generation(Extras):
             stop=tuple(word for word in ([self.stop] if isinstance(self.stop, str) else self.stop) if word),
             logit_bias=self.bias(),
             logprobs=self.n_probs or None,
+            grammar=self.form,
             **given,
         )
 
@@ -102,6 +104,7 @@ class Generation(Extras):
             "max_tokens": params.max_tokens,
             "seed": -1 if params.seed is None else params.seed,
             "stop": list(params.stop),
+            "grammar": "" if params.grammar is None else params.grammar.text,
             "n_probs": self.n_probs,
             "n_indent": self.n_indent,
             "t_max_predict_ms": self.t_max_predict_ms,

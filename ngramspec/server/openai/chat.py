@@ -58,8 +58,6 @@ class _ChatHandler(CompletionHandler):
         for name in ("tools", "functions"):
             if getattr(body, name):
                 raise _unsupported(name, "this server calls no tools")
-        if body.response_format is not None and body.response_format.type != "text":
-            raise _unsupported("response_format", f"only 'text', got {body.response_format.type[:40]!r}")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
         if not prompts.has_chat_template:
@@ -85,6 +83,7 @@ class _ChatHandler(CompletionHandler):
         top = (body.top_logprobs or 0) if body.logprobs else None
         params = body.params(max_tokens=left if asked is None else asked, n=self.n, logprobs=top)
         self._bounds.check(params)
+        body.check_form(self._engine)
         return Work(ids, params, self.hints)
 
     # ------------------------------------------------------------------ answers

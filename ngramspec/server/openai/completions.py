@@ -92,6 +92,7 @@ class _TextHandler(CompletionHandler):
 
     def works(self) -> list[Work]:
         """Raises ApiError. Encodes; may take a while."""
+        self._body.check_form(self._engine)
         with refusing():
             if self._body.prediction is not None:
                 self.hints["prediction"] = self._engine.encode_text(self._body.prediction)

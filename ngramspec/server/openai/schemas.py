@@ -14,7 +14,8 @@ from ngramspec.batch.options import MAX_INT
 from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
 from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError, bad_request
-from ngramspec.server.schemas import Extras, Few, Items, StrictModel, TokenId
+from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
+from ngramspec.server.structured import Structured
 
 TEMPERATURE = 1.0
 """Where a request does not say, as OpenAI has it."""
@@ -26,7 +27,7 @@ class StreamOptions(StrictModel):
 
 
 @sampling.takes_sampling()
-class Sampled(Extras):
+class Sampled(Structured):
     """The fields that both of OpenAI's routes share."""
 
     model: str | None = None
@@ -49,6 +50,7 @@ class Sampled(Extras):
                 logit_bias=_bias(self.logit_bias or {}),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                grammar=self.form,
                 **{"temperature": TEMPERATURE} | sampling.given(self),
             )
         except ValueError as error:
@@ -90,10 +92,6 @@ class Prediction(StrictModel):
     content: str | Items[Part]
 
 
-class ResponseFormat(StrictModel):
-    type: str
-
-
 class ChatRequest(Sampled):
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
@@ -101,7 +99,6 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prediction: Prediction | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
 
