@@ -6,13 +6,13 @@ nothing of models, drafts or requests.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from ngramspec.batch.errors import GrammarError
 from ngramspec.batch.grammar import Grammar
 from ngramspec.text.encoding import Encoding
+from ngramspec.text.json_layout import Habits, Layout
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,13 +31,8 @@ LIMITS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000, "s
 """A step within them takes some tens of milliseconds at the very most."""
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 """Between the words of JSON, or nothing: as llama.cpp has it. With no bound, a model can go on with blanks for ever."""
-STYLES: tuple[dict[str, Any], ...] = (
-    {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-    {"whitespace_flexible": False},
-)
-"""How JSON is usually set. What a schema forces in a style is foreseen while the text keeps to it."""
-CERTAIN, LIKELY, TAIL = 1.0, 0.95, 0.7
-"""The chance of a token that must come, of one that comes in this style, of the last one, which may be longer than what must come."""
+LIKELY, LAST = 0.95, 0.7
+"""The chance of a token that a schema foresees in the text's layout, and of the last one, which may be longer than what is foreseen."""
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
@@ -46,6 +42,7 @@ class Grammars:
     def __init__(self, encoding: Encoding, eos_token_ids: Sequence[int]) -> None:
         self._encoding, self._eos = encoding, list(eos_token_ids)
         self._compiled: OrderedDict[Grammar, Matching] = OrderedDict()
+        self._habit = Habit()
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> Matching:
@@ -64,14 +61,12 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Matching:
         tokenizer = self._tokenizer
         try:
-            source, styled = _sources(grammar)
+            source, plain = _sources(grammar)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"grammar: {_first_line(error)}") from None
-        matcher, styles = _matcher(tokenizer, source), []
-        for style in styled:
-            with contextlib.suppress(GrammarError):
-                styles.append(_matcher(tokenizer, style))
-        made = Matching(tokenizer, matcher, styles)
+        matcher = _matcher(tokenizer, source)
+        outline = None if plain is None else Outline(_matcher(_bytes(), plain), self._habit)
+        made = Matching(tokenizer, matcher, outline)
         made.fork().mask()  # raises where nothing can be written at all
         return made
 
@@ -90,21 +85,36 @@ class Grammars:
         return LLTokenizer(backend.to_str(), n_vocab=n_vocab, eos_token=self._eos or None)
 
 
-def _sources(grammar: Grammar) -> tuple[str, list[str]]:
-    """llguidance's own form, and that of the usual styles of the same. Raises ValueError."""
+def _sources(grammar: Grammar) -> tuple[str, str | None]:
+    """llguidance's own form, and for JSON that of the same without blanks between words. Raises ValueError."""
     from llguidance import LLMatcher, grammar_from
 
     match grammar.kind:
         case "json_schema" | "json_object":
             schema = grammar.text or '{"type": "object"}'
-            styled = [LLMatcher.grammar_from_json_schema(schema, overrides=style) for style in STYLES]  # type: ignore[arg-type]
-            return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}), styled
+            plain = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+            return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}), plain
         case "choice":
             texts = ["".join("\\" + c if c in _META else c for c in text) for text in json.loads(grammar.text)]
-            return LLMatcher.grammar_from_regex("|".join(f"(?:{text})" for text in texts)), []
+            return LLMatcher.grammar_from_regex("|".join(f"(?:{text})" for text in texts)), None
         case "regex" | "lark" | "gbnf" as kind:
-            return grammar_from(kind, grammar.text), []
+            return grammar_from(kind, grammar.text), None
     raise AssertionError(grammar.kind)
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary of bytes."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    class Bytes:
+        eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+        tokens = (*tuple(bytes([byte]) for byte in range(256)), b"<end>")
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return LLTokenizer(TokenizerWrapper(Bytes()))
 
 
 def _matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
@@ -121,12 +131,53 @@ def _first_line(error: object) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
+@dataclass(slots=True)
+class Habit:
+    """How the model sets JSON: as in its latest text."""
+
+    habits: Habits = field(default_factory=Habits)
+
+
+class Outline:
+    """Where a text stands in its schema, whatever blanks it has, and how it will go on as far as the schema says so."""
+
+    def __init__(self, matcher: LLMatcher, habit: Habit, layout: Layout | None = None) -> None:
+        self._matcher, self._habit = matcher, habit
+        self._layout = Layout(habit.habits) if layout is None else layout
+        self._undo: list[tuple[Layout, int]] = []
+
+    def fork(self, *, begins: bool = False) -> Outline:
+        """`begins`: at the beginning of a text."""
+        return Outline(self._matcher.deep_copy(), self._habit, None if begins else self._layout.copy())
+
+    def feed(self, text: bytes, *, undoable: bool = False) -> bool:
+        """The text goes on; False, where the outline cannot follow."""
+        before = self._layout.copy() if undoable else self._layout
+        plain = list(self._layout.feed(text))
+        n = self._matcher.try_consume_tokens(plain) if plain else 0
+        if undoable:
+            self._undo.append((before, n))
+        else:
+            self._habit.habits = self._layout.habits
+        return n == len(plain)
+
+    def back(self) -> None:
+        self._layout, n = self._undo.pop()
+        if n:
+            self._matcher.rollback(n)
+
+    def foreseen(self) -> bytes:
+        plain = self._matcher.compute_ff_bytes()
+        return self._layout.lay_out(plain) if plain else b""
+
+
 class Matching:
     """Where a text stands (a `batch.grammar.Constraint`)."""
 
-    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, styles: list[LLMatcher]) -> None:
-        self._tokenizer, self._matcher, self._styles = tokenizer, matcher, styles
+    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None) -> None:
+        self._tokenizer, self._matcher, self._outline = tokenizer, matcher, outline
         self._mask: np.ndarray | None = None
+        self._begins = True
 
     @property
     def complete(self) -> bool:
@@ -140,47 +191,48 @@ class Matching:
         return self._mask
 
     def accept(self, token: int) -> None:
-        self._mask = None
+        self._mask, self._begins = None, False
         if not self._matcher.consume_token(token):
             raise GrammarError(f"grammar: token {token} may not come here: {_first_line(self._matcher.get_error())}")
-        self._styles = [style for style in self._styles if style.try_consume_tokens([token])]
+        if self._outline is not None and not self._outline.feed(self._tokenizer.decode_bytes([token])):
+            self._outline = None
 
     def fork(self) -> Matching:
-        other = Matching(self._tokenizer, self._matcher.deep_copy(), [style.deep_copy() for style in self._styles])
-        other._mask = self._mask
+        other = Matching(self._tokenizer, self._matcher.deep_copy(), self._outline and self._outline.fork(begins=self._begins))
+        other._mask, other._begins = self._mask, self._begins
         return other
 
     def walker(self) -> MatchingWalker:
-        return MatchingWalker(self._tokenizer, self._matcher.deep_copy(), self._styles[0].deep_copy() if self._styles else None)
+        return MatchingWalker(self._tokenizer, self._matcher.deep_copy(), self._outline and self._outline.fork())
 
 
 class MatchingWalker:
     """Runs ahead of a text (a `batch.grammar.Walker`)."""
 
-    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, style: LLMatcher | None) -> None:
-        self._tokenizer, self._matcher, self._style = tokenizer, matcher, style
+    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None) -> None:
+        self._tokenizer, self._matcher, self._outline = tokenizer, matcher, outline
         self._strayed = 0
-        """Steps since the text departed from the style."""
+        """Steps since the outline could not follow."""
 
     def step(self, token: int) -> bool:
         if not self._matcher.try_consume_tokens([token]):
             return False
-        if self._style is not None and (self._strayed or not self._style.try_consume_tokens([token])):
-            self._strayed += 1
+        if self._outline is not None:
+            if self._strayed:
+                self._strayed += 1
+            elif not self._outline.feed(self._tokenizer.decode_bytes([token]), undoable=True):
+                self._strayed = 1
         return True
 
     def back(self) -> None:
         self._matcher.rollback(1)
-        if self._strayed:
-            self._strayed -= 1
-        elif self._style is not None:
-            self._style.rollback(1)
+        if self._outline is not None:
+            self._strayed = max(self._strayed - 1, 0)
+            if not self._strayed:
+                self._outline.back()
 
     def foreseen(self) -> list[tuple[int, float]]:
-        if self._style is None or self._strayed:
-            return [(token, CERTAIN) for token in self._matcher.compute_ff_tokens()]
-        tokens = self._style.compute_ff_tokens()
-        rest = self._style.compute_ff_bytes()[len(self._tokenizer.decode_bytes(tokens)) :]
-        chain = [(token, LIKELY) for token in tokens]
-        tail = self._tokenizer.tokenize_bytes(rest) if rest else []
-        return chain + [(token, TAIL) for token in tail[:1]]
+        if self._outline is not None and not self._strayed and (text := self._outline.foreseen()):
+            tokens = self._tokenizer.tokenize_bytes(text)
+            return [(token, LIKELY) for token in tokens[:-1]] + [(tokens[-1], LAST)]
+        return [(token, 1.0) for token in self._matcher.compute_ff_tokens()]
