@@ -19,7 +19,7 @@ from ngramspec.assembly import Progress
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError, PromptTooLongError
-from ngramspec.batch.grammar import Grammar
+from ngramspec.batch.grammar import Constraint, Grammar
 from ngramspec.batch.params import MAX_SEED, SamplingParams
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, Beam, Completion, Delta, EngineStatus
@@ -241,7 +241,7 @@ class Engine:
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         if params is not None and params.grammar is not None:
-            await asyncio.to_thread(self.check_grammar, params.grammar)
+            await asyncio.to_thread(self.compile_grammar, params.grammar)
         request = self.submit(prompt, params, deliver=deliver, **hints)
         try:
             while True:
@@ -287,7 +287,7 @@ class Engine:
         prediction = None if expected is None else self._encoding.ids(expected, "prediction", add_special_tokens=False)
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
-        constraint = None if params.grammar is None else self._grammars.compile(params.grammar)
+        constraint = None if params.grammar is None else self.compile_grammar(params.grammar)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
         seqs = [
             sequence.Sequence(
@@ -428,12 +428,13 @@ class Engine:
         """
         return self._encoding.plain(text)
 
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, and keep it for requests: for the first of them, `submit` does it otherwise, in up to two seconds.
+    def compile_grammar(self, grammar: Grammar) -> Constraint:
+        """A text that follows the grammar, at its beginning. What is compiled is kept for requests: for the first of them, `submit`
+        does it otherwise, in up to two seconds.
 
         From any thread. Raises GrammarError, TokenizerError.
         """
-        self._grammars.compile(grammar)
+        return self._grammars.compile(grammar).fork()
 
     # ------------------------------------------------------------------ what it is and does
 

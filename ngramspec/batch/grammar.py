@@ -18,7 +18,7 @@ from ngramspec.batch.errors import GrammarError
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
 MAX_BYTES = 1 << 18
-"""Of a grammar's text."""
+"""Of a grammar's text; of GBNF, which is translated in Python, an eighth."""
 MAX_CHOICES = 4096
 
 
@@ -42,8 +42,8 @@ class Grammar:
             n_bytes = len(self.text.encode())
         except UnicodeEncodeError as error:
             raise GrammarError(f"a grammar must be valid Unicode text: character {error.start} is a lone surrogate") from None
-        if n_bytes > MAX_BYTES:
-            raise GrammarError(f"a grammar has at most {MAX_BYTES} bytes, got {n_bytes}")
+        if n_bytes > (most := MAX_BYTES // 8 if self.kind == "gbnf" else MAX_BYTES):
+            raise GrammarError(f"a grammar of kind {self.kind} has at most {most} bytes, got {n_bytes}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:

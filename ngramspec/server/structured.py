@@ -78,7 +78,7 @@ class Structured(Extras):
         if (named := self._form()) is not None:
             field, grammar = named
             try:
-                engine.check_grammar(grammar)
+                engine.compile_grammar(grammar)
             except (GrammarError, TokenizerError) as error:
                 raise ApiError(400, f"{field}: {error}", param=field) from None
 

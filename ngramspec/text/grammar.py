@@ -6,11 +6,13 @@ nothing of models, drafts or requests.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,10 @@ KEPT = 64
 """Compiled grammars that are kept for later requests."""
 LIMITS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000, "step_lexer_fuel": 200_000, "max_grammar_size": 100_000}
 """A step within them takes some tens of milliseconds at the very most."""
+TIMEOUT_S, AT_ONCE = 2.0, 2
+"""How long compiling may take, and how many grammars are compiled at a time."""
+MOST_AT_ONCE = 6
+"""Expressions that one text must match together. llguidance takes time that is exponential in their number, and counts none of it."""
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 """Between the words of JSON, or nothing: as llama.cpp has it. With no bound, a model can go on with blanks for ever."""
 LIKELY, LAST = 0.95, 0.7
@@ -43,7 +49,7 @@ class Grammars:
         self._encoding, self._eos = encoding, list(eos_token_ids)
         self._compiled: OrderedDict[Grammar, Matching] = OrderedDict()
         self._habit = Habit()
-        self._lock = threading.Lock()
+        self._lock, self._places = threading.Lock(), threading.BoundedSemaphore(AT_ONCE)
 
     def compile(self, grammar: Grammar) -> Matching:
         """A text that follows the grammar, at its beginning; `fork` it. Takes up to seconds for one that is new. Raises GrammarError."""
@@ -51,12 +57,32 @@ class Grammars:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return known
-        made = self._compile(grammar)
+        made = self._in_time(grammar)
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return made
+
+    def _in_time(self, grammar: Grammar) -> Matching:
+        """`_compile`, or an error. What takes too long cannot be ended from outside: it goes on in a thread of its own, of which there are
+        few, and no pass waits for it."""
+        assert self._tokenizer  # takes its time once, whatever the grammar
+        done: Future[Matching] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(self._compile(grammar))
+            except BaseException as error:
+                done.set_exception(error)
+            finally:
+                self._places.release()
+
+        if self._places.acquire(timeout=TIMEOUT_S):
+            threading.Thread(target=run, name="ngramspec-grammar", daemon=True).start()
+            with contextlib.suppress(TimeoutError):
+                return done.result(TIMEOUT_S)
+        raise GrammarError(f"grammar: compiling it takes more than {TIMEOUT_S:g} s; a smaller one may do")
 
     def _compile(self, grammar: Grammar) -> Matching:
         tokenizer = self._tokenizer
@@ -89,6 +115,8 @@ def _sources(grammar: Grammar) -> tuple[str, str | None]:
     """llguidance's own form, and for JSON that of the same without blanks between words. Raises ValueError."""
     from llguidance import LLMatcher, grammar_from
 
+    if (n := _n_together(grammar)) > MOST_AT_ONCE:
+        raise ValueError(f"at most {MOST_AT_ONCE} expressions for one text, got {n}")
     match grammar.kind:
         case "json_schema" | "json_object":
             schema = grammar.text or '{"type": "object"}'
@@ -100,6 +128,17 @@ def _sources(grammar: Grammar) -> tuple[str, str | None]:
         case "regex" | "lark" | "gbnf" as kind:
             return grammar_from(kind, grammar.text), None
     raise AssertionError(grammar.kind)
+
+
+def _n_together(grammar: Grammar) -> int:
+    """How many expressions a text may have to match at a time, at most."""
+    if grammar.kind in ("lark", "gbnf"):
+        return grammar.text.count("&") + grammar.text.count("~")
+    if grammar.kind != "json_schema":
+        return 0
+    names: list[str] = []
+    json.loads(grammar.text, object_pairs_hook=lambda pairs: names.extend(name for name, _ in pairs))
+    return names.count("pattern") + names.count("format") if "allOf" in names else 0
 
 
 @cache

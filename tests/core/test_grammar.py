@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -19,6 +21,8 @@ from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import DraftTree
 from ngramspec.core import foresight
 from ngramspec.engine import Engine
+from ngramspec.text import grammar as grammars
+from ngramspec.text.encoding import Encoding
 
 SCHEMA = {
     "type": "object",
@@ -128,6 +132,7 @@ def test_every_acceptance_stays_in_the_language(acceptance: str) -> None:
         Grammar.lark("start: nothing"),
         Grammar.gbnf("no-root ::= 'a'"),
         Grammar.regex("(?=a)b"),
+        Grammar.json_schema({"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(100)]}),
         Grammar.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000),
         Grammar.gbnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
     ],
@@ -136,6 +141,31 @@ def test_every_acceptance_stays_in_the_language(acceptance: str) -> None:
 def test_what_cannot_be_compiled_is_refused(pair: tuple[Engine, Engine, Oracle], grammar: Grammar) -> None:
     with pytest.raises(GrammarError, match="grammar"):
         pair[0].complete("x", SamplingParams(grammar=grammar))
+
+
+def test_what_takes_too_long_is_refused(pair: tuple[Engine, Engine, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others are compiled meanwhile, as long as there is a place."""
+    hold, compiled = threading.Event(), grammars.Grammars._compile
+
+    def slow(self: grammars.Grammars, grammar: Grammar) -> grammars.Matching:
+        if grammar.text == "slow":
+            hold.wait()
+        return compiled(self, grammar)
+
+    monkeypatch.setattr(grammars.Grammars, "_compile", slow)
+    monkeypatch.setattr(grammars, "TIMEOUT_S", 0.2)
+    with pytest.raises(GrammarError, match=r"more than 0.2 s"):
+        pair[0].complete("x", SamplingParams(grammar=Grammar.regex("slow")))
+    monkeypatch.setattr(grammars, "TIMEOUT_S", 60.0)
+    assert pair[0].complete("x", SamplingParams(grammar=Grammar.regex("fast"))).text == "fast"
+    hold.set()
+    assert pair[0].complete("x", SamplingParams(grammar=Grammar.regex("slow"))).text == "slow"
+
+
+def test_without_the_library_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarError, match="pip install 'llguidance"):
+        grammars.Grammars(Encoding(tiny.byte_tokenizer(), tiny.VOCAB), [tiny.EOS]).compile(Grammar.regex("a"))
 
 
 def test_what_is_no_grammar_is_refused() -> None:

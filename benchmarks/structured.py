@@ -1,0 +1,231 @@
+"""How much faster is JSON that follows a schema, is it valid, and is the text the same?
+
+    python -m benchmarks.structured --model M [--device cpu|cuda:N] [--dtype D] --prompts F.jsonl [--limit N] [--max-tokens K]
+        [--temperature T --seed S] [--precision auto|int8|float32]
+
+A row has `prompt` or `messages`, and a JSON `schema`; without one, it is made from the functions that its system message lists, or from its
+`reference`. Strings, lists and numbers are bounded, so that a text can come to its end.
+
+Every prompt is completed with speculation off, with drafts but for those that the grammar foresees, and with all, in turns. A rate counts
+generated tokens over the whole time from the prompt to the last of them. `valid`: texts that fit their schema, by jsonschema_rs;
+`identical`: the same tokens in all three; `forced_share`: accepted tokens that the grammar foresaw, of all; `mask_ms`: what the grammar
+takes for a row (its mask, applied, and the step to the next token), replayed over the texts. Progress goes to standard error, a table and
+a last line of JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.common import say
+from benchmarks.decode import median_ratio, rate
+from benchmarks.ours import Ours, described, total
+from benchmarks.peers import Run
+from ngramspec import Engine, Grammar, SamplingParams
+from ngramspec.batch.grammar import masked
+from ngramspec.drafting.proposer import Proposer
+
+STRING, LIST, NUMBER = 160, 6, 1_000_000
+"""Most characters, most members, greatest number."""
+SETTINGS = ("limit", "max_tokens", "temperature", "seed", "precision")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    options = common.engine_options(args)
+    with Engine(args.model, linears=args.linears, progress=say, **options) as engine:
+        document = measure(engine, args)
+    header = [
+        "",
+        "prompts",
+        "valid",
+        "identical",
+        "off tok/s",
+        "without tok/s",
+        "on tok/s",
+        "speedup",
+        "by foresight",
+        "forced",
+        "p50 ms",
+        "p99 ms",
+    ]
+    of = ["prompts", "valid", "identical", "tok_s_off", "tok_s_without", "tok_s_on", "speedup", "by_foresight", "forced_share"]
+    common.print_table(header, [[document["file"], *(document[name] for name in of), *document["mask_ms"].values()]])
+    common.print_document(document)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.new_parser("structured", __doc__)
+    common.model_options(parser)
+    common.linears_option(parser)
+    add = parser.add_argument
+    add(
+        "--prompts",
+        type=common.file,
+        required=True,
+        metavar="F.jsonl",
+        help="rows with `prompt` or `messages`, and a schema or a reference",
+    )
+    add("--limit", type=common.positive, metavar="N", help="only the first N prompts")
+    add("--max-tokens", type=common.positive, default=512, metavar="K", help="default 512")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--seed", type=int, default=0, metavar="S", help="of sampling")
+    args = parser.parse_args(argv)
+    args.dtype = common.settle_dtype(args.device, args.dtype)
+    return args
+
+
+def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON document of a comparison on this engine."""
+    prompts = common.read_prompts(args.prompts, engine.tokenizer, args.limit)
+    with args.prompts.open(encoding="utf-8") as file:
+        schemas = [schema_of(json.loads(line)) for line in file if line.strip()][: len(prompts)]
+    fitting = [i for i, prompt in enumerate(prompts) if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
+    if not fitting:
+        raise SystemExit(f"no prompt fits in {engine.max_model_len} tokens beside --max-tokens {args.max_tokens}")
+    ids, schemas = [prompts[i].ids for i in fitting], [schemas[i] for i in fitting]
+    params = {
+        tuple(each): SamplingParams(
+            max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, grammar=Grammar.json_schema(schema)
+        )
+        for each, schema in zip(ids, schemas, strict=True)
+    }
+    for each in params.values():
+        engine.compile_grammar(each.grammar)  # once for each form of answer, not for each request
+
+    def ours(speculation: bool, foresees: bool) -> Ours:
+        drafts = Proposer(vocab_size=engine.vocab_size, max_seqs=64)  # nothing that one has learned helps another
+        return Ours(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, foresees=foresees)
+
+    contenders = {"off": ours(False, False), "without": ours(True, False), "on": ours(True, True)}
+    for contender in contenders.values():
+        contender.complete([ids[0]])
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for i, order in enumerate(common.turns(list(contenders), len(ids))):
+        for name in order:
+            runs[name].append(contenders[name].complete([ids[i]]))
+        say(f"{i + 1}/{len(ids)}: " + ", ".join(f"{name} {runs[name][-1].seconds:.2f} s" for name in contenders))
+    outputs = [run.outputs[0] for run in runs["on"]]
+    stats = total(runs["on"])
+    rates = {name: rate(made) for name, made in runs.items()}
+    return {
+        "model": args.model,
+        "file": args.prompts.name,
+        "prompts": len(ids),
+        "skipped": len(prompts) - len(ids),
+        "valid": sum(is_valid(schema, text_of(engine, output)) for schema, output in zip(schemas, outputs, strict=True)),
+        "identical": sum(len({str(runs[name][i].outputs) for name in runs}) == 1 for i in range(len(ids))),
+        "tok_s_off": round(rates["off"], 1),
+        "tok_s_without": round(rates["without"], 1),
+        "tok_s_on": round(rates["on"], 1),
+        "speedup": round(rates["on"] / rates["off"], 3),
+        "median_speedup": round(median_ratio(runs["on"], runs["off"]), 3),
+        "by_foresight": round(rates["on"] / rates["without"], 3),
+        "forced_share": round(stats.accepted_by_source.get("grammar", 0) / max(stats.tokens, 1), 3),
+        "mask_ms": mask_ms(engine, [params[tuple(each)].grammar for each in ids], outputs),
+        "settings": {name: getattr(args, name) for name in SETTINGS},
+        **described(engine),
+        **common.environment(args.device, engine.threads),
+    }
+
+
+def text_of(engine: Engine, output: list[int]) -> str:
+    return str(engine.tokenizer.decode(output, skip_special_tokens=True))
+
+
+def is_valid(schema: Any, text: str) -> bool:
+    import jsonschema_rs
+
+    try:
+        return bool(jsonschema_rs.is_valid(schema, json.loads(text)))
+    except ValueError:
+        return False
+
+
+def mask_ms(engine: Engine, grammars: list[Any], outputs: list[list[int]]) -> dict[str, float]:
+    """Of all rows of all texts."""
+    row, took = np.zeros(engine.vocab_size, np.float32), []
+    for grammar, output in zip(grammars, outputs, strict=True):
+        constraint = engine.compile_grammar(grammar)
+        for token in output:
+            start = time.perf_counter()
+            masked(row, constraint.mask())
+            constraint.accept(token)
+            took.append((time.perf_counter() - start) * 1e3)
+    return {"p50": round(float(np.percentile(took, 50)), 4), "p99": round(float(np.percentile(took, 99)), 4)}
+
+
+# ------------------------------------------------------------------ schemas
+
+
+def schema_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a row's answer."""
+    if isinstance(row.get("schema"), dict):
+        return dict(row["schema"])
+    try:
+        reference = json.loads(row["reference"])
+    except ValueError:
+        return fixed({"answer": {"type": "string", "minLength": 1, "maxLength": STRING}})
+    if (functions := functions_of(row)) and isinstance(reference, list):
+        calls = [fixed({"name": {"const": each["name"]}, "arguments": bounded(each.get("parameters") or {})}) for each in functions]
+        return {"type": "array", "minItems": 1, "maxItems": max(len(reference), 1), "items": {"anyOf": calls}}
+    return like(reference)
+
+
+def functions_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those that the system message lists."""
+    text = next((message["content"] for message in row.get("messages", ()) if message["role"] == "system"), "")
+    try:
+        listed = json.JSONDecoder().raw_decode(text[text.index("[") :])[0]
+    except ValueError:
+        return []
+    return [each for each in listed if isinstance(each, dict) and "name" in each]
+
+
+def fixed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    names = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+def like(value: Any) -> dict[str, Any]:
+    """What has the form of this value: its keys, its types, and twice its lengths."""
+    match value:
+        case dict():
+            return fixed({key: like(each) for key, each in value.items()})
+        case list():
+            return {"type": "array", "items": like(value[0]) if value else {"type": "null"}, "maxItems": 2 * len(value)}
+        case str():
+            return {"type": "string", "maxLength": 2 * len(value) + 8}
+        case bool() | None:
+            return {"type": "boolean"}
+    return {"type": "integer" if isinstance(value, int) else "number", "minimum": -NUMBER, "maximum": NUMBER}
+
+
+def bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """A function's parameters as they are declared there, in JSON Schema's words and with an end."""
+    if isinstance(schema.get("enum"), list) and schema["enum"]:
+        return {"enum": schema["enum"]}
+    match schema.get("type"):
+        case "dict" | "object":
+            known = {name: bounded(each) for name, each in (schema.get("properties") or {}).items() if isinstance(each, dict)}
+            return fixed(known, [name for name in schema.get("required") or [] if name in known])
+        case "array" | "tuple":
+            return {"type": "array", "items": bounded(schema.get("items") or {}), "maxItems": LIST}
+        case "integer":
+            return {"type": "integer", "minimum": -NUMBER, "maximum": NUMBER}
+        case "float" | "number":
+            return {"type": "integer", "minimum": -NUMBER, "maximum": NUMBER}
+        case "boolean":
+            return {"type": "boolean"}
+    return {"type": "string", "maxLength": STRING}
+
+
+if __name__ == "__main__":
+    main()

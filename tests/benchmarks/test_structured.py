@@ -1,0 +1,57 @@
+"""benchmarks.structured: the schemas that it makes of rows, and what it prints, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from benchmarks import structured
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+FUNCTION = {
+    "name": "ride",
+    "parameters": {
+        "type": "dict",
+        "required": ["kind"],
+        "properties": {"kind": {"type": "string", "enum": ["plus", "black"]}, "time": {"type": "integer"}},
+    },
+}
+ROWS = [
+    {"prompt": "a shape: ", "schema": {"enum": ["circle", "square"]}},
+    {
+        "messages": [{"role": "system", "content": f"Call:\n[{json.dumps(FUNCTION)}]\nNow."}, {"role": "user", "content": "a ride"}],
+        "reference": '[{"name": "ride", "arguments": {"kind": "plus"}}]',
+    },
+    {"prompt": "x", "reference": '{"a": [true, false], "b": "xy", "c": 3, "d": null}'},
+    {"prompt": "how many?", "reference": "SELECT 1"},
+]
+
+
+def test_schemas_fit_their_references() -> None:
+    for row in ROWS[1:3]:
+        assert structured.is_valid(structured.schema_of(row), str(row["reference"]).replace("null", "true"))
+    assert structured.schema_of(ROWS[0]) == ROWS[0]["schema"]
+    call = structured.schema_of(ROWS[1])["items"]["anyOf"][0]
+    assert call["properties"]["name"] == {"const": "ride"}
+    assert call["properties"]["arguments"]["required"] == ["kind"]
+    assert structured.is_valid(structured.schema_of(ROWS[3]), '{"answer": "SELECT 1"}')
+    assert not structured.is_valid(structured.schema_of(ROWS[3]), '{"answer": 1}')
+    assert not structured.is_valid({}, "{")
+
+
+def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tiny.tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    structured.main(["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "rows.jsonl"), "--limit", "2", "--max-tokens", "200"])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["prompts"], document["identical"]) == (2, 2)
+    assert document["valid"] >= 1
+    assert document["forced_share"] > 0
+    assert set(document["mask_ms"]) == {"p50", "p99"}
+    assert {"tok_s_off", "tok_s_on", "speedup", "by_foresight"} <= set(document)
