@@ -347,11 +347,13 @@ class Engine:
         early_stopping: bool = False,
         ignore_eos: bool = False,
         speculation: bool = True,
+        grammar: Grammar | None = None,
     ) -> list[Beam]:
         """The `width` best texts that beam search finds, best first; the same bit for bit with speculation and without (see `core.beam`).
 
         `length_penalty`: a text's score is the sum of its log-probabilities over its length to this power; `early_stopping`: end when
-        `width` texts have ended, though one under way may still be better. Other requests go on, pass by pass in turn. It waits until
+        `width` texts have ended, though one under way may still be better; `grammar`: what all texts follow, to their end; there may be
+        fewer then. Other requests go on, pass by pass in turn. It waits until
         `width` of the engine's `max_seqs` slots are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
         (KeyboardInterrupt) ends it before its next pass.
         Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError.
@@ -371,7 +373,7 @@ class Engine:
             ids,
             width=width,
             limit=min(max_tokens, self.max_model_len - len(ids)),
-            stop_ids=frozenset() if ignore_eos else frozenset(self.eos_token_ids),
+            stop_ids=frozenset() if ignore_eos and grammar is None else frozenset(self.eos_token_ids),
             length_penalty=length_penalty,
             early_stopping=early_stopping,
             runner=self.runner,
@@ -379,6 +381,7 @@ class Engine:
             block_hashes=BlockHashes("" if self.prefix_cache else secrets.token_hex(), ids),
             speculator=drafts,
             cost_ms=self.core.cost.table,
+            constraint=None if grammar is None else self.compile_grammar(grammar),
         )
         over = False
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.errors import OutOfMemoryError
+from ngramspec.batch.grammar import Constraint, masked
 from ngramspec.batch.pack import Span, depths, pack
 from ngramspec.batch.sampling import NotFiniteError
 from ngramspec.batch.types import BLOCK, DraftTree
@@ -46,6 +47,8 @@ class _Beam:
     computed: int
     """Tokens whose KV is in the pool."""
     block_hashes: BlockHashes
+    constraint: Constraint | None
+    """Where the text stands in its grammar."""
     tree: DraftTree | None = None
 
 
@@ -88,14 +91,16 @@ class BeamSearch:
         block_hashes: BlockHashes,
         speculator: Speculator,
         cost_ms: np.ndarray,
+        constraint: Constraint | None = None,
     ) -> None:
         """prompt [n] int32; `limit`: most tokens of output; `block_hashes`: of the prompt's blocks; `speculator`: for `width` sequences, of
-        this search alone; cost_ms [R] float64: time of a pass with T rows at index T."""
+        this search alone; cost_ms [R] float64: time of a pass with T rows at index T; `constraint`: the beginning of a text in
+        the grammar that all texts follow."""
         self.prompt, self.width, self.limit, self.stop_ids = prompt, width, limit, stop_ids
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
         self.runner, self.scheduler, self.speculator, self.cost_ms = runner, scheduler, speculator, cost_ms
         self.slots: list[int] = []
-        self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes)]
+        self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes, constraint)]
         self.ended: list[Ended] = []
         self.done = False
         self._n_output = 0
@@ -206,10 +211,12 @@ class BeamSearch:
         first = np.cumsum([0] + [span.n_logits for span in spans])
         known: dict[int, list[tuple[int, float]]] = {}
 
-        def continuations(row: int) -> list[tuple[int, float]]:
-            if row not in known:
-                known[row] = _continuations(output.logits(row, row + 1)[0], self._top)
-            return known[row]
+        def continuations(h: _Hypothesis) -> list[tuple[int, float]]:
+            if h.row not in known:
+                constraint = self._constraint(h)
+                mask = None if constraint is None else constraint.mask()
+                known[h.row] = _continuations(output.logits(h.row, h.row + 1)[0], self._top, mask)
+            return known[h.row]
 
         def behind(h: _Hypothesis, token: int, score: float) -> _Hypothesis:
             tree, root = self.beams[h.beam].tree, int(first[h.beam])
@@ -223,13 +230,13 @@ class BeamSearch:
         return texts
 
     def _rank(
-        self, texts: list[_Hypothesis], continuations: Callable[[int], list[tuple[int, float]]]
+        self, texts: list[_Hypothesis], continuations: Callable[[_Hypothesis], list[tuple[int, float]]]
     ) -> list[tuple[float, int, int]] | None:
         """The next step's continuations as far as they count, best first: (score, index into `texts`, token); None where a row is needed
         that is not there. No continuation scores more than what it continues, so that a text far down needs no row."""
         last = self._n_output + 1 == self.limit
         every = sorted(
-            ((t.score + logprob, i, token) for i, t in enumerate(texts) if t.row >= 0 for token, logprob in continuations(t.row)),
+            ((t.score + logprob, i, token) for i, t in enumerate(texts) if t.row >= 0 for token, logprob in continuations(t)),
             key=lambda c: (-c[0], c[1], c[2]),
         )
         n = going = 0
@@ -273,7 +280,17 @@ class BeamSearch:
 
     def _next(self, h: _Hypothesis, lane: int, block_hashes: BlockHashes) -> _Beam:
         tokens = np.append(self.beams[h.beam].tokens, np.array(h.new, np.int32))
-        return _Beam(tokens, h.score, lane, len(tokens) - 1, block_hashes)
+        return _Beam(tokens, h.score, lane, len(tokens) - 1, block_hashes, self._constraint(h))
+
+    def _constraint(self, h: _Hypothesis) -> Constraint | None:
+        """Where the text of a hypothesis stands in its grammar."""
+        beginning = self.beams[h.beam].constraint
+        if beginning is None:
+            return None
+        constraint = beginning.fork()
+        for token in h.new:
+            constraint.accept(token)
+        return constraint
 
     def _path(self, h: _Hypothesis) -> np.ndarray:
         """Slots of the nodes that carry all new tokens but the last one, which the next pass computes."""
@@ -311,15 +328,18 @@ def _cut(tree: DraftTree, kept: np.ndarray) -> DraftTree:
     return DraftTree(tree.tokens[kept], parents, tree.probs[kept], tree.sources[kept])
 
 
-def _continuations(row: np.ndarray, n: int) -> list[tuple[int, float]]:
-    """The n most likely tokens and their log-probabilities, best first, of equal ones the lower id; row [V] float32."""
+def _continuations(row: np.ndarray, n: int, mask: np.ndarray | None) -> list[tuple[int, float]]:
+    """The n most likely tokens and their log-probabilities, best first, of equal ones the lower id; row [V] float32. With a `mask` of
+    those that may come, as many as there are."""
     x = row.astype(np.float64)
     top = x.max()
     if not np.isfinite(top):
         raise NotFiniteError
     x -= top
     total = math.log(np.exp(x).sum())
+    if mask is not None:
+        row = masked(row, mask)
     least = np.partition(row, -n)[-n] if n < len(row) else -np.inf
-    tokens = np.flatnonzero(row >= least)
+    tokens = np.flatnonzero((row >= least) & (row > -np.inf))
     tokens = tokens[np.argsort(-row[tokens], kind="stable")[:n]]
     return [(int(token), float(x[token] - total)) for token in tokens]

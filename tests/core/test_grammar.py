@@ -112,6 +112,21 @@ def test_all_of_it_happened(pair: tuple[Engine, Engine, Oracle]) -> None:
     assert not any(c.stats.drafted_by_source.get("grammar", 0) for c in again)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_beams_follow_a_grammar(width: int) -> None:
+    with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=150) as engine:
+        for language, (grammar, fits) in LANGUAGES.items():
+            for prompt in prompts(2):
+                off = engine.beam_search(prompt, width, 40, grammar=grammar, speculation=False)
+                assert engine.beam_search(prompt, width, 40, grammar=grammar) == off
+                assert 1 <= len(off) <= width
+                assert len({tuple(beam.token_ids) for beam in off}) == len(off)
+                whole = [beam for beam in off if beam.token_ids[-1] == tiny.EOS]
+                assert whole or language in ("object", "schema", "lark")
+                assert all(fits(beam.text) is not None for beam in whole)
+                assert all(len(beam.token_ids) == 40 for beam in off if beam not in whole)
+
+
 @pytest.mark.parametrize("acceptance", ["walk", "rejection"])
 def test_every_acceptance_stays_in_the_language(acceptance: str) -> None:
     with Engine(
