@@ -428,7 +428,7 @@ def settle(
         for r in range(first + 1, first + 1 + state[DRAFTED]):
             verify(calibration, nodes.source[r], nodes.prob[r], 0.0)
         for i in range(path_start[b], path_start[b + 1]):
-            if path[i] < state[DRAFTED]:
+            if 0 <= path[i] < state[DRAFTED]:
                 verify(calibration, nodes.source[first + 1 + path[i]], nodes.prob[first + 1 + path[i]], 1.0)
         for i in range(n):
             token, r = new_tokens[new_start[b] + i], np.int64(-1)
