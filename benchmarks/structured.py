@@ -29,7 +29,7 @@ from benchmarks.decode import median_ratio, rate
 from benchmarks.ours import Ours, described, total
 from benchmarks.peers import Run
 from ngramspec import Engine, Grammar, SamplingParams
-from ngramspec.batch.grammar import masked
+from ngramspec.batch.sampling import masked
 from ngramspec.drafting.proposer import Proposer
 
 STRING, LIST, NUMBER = 160, 6, 1_000_000

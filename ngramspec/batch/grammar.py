@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
-
-import numpy as np
-from numba import njit
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ngramspec.batch.errors import GrammarError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
 MAX_BYTES = 1 << 18
@@ -138,20 +138,3 @@ class Constraint(Protocol):
     def fork(self) -> Constraint: ...
 
     def walker(self) -> Walker: ...
-
-
-@njit(cache=True, nogil=True)
-def masked(row, mask):
-    """A copy of logits row [V] float32 with -inf for every token that is not in the mask [W] uint32."""
-    out = np.full(row.shape[0], np.float32(-np.inf))
-    for w in range(min(mask.shape[0], (row.shape[0] + 31) // 32)):
-        word = mask[w]
-        if word:
-            first, end = 32 * w, min(32 * w + 32, row.shape[0])
-            if word == np.uint32(0xFFFFFFFF):
-                out[first:end] = row[first:end]
-            else:
-                for i in range(first, end):
-                    if (word >> np.uint32(i - first)) & np.uint32(1):
-                        out[i] = row[i]
-    return out

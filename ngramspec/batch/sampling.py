@@ -24,7 +24,7 @@ import numpy as np
 from numba import njit
 
 from ngramspec.batch.errors import GrammarError, NgramspecError
-from ngramspec.batch.grammar import Constraint, masked
+from ngramspec.batch.grammar import Constraint
 from ngramspec.batch.numeric import bits_of_float, exp
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import TokenLogprob
@@ -210,6 +210,23 @@ def pick(logits, top, draws, b, ahead):
     return _pick(
         logits, top, draws.temperature[b], draws.top_k[b], draws.share[b], draws.least[b], draws.seed[b], draws.sample[b], position
     )
+
+
+@njit(cache=True, nogil=True)
+def masked(row, mask):
+    """A copy of logits row [V] float32 with -inf for every token that is not in the mask [W] uint32."""
+    out = np.full(row.shape[0], np.float32(-np.inf))
+    for w in range(min(mask.shape[0], (row.shape[0] + 31) // 32)):
+        word = mask[w]
+        if word:
+            first, end = 32 * w, min(32 * w + 32, row.shape[0])
+            if word == np.uint32(0xFFFFFFFF):
+                out[first:end] = row[first:end]
+            else:
+                for i in range(first, end):
+                    if (word >> np.uint32(i - first)) & np.uint32(1):
+                        out[i] = row[i]
+    return out
 
 
 def on_device(params: SamplingParams) -> bool:

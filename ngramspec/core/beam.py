@@ -19,9 +19,9 @@ import numpy as np
 
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.errors import OutOfMemoryError
-from ngramspec.batch.grammar import Constraint, masked
+from ngramspec.batch.grammar import Constraint
 from ngramspec.batch.pack import Span, depths, pack
-from ngramspec.batch.sampling import NotFiniteError
+from ngramspec.batch.sampling import NotFiniteError, masked
 from ngramspec.batch.types import BLOCK, DraftTree
 from ngramspec.core.observers import record_topk
 from ngramspec.core.scheduler import Scheduler
@@ -328,7 +328,7 @@ def _cut(tree: DraftTree, kept: np.ndarray) -> DraftTree:
     return DraftTree(tree.tokens[kept], parents, tree.probs[kept], tree.sources[kept])
 
 
-def _continuations(row: np.ndarray, n: int, mask: np.ndarray | None) -> list[tuple[int, float]]:
+def _continuations(row: np.ndarray, n: int, mask: np.ndarray | None = None) -> list[tuple[int, float]]:
     """The n most likely tokens and their log-probabilities, best first, of equal ones the lower id; row [V] float32. With a `mask` of
     those that may come, as many as there are."""
     x = row.astype(np.float64)

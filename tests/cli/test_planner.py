@@ -87,7 +87,7 @@ def _simulated(alpha: float, lengths: np.ndarray) -> Stats:
         misses = np.flatnonzero(rng.random(length) >= alpha)
         k = int(misses[0]) if len(misses) else length
         drafted, accepted = [1] * length, [1] * k
-        stats.add(Stats(1, k + 1, length, k, {}, {}, drafted, accepted, int(length > 0)))
+        stats.add(Stats(1, k + 1, length, k, {}, {}, {}, drafted, accepted, int(length > 0)))
     return stats
 
 

@@ -193,19 +193,21 @@ def test_a_full_pool_is_said_and_everything_given_back() -> None:
         assert len(engine.beam_search(prompt, 2, 20)) == 2
 
 
-def test_an_interrupt_ends_it_and_everything_is_given_back(engine: Engine) -> None:
-    before = engine.status().passes
+def test_an_interrupt_ends_it_and_everything_is_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, step, sent = engine.status().passes, engine.core.step, threading.Event()
 
-    def interrupt() -> None:
-        while engine.status().passes < before + 3:
-            pass
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    def interrupted(*args: Any) -> Any:
+        if engine.core.n_passes == before + 3 and not sent.is_set():
+            sent.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if sent.is_set():  # a model that is slow enough to hear of it
+            threading.Event().wait(0.02)
+        return step(*args)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    monkeypatch.setattr(engine.core, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.beam_search([1, 2, 3], 4, 250, ignore_eos=True, speculation=False)
-    thread.join()
+    monkeypatch.undo()
     assert len(engine.beam_search([1, 2, 3], 8, 2)) == 8  # all places are free again
     assert engine.status().passes - before < 240  # of 250 and more
 

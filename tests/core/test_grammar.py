@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from test_exact import Oracle, prompts, tight_pool
 
 from ngramspec.batch.errors import GrammarError
-from ngramspec.batch.grammar import Grammar, masked
+from ngramspec.batch.grammar import Grammar
 from ngramspec.batch.params import SamplingParams
+from ngramspec.batch.sampling import masked
 from ngramspec.batch.types import DraftTree
 from ngramspec.core import foresight
 from ngramspec.engine import Engine

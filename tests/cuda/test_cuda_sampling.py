@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from aot import check_limits, compile_kernel, run_aot
-from triton.runtime import interpreter
 
 from ngramspec.batch.likeliest import likeliest as likeliest_of
 from ngramspec.batch.params import SamplingParams
@@ -26,15 +23,6 @@ SIZES: list[dict[str, int]] = [  # of chunks, tiles and lists: as they are, and 
     {"chunk": 16, "tile": 256, "listed": 32},
 ]
 K = KEPT
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patched_once() -> Iterator[None]:
-    """The interpreter patches the language anew for each call of a device function, which takes longer than the call."""
-    original = interpreter._patch_lang
-    interpreter._patch_lang = lambda fn: original(fn) if tl.core.is_builtin(tl.arange) else None
-    yield
-    interpreter._patch_lang = original
 
 
 def make_row(rng: np.random.Generator, V: int) -> np.ndarray:

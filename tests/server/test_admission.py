@@ -54,8 +54,9 @@ class Brake:
         with self._changed:
             assert self._changed.wait_for(lambda: self._passes > 0, timeout=60)
             self._passes -= 1
-        if self.error is not None:
-            error, self.error = self.error, None
+        if (error := self.error) is not None:
+            if not isinstance(error, OutOfMemoryError) or len(batch.input_ids) == 1:  # a larger pass is tried again, smaller
+                self.error = None
             raise error
         return self._forward(batch)
 
