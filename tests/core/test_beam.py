@@ -194,17 +194,17 @@ def test_a_full_pool_is_said_and_everything_given_back() -> None:
 
 
 def test_an_interrupt_ends_it_and_everything_is_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, step, sent = engine.status().passes, engine.core.step, threading.Event()
+    before, step, sent = engine.status().passes, BeamSearch.step, threading.Event()
 
-    def interrupted(*args: Any) -> Any:
-        if engine.core.n_passes == before + 3 and not sent.is_set():
+    def interrupted(search: BeamSearch) -> int:
+        if engine.core.n_passes >= before + 3 and not sent.is_set():
             sent.set()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         if sent.is_set():  # a model that is slow enough to hear of it
             threading.Event().wait(0.02)
-        return step(*args)
+        return step(search)
 
-    monkeypatch.setattr(engine.core, "step", interrupted)
+    monkeypatch.setattr(BeamSearch, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.beam_search([1, 2, 3], 4, 250, ignore_eos=True, speculation=False)
     monkeypatch.undo()
