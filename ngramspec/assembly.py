@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 LEARNED = 500
-"""Steps after which the curve that they taught is kept for later starts, in place of the one that was measured."""
+"""Steps after which the curve that they taught is kept for later starts, beside the one that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +126,16 @@ def bind(
     runner.tokenizer, runner.max_model_len = about.tokenizer, min(_longest(config, about.trained), runner.pool.n_tokens)
     warmer.join()
     counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
-    times = (found or {}).get("cost_ms", [])
+    times, taught = ((found or {}).get(key, []) for key in ("measured_ms", "learned_ms"))
     if not times or len(times) > len(counts):
         progress("measuring what a pass costs")
-        times = runner.measure(counts)
-    cost = CostModel(counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows))
+        times, taught = runner.measure(counts), []
+    cost = CostModel(counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned_ms=taught)
 
     def keep() -> None:
         if kept and isinstance(runner, StackRunner) and runner.exactness == "bitwise" and (recipe := runner.recipe) is not None:
-            learned = cost.n_seen >= LEARNED
-            document = {"recipe": recipe.as_json(), "cost_ms": cost.times.tolist() if learned else times}
+            learned = cost.times.tolist() if cost.n_seen >= LEARNED else taught
+            document = {"recipe": recipe.as_json(), "measured_ms": times, "learned_ms": learned}
             if document != found:
                 kept.write(document)
 

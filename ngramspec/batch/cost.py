@@ -30,6 +30,10 @@ knots by themselves: if everything takes longer, all steps say so."""
 _HIGH, _LOW, _STREAK = 1.5, 4.0, 3
 """Standard deviations that a step's surprise counts for at the most: a slow one may have been disturbed, a fast one cannot. After so many
 of them in a row, all of one sign, the curve itself is in doubt."""
+_SHAPE = 0.5
+"""Standard deviation, as a share, of a knot from what the curve's first shape says at the level of today: what no step speaks of is
+believed to be no dearer than that. What disturbances did to its like for a while would else add up there, unseen for good since it looks
+dear; what looks too cheap is tried, and seen."""
 _LEAST_SLOPE = 2e-4
 """Of the time of one row: what each row adds at the least."""
 _REFRESH, _SWEEPS = 8, 60
@@ -52,12 +56,13 @@ class CostModel:
     each row adds no less than the one before: what is read is read anyway, and arithmetic adds to it. Where a measurement is a staircase,
     the steps are noise, or kernels that a wider one would have replaced."""
 
-    def __init__(self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256) -> None:
+    def __init__(self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned_ms: Sequence[float] = ()) -> None:
         """`times_ms` of steps with `counts` rows of one sequence of `keys` tokens. What was disturbed while it was measured took longer:
-        the curve begins as the greatest convex one below, and is put right by the steps."""
+        the curve begins as the greatest convex one below, and is put right by the steps; `learned_ms`: as earlier ones left it."""
         self.counts = np.array(counts, np.float64)
         self.max_rows, self.keys, self.n_seen = max_rows, keys, 0
-        times = _lower_hull(self.counts, np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1])
+        self._shape = _lower_hull(self.counts, np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1])
+        times = np.array(learned_ms, np.float64) if len(learned_ms) else self._shape.copy()
         n = len(times)
         self._state = np.append(times, np.zeros(3))
         apart = np.abs(np.log2(self.counts)[:, None] - np.log2(self.counts)[None, :])
@@ -98,6 +103,7 @@ class CostModel:
         self._told[rows] = _FADE * self._told[rows] + (1.0, self.predict(load), ms)
         doubt = self._first if self.n_seen < _YOUNG else self._local
         _update(self.counts, self._state, self._cov, doubt, self._streak, float(rows), *self._factors(load), ms)
+        _lower(self._shape, self._state, self._cov, self.n_seen % len(self.counts))
         self.n_seen += 1
         if self.n_seen % _REFRESH == 0 or self.n_seen < _REFRESH:
             self._table = self._tabulate(sweeps=_SWEEPS)
@@ -226,3 +232,22 @@ def _update(counts, state, cov, doubt, streak, rows, others, looked, thousands, 
             cov[i, j] -= towards[i] * towards[j] / variance
     for i in range(n):  # what is lost by rounding
         cov[i, i] = max(cov[i, i], 1e-12)
+
+
+@njit(cache=True, nogil=True)
+def _lower(shape, state, cov, knot):
+    """One step of the filter, in place: `knot` is no dearer than its share of the first shape [n]."""
+    level, weights = 0.0, 0.0
+    for i in range(len(shape)):
+        weight = 1.0 / (cov[i, i] / (state[i] * state[i]) + _LOCAL * _LOCAL)
+        level += weight * state[i] / shape[i]
+        weights += weight
+    most = level / weights * shape[knot]
+    if state[knot] <= most:
+        return
+    variance = cov[knot, knot] + (_SHAPE * most) ** 2
+    towards = cov[knot].copy()
+    state += towards * ((most - state[knot]) / variance)
+    for i in range(len(state)):
+        for j in range(len(state)):
+            cov[i, j] -= towards[i] * towards[j] / variance
