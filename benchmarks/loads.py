@@ -15,6 +15,7 @@ were foretold to take, and took. `by_source`: draft nodes, the sum of their prob
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from benchmarks.common import Prompt, say
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.types import Completion
+from ngramspec.core.timing import Timing
 from ngramspec.drafting.proposer import Proposer
 
 LEAST_NODES = 200
@@ -125,6 +127,7 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
     rounds = 1 if what.concurrency == 1 else args.rounds
     portions = decode.in_groups(what.prompts, 1) if what.concurrency == 1 else [what.prompts]
     runs = {name: Runs() for name in contenders}
+    timings = {name: Timing(copy.deepcopy(engine.core.cost)) for name in contenders}  # nobody's steps teach another what steps cost
     for n in range(rounds):
         drafts = {name: Proposer(vocab_size=engine.vocab_size, max_seqs=max(64, *args.concurrency)) for name in contenders}
         if args.datastore:
@@ -135,6 +138,7 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
         for i, portion in enumerate(portions, n):
             for name in contenders[:: 1 if i % 2 == 0 else -1]:
                 engine.use(speculator=drafts[name])
+                engine.core.timing = timings[name]
                 start = time.perf_counter()
                 done = flow(engine, portion, params, what.concurrency, speculation=name != "off")
                 runs[name].seconds.append(time.perf_counter() - start)

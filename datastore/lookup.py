@@ -145,6 +145,8 @@ class Matcher:
         if len({kind[1:] for kind in kinds}) > 1:  # one token width is read for all
             raise ValueError(f"stores of different tokenizers cannot be used together: {sorted(kinds)}")
         rows = np.concatenate([np.zeros((0, ROW), np.int64), *(s.rows for s in snapshots)])
+        for snapshot in snapshots:
+            _ = snapshot.paged_in
         self.snapshots = tuple(snapshots)
         self._buffers[ROWS] = np.ascontiguousarray(rows)
         self._buffers[CURSORS] = np.zeros((_LANES, 2 * len(rows), _CURSOR), np.int64)

@@ -15,6 +15,8 @@ No model and no benchmark data: files of the folders given are turned into promp
 Every output position, and the end of the output, gives one sample per candidate: the states of all groups of evidence and whether the
 candidate was right. State values and mixing factors are fitted together, by the log loss. Only those numbers are written.
 
+What a datastore says is left untaught: `tools.learn_store` adds it to the file, and has to follow.
+
 Traces come in sessions of one kind from neighbouring files: each knows the answers of those before it. Half of the edits have the text
 that was edited as their predicted output. `--recorded` adds outputs of a real model with its own candidates, which no plain text has.
 
@@ -45,6 +47,7 @@ from numba import njit
 
 from benchmarks.common import environment, print_document, print_table
 from ngramspec.drafting import evidence, merge, ngram, proposer
+from ngramspec.drafting.evidence import ExternalTrees
 from ngramspec.drafting.weights import cold_weights, save_weights
 
 KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "noise", "recorded")
@@ -199,13 +202,14 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
 
 
 NOTHING = np.empty(0, np.int32)
+BOUNDS = np.array(evidence.GAPS, np.float32)
 NO_TOP, NO_LOGITS = np.empty((0, evidence.KEPT), np.int64), np.empty((0, evidence.KEPT), np.float32)
 
 
 class Samples(NamedTuple):
     """One row per candidate."""
 
-    state: np.ndarray  # [N, EXTERNAL] int16, 0: the group is silent
+    state: np.ndarray  # [N, EXTERNAL + external drafters] int16, 0: the group is silent
     set: np.ndarray  # [N] int16, weight set
     right: np.ndarray  # [N] bool
     position: np.ndarray  # [N] int32, output position, over all traces
@@ -213,10 +217,11 @@ class Samples(NamedTuple):
 
 @njit(nogil=True)
 def _sample(
-    states, answers, contexts, recycled, nodes, external, weights, calibration, speakers, work, history, output, top, logits, bounds, ends,
-    samples, n, position,
+    states, answers, contexts, recycled, nodes, external, n_drafters, weights, calibration, speakers, work, history, output, top, logits,
+    bounds, ends, samples, position,
 ):  # fmt: skip
-    """Follow one output token by token, taking samples from row n on -> the next free row."""
+    """Follow one output token by token, taking samples -> their number. `external`: a tree per position, or none."""
+    n = 0
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
     known = answers[state[ngram.OUTPUT_CACHE]]
     cursor, look_back = nodes.cursor[0], np.empty(merge.RESUME, np.int32)
@@ -225,9 +230,12 @@ def _sample(
         nodes.hits[0] = state[ngram.HITS]
         cursor[0], cursor[1], cursor[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
         cursor[3], cursor[4], cursor[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
+        for d in range(n_drafters):
+            nodes.external[0, d] = -1 if external.start[i + 1] > external.start[i] else -2
         merge.look(
-            state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, 0, 0, weights, calibration, speakers, work
-        )
+            state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, i * n_drafters, n_drafters, weights,
+            calibration, speakers, work,
+        )  # fmt: skip
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
             for g in range(samples.state.shape[1]):
@@ -252,28 +260,36 @@ def _sample(
     return n
 
 
+def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, external: ExternalTrees, n_drafters: int) -> Samples:
+    """Samples of a trace, which `tables` has begun at slot 0. `ends`: 1 where its end is known, else 0."""
+    rows = (len(t.output) + 1) * evidence.WIDTH
+    samples = Samples(
+        np.empty((rows, evidence.EXTERNAL + n_drafters), np.int16),
+        np.empty(rows, np.int16),
+        np.empty(rows, np.bool_),
+        np.empty(rows, np.int32),
+    )
+    n = _sample(
+        tables._states, tables._output_cache.states, tables._contexts, tables._recycled, tables._nodes, external, n_drafters,
+        tables.weights, tables._calibration, proposer.SPEAKERS, tables._scratch, tables.history, t.output, t.top, t.logits, BOUNDS, ends,
+        samples, position,
+    )  # fmt: skip
+    return Samples(*(a[:n] for a in samples))
+
+
 def collect(traces: list[Made], weights: merge.Weights, max_out: int, vocab_size: int) -> Samples:
     """Samples of all traces. `weights` only say which candidate counts as the predicted one."""
-    total = sum(len(t.output) + 1 for t in traces)
-    rows = total * evidence.WIDTH
-    samples = Samples(
-        np.empty((rows, evidence.EXTERNAL), np.int16), np.empty(rows, np.int16), np.empty(rows, np.bool_), np.empty(rows, np.int32)
-    )
+    parts = []
     tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
-    bounds = np.array(evidence.GAPS, np.float32)
-    n = position = 0
+    position = 0
     for t in traces:
         tables.begin(0, t.prompt, prediction=t.prediction, tenant=str(t.session))
         tables._own.grow(0, len(t.output) + 1, tables._contexts)
-        n = _sample(
-            tables._states, tables._output_cache.states, tables._contexts, tables._recycled, tables._nodes, proposer._NO_EXTERNAL,
-            tables.weights, tables._calibration, proposer.SPEAKERS, tables._scratch, tables.history, t.output, t.top, t.logits, bounds,
-            int(len(t.output) < max_out), samples, n, position,
-        )  # fmt: skip
+        parts.append(follow(tables, t, int(len(t.output) < max_out), position, proposer._NO_EXTERNAL, 0))
         position += len(t.output) + 1
         tables.end(0)
         tables.remember(t.output, str(t.session))
-    return Samples(*(a[:n] for a in samples))
+    return Samples(*(np.concatenate(a) for a in zip(*parts, strict=True)))
 
 
 class Mix(torch.nn.Module):
@@ -358,8 +374,17 @@ def docstrings(texts: list[str]) -> Iterator[str]:
             yield joined
 
 
-def make(code: list[list[str]], prose: list[list[str]], n: int, seed: int, tokenizer: Any, max_out: int) -> list[Made]:
-    """n traces, session by session, the kinds in turn. `code` and `prose` are blocks of neighbouring files."""
+def make(
+    code: list[list[str]],
+    prose: list[list[str]],
+    n: int,
+    seed: int,
+    tokenizer: Any,
+    max_out: int,
+    drawn: dict[int, list[str]] | None = None,
+) -> list[Made]:
+    """n traces, session by session, the kinds in turn. `code` and `prose` are blocks of neighbouring files; `drawn` gets those that each
+    session was drawn from."""
     rng = random.Random(seed)
     kinds = KINDS[:-1]
     traces: list[Made] = []
@@ -369,6 +394,8 @@ def make(code: list[list[str]], prose: list[list[str]], n: int, seed: int, token
         kind, pool = kinds[session % len(kinds)], rng.choice(POOLS)
         near = [_near(blocks, pool, rng) for blocks in (code, prose)]
         made, session = 0, session + 1
+        if drawn is not None:
+            drawn[session] = near[0] + near[1]
         for _ in range(6 * SESSION):  # some files lend themselves to nothing
             texts = trace(kind, near[0], near[1], rng)
             if texts is None or len(texts[1]) < 60:

@@ -56,7 +56,9 @@ class CostModel:
     each row adds no less than the one before: what is read is read anyway, and arithmetic adds to it. Where a measurement is a staircase,
     the steps are noise, or kernels that a wider one would have replaced."""
 
-    def __init__(self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned_ms: Sequence[float] = ()) -> None:
+    def __init__(
+        self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned_ms: Sequence[float] = ()
+    ) -> None:
         """`times_ms` of steps with `counts` rows of one sequence of `keys` tokens. What was disturbed while it was measured took longer:
         the curve begins as the greatest convex one below, and is put right by the steps; `learned_ms`: as earlier ones left it."""
         self.counts = np.array(counts, np.float64)

@@ -38,7 +38,7 @@ from ngramspec.drafting.base import (
 from ngramspec.drafting.calibration import new_calibration, reliability
 from ngramspec.drafting.evidence import ExternalTrees, Nodes
 from ngramspec.drafting.merge import NOBODY, Guard, Speakers, Weights
-from ngramspec.drafting.pace import Pace
+from ngramspec.drafting.pace import Pace, Turns
 from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.drafting.suffix import Drafts, SuffixDrafter
 from ngramspec.drafting.weights import WEIGHTS, cold_weights, load_weights
@@ -103,6 +103,7 @@ class Proposer(Speculator):
         self.chains = False
         """Trees without branches, for who can verify nothing else: none of the budget goes to siblings. May change from step to step."""
         self.datastore, self.similar = datastore, similar
+        self._turns = Turns(max_seqs)
         self.drafters: list[Drafter | None] = list(drafters)
         self._paces = [Pace() for _ in drafters]
         self._asked: list[int] = []
@@ -181,7 +182,8 @@ class Proposer(Speculator):
         n_similar = 0
         if self.datastore is not None:  # older than the sequence's own text, and so weaker
             self.datastore.begin(slot, tokens, datastores)
-            similar = self.datastore.similar(tokens[: len(tokens) - n_output], datastores)
+            worth = self._turns.begin(slot)
+            similar = self.datastore.similar(tokens[: len(tokens) - n_output], datastores) if worth else None
             room = self.history + ngram.LADDER[-1] - len(kept)
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])
@@ -213,7 +215,7 @@ class Proposer(Speculator):
     ) -> list[DraftTree]:
         """The nodes that pay for their time."""
         slots = np.ascontiguousarray(slots, np.int32)
-        stored = self.datastore.propose(slots) if self.datastore is not None else None
+        stored = self._look_up(self.datastore, slots, max_depth) if self.datastore is not None else None
         external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = merge.grow(
             self._states,
@@ -274,6 +276,7 @@ class Proposer(Speculator):
             self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
         if self.datastore is not None:
             self.datastore.observe(slots, new_start, new)
+            self._settle_turns(slots, path_start, path)
         paths = [path[path >= 0] for path in paths]
         for d in self._asked:
             gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots.tolist(), paths, strict=True))
@@ -365,7 +368,29 @@ class Proposer(Speculator):
             drafter = SuffixDrafter(stores, len(self._buffers), similar=self.similar, ready=ready)
             for slot, tokens, datastores in running:
                 drafter.begin(slot, tokens, datastores)
+                self._turns.begin(slot)
             self.datastore = drafter
+
+    def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray) -> Drafts | None:
+        """What the datastore has for those of the slots [B] whose turn it is, and nothing for the others; None where it is nobody's."""
+        turn = self._turns.asks(slots, np.asarray(max_depth) > 0)
+        if turn.all():
+            return datastore.propose(slots)
+        if not turn.any():
+            return None
+        drafts = datastore.propose(slots[turn])
+        start = np.zeros(len(slots) + 1, np.int64)
+        start[1:][turn] = np.diff(drafts.start)
+        return drafts._replace(start=np.cumsum(start))
+
+    def _settle_turns(self, slots: np.ndarray, path_start: np.ndarray, path: np.ndarray) -> None:
+        """Tell what the datastore's answers brought: accepted nodes for which it, or a file that is like the request, vouched most."""
+        turn = self._turns.asked(slots)
+        if turn.any():
+            of = np.repeat(np.arange(len(slots)), np.diff(path_start))
+            R = len(self._nodes.token) // len(self._states)
+            its = (path >= 0) & (self._nodes.source[slots[of] * R + 1 + path] >= len(SOURCES) - 1)
+            self._turns.made(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
 
     def _ask(self, d: int, what: str, *args: object) -> object:
         """Call drafter d; one that raises is switched off."""
@@ -382,7 +407,7 @@ class Proposer(Speculator):
     def _external(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[ExternalTrees, int]:
         """All trees that come from outside the tables, sequence by sequence, and how many each sequence has (0 if there are none)."""
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
-        self._n_external = 1 + len(self.drafters) if active else int(self.datastore is not None)
+        self._n_external = 1 + len(self.drafters) if active else int(stored is not None)
         if not active:
             return _NO_EXTERNAL if stored is None else ExternalTrees(
                 stored.start, stored.tokens, stored.parents, stored.codes

@@ -372,6 +372,16 @@ def test_many_banned_tokens():
     assert all(3 not in path[:-1] for path in paths(trees[0]))
 
 
+def test_shipped_weights_have_learned_what_stands_beside_a_store() -> None:
+    """A group's weight is not the same everywhere, nor is it the same beside a store and without."""
+    weights, third = load_weights(), evidence.SETS // 3
+    for group in (0, evidence.OUTPUT_CACHE, evidence.EXTERNAL + evidence.DATASTORE):
+        assert weights.mix[2 * third :, group].std() > 0.02
+    assert np.abs(weights.mix[2 * third :] - weights.mix[:third]).mean() > 0.02
+    sure, unsure = weights.states[evidence.EXTERNAL, 2 + 9 * 21 + 6 * 3 + 2], weights.states[evidence.EXTERNAL, 2]
+    assert sure > unsure + 1, "a match of 64 tokens that all its occurrences go on from, against one of two tokens and a rare one"
+
+
 def test_weights_survive_the_file(tmp_path):
     weights = cold_weights()
     weights.mix[3, 2] = 0.5

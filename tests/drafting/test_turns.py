@@ -1,0 +1,70 @@
+"""Which sequences a drafter is asked about: seldom where it brings nothing, always where it does."""
+
+import numpy as np
+
+from ngramspec.drafting.pace import LEAST, LONGEST, Turns
+
+ALL = np.ones(4, np.bool_)
+SLOTS = np.arange(4, dtype=np.int32)
+
+
+def run(turns: Turns, steps: int, gains: list[int]) -> np.ndarray:
+    """Steps in which each slot's answers bring so many tokens -> how often each was asked."""
+    asked = np.zeros(4, int)
+    for _ in range(steps):
+        turn = turns.asks(SLOTS, ALL)
+        asked += turn
+        if turn.any():
+            turns.made(SLOTS[turn], np.array(gains)[turn])
+    return asked
+
+
+def test_a_drafter_that_brings_something_is_asked_every_time() -> None:
+    turns = Turns(4)
+    assert run(turns, 50, [1, 1, 1, 1]).tolist() == [50] * 4
+
+
+def test_one_sequence_does_not_speak_for_another() -> None:
+    turns = Turns(4)
+    asked = run(turns, 400, [2, 0, 0, 0])
+    assert asked[0] == 400
+    assert (asked[1:] < 250).all()
+
+
+def test_a_drafter_that_brings_nothing_is_asked_seldom_also_by_those_that_come_later() -> None:
+    turns = Turns(4)
+    run(turns, 2000, [0, 0, 0, 0])
+    for slot in SLOTS.tolist():
+        turns.begin(slot)
+    assert (run(turns, 32, [0, 0, 0, 0]) <= 6).all()
+
+
+def test_an_answer_that_was_right_brings_it_back() -> None:
+    turns = Turns(4)
+    run(turns, 2000, [0, 0, 0, 0])
+    assert (run(turns, LONGEST + 1, [1, 1, 1, 1]) >= 1).all()
+    assert run(turns, 20, [1, 1, 1, 1]).tolist() == [20] * 4
+
+
+def test_a_rare_gain_that_is_worth_the_question_keeps_it() -> None:
+    turns, rng = Turns(4), np.random.default_rng(0)
+    asked = 0
+    for _ in range(1000):
+        turn = turns.asks(SLOTS, ALL)
+        asked += int(turn.sum())
+        if turn.any():
+            turns.made(SLOTS[turn], (rng.random(int(turn.sum())) < 3 * LEAST).astype(int))
+    assert asked > 3000
+
+
+def test_what_is_not_wanted_is_not_asked() -> None:
+    turns = Turns(4)
+    assert turns.asks(SLOTS, ~ALL).tolist() == [False] * 4
+    assert turns.asks(SLOTS, ALL).tolist() == [True] * 4
+
+
+def test_sequences_get_something_beforehand_now_and_then_though_it_did_not_pay() -> None:
+    turns = Turns(4)
+    assert turns.begin(0)
+    run(turns, 2000, [0, 0, 0, 0])
+    assert 5 <= sum(turns.begin(0) for _ in range(80)) <= 20
