@@ -97,7 +97,7 @@ class Launches:
 def noted(capability: int) -> Iterator[dict[Variant, None]]:
     """Meanwhile kernels are noted instead of launched, for such a device."""
     found: dict[Variant, None] = {}
-    limits = Limits(PROCESSORS[capability], SHARED_LIMIT[capability])
+    limits = Limits(PROCESSORS[capability], SHARED_LIMIT[capability], capability // 10)
     with ExitStack() as stack:
         for module, names in LAUNCHED.items():
             for name in names:
@@ -117,7 +117,7 @@ def variants(config: dict[str, Any], dtype: torch.dtype, capability: int, rows: 
         stack = Stack(model, lambda weight, bias: linear.Product(weight, bias, n_sms), max_len)
         shape = int(text.num_key_value_heads), stack.head_dim
         pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
-        per_item = attention.rows_per_item(stack.n_heads, *shape)
+        per_item = attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
         for n in rows:
             inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy)
             logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]

@@ -255,9 +255,9 @@ class Workspace:
         )
 
 
-def rows_per_item(n_heads: int, n_kv_heads: int, head_dim: int) -> int:
+def rows_per_item(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
     """Rows of one sequence that can share loads of keys before a program runs out of registers."""
-    return max(1, (32 if head_dim <= 128 else 16) // (n_heads // n_kv_heads))
+    return max(1, (32 if head_dim * itemsize <= 256 else 16) // (n_heads // n_kv_heads))
 
 
 def attend(
@@ -328,10 +328,17 @@ def attend(
         SOFTCAP=softcap > 0,
         ALONE=n_parallel == 1,
         IN_FLIGHT=max(1, min(4, 8192 // (width * columns))),
-        num_warps=4,
+        num_warps=_warps(width * columns, q.element_size(), q.device),
         num_stages=_stages(width * q.element_size(), q.device),
         enable_fp_fusion=False,
     )
+
+
+def _warps(n_sums: int, itemsize: int, device: torch.device) -> int:
+    """Threads enough that the sums of a program stay in registers. A Hopper's matrix instructions read one operand from shared memory, so
+    that four warps hold what takes eight elsewhere (`tools.compile_kernels` counts the spills)."""
+    roomy = limits(device).generation == 9 and itemsize < 4
+    return 4 if n_sums < (8192 if roomy else 2048) else 8
 
 
 def _stages(row_bytes: int, device: torch.device) -> int:

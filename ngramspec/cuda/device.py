@@ -17,6 +17,8 @@ class Limits:
     n_processors: int
     shared_bytes: int
     """Shared memory that a block may have: what Triton holds a kernel against before it launches it."""
+    generation: int = 9
+    """Major number of its compute capability."""
 
 
 @cache
@@ -34,7 +36,7 @@ def limits(device: torch.device) -> Limits:
         if "C compiler" not in str(e):
             raise
         raise MissingPackageError(f"Triton needs a C compiler, and there is none: install gcc or clang ({e})") from e
-    return Limits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]))
+    return Limits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]), torch.cuda.get_device_capability(device)[0])
 
 
 def _properties(index: int) -> Mapping[str, int]:

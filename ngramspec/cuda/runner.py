@@ -207,7 +207,7 @@ class CudaRunner(Runner):
             int(model.config.get_text_config().num_attention_heads),
             max(self.shapes, key=lambda shape: shape[1]),
         )
-        self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim)
+        self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim, model.dtype.itemsize)
         self.policies: dict[tuple[int, int], KernelPolicy] = {}
         self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
         progress("checking exactness (the first start compiles its kernels)")

@@ -57,6 +57,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": _llama_rope(8.0),
         "tie_word_embeddings": False,
     },
+    "Llama-3.1-70B": _LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "rope_scaling": _llama_rope(8.0),
+        "tie_word_embeddings": False,
+    },
     "Llama-3.2-1B": _LLAMA
     | {
         "head_dim": 64,
@@ -76,6 +85,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
         "rope_scaling": _llama_rope(32.0),
         "tie_word_embeddings": True,
+    },
+    "Qwen2.5-Coder-0.5B": {
+        "model_type": "qwen2",
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "initializer_range": 0.02,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "Qwen2.5-Coder-7B": {
         "model_type": "qwen2",

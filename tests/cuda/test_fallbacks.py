@@ -177,6 +177,7 @@ def test_the_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPat
     device.limits.cache_clear()
     for shared, stages in ((227 << 10, 3), (99 << 10, 2), (64 << 10, 1)):
         monkeypatch.setattr(device, "_properties", lambda index, shared=shared: {"multiprocessor_count": 30, "max_shared_mem": shared})
-        assert device.limits(CUDA) == device.Limits(30, shared)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+        assert device.limits(CUDA) == device.Limits(30, shared, 8)
         assert attention._stages(256, CUDA) == stages
         device.limits.cache_clear()
