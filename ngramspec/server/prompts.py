@@ -1,16 +1,18 @@
 """From what a request says to the token ids of its prompt; a user's text never becomes a control token.
 
-Texts and messages enter, lists of ids leave. Control tokens are all that the tokenizer's vocabulary was extended with, special or not;
-they come from the chat template and the beginning of a text alone. Knows the engine's tokenizer; nothing of HTTP or of sampling.
+Texts, messages and tools enter, lists of ids leave. Control tokens are all that the tokenizer's vocabulary was extended with, special or
+not; they come from the chat template and the beginning of a text alone. Knows the engine's tokenizer; nothing of HTTP or of sampling.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
@@ -18,15 +20,12 @@ from tokenizers import AddedToken, Tokenizer
 from ngramspec.datastore.tokens import plain
 from ngramspec.engine import Engine
 from ngramspec.server.errors import ApiError
+from ngramspec.server.tool_turns import ASSISTANT, SYSTEM, TOOL, USER, Turn, in_text
+from ngramspec.text.tool_calls import HERMES, CallFormat, learn
 
-ASSISTANT = "assistant"
-
-
-class Turn(NamedTuple):
-    """One message of a chat: its role as templates know it, and its text."""
-
-    role: str
-    content: str
+Tools = Sequence[dict[str, Any]]
+"""As OpenAI's chats declare them."""
+Hide = Callable[[str, str], str]
 
 
 class Prompts:
@@ -43,6 +42,8 @@ class Prompts:
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
         self._endings = {text[n:] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
+        self._controls = {token.content: number for number, token in controls.items()}
+        self._specials = {token.content: number for number, token in controls.items() if token.special}
 
     @property
     def has_chat_template(self) -> bool:
@@ -52,51 +53,134 @@ class Prompts:
         """A text to be continued: its ids, behind the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
         return self._bos + self._engine.encode_text(text)
 
-    def chat(self, turns: Sequence[Turn]) -> list[int]:
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model writes calls of tools: as its template has it, or in a form that the prompt tells it."""
+        return self._learned or HERMES
+
+    @cached_property
+    def marks(self) -> dict[int, str]:
+        """The tokens that tell of a call and are no part of any text."""
+        names = {self.calls.trigger or "<|python_tag|>"} & set(self._specials)
+        return {self._specials[name]: name for name in names}
+
+    @cached_property
+    def added(self) -> dict[str, int]:
+        """The tokens beside text of which a text with calls may consist."""
+        return {text: number for text, number in self._controls.items() if text not in self._specials or text in self.calls.special}
+
+    def chat(self, turns: Sequence[Turn], tools: Tools = ()) -> list[int]:
         """The model's own template over the messages, up to where its answer begins. Raises ApiError (400) where it refuses them.
 
         Control tokens in a message are text: each is hidden from the template and the tokenizer behind a random mark, and encoded apart.
         So is what the template could join with its own or another message's text to a control token, if it does. What the assistant is
         said to have written keeps the tokens that are not special (such as those around a chain of thought): they are in the text that
-        the server gave out, and templates look for them there.
+        the server gave out, and templates look for them there. Of tools and calls, names, descriptions and values are messages' text.
         """
-        rendered = self._render(turns)
+        turns, tools = self._plainly(turns, tools)
+        foreign = False
+
+        def seen(text: str, role: str) -> str:
+            nonlocal foreign
+            foreign = foreign or bool(self._forbidden(role).search(text))
+            return text
+
+        def put(text: str, role: str) -> str:
+            return text if role == TOOL and _WORD.fullmatch(text) else marks.put(text)
+
+        rendered = self._render(turns, tools, seen)
         marks = _Marks()
-        hidden = [Turn(turn.role, self._hide(turn, marks)) for turn in turns]
-        pieces = marks.split(self._render(hidden)) if marks.texts else [(rendered, False)]
+        hidden = self._told(turns, tools, lambda text, role: self._hide(text, role, marks))
+        pieces = marks.split(self._rendered(*hidden)) if marks.texts else [(rendered, False)]
         allowed = [token for text, is_user in pieces if not is_user for token in self._control.findall(text)]
-        foreign = any(self._forbidden(turn.role).search(turn.content) for turn in turns)
         if not foreign and self._control.findall(rendered) == allowed:
             ids = self._encode(rendered)  # nothing was hidden, or ends of messages to which nothing was joined
         else:
             ids = self._join(pieces)
         if sum(token in self._control_ids for token in ids) > len(allowed):  # the tokenizer's normalizer makes one of other text
             marks = _Marks()
-            ids = self._join(marks.split(self._render([Turn(turn.role, marks.put(turn.content)) for turn in turns])))
+            ids = self._join(marks.split(self._render(turns, tools, put)))
         return ids
 
-    def _hide(self, turn: Turn, marks: _Marks) -> str:
-        """The message with marks in the place of what is, or could become, a control token."""
-        body = turn.content.strip()  # templates strip too
-        start = len(turn.content) - len(turn.content.lstrip())
-        before, after = turn.content[:start], turn.content[start + len(body) :]
+    def text(self, turns: Sequence[Turn], tools: Tools = ()) -> str:
+        """What `chat` encodes. Raises ApiError (400)."""
+        return self._render(*self._plainly(turns, tools))
+
+    def _plainly(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools]:
+        """The same without tools, where there are some and the template knows none."""
+        if not (tools or any(turn.calls or turn.role == TOOL for turn in turns)) or self._learned is not None:
+            return turns, tools
+        return in_text(turns, tools, takes_system=self._takes_system), ()
+
+    @cached_property
+    def _learned(self) -> CallFormat | None:
+        return learn(self._template, list(self._specials))
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        try:
+            return "probe" in self._template([{"role": SYSTEM, "content": "probe"}, {"role": USER, "content": "a"}], [], True)
+        except ValueError:
+            return False
+
+    def _hide(self, text: str, role: str, marks: _Marks) -> str:
+        """The text with marks in the place of what is, or could become, a control token."""
+        body = text.strip()  # templates strip too
+        start = len(text) - len(text.lstrip())
+        before, after = text[:start], text[start + len(body) :]
         reach = range(min(self._longest, len(body)), 0, -1)
         end = next((n for n in reach if body[-n:] in self._beginnings), 0)
         body, tail = body[: len(body) - end], body[len(body) - end :]
         start = next((n for n in reach if body[:n] in self._endings), 0)
         head, body = body[:start], body[start:]
-        middle = self._forbidden(turn.role).sub(lambda found: marks.put(found[0]), body)
+        middle = self._forbidden(role).sub(lambda found: marks.put(found[0]), body)
         return before + marks.put(head) + middle + marks.put(tail) + after
 
     def _forbidden(self, role: str) -> re.Pattern[str]:
         return self._special if role == ASSISTANT else self._control
 
-    def _render(self, turns: Sequence[Turn]) -> str:
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    def _render(self, turns: Sequence[Turn], tools: Tools = (), hide: Hide = lambda text, role: text) -> str:
+        return self._rendered(*self._told(turns, tools, hide))
+
+    def _told(self, turns: Sequence[Turn], tools: Tools, hide: Hide) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What the template is handed, with `hide(text, role)` in the place of each text."""
+        return [self._message(turn, hide) for turn in turns], [_hidden(tool, hide) for tool in tools]
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """Raises ApiError (400)."""
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, TypeError, ValueError) as e:
+            return self._template(messages, tools, True)
+        except ValueError as e:
             raise ApiError(400, f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
+
+    def _message(self, turn: Turn, hide: Hide) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": turn.role, "content": hide(turn.content, turn.role)}
+        if turn.calls:
+            message["tool_calls"] = [
+                {"id": _short(call.id), "type": "function", "function": {"name": hide(call.name, TOOL), "arguments": arguments}}
+                for call in turn.calls
+                for arguments in [self._arguments(call.arguments, hide)]
+            ]
+        if turn.role == TOOL:
+            message |= {"tool_call_id": _short(turn.call_id or ""), "name": hide(turn.name or "", TOOL)}
+        return message
+
+    def _arguments(self, given: str, hide: Hide) -> Any:
+        try:
+            parsed = json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            parsed = given
+        if self.calls.arguments_as_text or not isinstance(parsed, dict):
+            return hide(given, TOOL)
+        return _hidden(parsed, hide)
+
+    def _template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool) -> str:
+        """Raises ValueError."""
+        try:
+            applied = self._tokenizer.apply_chat_template
+            return str(applied(messages, tools=tools or None, tokenize=False, add_generation_prompt=answer_follows))
+        except (TemplateError, TypeError, AttributeError, LookupError) as error:
+            raise ValueError(str(error)) from error
 
     def _encode(self, text: str) -> list[int]:
         """Control tokens are what they are."""
@@ -126,6 +210,23 @@ class _Marks:
         cut = re.split(f"{self._nonce}([0-9]+);", rendered)
         pieces = [(self.texts[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(cut)]
         return [(text, is_user) for text, is_user in pieces if text]
+
+
+_WORD = re.compile(r"[A-Za-z0-9_]*")
+
+
+def _hidden(value: Any, hide: Hide) -> Any:
+    """A value of JSON with every text in it hidden."""
+    if isinstance(value, str):
+        return hide(value, TOOL)
+    if isinstance(value, Mapping):
+        return {hide(key, TOOL): _hidden(each, hide) for key, each in value.items()}
+    return [_hidden(each, hide) for each in value] if isinstance(value, list) else value
+
+
+def _short(number: str) -> str:
+    """The id of a call as Mistral's templates ask for it: nine letters and digits, here the digest of any other."""
+    return number if re.fullmatch("[a-zA-Z0-9]{9}", number) else hashlib.sha256(number.encode()).hexdigest()[:9]
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ngramspec.datastore.tokens import plain
 from ngramspec.server.errors import ApiError
-from ngramspec.server.prompts import Prompts, Turn
+from ngramspec.server.prompts import Prompts
+from ngramspec.server.tool_turns import Turn
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -83,7 +84,7 @@ HOSTILE = st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join)
 
 
 def turns_of(content: st.SearchStrategy[str]) -> st.SearchStrategy[list[Turn]]:
-    return st.lists(st.builds(Turn, ROLE, content), min_size=1, max_size=4)
+    return st.lists(st.tuples(ROLE, content).map(lambda turn: Turn(*turn)), min_size=1, max_size=4)
 
 
 def rendered(engine: Tokenizing, turns: list[Turn], **options: Any) -> Any:
@@ -118,7 +119,7 @@ def test_control_tokens_in_messages_are_text(turns: list[Turn]) -> None:
     assert found == ["<|im_start|>", "<|im_end|>"] * len(turns) + ["<|im_start|>"]
 
 
-@given(turns=st.lists(st.builds(Turn, st.sampled_from(["system", "user"]), HOSTILE), min_size=1, max_size=4))
+@given(turns=st.lists(st.tuples(st.sampled_from(["system", "user"]), HOSTILE).map(lambda turn: Turn(*turn)), min_size=1, max_size=4))
 def test_nor_do_they_where_blanks_are_part_of_words(turns: list[Turn]) -> None:
     prompts, engine = WORDS
     assert control_texts(engine, prompts.chat(turns)) == ["<|im_start|>", "<|im_end|>"] * len(turns) + ["<|im_start|>"]

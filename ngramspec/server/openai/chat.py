@@ -1,12 +1,12 @@
-"""`/v1/chat/completions` as OpenAI has it: messages through the model's own template, one answer or several.
+"""`/v1/chat/completions` as OpenAI has it: messages through the model's own template, one answer or several, with calls of tools.
 
-A checked request becomes one work; its completion or deltas become an answer or a stream of pieces. Text only, and no tools.
+A checked request becomes one work; its completion or deltas become an answer or a stream of pieces. Text only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -17,23 +17,28 @@ from ngramspec.server.auth import Identity, identify
 from ngramspec.server.errors import ApiError, refusing
 from ngramspec.server.events import GENERATES, EventStream
 from ngramspec.server.openai import logprobs
+from ngramspec.server.openai.conversation import Conversation, text_of, unsupported
 from ngramspec.server.openai.handler import CompletionHandler
-from ngramspec.server.openai.schemas import ChatRequest, ChatResponse, Message, Part
-from ngramspec.server.prompts import Prompts, Turn
+from ngramspec.server.openai.schemas import ApplyTemplateRequest, ApplyTemplateResponse, ChatRequest, ChatResponse, Message
+from ngramspec.server.openai.tools import Listener, calls_made, toolbox
+from ngramspec.server.prompts import Prompts
 from ngramspec.server.state import State
 from ngramspec.server.token_texts import TokenTexts
+from ngramspec.server.tool_turns import ASSISTANT, TOOL, Call, Turn
+from ngramspec.text.call_reader import Argued, Called, Event, Said
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": ASSISTANT, "tool": TOOL}
 """OpenAI's roles, and what templates call them."""
 
 
 def router(state: State) -> APIRouter:
-    routes = APIRouter(prefix="/v1", tags=["openai"])
+    routes = APIRouter(tags=["openai"])
     prompts, texts = Prompts(state.engine), TokenTexts(state.engine.tokenizer)
 
-    @routes.post("/chat/completions", response_model=ChatResponse, response_model_exclude_unset=True, responses=GENERATES)
+    @routes.post("/chat/completions", include_in_schema=False, responses=GENERATES)
+    @routes.post("/v1/chat/completions", response_model=ChatResponse, response_model_exclude_unset=True, responses=GENERATES)
     async def chat(body: ChatRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
         """Answer a conversation."""
         handler = _ChatHandler(state, prompts, texts, body, identity)
@@ -44,6 +49,14 @@ def router(state: State) -> APIRouter:
             (completion,) = await state.admission.results(reservation, http, works)
             return handler.answer(completion)
 
+    @routes.post("/apply-template", tags=["llama.cpp"])
+    async def apply_template(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> ApplyTemplateResponse:
+        """The text that a conversation becomes before the model continues it."""
+        box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
+        conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages")
+        with state.admission.reserve(), refusing():
+            return ApplyTemplateResponse(prompt=await asyncio.to_thread(prompts.text, conversation.turns, box.told))
+
     return routes
 
 
@@ -52,39 +65,26 @@ class _ChatHandler(CompletionHandler):
 
     def __init__(self, state: State, prompts: Prompts, texts: TokenTexts, body: ChatRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "chatcmpl")
-        self._engine, self._bounds, self._limits = state.engine, state.bounds, state.settings.limits
-        self._prompts, self._texts, self._body = prompts, texts, body
+        self._engine, self._texts, self._body = state.engine, texts, body
         self.n = 1 if body.n is None else body.n
-        for name in ("tools", "functions"):
+        for name in ("functions", "function_call"):
             if getattr(body, name):
-                raise _unsupported(name, "this server calls no tools")
+                raise unsupported(name, "tools have taken their place")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
-        if not prompts.has_chat_template:
-            raise _unsupported("messages", "this model has no chat template; /v1/completions continues texts")
-        if len(body.messages) > self._engine.max_model_len:
-            why = f"there are {len(body.messages)}; this server takes {self._engine.max_model_len} tokens"
-            raise ApiError(400, f"messages: {why}", param="messages", code="context_length_exceeded")
-        self._turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-        self._prediction = None if body.prediction is None else _text(body.prediction.content, "prediction.content")
+        box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
+        self._conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages")
+        self._prediction = None if body.prediction is None else text_of(body.prediction.content, "prediction.content")
 
     def work(self) -> Work:
         """Raises ApiError. Renders and encodes; may take a while."""
         body = self._body
-        with refusing():
-            ids = self._prompts.chat(self._turns)
-            self._bounds.check_prompt(len(ids), "messages")
-            if not ids:
-                raise ApiError(400, "messages: the model's chat template makes nothing of them", param="messages")
-            if self._prediction is not None:
+        if self._prediction is not None:
+            with refusing():
                 self.hints["prediction"] = self._engine.encode_text(self._prediction)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        left = max(min(self._engine.max_model_len - len(ids), self._limits.output_tokens // self.n), 1)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.params(max_tokens=left if asked is None else asked, n=self.n, logprobs=top)
-        self._bounds.check(params)
-        body.check_form(self._engine)
-        return Work(ids, params, self.hints)
+        return self._conversation.work(body, self.hints, max_tokens=asked, n=self.n, logprobs=top)
 
     # ------------------------------------------------------------------ answers
 
@@ -93,27 +93,40 @@ class _ChatHandler(CompletionHandler):
         return answer | {"usage": self.usage([completion])} | self.extras([completion])
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
+        listener = self._conversation.listener()
+        for _ in listener.hear(choice):
+            pass
+        reply = listener.reply
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.calls:
+            message |= {"content": reply.content or None, "tool_calls": [_call(call) for call in reply.calls]}
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": _ended(listener, choice.finish_reason),
         } | self.told_sources(choice)
 
     async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
-        """The pieces of a stream: for each choice who speaks, what it says, and why it ends."""
+        """The pieces of a stream: for each choice who speaks, what it says and calls, and why it ends."""
         head = self.chunk(CHUNK)
-        begun: set[int] = set()
+        listeners: dict[int, Listener] = {}
         completions: list[Completion] = []
+        nothing = None if self._conversation.toolbox.tools else ""
         async for _, delta in pieces:
-            if delta.index not in begun:
-                begun.add(delta.index)
-                yield head | {"choices": [_piece(delta.index, {"role": "assistant", "content": "", "refusal": None})]}
-            if delta.text or (delta.token_ids and (self._body.logprobs or self.sources)):
-                said = _piece(delta.index, {"content": delta.text}) | {"logprobs": self._logprobs(delta.logprobs)}
-                yield head | {"choices": [said | self.told_sources(delta)]}
+            if delta.index not in listeners:
+                listeners[delta.index] = self._conversation.listener()
+                yield head | {"choices": [_piece(delta.index, {"role": "assistant", "content": nothing, "refusal": None})]}
+            listener = listeners[delta.index]
+            extras = {"logprobs": self._logprobs(delta.logprobs)} | self.told_sources(delta)
+            told = not (delta.token_ids and (self._body.logprobs or self.sources))
+            for event in listener.hear(delta):
+                yield head | {"choices": [_piece(delta.index, _said(listener, event)) | ({} if told else extras)]}
+                told = True
+            if not told:
+                yield head | {"choices": [_piece(delta.index, {"content": ""}) | extras]}
             if delta.finish_reason is not None:
-                yield head | {"choices": [_piece(delta.index, {}, delta.finish_reason)]}
+                yield head | {"choices": [_piece(delta.index, {}, _ended(listener, delta.finish_reason))]}
             if delta.completion is not None:
                 completions.append(delta.completion)
         for last in self.closing(CHUNK, completions):
@@ -127,28 +140,52 @@ def _piece(index: int, delta: dict[str, Any], finish_reason: str | None = None) 
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _turn(message: Message, where: str) -> Turn:
-    """Raises ApiError."""
-    if message.tool_calls or message.function_call or message.role in ("tool", "function"):
-        raise _unsupported(where, "this server calls no tools")
+def _said(listener: Listener, event: Event) -> dict[str, Any]:
+    """A piece of a message."""
+    calls = listener.reply.calls
+    match event:
+        case Said(text):
+            return {"content": text}
+        case Called():
+            return {"tool_calls": [{"index": len(calls) - 1} | _call(calls[-1])]}
+        case Argued(text):
+            return {"tool_calls": [{"index": len(calls) - 1, "function": {"arguments": text}}]}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _ended(listener: Listener, finish_reason: str | None) -> str | None:
+    return listener.finish_reason if finish_reason == "stop" else finish_reason
+
+
+def turns_of(messages: Sequence[Message]) -> list[Turn]:
+    """Raises ApiError (400)."""
+    turns: list[Turn] = []
+    names: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        turn = _turn(message, f"messages[{i}]", names)
+        names |= {call.id: call.name for call in turn.calls}
+        turns.append(turn)
+    return turns
+
+
+def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
+    """`names`: of the calls so far, by their ids. Raises ApiError (400)."""
+    if message.function_call or message.role == "function":
+        raise unsupported(where, "tools have taken the place of functions")
     if message.role not in ROLES:
         raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role")
-    if message.content is None:
+    role = ROLES[message.role]
+    calls = calls_made(message.tool_calls, where)
+    if calls and role != ASSISTANT:
+        raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
+    if message.content is None and not calls:
         raise ApiError(400, f"{where}.content: is missing", param=f"{where}.content")
-    return Turn(ROLES[message.role], _text(message.content, f"{where}.content"))
-
-
-def _text(content: str | list[Part], where: str) -> str:
-    """The text of a content and of its parts, end to end. Raises ApiError."""
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content):
-        if part.type != "text":
-            raise _unsupported(f"{where}[{i}]", f"only parts of type 'text', got {part.type[:40]!r}")
-        if part.text is None:
-            raise ApiError(400, f"{where}[{i}].text: is missing", param=f"{where}[{i}].text")
-    return "".join(part.text or "" for part in content)
-
-
-def _unsupported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param}: {why}", param=param, code="not_supported")
+    content = text_of(message.content or "", f"{where}.content")
+    if role != TOOL:
+        return Turn(role, content, calls)
+    if message.tool_call_id is None:
+        raise ApiError(400, f"{where}.tool_call_id: is missing", param=f"{where}.tool_call_id")
+    return Turn(role, content, call_id=message.tool_call_id, name=message.name or names.get(message.tool_call_id))

@@ -14,6 +14,7 @@ from ngramspec.batch.options import MAX_INT
 from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
 from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError, bad_request
+from ngramspec.server.openai.tools import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
 from ngramspec.server.structured import Structured
 
@@ -83,7 +84,11 @@ class Part(StrictModel):
 class Message(StrictModel):
     role: str
     content: str | Items[Part] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[Items[ToolCalled], Field(max_length=MAX_TOOLS)] | None = None
+    """Of the assistant; then there may be no content."""
+    tool_call_id: str | None = None
+    """Of a tool: which call this is the result of."""
+    name: str | None = None
     function_call: Any = None
 
 
@@ -92,15 +97,32 @@ class Prediction(StrictModel):
     content: str | Items[Part]
 
 
-class ChatRequest(Sampled):
+class Tooled(StrictModel):
+    """What a chat may call."""
+
     messages: Annotated[Items[Message], Field(min_length=1)]
+    tools: Annotated[Items[ToolDeclared], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    """`none`, `auto`, `required` or a function; those other than `none` and `auto` hold the answer to calls that fit their schemas."""
+    parallel_tool_calls: bool | None = None
+
+
+class ApplyTemplateRequest(Tooled):
+    """llama.cpp's."""
+
+
+class ApplyTemplateResponse(BaseModel):
+    prompt: str
+
+
+class ChatRequest(Tooled, Sampled):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prediction: Prediction | None = None
-    tools: list[Any] | None = None
     functions: list[Any] | None = None
+    function_call: Any = None
 
 
 # ------------------------------------------------------------------ answers
@@ -178,10 +200,22 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):

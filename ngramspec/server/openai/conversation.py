@@ -1,0 +1,82 @@
+"""What the routes of chats share: from turns and tools to a work, and from a completion back to what is said and called.
+
+Turns, a `Toolbox` and checked fields enter, a `Work` leaves. Knows the model's template through `Prompts`, and no shape of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ngramspec.engine import Hints
+from ngramspec.server.admission import Work
+from ngramspec.server.errors import ApiError, refusing
+from ngramspec.server.openai.schemas import Part, Sampled
+from ngramspec.server.openai.tools import Listener, Toolbox
+from ngramspec.server.prompts import Prompts
+from ngramspec.server.state import State
+from ngramspec.server.tool_turns import Turn
+from ngramspec.text.call_reader import CallReader
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One request of a chat."""
+
+    state: State
+    prompts: Prompts
+    turns: Sequence[Turn]
+    toolbox: Toolbox
+    param: str
+    """The field that the turns come from."""
+    held: bool = False
+    """A grammar holds calls to their form. Known when there is a work."""
+
+    def __post_init__(self) -> None:
+        """Raises ApiError (400)."""
+        if not self.prompts.has_chat_template:
+            raise unsupported(self.param, "this model has no chat template; /v1/completions continues texts")
+        most = self.state.engine.max_model_len
+        if len(self.turns) > most:
+            why = f"there are {len(self.turns)}; this server takes {most} tokens"
+            raise ApiError(400, f"{self.param}: {why}", param=self.param, code="context_length_exceeded")
+
+    def work(self, body: Sampled, hints: Hints, *, max_tokens: int | None, n: int, logprobs: int | None) -> Work:
+        """Raises ApiError. Renders, encodes, compiles; may take a while."""
+        state, box = self.state, self.toolbox
+        with refusing():
+            ids = self.prompts.chat(self.turns, box.told)
+            state.bounds.check_prompt(len(ids), self.param)
+            if not ids:
+                raise ApiError(400, f"{self.param}: the model's chat template makes nothing of them", param=self.param)
+        left = max(min(state.engine.max_model_len - len(ids), state.settings.limits.output_tokens // n), 1)
+        params = body.params(max_tokens=left if max_tokens is None else max_tokens, n=n, logprobs=logprobs)
+        state.bounds.check(params)
+        body.check_form(state.engine)
+        if box.tools and (grammar := box.grammar(self.prompts.calls, self.prompts.added, params.grammar)) is not None:
+            box.check(state.engine, grammar)
+            params, self.held = replace(params, grammar=grammar), True
+        return Work(ids, params, hints)
+
+    def listener(self) -> Listener:
+        """For one choice of the work's completion."""
+        if not self.toolbox.tools:
+            return Listener(None, {})
+        names = [tool.name for tool in self.toolbox.tools]
+        return Listener(CallReader(self.prompts.calls, names, held=self.held), self.prompts.marks)
+
+
+def text_of(content: str | list[Part], where: str, types: Sequence[str] = ("text",)) -> str:
+    """The text of a content and of its parts, end to end. Raises ApiError (400)."""
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type not in types:
+            raise unsupported(f"{where}[{i}]", f"only parts of type {' or '.join(map(repr, types))}, got {part.type[:40]!r}")
+        if part.text is None:
+            raise ApiError(400, f"{where}[{i}].text: is missing", param=f"{where}[{i}].text")
+    return "".join(part.text or "" for part in content)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    return ApiError(400, f"{param}: {why}", param=param, code="not_supported")
