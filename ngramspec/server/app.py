@@ -20,7 +20,7 @@ from ngramspec.server.limits import Bounds
 from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.middleware import RequestMiddleware
-from ngramspec.server.openai import chat, completions
+from ngramspec.server.openai import chat, completions, responses
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.state import State
 
@@ -50,7 +50,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.state.server = state
     app.openapi = lambda: document(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
     errors.install(app)
-    routers = [module.router(state) for module in (completions, chat, llamacpp, admin, operation, playground)]
+    routers = [module.router(state) for module in (completions, chat, responses, llamacpp, admin, operation, playground)]
     for router in routers:
         app.include_router(router)
     if settings.cors_origins:

@@ -19,7 +19,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from ngramspec.server.errors import ApiError
 from ngramspec.server.settings import Key, ServerSettings
 
-OPEN = frozenset({("GET", "/health"), ("GET", "/"), ("GET", "/static/{name}")})
+OPEN = frozenset({("GET", "/health"), ("GET", "/v1/health"), ("GET", "/"), ("GET", "/static/{name}")})
 """(method, path template) of every route that answers without a key: nothing in them comes from a model or a store."""
 
 Headers = Sequence[tuple[bytes, bytes]]

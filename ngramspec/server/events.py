@@ -36,14 +36,15 @@ def generates(route: BaseRoute) -> bool:
 
 
 class EventStream(EventSourceResponse):
-    """A response that sends each event as a `data:` line, and `data: [DONE]` at the end if `done`.
+    """A response that sends each event as a `data:` line, and `data: [DONE]` at the end if `done`. `named`: an `event:` line with its
+    `type` goes before.
 
     An error in `events` leaves as one more event in the envelope, then the stream ends. Takes the reservation over from its `with` block,
     and closes it however the stream ends.
     """
 
-    def __init__(self, reservation: Reservation, events: AsyncIterator[Event], *, done: bool = True) -> None:
-        super().__init__(_encoded(events, done), sep="\n", ping=PING_S)
+    def __init__(self, reservation: Reservation, events: AsyncIterator[Event], *, done: bool = True, named: bool = False) -> None:
+        super().__init__(_encoded(events, done, named), sep="\n", ping=PING_S)
         reservation.detach()
         self._reservation = reservation
 
@@ -56,11 +57,12 @@ class EventStream(EventSourceResponse):
             self._reservation.close()
 
 
-async def _encoded(events: AsyncIterator[Event], done: bool) -> AsyncIterator[bytes]:
+async def _encoded(events: AsyncIterator[Event], done: bool, named: bool) -> AsyncIterator[bytes]:
     """Events as bytes; an error as the last one."""
     try:
         async for event in events:
-            yield _line(event)
+            name = f"event: {event['type']}\n".encode() if named and isinstance(event, dict) else b""
+            yield name + _line(event)
         if done:
             yield _line("[DONE]")
     except ApiError as error:

@@ -17,6 +17,7 @@ from ngramspec.server.state import State
 def router(state: State) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
+    @routes.get("/v1/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> dict[str, str]:
         """200 while the server takes work, 503 before and after."""

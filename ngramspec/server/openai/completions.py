@@ -31,23 +31,24 @@ MAX_TOKENS = 16
 
 
 def router(state: State) -> APIRouter:
-    routes = APIRouter(prefix="/v1", tags=["openai"])
+    routes = APIRouter(tags=["openai"])
     engine = state.engine
     prompts, texts = Prompts(engine), TokenTexts(engine.tokenizer)
     model = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "ngramspec"}
     model["max_model_len"] = engine.max_model_len
 
-    @routes.get("/models", response_model=ModelList)
+    @routes.get("/models", include_in_schema=False)
+    @routes.get("/v1/models", response_model=ModelList)
     async def models(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 
-    @routes.get("/models/{name:path}", response_model=Model)
+    @routes.get("/v1/models/{name:path}", response_model=Model)
     async def one_model(name: str, identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
         if name != engine.name:
             raise no_model(name, engine.name)
         return model
 
-    @routes.post("/completions", response_model=CompletionResponse, response_model_exclude_unset=True, responses=GENERATES)
+    @routes.post("/v1/completions", response_model=CompletionResponse, response_model_exclude_unset=True, responses=GENERATES)
     async def complete(body: CompletionRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
         """Continue one or several texts."""
         handler = _TextHandler(state, prompts, texts, body, identity)

@@ -1,4 +1,4 @@
-"""What OpenAI's two routes of completions share: who may ask for what, and what every answer says of itself.
+"""What OpenAI's routes share: who may ask for what, and what every answer says of itself.
 
 Checked requests enter; hints for the engine, and the parts of an answer that are no text, leave. Knows neither prompts nor choices.
 """
@@ -22,7 +22,7 @@ from ngramspec.server.state import State
 class CompletionHandler:
     """One request on its way to an answer. Raises ApiError where it asks for what it may not have, or there is no such model."""
 
-    def __init__(self, state: State, request: Sampled, identity: Identity, kind: Literal["cmpl", "chatcmpl"]) -> None:
+    def __init__(self, state: State, request: Sampled, identity: Identity, kind: Literal["cmpl", "chatcmpl", "resp"]) -> None:
         engine = state.engine
         if request.model and request.model != engine.name:
             raise no_model(request.model, engine.name)

@@ -1,0 +1,193 @@
+"""`/v1/responses` as OpenAI has it, for text and calls of functions: items enter, items leave, whole or event by event.
+
+A checked request becomes one work as a chat's does; its completion or deltas become items. Nothing is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from ngramspec.batch.types import Choice, Completion, Delta
+from ngramspec.server.admission import Work
+from ngramspec.server.auth import Identity, identify
+from ngramspec.server.events import GENERATES, EventStream
+from ngramspec.server.openai.conversation import Conversation
+from ngramspec.server.openai.handler import CompletionHandler
+from ngramspec.server.openai.responses_schemas import Response, ResponsesRequest, in_its_words
+from ngramspec.server.openai.schemas import TEMPERATURE
+from ngramspec.server.prompts import Prompts
+from ngramspec.server.state import State
+from ngramspec.text.call_reader import Argued, Called, Said
+
+Event = dict[str, Any]
+
+
+def router(state: State) -> APIRouter:
+    routes = APIRouter(tags=["openai"])
+    prompts = Prompts(state.engine)
+
+    @routes.post("/responses", include_in_schema=False, responses=GENERATES)
+    @routes.post("/v1/responses", response_model=Response, response_model_exclude_unset=True, responses=GENERATES)
+    async def respond(body: ResponsesRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
+        """Answer with text, or with calls of functions."""
+        with in_its_words():
+            handler = _ResponseHandler(state, prompts, body, identity)
+            with state.admission.reserve() as reservation:
+                works = [await asyncio.to_thread(handler.work)]
+                if handler.streams:
+                    events = handler.events(state.admission.stream(reservation, http, works))
+                    return EventStream(reservation, events, done=False, named=True)
+                (completion,) = await state.admission.results(reservation, http, works)
+                return handler.answer(completion)
+
+    return routes
+
+
+class _ResponseHandler(CompletionHandler):
+    """One request of /v1/responses."""
+
+    def __init__(self, state: State, prompts: Prompts, body: ResponsesRequest, identity: Identity) -> None:
+        super().__init__(state, body, identity, "resp")
+        body.check()
+        self._body = body
+        self._conversation = Conversation(state, prompts, body.turns, body.box, "input")
+
+    def work(self) -> Work:
+        """Raises ApiError. Renders and encodes; may take a while."""
+        with in_its_words():
+            return self._conversation.work(self._body, self.hints, max_tokens=self._body.max_output_tokens, n=1, logprobs=None)
+
+    # ------------------------------------------------------------------ answers
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        output = _Output(self._conversation)
+        for _ in output.take(completion.choices[0]):
+            pass
+        return self._response(output, completion)
+
+    async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[Event]:
+        """What is added to which item, between the response's beginning and its end."""
+        output, number = _Output(self._conversation), 0
+
+        def numbered(event: Event) -> Event:
+            nonlocal number
+            number += 1
+            return event | {"sequence_number": number - 1}
+
+        for name in ("created", "in_progress"):
+            yield numbered({"type": f"response.{name}", "response": self._response(output, None)})
+        async for _, delta in pieces:
+            for event in output.take(delta):
+                yield numbered(event)
+            if delta.completion is not None:
+                response = self._response(output, delta.completion)
+                yield numbered({"type": f"response.{response['status']}", "response": response})
+
+    def _response(self, output: _Output, completion: Completion | None) -> dict[str, Any]:
+        """As it stands; `completion`: at its end."""
+        body = self._body
+        given = body.model_dump(exclude_unset=True, by_alias=True, include={"text", "tool_choice", "tools", "metadata"})
+        usage = None if completion is None else self.usage([completion])
+        status = "in_progress" if completion is None else output.status
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": status,
+            "output": output.items if completion is not None else [],
+            "usage": usage
+            and {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": given.get("metadata") or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": TEMPERATURE if body.temperature is None else body.temperature,  # type: ignore[attr-defined]
+            "text": given.get("text") or {"format": {"type": "text"}},
+            "tool_choice": given.get("tool_choice") or "auto",
+            "tools": given.get("tools") or [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,  # type: ignore[attr-defined]
+            "truncation": "disabled",
+            "user": body.user,
+        } | ({} if completion is None else self.extras([completion]))
+
+
+class _Output:
+    """The items of a response as they grow, and the events that tell of it."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.status = "completed"
+        self._listener = conversation.listener()
+
+    def take(self, part: Choice | Delta) -> Iterator[Event]:
+        """What a part adds. One with a `finish_reason` is the last."""
+        for event in self._listener.hear(part):
+            match event:
+                case Said(text):
+                    if not self.items or self.items[-1]["type"] != "message":
+                        yield from self._begin_message()
+                    self._text["text"] += text
+                    yield self._of_part("response.output_text.delta", delta=text, logprobs=[])
+                case Called(name):
+                    yield from self._end()
+                    call = {"type": "function_call", "call_id": self._listener.reply.calls[-1].id, "name": name, "arguments": ""}
+                    yield self._add("fc", call)
+                case Argued(text):
+                    self.items[-1]["arguments"] += text
+                    yield self._of_item("response.function_call_arguments.delta", delta=text)
+        if part.finish_reason is not None:
+            if not self.items:
+                yield from self._begin_message()
+            self.status = "incomplete" if part.finish_reason == "length" else "completed"
+            yield from self._end(self.status)
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        content: dict[str, Any] = self.items[-1]["content"][0]
+        return content
+
+    def _begin_message(self) -> Iterator[Event]:
+        yield from self._end()
+        yield self._add("msg", {"type": "message", "role": "assistant", "content": []})
+        self.items[-1]["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+        yield self._of_part("response.content_part.added", part=dict(self._text))
+
+    def _add(self, prefix: str, item: dict[str, Any]) -> Event:
+        self.items.append({"id": f"{prefix}_{secrets.token_hex(16)}", "status": "in_progress"} | item)
+        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _end(self, status: str = "completed") -> Iterator[Event]:
+        """Of the last item, if it has not ended."""
+        if not self.items or self.items[-1]["status"] != "in_progress":
+            return
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            yield self._of_part("response.output_text.done", text=self._text["text"], logprobs=[])
+            yield self._of_part("response.content_part.done", part=dict(self._text))
+        else:
+            yield self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1} | more
+
+    def _of_part(self, kind: str, **more: Any) -> Event:
+        return self._of_item(kind, content_index=0, **more)

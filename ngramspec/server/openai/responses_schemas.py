@@ -1,0 +1,261 @@
+"""The shape of `/v1/responses`: what is accepted where, and what it says in the words of chats.
+
+JSON that was parsed enters, turns, a `Toolbox` and the form of an answer leave. Nothing is kept from request to request, so what refers to
+earlier ones is refused. Knows nothing of routes or tokenizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from ngramspec.batch.options import MAX_INT
+from ngramspec.server.errors import ApiError
+from ngramspec.server.openai.schemas import Part, Sampled
+from ngramspec.server.openai.tools import (
+    MAX_TOOLS,
+    AllowedTools,
+    ChosenTool,
+    FunctionDeclared,
+    FunctionNamed,
+    Toolbox,
+    ToolChoice,
+    ToolDeclared,
+    ToolNamed,
+    toolbox,
+)
+from ngramspec.server.schemas import Items, StrictModel
+from ngramspec.server.structured import ResponseFormat, Schema
+from ngramspec.server.tool_turns import ASSISTANT, SYSTEM, TOOL, Call, Turn
+
+ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": "user", "assistant": ASSISTANT}
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+class Text(Part):
+    refusal: str | None = None
+
+
+class InputItem(StrictModel):
+    """A message, a call that the assistant made, or its result."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | Items[Text] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Items[Text] | None = None
+
+
+class FlatTool(FunctionDeclared):
+    """A function, without the wrapping that chats have."""
+
+    type: str
+    name: str = ""
+
+
+class FlatChoice(StrictModel):
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[Items[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+
+
+class TextFormat(StrictModel):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    json_schema: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(StrictModel):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(StrictModel):
+    effort: str | None = None
+
+
+class ResponsesRequest(Sampled):
+    input: str | Annotated[Items[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    tools: Annotated[Items[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    store: bool | None = None
+    """Accepted; nothing is stored."""
+    metadata: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+    include: Items[str] | None = None
+    reasoning: Reasoning | None = None
+
+    def check(self) -> None:
+        """Raises ApiError (400) for what this server does not do."""
+        for name, asked, why in (
+            ("previous_response_id", self.previous_response_id, "responses are not stored here; send the items that came before"),
+            ("conversation", self.conversation, "conversations are not stored here; send the items that came before"),
+            ("prompt", self.prompt, "prompts are not stored here"),
+            ("background", self.background, "responses are not stored here; stream them"),
+            ("truncation", self.truncation not in (None, "disabled"), "a prompt is never cut"),
+            ("top_logprobs", self.top_logprobs, "only /v1/chat/completions tells log-probabilities"),
+            ("include", "message.output_text.logprobs" in (self.include or ()), "only /v1/chat/completions tells log-probabilities"),
+            ("reasoning.effort", self.reasoning and self.reasoning.effort not in (None, "none"), "the model's template has no such word"),
+            ("text.verbosity", self.text and self.text.verbosity not in (None, "medium"), "say it in the instructions"),
+            ("n", self.n not in (None, 1), "a response is one text"),
+            ("response_format", self.response_format, "here it is text.format"),
+        ):
+            if asked:
+                raise ApiError(400, f"{name}: {why}", param=name, code="not_supported")
+        if self.text is not None and (wanted := self.text.format) is not None:
+            named = {"json_schema": {"schema": wanted.json_schema}} if wanted.type == "json_schema" else {}
+            self.response_format = ResponseFormat.model_validate({"type": wanted.type} | named)
+
+    @property
+    def box(self) -> Toolbox:
+        """What may be called. Raises ApiError (400)."""
+        declared = [ToolDeclared(type=tool.type, function=tool if tool.type == "function" else None) for tool in self.tools or ()]
+        choice: ToolChoice | None
+        if isinstance(given := self.tool_choice, FlatChoice):
+            allowed = None
+            if given.mode is not None and given.tools:
+                each = [ToolNamed(type=tool.type, function=FunctionNamed(name=tool.name)) for tool in given.tools]
+                allowed = AllowedTools(mode=given.mode, tools=each)
+            name = None if given.name is None else FunctionNamed(name=given.name)
+            choice = ChosenTool(type=given.type, function=name, allowed_tools=allowed)
+        else:
+            choice = given
+        return toolbox(declared, choice, self.parallel_tool_calls)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The messages of a chat. Raises ApiError (400)."""
+        turns = [Turn(SYSTEM, self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*turns, Turn("user", self.input)]
+        names: dict[str, str] = {}
+        for i, item in enumerate(self.input):
+            turn = _turn(item, f"input[{i}]", names)
+            names |= {call.id: call.name for call in turn.calls}
+            if turn.calls and turns and turns[-1].role == ASSISTANT:
+                turns[-1] = turns[-1]._replace(calls=turns[-1].calls + turn.calls)
+            elif turn.role == SYSTEM and len(turns) == 1 and turns[0].role == SYSTEM:
+                turns[0] = Turn(SYSTEM, f"{turns[0].content}\n\n{turn.content}")
+            else:
+                turns.append(turn)
+        return turns
+
+
+def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
+    """`names`: of the calls so far, by their ids. Raises ApiError (400)."""
+    match item.type or "message":
+        case "message":
+            if item.role not in ROLES:
+                got = "nothing" if item.role is None else repr(item.role[:40])
+                raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {got}", param=f"{where}.role")
+            return Turn(ROLES[item.role], _text(_there(item.content, f"{where}.content"), f"{where}.content"))
+        case "function_call":
+            call = Call(
+                _there(item.call_id, f"{where}.call_id"),
+                _there(item.name, f"{where}.name"),
+                _there(item.arguments, f"{where}.arguments"),
+            )
+            return Turn(ASSISTANT, "", (call,))
+        case "function_call_output":
+            number = _there(item.call_id, f"{where}.call_id")
+            output = _text(_there(item.output, f"{where}.output"), f"{where}.output")
+            return Turn(TOOL, output, call_id=number, name=names.get(number))
+        case other:
+            why = f"{where}.type: must be 'message', 'function_call' or 'function_call_output', got {other[:40]!r}"
+            raise ApiError(400, why, param=f"{where}.type", code="not_supported")
+
+
+def _there(value: Any, where: str) -> Any:
+    if value is None:
+        raise ApiError(400, f"{where}: is missing", param=where)
+    return value
+
+
+def _text(content: str | list[Text], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type not in _TEXTS:
+            why = f"{where}[{i}]: only parts of type 'input_text' and 'output_text', got {part.type[:40]!r}"
+            raise ApiError(400, why, param=f"{where}[{i}]", code="not_supported")
+    return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
+
+
+@contextlib.contextmanager
+def in_its_words() -> Iterator[None]:
+    """Within it, an ApiError names fields as this route has them, and not as chats do."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None:
+            raise
+        param = error.param
+        for theirs, ours in (("response_format.json_schema", "text.format"), ("response_format", "text.format"), (".function", "")):
+            param = param.replace(theirs, ours)
+        message = error.message.replace(error.param, param)
+        raise ApiError(error.status, message, type=error.type, param=param, code=error.code, headers=error.headers) from None
+
+
+# ------------------------------------------------------------------ answers
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Response(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "in_progress"]
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, None]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+    metrics: dict[str, Any] | None = None
+    timings: dict[str, float] | None = None
