@@ -56,7 +56,7 @@ class CallReader:
         self._depth, self._in_string, self._escaped = 0, False, False
         self._n_calls = 0
         self._plain = False
-        """Something was said, so that an unmarked call cannot follow."""
+        """Something was said, behind which an unmarked call cannot come."""
         self._fresh = True
         """Nothing was said since the beginning or the last call."""
         self._ended = False
@@ -98,9 +98,14 @@ class CallReader:
 
     def _outside(self) -> Iterator[Event | None]:
         text = self._text
-        if self._unmarked and not self._plain and (stripped := text.lstrip(" \t\r\n;")).startswith("{"):
-            self._raw, self._text, self._state = text[: len(text) - len(stripped)], stripped, self._inside
-            return
+        if self._unmarked and not self._plain:
+            begins = text.lstrip(" \t\r\n;" if self._n_calls else None)
+            if begins.startswith("{"):
+                self._raw, self._text, self._state = text[: len(text) - len(begins)], begins, self._inside
+                return
+            if not begins and not self._ended:
+                yield None
+                return
         if self._trigger and (at := text.find(self._trigger)) >= 0:
             yield from self._say(text[:at], before_call=True)
             self._raw, self._text, self._state = self._trigger, text[at + len(self._trigger) :], self._inside
@@ -190,9 +195,9 @@ class CallReader:
 
     def _say(self, text: str, *, before_call: bool) -> list[Event]:
         """Blanks beside calls are nobody's."""
-        if self._fresh and self._n_calls:
+        if self._fresh and self._n_calls and (not self._plain or (self._ended and not text.strip())):
             text = text.lstrip()
-        if before_call or (self._ended and self._n_calls and not text.strip()):
+        if before_call:
             text = text.rstrip()
         if not text:
             return []
