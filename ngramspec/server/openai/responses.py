@@ -35,6 +35,7 @@ def router(state: State) -> APIRouter:
     @routes.post("/v1/responses", response_model=Response, response_model_exclude_unset=True, responses=GENERATES)
     async def respond(body: ResponsesRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
         """Answer with text, or with calls of functions."""
+        body.check()
         with in_its_words():
             handler = _ResponseHandler(state, prompts, body, identity)
             with state.admission.reserve() as reservation:
@@ -53,7 +54,6 @@ class _ResponseHandler(CompletionHandler):
 
     def __init__(self, state: State, prompts: Prompts, body: ResponsesRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "resp")
-        body.check()
         self._body = body
         self._conversation = Conversation(state, prompts, body.turns, body.box, "input")
 

@@ -103,7 +103,7 @@ class ResponsesRequest(Sampled):
     reasoning: Reasoning | None = None
 
     def check(self) -> None:
-        """Raises ApiError (400) for what this server does not do."""
+        """Raises ApiError (400) for what this server does not do. Takes the form of the answer from where this route has it."""
         for name, asked, why in (
             ("previous_response_id", self.previous_response_id, "responses are not stored here; send the items that came before"),
             ("conversation", self.conversation, "conversations are not stored here; send the items that came before"),

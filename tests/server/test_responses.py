@@ -1,0 +1,225 @@
+"""/v1/responses through the official client: text, calls, results and forms, whole and event by event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import Server
+from pydantic import BaseModel
+from scripted import reciting_engine
+from templates import Template
+from test_tools import LITTLE, SHAPE, TIME, TOOLS, Tokenizing, check
+
+from ngramspec.server.prompts import Prompts
+from ngramspec.server.tool_turns import Turn
+
+FLAT: list[Any] = [
+    {"type": "function", "name": "draw", "description": "a draw", "parameters": SHAPE, "strict": False},
+    {"type": "function", "name": "time", "description": "a time", "parameters": TIME, "strict": False},
+]
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def chat(api: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
+    return api.chat.completions.create(model="", messages=messages, max_tokens=20, temperature=0, **more)
+
+
+def test_a_text_is_that_of_a_chat(api: openai.OpenAI, server: Server) -> None:
+    made = api.responses.create(
+        input="hello", instructions="Be brief.", max_output_tokens=20, temperature=0, store=True, metadata={"a": "b"}
+    )
+    like = chat(api, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}])
+    assert made.output_text == like.choices[0].message.content
+    assert (made.model, made.object, made.error, made.metadata) == (server.engine.name, "response", None, {"a": "b"})
+    assert made.usage is not None
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (like.usage.prompt_tokens, like.usage.completion_tokens)
+    cut = like.choices[0].finish_reason == "length"
+    assert made.status == ("incomplete" if cut else "completed")
+    assert (made.incomplete_details is not None) == cut
+
+
+def test_items_are_messages(api: openai.OpenAI) -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "draw "}, {"type": "input_text", "text": "it"}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "Yes.", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "draw", "arguments": '{"sides": 3}', "status": "completed"},
+        {"type": "function_call", "call_id": "c2", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+    ]  # fmt: skip
+    calls = [
+        {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, name, arguments in (("c1", "draw", '{"sides": 3}'), ("c2", "time", "{}"))
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "draw it"},
+        {"role": "assistant", "content": "Yes.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+        {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+    ]
+    flat: Any = {"type": "function", "name": "draw", "parameters": {}}
+    made = api.responses.create(input=items, tools=[flat], max_output_tokens=16, temperature=0, tool_choice="auto")
+    tool = {"type": "function", "function": {"name": "draw"}}
+    like = api.chat.completions.create(model="", messages=messages, tools=[tool], max_tokens=16, temperature=0)  # type: ignore[arg-type, list-item]
+    assert made.output_text == like.choices[0].message.content
+    assert made.usage is not None
+    assert like.usage is not None
+    assert made.usage.input_tokens == like.usage.prompt_tokens
+
+
+CHOICES: list[Any] = [
+    "required",
+    {"type": "function", "name": "time"},
+    {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "draw"}]},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named", "allowed"])
+def test_calls(api: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {"input": "draw", "tools": FLAT, "tool_choice": choice, "parallel_tool_calls": False, "max_output_tokens": 150}
+    made = api.responses.create(**asked, temperature=0)
+    (call,) = made.output
+    assert call.type == "function_call"
+    assert (call.status, made.status) == ("completed", "completed")
+    check(call.name, call.arguments)
+    kinds: list[str] = []
+    pieces = ""
+    for number, event in enumerate(api.responses.create(**asked, temperature=0, stream=True)):
+        assert event.sequence_number == number
+        kinds.append(event.type)
+        if event.type == "response.function_call_arguments.delta":
+            pieces += event.delta
+        if event.type == "response.completed":
+            assert [each.type for each in event.response.output] == ["function_call"]
+    assert pieces == call.arguments
+    assert list(dict.fromkeys(kinds)) == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+class Shape(BaseModel):
+    kind: str
+    sides: int
+
+
+def test_parse_and_forms(api: openai.OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "shape", "schema": SHAPE, "strict": True}}
+    made = api.responses.create(input="a shape", text=form, max_output_tokens=90, temperature=0)
+    assert json.loads(made.output_text)["kind"] in ("circle", "square")
+    asked: Any = {
+        "model": "",
+        "input": "a shape",
+        "max_output_tokens": 400,
+        "temperature": 0,
+        "extra_body": {"logit_bias": {str(ord('"')): 60}},
+    }
+    parsed = api.responses.parse(**asked, text_format=Shape)
+    assert isinstance(parsed.output_parsed, Shape)
+    with api.responses.stream(**asked, text_format=Shape) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+
+
+TEXT = 'Wait.\n<tool_call>{"name":"time", "arguments":{}}</tool_call><tool_call>{"name":"draw","arguments":{"a": "b"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def reciting(start_server: Callable[..., Any]) -> Iterator[openai.OpenAI]:
+    """A client of a model that says something and calls two tools."""
+    tokenizer = Template(LITTLE, ()).tokenizer()
+    n_prompt = len(Prompts(Tokenizing(tokenizer)).chat([Turn("user", "draw")], TOOLS))  # type: ignore[arg-type]
+    engine, _ = reciting_engine("-" * n_prompt + TEXT, tokenizer)
+    with engine, openai.OpenAI(base_url=f"{start_server(engine).url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_a_stream_adds_up_to_what_is_whole(reciting: openai.OpenAI) -> None:
+    asked: Any = {"model": "", "input": "draw", "tools": FLAT, "temperature": 0, "max_output_tokens": 200}
+    made = reciting.responses.create(**asked)
+    assert [item.type for item in made.output] == ["message", "function_call", "function_call"]
+    assert made.output_text == "Wait."
+    with reciting.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    calls = [[(item.name, item.arguments) for item in each.output if item.type == "function_call"] for each in (made, final)]
+    assert calls[0] == calls[1] == [("time", "{}"), ("draw", '{"a": "b"}')]
+    assert final.output_text == made.output_text
+    for opened, closed in (
+        ("response.output_item.added", "response.output_item.done"),
+        ("response.content_part.added", "response.content_part.done"),
+        ("response.output_text.delta", "response.output_text.done"),
+    ):
+        assert kinds.index(opened) < kinds.index(closed)
+        assert kinds.count(closed) == (3 if "item" in opened else 1)
+
+
+def test_what_is_cut_is_incomplete(reciting: openai.OpenAI) -> None:
+    events = list(reciting.responses.create(input="draw", tools=FLAT, temperature=0, max_output_tokens=3, stream=True))
+    last: Any = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert last.response.output[0].status == "incomplete"
+    assert last.response.output_text == "Wai"
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("previous_response_id", {"previous_response_id": "resp_1"}),
+    ("conversation", {"conversation": "conv_1"}),
+    ("prompt", {"prompt": {"id": "pmpt_1"}}),
+    ("background", {"background": True}),
+    ("truncation", {"truncation": "auto"}),
+    ("top_logprobs", {"top_logprobs": 3}),
+    ("include", {"include": ["message.output_text.logprobs"]}),
+    ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+    ("text.verbosity", {"text": {"verbosity": "low"}}),
+    ("text.format", {"text": {"format": {"type": "xml"}}}),
+    ("text.format", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("n", {"n": 2}),
+    ("input", {"input": []}),
+    ("input", {"input": None}),
+    ("input[0].type", {"input": [{"type": "reasoning", "summary": []}]}),
+    ("input[0].role", {"input": [{"role": "tool", "content": "a"}]}),
+    ("input[0].role", {"input": [{"content": "a"}]}),
+    ("input[0].content", {"input": [{"role": "user"}]}),
+    ("input[0].content[0]", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+    ("input[0].call_id", {"input": [{"type": "function_call_output", "output": "a"}]}),
+    ("input[0].output", {"input": [{"type": "function_call_output", "call_id": "a"}]}),
+    ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}),
+    ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+    ("tools[0].name", {"tools": [{"type": "function", "parameters": {}}]}),
+    ("tools[0].parameters", {"tools": [FLAT[0] | {"parameters": {"type": "array"}}]}),
+    ("tools[0].parameters", {"tools": [FLAT[0] | {"parameters": {"properties": {"a": {"type": "?"}}}, "strict": True}]}),
+    ("tool_choice", {"tools": FLAT, "tool_choice": {"type": "function", "name": "who"}}),
+    ("tool_choice", {"tools": FLAT, "tool_choice": {"type": "file_search"}}),
+    ("max_output_tokens", {"max_output_tokens": 0}),
+    ("model", {"model": "other"}),
+]
+
+
+def test_what_is_wrong_is_named(client: httpx.Client) -> None:
+    for param, given in WRONG:
+        answer = client.post("/v1/responses", json={"input": "a", "max_output_tokens": 1} | given)
+        assert answer.status_code == (404 if param == "model" else 400), (param, answer.text)
+        error = answer.json()["error"]
+        assert (error["param"] or "").startswith(param), (param, given, error)
+    assert client.post("/v1/responses", json={"input": "a", "max_output_tokens": 1, "previous_response_id": None}).status_code == 200
