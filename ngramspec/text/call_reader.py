@@ -213,8 +213,6 @@ class CallReader:
 
     def _n_held(self, text: str) -> int:
         """How many last characters may be blanks before a call, or its beginning."""
-        if self._plain and self._unmarked:
-            return 0
         start = next((n for n in range(min(len(self._trigger) - 1, len(text)), 0, -1) if text.endswith(self._trigger[:n])), 0)
         body = text[: len(text) - start]
         return len(text) - len(body.rstrip())

@@ -115,7 +115,7 @@ def _sources(grammar: Grammar) -> tuple[str, str | None]:
     """llguidance's own form, and for JSON that of the same without blanks between words. Raises ValueError."""
     from llguidance import LLMatcher, grammar_from
 
-    if (n := _n_together(grammar)) > MOST_AT_ONCE:
+    if (n := n_together(grammar)) > MOST_AT_ONCE:
         raise ValueError(f"at most {MOST_AT_ONCE} expressions for one text, got {n}")
     match grammar.kind:
         case "json_schema" | "json_object":
@@ -130,7 +130,7 @@ def _sources(grammar: Grammar) -> tuple[str, str | None]:
     raise AssertionError(grammar.kind)
 
 
-def _n_together(grammar: Grammar) -> int:
+def n_together(grammar: Grammar) -> int:
     """How many expressions a text may have to match at a time, at most."""
     if grammar.kind in ("lark", "gbnf"):
         return grammar.text.count("&") + grammar.text.count("~")

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ngramspec.batch.errors import GrammarError
 from ngramspec.batch.grammar import Grammar
-from ngramspec.text.grammar import WHITESPACE
+from ngramspec.text.grammar import MOST_AT_ONCE, WHITESPACE, n_together
 
 ID = "\0"
 """Stands for the id of a call, where a template prints it."""
@@ -210,7 +211,7 @@ def call_grammar(
     free: bool = False,
     otherwise: Grammar | None = None,
 ) -> Grammar:
-    """What holds a text to calls of these tools, each by its schema. Raises GrammarError for what is too large.
+    """What holds a text to calls of these tools, each by its schema. Raises GrammarError for what is too much.
 
     `added`: tokens of the vocabulary that are written as one, with their ids. `free`: any text may stand before the calls, and in their
     place; then only strict tools are held to their schemas. `otherwise`: JSON of that form may stand in their place.
@@ -223,6 +224,8 @@ def call_grammar(
     rules = [f"calls: {calls} {writer.terms(form.last)}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         schema = {"type": "object"} | (tool.parameters if tool.strict or not free else {}) | {"x-guidance": _IN_LINE}
+        if (n := n_together(Grammar.json_schema(schema))) > MOST_AT_ONCE:
+            raise GrammarError(f"at most {MOST_AT_ONCE} expressions for one text, got {n} for {tool.name!r}")
         rules += [f"call_{i}: {writer.terms(tool.name + form.middle)} arguments_{i}", f"arguments_{i}: %json {_json(schema)}"]
     if free:
         rules += _free(form, added, writer, calls)
@@ -278,4 +281,5 @@ def _escape(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value)
+    """JSON, with the letters that are operators in a grammar spelled out."""
+    return json.dumps(value).replace("&", "\\u0026").replace("~", "\\u007e")

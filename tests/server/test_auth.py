@@ -19,23 +19,26 @@ from ngramspec.server.settings import Key, ServerSettings
 
 OPEN, KEY, ADMIN = "open", "key", "admin"
 TEXT: dict[str, Any] = {"prompt": "ab", "max_tokens": 1}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+RESPONSE: dict[str, Any] = {"input": "a", "max_output_tokens": 1}
 ROUTES: dict[tuple[str, str], tuple[str, str, Any, int]] = {
     # (method, template): who may, a path of it, a body, the status with a key that may
     ("GET", "/"): (OPEN, "/", None, 200),
     ("GET", "/static/{name}"): (OPEN, "/static/app.js", None, 200),
     ("GET", "/health"): (OPEN, "/health", None, 200),
+    ("GET", "/v1/health"): (OPEN, "/v1/health", None, 200),
     ("GET", "/openapi.json"): (KEY, "/openapi.json", None, 200),
     ("GET", "/metrics"): (KEY, "/metrics", None, 200),
     ("GET", "/playground/config"): (KEY, "/playground/config", None, 200),
     ("GET", "/v1/models"): (KEY, "/v1/models", None, 200),
     ("GET", "/v1/models/{name:path}"): (KEY, "/v1/models/none", None, 404),
     ("POST", "/v1/completions"): (KEY, "/v1/completions", TEXT, 200),
-    ("POST", "/v1/chat/completions"): (
-        KEY,
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-        200,
-    ),
+    ("GET", "/models"): (KEY, "/models", None, 200),
+    ("POST", "/v1/chat/completions"): (KEY, "/v1/chat/completions", CHAT, 200),
+    ("POST", "/chat/completions"): (KEY, "/chat/completions", CHAT, 200),
+    ("POST", "/v1/responses"): (KEY, "/v1/responses", RESPONSE, 200),
+    ("POST", "/responses"): (KEY, "/responses", RESPONSE, 200),
+    ("POST", "/apply-template"): (KEY, "/apply-template", CHAT, 200),
     ("POST", "/infill"): (KEY, "/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 1}, 400),
     ("POST", "/completion"): (KEY, "/completion", {"prompt": "ab", "n_predict": 1}, 200),
     ("POST", "/completions"): (KEY, "/completions", {"prompt": "ab", "n_predict": 1}, 200),

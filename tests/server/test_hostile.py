@@ -23,7 +23,8 @@ from ngramspec.batch.params import SamplingParams
 from ngramspec.engine import Engine
 from ngramspec.server.admin import Folder
 from ngramspec.server.llamacpp.schemas import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
-from ngramspec.server.openai.schemas import ChatRequest, CompletionRequest
+from ngramspec.server.openai.responses_schemas import ResponsesRequest
+from ngramspec.server.openai.schemas import ApplyTemplateRequest, ChatRequest, CompletionRequest
 from ngramspec.server.settings import Limits, ServerSettings
 
 MAX_LEN = 64
@@ -32,6 +33,8 @@ MESSAGES = [{"role": "user", "content": "a"}]
 ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "ab", "max_tokens": 2}),
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}),
+    "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 2}),
+    "/apply-template": (ApplyTemplateRequest, {"messages": MESSAGES}),
     "/completion": (LlamaCompletionBody, {"prompt": "ab", "n_predict": 2}),
     "/infill": (InfillBody, {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}),
     "/tokenize": (TokenizeBody, {"content": "ab"}),

@@ -98,7 +98,7 @@ class ResponsesRequest(Sampled):
     prompt: Any = None
     background: bool | None = None
     truncation: str | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Items[str] | None = None
     reasoning: Reasoning | None = None
 

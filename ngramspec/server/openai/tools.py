@@ -235,11 +235,12 @@ class Listener:
                 yield Said(part.text)
             return
         for token, text in zip(part.token_ids, part.texts, strict=True):
-            waiting += text
-            if token in self._marks:
-                yield from reader.push(waiting)
-                yield from reader.mark(self._marks[token])
-                waiting = ""
+            if token not in self._marks:
+                waiting += text
+                continue
+            yield from reader.push(waiting)
+            yield from reader.mark(self._marks[token])
+            waiting = ""
         yield from reader.push(waiting + part.text[sum(map(len, part.texts)) :])
         if part.finish_reason is not None:
             yield from reader.finish()
