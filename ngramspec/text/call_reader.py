@@ -65,6 +65,11 @@ class CallReader:
     def n_calls(self) -> int:
         return self._n_calls
 
+    @property
+    def is_whole(self) -> bool:
+        """No call is under way."""
+        return self._state != self._in_arguments
+
     def push(self, text: str) -> list[Event]:
         """The text goes on."""
         self._text += text

@@ -215,6 +215,10 @@ def test_a_call_that_is_cut_says_so(api: openai.OpenAI) -> None:
     assert whole.choices[0].message.tool_calls is not None
     assert whole.choices[0].message.tool_calls[0].function.arguments.startswith(calls[0].function.arguments)  # type: ignore[union-attr]
 
+    stopped: Any = api.chat.completions.create(**asked | {"max_tokens": 150}, stop='"sides"')
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].message.tool_calls[0].function.arguments.endswith(", ")
+
 
 class Drawing(BaseModel):
     sides: int

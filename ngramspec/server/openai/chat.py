@@ -104,7 +104,7 @@ class _ChatHandler(CompletionHandler):
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": _ended(listener, choice.finish_reason),
+            "finish_reason": listener.finish_reason(choice.finish_reason),
         } | self.told_sources(choice)
 
     async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
@@ -126,7 +126,7 @@ class _ChatHandler(CompletionHandler):
             if not told:
                 yield head | {"choices": [_piece(delta.index, {"content": ""}) | extras]}
             if delta.finish_reason is not None:
-                yield head | {"choices": [_piece(delta.index, {}, _ended(listener, delta.finish_reason))]}
+                yield head | {"choices": [_piece(delta.index, {}, listener.finish_reason(delta.finish_reason))]}
             if delta.completion is not None:
                 completions.append(delta.completion)
         for last in self.closing(CHUNK, completions):
@@ -154,10 +154,6 @@ def _said(listener: Listener, event: Event) -> dict[str, Any]:
 
 def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _ended(listener: Listener, finish_reason: str | None) -> str | None:
-    return listener.finish_reason if finish_reason == "stop" else finish_reason
 
 
 def turns_of(messages: Sequence[Message]) -> list[Turn]:

@@ -223,10 +223,10 @@ class Listener:
         """What the part adds to `reply`, step by step: take each before the next. A part with a `finish_reason` is the last."""
         return (self.reply.add(event) for event in _joined(self._events(part)))
 
-    @property
-    def finish_reason(self) -> str | None:
-        """What takes the place of "stop"."""
-        return "tool_calls" if self.reply.calls else "stop"
+    def finish_reason(self, given: str | None) -> str | None:
+        """What takes the place of the engine's: "tool_calls" where the text ended behind a call."""
+        called = self.reply.calls and self._reader is not None and self._reader.is_whole
+        return "tool_calls" if given == "stop" and called else given
 
     def _events(self, part: Choice | Delta) -> Iterator[Event]:
         reader, waiting = self._reader, ""

@@ -1,0 +1,35 @@
+"""benchmarks.tool_loop: an agent's turns against a server of a tiny model, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.load_server import make_tiny
+from benchmarks.tool_loop import check, main
+
+
+def test_every_turn_is_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", make_tiny(tmp_path), "--turns", "3"])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["turns"], document["parsed"], document["valid"], document["grows"]) == (3, 3, 3, True)
+    assert 0.5 < document["cached"] < 1
+    assert document["acceptance_length"] > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fits"),
+    [
+        ("look_up", '{"word": "a"}', True),
+        ("look_up", '{"word": 1}', False),
+        ("look_up", "{", None),
+        ("nobody", "{}", None),
+    ],
+)
+def test_what_fits(name: str, arguments: str, fits: bool | None) -> None:
+    call = SimpleNamespace(function=SimpleNamespace(name=name, arguments=arguments))
+    assert check([call]) is fits
+    assert check([call, call]) is check([]) is check(None) is None
