@@ -43,6 +43,7 @@ def test_a_text_is_that_of_a_chat(api: openai.OpenAI, server: Server) -> None:
     assert (made.model, made.object, made.error, made.metadata) == (server.engine.name, "response", None, {"a": "b"})
     assert made.usage is not None
     assert (made.usage.input_tokens, made.usage.output_tokens) == (like.usage.prompt_tokens, like.usage.completion_tokens)
+    assert made.id.startswith("resp_")
     cut = like.choices[0].finish_reason == "length"
     assert made.status == ("incomplete" if cut else "completed")
     assert (made.incomplete_details is not None) == cut

@@ -54,6 +54,7 @@ class _ResponseHandler(CompletionHandler):
 
     def __init__(self, state: State, prompts: Prompts, body: ResponsesRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "resp")
+        self.id = f"resp_{secrets.token_hex(16)}"
         self._body = body
         self._conversation = Conversation(state, prompts, body.turns, body.box, "input")
 
