@@ -83,7 +83,7 @@ class CallFormat:
             names = r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
             return re.compile(r"\s*(?:\[\s*)?\{\s*" + pairs + names)
         before = self.first[self.first.find(self.trigger) + len(self.trigger) :]
-        return re.compile(rf"\s*{self._loosely(before)}{_ANY_NAME}{self._loosely(self.middle)}\s*(?=\{{)")
+        return re.compile(rf"{self._loosely(before)}{_ANY_NAME}{self._loosely(self.middle)}(?=\{{)")
 
     @property
     def tail(self) -> re.Pattern[str]:
@@ -111,7 +111,7 @@ class CallFormat:
     def _loosely(self, text: str) -> str:
         """Finds a text, whatever its blanks."""
         words = [re.escape(word).replace(re.escape(ID), ID_PATTERN) for word in self._shown(text).split()]
-        return r"\s*" + r"\s*".join(words) + (r"\s*" if words else "")
+        return r"\s*+".join(["", *words, ""])
 
 
 HERMES = CallFormat(
@@ -218,10 +218,11 @@ def call_grammar(
     """
     assert not (free and otherwise)
     writer = _Writer(added)
-    calls = f"{writer.terms(form.first)} call"
+    calls = "call"
     if several and form.between is not None:
         calls += f" ({writer.terms(form.between)} call)*"
-    rules = [f"calls: {calls} {writer.terms(form.last)}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    calls += f" {writer.terms(form.last)}"
+    rules = [f"calls: {writer.terms(form.first)} {calls}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         schema = {"type": "object"} | (tool.parameters if tool.strict or not free else {}) | {"x-guidance": _IN_LINE}
         if (n := n_together(Grammar.json_schema(schema))) > MOST_AT_ONCE:
@@ -242,17 +243,13 @@ def _free(form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: st
     trigger = form.trigger
     if not trigger:
         return ["start: OTHER | calls", r"OTHER: /(?s:[^{\s].*)?/"]
+    rest = f"{writer.terms(form.first.partition(trigger)[2])} {calls}"  # blanks before a call are the text's
     without = rf"/(?s:.+)/ & ~/(?s:.*{_escape(trigger)}.*)/"
     if trigger in added:
         others = sorted(number for token, number in added.items() if token not in form.first and token not in form.special)[:64]
         further = f" (<[{','.join(map(str, others))}]> TEXT?)*" if others else ""
-        return [f"start: TEXT?{further} calls?", f"TEXT: {without}"]
-    rest = calls.replace(writer.terms(form.first), writer.terms(form.first.partition(trigger)[2]), 1)
-    return [
-        f"start: TEXT? | lead {rest} {writer.terms(form.last)}",
-        f"TEXT: {without}",
-        f"lead[suffix={json.dumps(trigger)}]: /(?s:.*)/",
-    ]
+        return [f"start: TEXT?{further} (<[{added[trigger]}]> {rest})?", f"TEXT: {without}"]
+    return [f"start: TEXT? | lead {rest}", f"TEXT: {without}", f"lead[suffix={json.dumps(trigger)}]: /(?s:.*)/"]
 
 
 class _Writer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -24,7 +25,8 @@ MISTRAL = CallFormat(
 NEWER = CallFormat("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "", special=("[TOOL_CALLS]", "[ARGS]"))
 MARK = "\x01"
 """Stands for a special token in the texts below."""
-FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "newer": NEWER}
+BLANKS = replace(HERMES, first="\n" + HERMES.first)
+FORMATS = {"hermes": HERMES, "blanks": BLANKS, "llama": LLAMA, "mistral": MISTRAL, "newer": NEWER}
 TOOL = Tool("f", {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False})
 OTHER = Tool("g.h", {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False})
 SPECIAL = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "<tool_call>": 258}
