@@ -166,6 +166,14 @@ def find(sources: Iterable[Source], options: CorpusOptions, skipped: Skipped, om
     return list(files.values())
 
 
+def listed(root: str, options: CorpusOptions) -> Iterator[str]:
+    """The files of a folder that belong into a corpus by their names, relative to it. They are looked for as they are asked for."""
+    rules = _Rules(options)
+    for relative, _ in _paths(root, options, Skipped(), None):
+        if rules.reason(_encodable(relative)) is None:
+            yield relative
+
+
 def read(file: Found, options: CorpusOptions, skipped: Skipped) -> Iterator[Document]:
     """The documents of a file. A failure is counted and named, what was read before it stands."""
     try:

@@ -30,7 +30,12 @@ def canonical(tokenizer: Tokenizer) -> bytes:
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """sha256, hex, of the canonical JSON."""
-    return hashlib.sha256(canonical(tokenizer)).hexdigest()
+    return digest_of(canonical(tokenizer))
+
+
+def digest_of(text: bytes) -> str:
+    """The fingerprint of a tokenizer by its canonical JSON."""
+    return hashlib.sha256(text).hexdigest()
 
 
 def stored_encoder(folder: Path, manifest: Manifest) -> Encoder:
@@ -54,7 +59,7 @@ class Encoder:
         """`tokenizer`, or its canonical JSON, is copied and not changed; `name` is what users call it."""
         self.name = name
         self.json = canonical(tokenizer) if isinstance(tokenizer, Tokenizer) else tokenizer
-        self.fingerprint = hashlib.sha256(self.json).hexdigest()
+        self.fingerprint = digest_of(self.json)
         self._full = Tokenizer.from_str(self.json.decode())
         self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values(), default=0) + 1
         self.dtype = token_dtype(self.vocab_size)

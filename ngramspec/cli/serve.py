@@ -6,8 +6,9 @@ Everything that takes time to import is imported when the command runs.
 from __future__ import annotations
 
 import itertools
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,23 @@ def serve(
             metavar="[NAME=]STORE",
             envvar="NGRAMSPEC_DATASTORES",
         ),
+    ] = None,
+    repo: Annotated[
+        list[str] | None,
+        option(
+            SPECULATION,
+            "Draft from this working tree: its datastore is built in the user's cache while the server serves, and follows every file that "
+            "is saved. Of several trees, each has an address of its own. May be repeated.",
+            "--repo",
+            metavar="[NAME=]PATH",
+            envvar="NGRAMSPEC_REPOS",
+        ),
+    ] = None,
+    with_installed: Annotated[
+        bool, option(SPECULATION, "With --repo: also from the packages in the tree's own virtual environment.", "--with-installed")
+    ] = False,
+    max_repo_files: Annotated[
+        int | None, option(SPECULATION, "Files of text that a --repo may have. Default: 100000.", "--max-repo-files", min=1)
     ] = None,
     draft_model: drafts.DraftModel = None,
     draft_layers: drafts.DraftLayers = None,
@@ -107,6 +125,8 @@ def serve(
 
     Examples:
 
+      ngramspec serve --model ./my-model --repo . --with-installed
+
       ngramspec serve --model ./my-model --datastore ~/.stores/project
 
       ngramspec serve --host 0.0.0.0 --api-key-file keys.json --log-format json
@@ -130,7 +150,12 @@ def serve(
     engine_settings["recycle"] &= share_candidates or len(tenants) < 2
     engine = engine_settings | drafts.draft_settings(draft_model, draft_layers, drafter, alone)
     engine["datastore"] = named_stores(datastore or ())
-    _run(model, engine, settings)
+    if repo and alone:
+        raise BadInputError("--repo: a drafter that drafts alone has no datastore beside it; leave out --alone")
+    if with_installed and not repo:
+        raise BadInputError("--with-installed: name the working tree whose packages are meant, with --repo PATH")
+    trees = working_trees(repo or (), engine["datastore"], max_repo_files)
+    _run(model, engine, settings, trees, with_installed)
 
 
 def _settings(**given: Any) -> ServerSettings:
@@ -151,23 +176,50 @@ def _settings(**given: Any) -> ServerSettings:
         raise BadInputError(str(error)) from None
 
 
-def named_stores(given: Sequence[str]) -> dict[str, str]:
-    """Folders by name from `NAME=STORE` and `STORE`, which is called as its folder is, with a number behind it where that is taken."""
+def named_stores(given: Sequence[str], what: str = "--datastore", taken: Collection[str] = ()) -> dict[str, str]:
+    """Folders by name from `NAME=STORE` and `STORE`, which is called as its folder is, with a number behind it where that is taken.
+
+    `what` the option is called in errors, `taken`: names that others have.
+    """
     stores: dict[str, str] = {}
     for text in given:
         name, folder = match.groups() if (match := re.fullmatch(r"([\w.-]+)=(.+)", text)) else ("", text)
-        if name in stores:
-            raise BadInputError(f"--datastore: the name {name} is given twice")
+        if name in stores or name in taken:
+            raise BadInputError(f"{what}: the name {name} is given twice")
         base = re.sub(r"[^\w.-]", "_", Path(folder).expanduser().resolve().name) or "datastore"
         names = itertools.chain([base], (f"{base}-{i}" for i in itertools.count(2)))
-        stores[name or next(each for each in names if each not in stores)] = str(Path(folder).expanduser())
+        stores[name or next(each for each in names if each not in stores and each not in taken)] = str(Path(folder).expanduser())
     return stores
 
 
-def _run(model: str, engine: dict[str, Any], settings: ServerSettings) -> None:
+def working_trees(given: Sequence[str], stores: Collection[str], most: int | None) -> dict[str, str]:
+    """Folders of working trees by name, absolute. `most` files each may have. Raises BadInputError."""
+    from ngramspec.datastore import CorpusError, trees
+
+    check_text(list(given), "--repo")
+    found: dict[str, str] = {}
+    for name, folder in named_stores(given, "--repo", stores).items():
+        path = os.path.realpath(folder)
+        if not Path(path).is_dir():
+            raise BadInputError(f"--repo: {folder} is no folder")
+        if path in found.values():
+            raise BadInputError(f"--repo: {folder} is given twice")
+        try:
+            trees.check_size(path, most or trees.MAX_FILES)
+        except CorpusError as error:
+            raise BadInputError(f"--repo: {error}; name a folder within it, or allow more with --max-repo-files") from error
+        found[name] = path
+    return found
+
+
+def _run(model: str, engine: dict[str, Any], settings: ServerSettings, paths: dict[str, str], with_installed: bool) -> None:
     engine |= {"datastore": {name: common.open_store(folder) for name, folder in engine["datastore"].items()}}
 
+    from ngramspec.cli import editors
+    from ngramspec.model.cache_dir import cache_dir
     from ngramspec.server import logs
+    from ngramspec.server.fim import Fim
+    from ngramspec.server.repositories import Repositories
     from ngramspec.server.serve import run
 
     log = logs.configure(settings.log_format)
@@ -175,7 +227,12 @@ def _run(model: str, engine: dict[str, Any], settings: ServerSettings) -> None:
     def make_engine() -> Engine:
         return common.open_engine(model, progress=lambda stage: logs.event("loading", stage), **engine)
 
+    def ready(url: str, engine: Engine) -> None:
+        if paths:
+            infill, keys = Fim.detect(engine.tokenizer) is not None, bool(settings.api_keys)
+            print(editors.lines(url, engine.name, paths, infill=infill, keys=keys), flush=True)
+
     try:
-        run(make_engine, settings)
+        run(make_engine, settings, Repositories(paths, cache_dir() / "stores", with_installed=with_installed), ready)
     finally:
         log.stop()

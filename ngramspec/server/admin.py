@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path
@@ -17,6 +18,7 @@ from ngramspec import __version__
 from ngramspec.datastore import Datastore, DatastoreError, DatastoreFullError, DatastoreLockedError
 from ngramspec.server.auth import Identity, administrator
 from ngramspec.server.errors import ApiError, ErrorBody, retry_after
+from ngramspec.server.repositories import Repository
 from ngramspec.server.state import State
 
 Name = Annotated[str, Path(pattern=r"^[\w.-]{1,64}$", description="What requests call it.")]
@@ -63,12 +65,38 @@ class Removed(BaseModel):
     removed: bool = True
 
 
+class StoreProgress(BaseModel):
+    """How far a working tree's store is."""
+
+    name: str
+    state: str
+    ready: bool
+    files: int
+    n_files: int
+    seconds_left: float | None
+    message: str
+
+
+class RepositoryInfo(BaseModel):
+    """A working tree that the server drafts from."""
+
+    name: str
+    path: str
+    address: str
+    """What addresses of requests about it begin with."""
+    stores: list[StoreProgress]
+
+
+class RepositoryList(BaseModel):
+    repositories: list[RepositoryInfo]
+
+
 def router(state: State) -> APIRouter:
     busy, full = (
         {"model": ErrorBody, "description": "Somebody else writes to it."},
         {"model": ErrorBody, "description": "The disk is full."},
     )
-    routes = APIRouter(prefix="/admin/datastores", tags=["administration"])
+    routes = APIRouter(prefix="/admin", tags=["administration"])
     engine = state.engine
 
     def find(name: str) -> Datastore:
@@ -77,12 +105,12 @@ def router(state: State) -> APIRouter:
             raise ApiError(404, f"there is no datastore {name!r}", param="name", code="unknown_datastore")
         return store
 
-    @routes.get("")
+    @routes.get("/datastores")
     async def list_datastores(_: Administrator) -> DatastoreList:
         """The datastores in use."""
         return await asyncio.to_thread(lambda: DatastoreList(datastores=[_info(name, store) for name, store in engine.datastores.items()]))
 
-    @routes.put("/{name}")
+    @routes.put("/datastores/{name}")
     async def put_datastore(name: Name, folder: Folder, _: Administrator) -> DatastoreInfo:
         """Draft from a datastore that lies on the server's machine, or from another one under a name that is in use."""
 
@@ -93,7 +121,7 @@ def router(state: State) -> APIRouter:
 
         return await asyncio.to_thread(put)
 
-    @routes.post("/{name}/update", responses={409: busy, 507: full})
+    @routes.post("/datastores/{name}/update", responses={409: busy, 507: full})
     async def update_datastore(name: Name, _: Administrator) -> Updated:
         """Bring a datastore up to date with the files it was built from. Requests go on, and see it when it is done."""
         from ngramspec.datastore.update import update
@@ -114,7 +142,7 @@ def router(state: State) -> APIRouter:
 
         return await asyncio.to_thread(bring_up_to_date)
 
-    @routes.delete("/{name}")
+    @routes.delete("/datastores/{name}")
     async def delete_datastore(name: Name, _: Administrator) -> Removed:
         """Draft from a datastore no longer. What is on disk stays."""
         find(name)
@@ -122,7 +150,17 @@ def router(state: State) -> APIRouter:
             await asyncio.to_thread(engine.remove_datastore, name)
         return Removed(name=name)
 
+    @routes.get("/repositories")
+    async def list_repositories(_: Administrator) -> RepositoryList:
+        """The working trees that the server was started with, and how far their stores are."""
+        return RepositoryList(repositories=[_repository(each) for each in state.repositories.trees.values()])
+
     return routes
+
+
+def _repository(tree: Repository) -> RepositoryInfo:
+    stores = [{"name": name, **asdict(progress)} for name, progress in tree.progress.items()]
+    return RepositoryInfo.model_validate({"name": tree.name, "path": tree.path, "address": tree.address, "stores": stores})
 
 
 def _info(name: str, store: Datastore) -> DatastoreInfo:

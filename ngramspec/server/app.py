@@ -21,12 +21,13 @@ from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.middleware import RequestMiddleware
 from ngramspec.server.openai import chat, completions, responses
+from ngramspec.server.repositories import Repositories, RepositoryAddress
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.state import State
 
 
-def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
-    """The application for an engine, which stays the caller's to close."""
+def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
+    """The application for an engine. Engine and repositories stay the caller's to start and close."""
     metrics = Metrics(engine)
     state = State(
         engine,
@@ -36,6 +37,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         Bounds(settings.limits, engine.max_model_len, engine.vocab_size),
         Keyring(settings.api_keys),
         Fim.detect(engine.tokenizer),
+        repositories or Repositories(),
     )
     app = FastAPI(
         title="ngramspec",
@@ -63,4 +65,5 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         )
     generating = frozenset(route.path for router in routers for route in router.routes if generates(route))
     app.add_middleware(RequestMiddleware, state=state, generating=generating)
+    app.add_middleware(RepositoryAddress)  # outermost: all others see the address without it
     return app

@@ -10,13 +10,14 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPBearer
 
 from ngramspec.server.errors import ApiError
+from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import Key, ServerSettings
 
 OPEN = frozenset({("GET", "/health"), ("GET", "/v1/health"), ("GET", "/"), ("GET", "/static/{name}")})
@@ -41,6 +42,8 @@ class Identity:
     """Names of the datastores that may be used; None: all."""
     local: bool
     """The request came from this machine, through no proxy."""
+    hidden: frozenset[str] = frozenset()
+    """Names of the datastores that are drafted from only if the request names them: other working trees'."""
 
     @property
     def trusted(self) -> bool:
@@ -53,13 +56,26 @@ class Identity:
         None stands for all of them. A store that this identity may not use is as unknown as one that is not there.
         """
         if asked is None:
-            return None if self.stores is None else sorted(self.stores & set(known))
+            return None if self.stores is None and not self.hidden else sorted(self._usable(known) - self.hidden)
         names = [asked] if isinstance(asked, str) else list(dict.fromkeys(asked))
-        usable = set(known) if self.stores is None else self.stores & set(known)
+        usable = self._usable(known)
         if unknown := [name for name in names if name not in usable]:
             there = f"; there are {', '.join(sorted(usable))}" if usable else "; there is none"
             raise ApiError(400, f"unknown datastore {unknown[0][:100]!r}{there}", param="datastore", code="unknown_datastore")
         return names
+
+    def _usable(self, known: Collection[str]) -> set[str]:
+        return set(known) if self.stores is None else set(known) & self.stores
+
+    def in_tree(self, name: str | None, trees: Repositories) -> Identity:
+        """Who asks at the address of a working tree; None: at the server's own. Several trees share neither answers nor cached prompts.
+
+        Raises ApiError 404 where there is no such tree, or none that may be used.
+        """
+        if name is not None and (name not in trees.trees or (self.stores is not None and name not in self.stores)):
+            raise ApiError(404, f"there is no repository {name[:100]!r}", code="unknown_repository")
+        tenant = f"{self.tenant}/{name}" if name is not None and len(trees) > 1 else self.tenant
+        return replace(self, tenant=tenant, hidden=trees.hidden(name))
 
 
 class Keyring:
@@ -182,4 +198,4 @@ def is_loopback(host: str) -> bool:
 
 def _remember(request: Request, identity: Identity) -> Identity:
     request.state.caller = identity.name
-    return identity
+    return identity.in_tree(getattr(request.state, "repository", None), request.app.state.server.repositories)

@@ -30,6 +30,7 @@ from ngramspec.server import logs
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import is_loopback
 from ngramspec.server.errors import ApiError, retry_after
+from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -176,8 +177,17 @@ class Server(uvicorn.Server):
         self._draining = asyncio.create_task(drain())
 
 
-def run(make_engine: Callable[[], Engine], settings: ServerSettings) -> None:
-    """Serve until a signal ends it. Raises OSError where the address cannot be had, and what `make_engine` raises."""
+def run(
+    make_engine: Callable[[], Engine],
+    settings: ServerSettings,
+    repositories: Repositories | None = None,
+    ready: Callable[[str, Engine], None] = lambda url, engine: None,
+) -> None:
+    """Serve until a signal ends it. `ready` is called with the server's address once it takes work.
+
+    Raises OSError where the address cannot be had, and what `make_engine` raises.
+    """
+    repositories = repositories or Repositories()
     listener = listen(settings.host, settings.port)
     front = Front()
     server = Server(configuration(front, settings), front, settings)
@@ -191,11 +201,13 @@ def run(make_engine: Callable[[], Engine], settings: ServerSettings) -> None:
         try:
             engine = make_engine()
             loaded.append(engine)
-            app = create_app(engine, settings)
+            app = create_app(engine, settings, repositories)
             gc.collect()
             gc.freeze()  # half a million objects stay: everything waits while the collector looks at them again
             front.app = app
             logs.event("ready", f"{engine.name} is served at {url}", url=url, model=engine.name, exactness=engine.promise)
+            repositories.start(engine)
+            ready(url, engine)
         except BaseException as error:
             loaded.append(error)
             server.should_exit = True
@@ -204,6 +216,7 @@ def run(make_engine: Callable[[], Engine], settings: ServerSettings) -> None:
     # A daemon: a signal while it loads does not wait for it.
     threading.Thread(target=load, name="ngramspec-load", daemon=True).start()
     server.run(sockets=[listener])
+    repositories.close()
     for each in loaded:
         if isinstance(each, Engine):
             each.close()

@@ -13,6 +13,7 @@ from ngramspec.server.auth import Keyring
 from ngramspec.server.fim import Fim
 from ngramspec.server.limits import Bounds
 from ngramspec.server.metrics import Metrics
+from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 
 
@@ -28,3 +29,4 @@ class State:
     keyring: Keyring
     fim: Fim | None
     """The model's fill-in-the-middle format, None where it has none."""
+    repositories: Repositories

@@ -1,0 +1,174 @@
+"""A process of its own that builds a store and keeps it up to date, out of the way of whoever started it.
+
+What is to be kept enters as a `Job`, what happens leaves as messages through a pipe: `Told`. It ends when the other end of the pipe is
+closed, also because the process that held it was killed; what it has begun to write is deleted then. Knows neither engines nor servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import DatastoreCorruptError, DatastoreError, DatastoreFormatError, DatastoreLockedError
+from .format import MANIFEST, read_manifest
+from .progress import Progress, Summary
+from .trees import Kept
+
+TELL_S = 0.5
+RETRY_S = 2.0
+POLL_S = 10.0
+"""Between looks at a tree that the system cannot watch."""
+MEMORY = 1 << 30
+"""Bytes for sorting; a larger corpus becomes several segments."""
+NICE = {"build": 19, "follow": 5}
+"""A build takes what passes leave over. A saved file is a matter of milliseconds, and somebody waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a process is to do."""
+
+    kept: Kept
+    stage: Literal["build", "follow"]
+    """build: until the store is there and up to date. follow: for ever, until the tree is another one, or the store is gone."""
+    tokenizer: bytes
+    """Its canonical JSON."""
+    name: str
+    """What users call it."""
+    writer: str
+
+
+Told = tuple[Literal["progress", "problem", "done", "following"], dict[str, Any]]
+"""progress: a `Progress`. problem: `text`, and `waits` where another process is at it; it is tried again. done: a `Summary` of what was
+written, or of what was there. following: files are watched."""
+Say = Callable[[Told], None]
+
+
+def run(job: Job, pipe: Connection) -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: whoever started it decides
+    signal.signal(signal.SIGTERM, _end)
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, 0, NICE[job.stage])
+    with contextlib.suppress(SystemExit, KeyboardInterrupt, BrokenPipeError):
+        {"build": bring_up_to_date, "follow": follow}[job.stage](job, pipe.send)
+
+
+def bring_up_to_date(job: Job, say: Say) -> None:
+    """Build the store, or update the one that is there. What is in the way (another writer, a tree that is gone, a full disk) is told once
+    and waited for."""
+    told = ""
+    while True:
+        try:
+            say(("done", asdict(_build_or_update(job, _teller(say)))))
+            return
+        except (DatastoreError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            if str(error) != told:
+                told = str(error)
+                say(("problem", {"text": told, "waits": isinstance(error, DatastoreLockedError)}))
+            time.sleep(RETRY_S)
+
+
+def _build_or_update(job: Job, tell: Callable[[Progress], None]) -> Summary:
+    from tokenizers import Tokenizer
+
+    from .build import build
+    from .update import update
+
+    kept, folder = job.kept, Path(job.kept.store)
+    try:
+        read_manifest(folder)
+    except DatastoreError:  # none, damaged, or of another format
+        pass
+    else:
+        with contextlib.suppress(DatastoreCorruptError, DatastoreFormatError):
+            return update(folder, options=kept.options, max_memory=MEMORY, writer=job.writer, tell=tell)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds the tree's text
+    tokenizer = Tokenizer.from_str(job.tokenizer.decode())
+    return build(
+        kept.paths, folder, tokenizer, job.name, options=kept.options, router=True, max_memory=MEMORY, writer=job.writer, tell=tell
+    )
+
+
+def _teller(say: Say) -> Callable[[Progress], None]:
+    last = 0.0
+
+    def tell(progress: Progress) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last > TELL_S:
+            last = now
+            say(("progress", asdict(progress) | {"seconds_left": progress.seconds_left}))
+
+    return tell
+
+
+def follow(job: Job, say: Say) -> None:
+    """Update the store whenever files change. Ends when the tree is gone or another one, or the store is gone: it is then to be built."""
+    from watchfiles._rust_notify import WatchfilesRustInternalError
+
+    from .update import update
+    from .watch import watch
+
+    stop, folder = threading.Event(), Path(job.kept.store)
+    before = _identity(job.kept)
+    threading.Thread(target=_until_other, args=(job.kept, before, stop), daemon=True).start()
+
+    def outcome(what: Summary | Exception) -> None:
+        if isinstance(what, Summary):
+            say(("done", asdict(what)))
+        elif not stop.is_set():
+            say(("problem", {"text": str(what), "waits": isinstance(what, DatastoreLockedError)}))
+
+    try:
+        watch(folder, stop=stop, max_memory=MEMORY, writer=job.writer, say=outcome, ready=lambda _: say(("following", {})))
+    except DatastoreError as error:
+        outcome(error)
+    except (WatchfilesRustInternalError, OSError) as error:  # the system's limit of watches, most often
+        if isinstance(error, BrokenPipeError):
+            raise
+        say(("problem", {"text": f"its files cannot be watched ({error}): it is looked through every {POLL_S:g} s", "waits": False}))
+        while not stop.wait(POLL_S):
+            with contextlib.suppress(DatastoreError):
+                done = update(folder, max_memory=MEMORY, writer=job.writer)
+                if done.committed:
+                    outcome(done)
+
+
+def _until_other(kept: Kept, before: list[Any], stop: threading.Event) -> None:
+    while _identity(kept) == before and (Path(kept.store) / MANIFEST).exists():
+        time.sleep(1)
+    stop.set()
+
+
+def _identity(kept: Kept) -> list[Any]:
+    """What tells a folder from another one of the same name."""
+    found: list[Any] = []
+    for path in kept.paths:
+        try:
+            status = Path(path).stat()
+            found.append((status.st_dev, status.st_ino))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _end(signum: int, frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _end_with(pipe: Connection) -> None:
+    """End when the other end of the pipe is closed, as the system does for a process that is killed."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,247 @@
+"""Working trees that the server drafts from: each has a store, built and kept up to date by a process beside the server.
+
+Folders enter at the start; stores come into the engine when they are there, and what became of each is in the log and for administrators.
+An address `/repo/NAME/…` is that of a tree: requests at it draft from the tree's stores, and from no other tree's unless they name it.
+Knows neither how stores are built nor what is in a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ngramspec import __version__
+from ngramspec.datastore import Datastore, DatastoreError, keeper, trees
+from ngramspec.datastore.tokens import canonical, digest_of
+from ngramspec.engine import Engine
+from ngramspec.server import logs
+
+RESTART_S = 1.0
+"""Before a process that ended is started again."""
+END_S = 5.0
+"""For a process to delete what it has begun to write."""
+LOG_S = 10.0
+"""Between lines about one build."""
+_ADDRESS = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a store is. Written by its thread, read by others."""
+
+    state: Literal["waiting", "building", "ready", "followed", "failed"] = "waiting"
+    """waiting: to be begun, or for another process that builds it. failed: it is tried again. followed: each saved file is read."""
+    ready: bool = False
+    """Drafts come from it."""
+    files: int = 0
+    n_files: int = 0
+    """While it is built: those that were read, and all."""
+    seconds_left: float | None = None
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Repository:
+    """A working tree."""
+
+    name: str
+    path: str
+    stores: list[str]
+    """Names of its stores: its own, and its packages'."""
+    progress: dict[str, Progress] = field(default_factory=dict)
+    """By store."""
+
+    @property
+    def address(self) -> str:
+        """What addresses of requests about it begin with."""
+        return f"/repo/{self.name}"
+
+
+class Repositories:
+    """The trees of one server."""
+
+    def __init__(self, paths: Mapping[str, str] | None = None, cache: Path = Path(), *, with_installed: bool = False) -> None:
+        """`paths`: of trees by name, absolute, links resolved. `cache`: the folder for stores."""
+        self.trees = {name: Repository(name, path, [name]) for name, path in (paths or {}).items()}
+        self._cache, self._with_installed = cache, with_installed
+        self._keepers: list[_Keeper] = []
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def start(self, engine: Engine) -> None:
+        """Build and follow the stores, and draft from those that are there. Returns at once."""
+        if not self.trees:
+            return
+        tokenizer = canonical(engine.tokenizer.backend_tokenizer)
+        fingerprint = digest_of(tokenizer)
+        wanted: dict[str, trees.Kept] = {}
+        for each in self.trees.values():
+            wanted[each.name] = trees.tree(each.path, self._cache, fingerprint)
+            packages = trees.installed(each.path, self._cache, fingerprint) if self._with_installed else None
+            if packages is not None:
+                name = Path(packages.store).name
+                wanted[name] = packages
+                each.stores.append(name)
+            elif self._with_installed:
+                logs.event("repository", f"{each.name}: {each.path} has no virtual environment (.venv, venv) with packages in it")
+        for name, kept in wanted.items():
+            made = _Keeper(engine, name, kept, tokenizer)
+            for each in self.trees.values():
+                if name in each.stores:
+                    each.progress[name] = made.progress
+            self._keepers.append(made)
+            made.start()
+
+    def close(self) -> None:
+        """End what runs beside the server."""
+        for each in self._keepers:
+            each.end()
+        for each in self._keepers:
+            each.join(END_S + RESTART_S)
+
+    def hidden(self, name: str | None) -> frozenset[str]:
+        """Stores that requests at a tree's address (None: at the server's own) draft from only if they name them. Raises KeyError.
+
+        At the server's own address one tree is everybody's; of several, none is.
+        """
+        if name is None and len(self.trees) < 2:
+            return frozenset()
+        shown = set() if name is None else set(self.trees[name].stores)
+        return frozenset(store for each in self.trees.values() for store in each.stores) - shown
+
+
+class _Keeper(threading.Thread):
+    """Runs the processes that keep one store, and has the engine draft from it."""
+
+    def __init__(self, engine: Engine, name: str, kept: trees.Kept, tokenizer: bytes) -> None:
+        super().__init__(name=f"ngramspec-repository-{name}", daemon=True)
+        self.progress = Progress()
+        self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
+        self._ended = threading.Event()
+        self._pipe: Connection | None = None
+        self._lock = threading.Lock()  # around what `end` closes
+        self._logged_s = 0.0
+
+    def run(self) -> None:
+        with contextlib.suppress(DatastoreError):
+            Datastore.open(self._kept.store).close()
+            self._draft()
+        if self.progress.ready and not self._kept.follow:
+            return
+        while not self._ended.is_set():
+            if self._process("build") and not self._kept.follow:
+                return
+            if self._kept.follow and self.progress.state == "ready":
+                self._process("follow")
+            self._ended.wait(RESTART_S)
+
+    def end(self) -> None:
+        """From another thread, any number of times."""
+        with self._lock:
+            self._ended.set()
+            if self._pipe is not None:
+                self._pipe.close()  # which the process notices
+
+    def _process(self, stage: Literal["build", "follow"]) -> bool:
+        """One process from its start to its end. Whether it said that the store is there."""
+        context = multiprocessing.get_context("spawn")
+        job = keeper.Job(self._kept, stage, self._tokenizer, self._engine.name, f"ngramspec {__version__}")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=keeper.run, args=(job, theirs), name=self.name, daemon=True)
+        done = False
+        try:
+            process.start()
+            theirs.close()
+            with self._lock:
+                self._pipe = ours
+                if self._ended.is_set():
+                    ours.close()
+            while True:
+                kind, facts = ours.recv()
+                done |= kind == "done"
+                self._take(kind, facts)
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._lock:
+                self._pipe = None
+                ours.close()
+            process.join(END_S)
+            if process.is_alive():
+                process.kill()
+        return done
+
+    def _take(self, kind: str, facts: dict[str, Any]) -> None:
+        progress = self.progress
+        if kind == "progress":
+            progress.files, progress.n_files, progress.seconds_left = facts["files"], facts["n_files"], facts["seconds_left"]
+            progress.message = facts["stage"]
+            progress.state = "building"
+            if (now := time.monotonic()) - self._logged_s > LOG_S:
+                self._logged_s = now
+                self._log(f"{facts['stage']}, {facts['files']:,} of {facts['n_files']:,} files")
+        elif kind == "problem":
+            progress.state, progress.message = ("waiting" if facts["waits"] else "failed"), facts["text"]
+            self._log(facts["text"])
+        elif kind == "following":
+            progress.state, progress.message = "followed", ""
+            self._log("its files are followed")
+        else:
+            self._done(facts)
+
+    def _done(self, facts: dict[str, Any]) -> None:
+        progress = self.progress
+        progress.state = "followed" if progress.state == "followed" else "ready"
+        progress.message, progress.seconds_left = "", None
+        if not progress.ready:
+            self._draft()
+        for path, why in facts["named"]:
+            self._log(f"{path} is left out: {why}")
+        if facts["committed"]:
+            self._log(
+                f"{facts['added']:,} files read, {facts['removed']:,} dropped in {facts['seconds'].get('total', 0):.1f} s; "
+                f"{facts['files']:,} files, {facts['tokens']:,} tokens"
+            )
+
+    def _draft(self) -> None:
+        """Have the engine draft from the store. It picks up later generations by itself."""
+        try:
+            self._engine.add_datastore(self._store, self._kept.store)
+        except Exception as error:  # such as an engine that was closed: what is said here is all that is heard of it
+            self.progress.state, self.progress.message = "failed", str(error)
+            self._log(str(error))
+        else:
+            self.progress.ready, self.progress.state = True, "ready"
+            self._log(f"drafts come from {self._kept.store}")
+
+    def _log(self, text: str) -> None:
+        logs.event("repository", f"{self._store}: {text}", store=self._store, path=self._kept.paths[0], state=self.progress.state)
+
+
+class RepositoryAddress:
+    """Takes `/repo/NAME` off the front of a request's address; `request.state.repository` says it was there. Plain ASGI, outermost."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (match := _ADDRESS.fullmatch(scope["path"])):
+            name, path = match.groups()
+            scope = {
+                **scope,
+                "path": path or "/",
+                "raw_path": (path or "/").encode(),
+                "state": {**scope.get("state", {}), "repository": name},
+            }
+        await self.app(scope, receive, send)
