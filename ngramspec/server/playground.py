@@ -41,6 +41,8 @@ class Config(BaseModel):
     sources: bool
     """Whether answers may say where their tokens came from."""
     datastores: list[str]
+    hidden: list[str]
+    """Those of them that are drafted from only if a request names them."""
     max_tokens: int
     """The most that a request may ask for."""
 
@@ -66,6 +68,7 @@ def router(state: State) -> APIRouter:
             chat=bool(getattr(engine.tokenizer, "chat_template", None)),
             sources=identity.trusted,
             datastores=[name for name in engine.datastores if identity.stores is None or name in identity.stores],
+            hidden=sorted(identity.hidden),
             max_tokens=min(engine.max_model_len - 1, state.settings.limits.output_tokens),
         )
 

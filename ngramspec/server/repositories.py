@@ -167,6 +167,8 @@ class _Keeper(threading.Thread):
                 self._pipe = ours
                 if self._ended.is_set():
                     ours.close()
+            if not self.progress.ready:
+                self.progress.state = "building"
             while True:
                 kind, facts = ours.recv()
                 done |= kind == "done"

@@ -34,6 +34,7 @@ FLAGS = {
     "--json --quiet -q",
     "serve": "--model -m --device --dtype --precision --kv-dtype --quantize --gpu-memory-utilization --threads --max-model-len "
     "--max-seqs --kv-memory --prefix-cache --no-prefix-cache --datastore -d --no-spec --spec-length --spec-rows --max-order --history "
+    "--repo --with-installed --max-repo-files "
     "--answers --no-similar --no-recycle --draft-model --draft-layers --drafter --alone --acceptance --lenience --share-candidates "
     "--host --port --allowed-host --cors-origin --api-key --admin-key --api-key-file --max-queue --drain-timeout --send-timeout "
     "--receive-timeout --pad-stream --log-format",

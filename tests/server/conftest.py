@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ngramspec.engine import Engine
 from ngramspec.server.app import create_app
+from ngramspec.server.repositories import Repositories
 from ngramspec.server.serve import configuration
 from ngramspec.server.settings import ServerSettings
 
@@ -79,12 +80,12 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def start_server() -> Iterator[Callable[..., Server]]:
-    """`start_server(engine, settings) -> Server`, a real uvicorn in a thread; all are stopped at the end."""
+    """`start_server(engine, settings, repositories) -> Server`, a real uvicorn in a thread; all are stopped at the end."""
     started: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(engine: Engine, settings: ServerSettings | None = None) -> Server:
+    def start(engine: Engine, settings: ServerSettings | None = None, repositories: Repositories | None = None) -> Server:
         settings = settings or ServerSettings()
-        app = create_app(engine, settings)
+        app = create_app(engine, settings, repositories)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(configuration(app, settings))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

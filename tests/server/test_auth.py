@@ -47,6 +47,7 @@ ROUTES: dict[tuple[str, str], tuple[str, str, Any, int]] = {
     ("GET", "/props"): (KEY, "/props", None, 200),
     ("GET", "/slots"): (KEY, "/slots", None, 200),
     ("GET", "/admin/datastores"): (ADMIN, "/admin/datastores", None, 200),
+    ("GET", "/admin/repositories"): (ADMIN, "/admin/repositories", None, 200),
     ("PUT", "/admin/datastores/{name}"): (ADMIN, "/admin/datastores/a", {"path": "/nowhere"}, 400),
     ("POST", "/admin/datastores/{name}/update"): (ADMIN, "/admin/datastores/a/update", None, 404),
     ("DELETE", "/admin/datastores/{name}"): (ADMIN, "/admin/datastores/a", None, 404),

@@ -49,7 +49,7 @@ async function connect() {
   $("store-list").replaceChildren(
     ...config.datastores.map((name) => {
       const [label, box] = [document.createElement("label"), document.createElement("input")];
-      Object.assign(box, { type: "checkbox", checked: true, value: name, name: "datastore" });
+      Object.assign(box, { type: "checkbox", defaultChecked: !config.hidden.includes(name), value: name, name: "datastore" });
       label.append(box, ` ${name}`);
       return label;
     }),
@@ -90,7 +90,7 @@ function readForm() {
   if (prediction) body.prediction = chat ? { type: "content", content: prediction } : prediction;
   const boxes = [...document.querySelectorAll('[name="datastore"]')];
   const chosen = boxes.filter((box) => box.checked).map((box) => box.value);
-  if (chosen.length < boxes.length) body.datastore = chosen;
+  if (boxes.some((box) => box.checked !== box.defaultChecked)) body.datastore = chosen;
   return { path: ROUTES[mode()], body, seed: $("seed").value };
 }
 

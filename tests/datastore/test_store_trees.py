@@ -1,0 +1,257 @@
+"""Stores of working trees: which there are, what belongs into them, and the process that builds and follows one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from ngramspec.datastore import CorpusError, Datastore, corpus, keeper, trees
+from ngramspec.datastore.commit import writing
+from ngramspec.datastore.tokens import canonical, fingerprint
+
+BACKEND = tiny.byte_tokenizer().backend_tokenizer
+PRINT = fingerprint(BACKEND)
+WAIT_S = 300
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    for n in range(5):
+        (folder / f"{n}.py").write_text(f"def f{n}():\n    return {n}\n")
+    return folder
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """A virtual environment with packages of one module each."""
+    site = folder / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    (folder / "pyvenv.cfg").touch()
+    for package in packages:
+        name = package.partition("-")[0]
+        (site / f"{package}.dist-info").mkdir()
+        (site / f"{name}.py").write_text(f"def {name}():\n    return 1\n")
+    return folder
+
+
+def documents(store: str) -> set[str]:
+    with Datastore.open(store) as opened:
+        return {Path(document.path).name for document in opened.snapshot.documents()}
+
+
+# ------------------------------------------------------------------ which stores
+
+
+def test_a_store_per_tree_tokenizer_and_place(tree: Path, tmp_path: Path) -> None:
+    kept = trees.tree(str(tree), tmp_path / "cache", PRINT)
+    assert kept == trees.tree(str(tree), tmp_path / "cache", PRINT)
+    others = [trees.tree(str(tmp_path), tmp_path / "cache", PRINT), trees.tree(str(tree), tmp_path / "cache", "another")]
+    assert len({each.store for each in [kept, *others]}) == 3
+    assert Path(kept.store).is_relative_to(tmp_path / "cache")
+
+
+def test_ignored_files_and_environments_are_no_part_of_a_tree(tree: Path) -> None:
+    environment(tree / "my.env", "numpy-2.0")
+    (tree / "node_modules").mkdir()
+    (tree / "node_modules" / "left.js").write_text("left")
+    (tree / "secret.txt").write_text("s")
+    (tree / ".gitignore").write_text("secret.txt\n")
+    expected = 5
+    assert trees.count_files(str(tree), 100) == (expected, True), "without git"
+    subprocess.run(["git", "init", "-q", str(tree)], check=True)
+    subprocess.run(["git", "-C", str(tree), "add", "0.py"], check=True)
+    assert trees.count_files(str(tree), 100) == (expected, True), "files that git does not track yet belong to it"
+
+
+def test_too_large_a_tree_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trees.check_size(str(tree), 5) == 5
+    with pytest.raises(CorpusError, match="holds 5 files of text, a tree may have 4"):
+        trees.check_size(str(tree), 4)
+    monkeypatch.setattr(trees, "COUNT_S", -1.0)
+    with pytest.raises(CorpusError, match="holds more than 3 files"):
+        trees.check_size(str(tree), 2)
+
+
+def test_packages_are_one_store_for_all_trees_with_the_same_versions(tmp_path: Path) -> None:
+    for name, packages in (("a", ["one-1.0", "two-2.0"]), ("b", ["two-2.0", "one-1.0"]), ("c", ["one-1.1", "two-2.0"])):
+        environment(tmp_path / name / ".venv", *packages)
+    a, b, c = (trees.installed(str(tmp_path / name), tmp_path / "cache", PRINT) for name in "abc")
+    assert a is not None
+    assert b is not None
+    assert c is not None
+    assert a.store == b.store != c.store
+    assert not a.follow
+
+
+def test_where_an_environment_is_found(tree: Path, tmp_path: Path) -> None:
+    assert trees.environment_of(tree) is None
+    assert trees.installed(str(tree), tmp_path, PRINT) is None
+    made = environment(tmp_path / "envs" / "mine", "one-1.0")
+    for text in ("[tool.pyright]\nvenvPath = 3", "[tool.pyright]\nvenv = 'absent'", "[tool", "tool = 3", "[tool]\npyright = 3", "\x00"):
+        (tree / "pyproject.toml").write_text(text)
+        assert trees.environment_of(tree) is None, text
+    (tree / "pyproject.toml").write_text("[tool.pyright]\nvenvPath = '../envs'\nvenv = 'mine'\n")
+    assert trees.environment_of(tree) == made
+    (tree / "venv").mkdir()
+    assert trees.environment_of(tree) == made, "a folder of that name alone is no environment"
+    assert trees.environment_of(tree.parent) is None
+    assert trees.environment_of(environment(tree / ".venv").parent) == tree / ".venv"
+    assert trees.installed(str(tree), tmp_path, PRINT) is None, "it holds no package"
+
+
+# ------------------------------------------------------------------ the process
+
+
+class Process:
+    """A keeper's process, and what it told."""
+
+    def __init__(self, kept: trees.Kept, stage: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        job = keeper.Job(kept, stage, canonical(BACKEND), "bytes", "test")
+        self.process = context.Process(target=keeper.run, args=(job, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def told(self, kind: str) -> dict[str, Any]:
+        """What it tells of this kind next."""
+        while self.pipe.poll(WAIT_S):
+            what, facts = self.pipe.recv()
+            if what == kind:
+                return facts  # type: ignore[no-any-return]
+        raise AssertionError(f"it never told of {kind}")
+
+    def end(self) -> int | None:
+        self.pipe.close()
+        self.process.join(WAIT_S)
+        return self.process.exitcode
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def begin(kept: trees.Kept, stage: str) -> Process:
+        started.append(Process(kept, stage))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        assert each.end() == 0
+
+
+def ended(pipe: Connection) -> bool:
+    """Whether the other end goes away, whatever it tells before."""
+    try:
+        while pipe.poll(WAIT_S):
+            pipe.recv()
+    except EOFError:
+        return True
+    return False
+
+
+def test_built_followed_and_gone(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+    kept = trees.tree(str(tree), tmp_path / "cache", PRINT)
+    assert start(kept, "build").told("done")["files"] == 5
+    assert (tmp_path / "cache" / "trees").stat().st_mode & 0o077 == 0, "it holds text of the tree"
+    following = start(kept, "follow")
+    following.told("following")
+    (tree / "new.py").write_text("new = 1\n")
+    assert following.told("done")["added"] == 1
+    assert "new.py" in documents(kept.store)
+    tree.rename(tmp_path / "moved")
+    assert ended(following.pipe), "the tree is gone: who started it decides"
+    waiting = start(kept, "build")
+    assert "is gone" in waiting.told("problem")["text"]
+    (tmp_path / "moved").rename(tree)
+    assert waiting.told("done")["files"] == 6
+
+
+def test_two_servers_on_a_tree(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+    kept = trees.tree(str(tree), tmp_path / "cache", PRINT)
+    start(kept, "build").told("done")
+    with writing(Path(kept.store)):
+        other = start(kept, "build")
+        assert other.told("problem")["waits"]
+    assert not other.told("done")["committed"], "there is nothing left to do"
+
+
+@pytest.mark.parametrize("damage", ["MANIFEST", "tokenizer"])
+def test_a_damaged_store_is_built_anew(tree: Path, tmp_path: Path, start: Callable[..., Process], damage: str) -> None:
+    kept = trees.tree(str(tree), tmp_path / "cache", PRINT)
+    start(kept, "build").told("done")
+    (path,) = (each for each in Path(kept.store).iterdir() if each.name.startswith(damage))
+    path.write_bytes(b"{}")
+    assert start(kept, "build").told("done")["added"] == 5
+    Datastore.open(kept.store, verify="full").close()
+
+
+def test_a_tree_without_text_is_waited_for(tmp_path: Path, start: Callable[..., Process]) -> None:
+    (tmp_path / "tree").mkdir()
+    waiting = start(trees.tree(str(tmp_path / "tree"), tmp_path / "cache", PRINT), "build")
+    assert "there is no text" in waiting.told("problem")["text"]
+    (tmp_path / "tree" / "first.py").write_text("first = 1\n")
+    assert waiting.told("done")["files"] == 1
+
+
+def test_an_interrupted_build_leaves_nothing_and_is_begun_again(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+    for n in range(3000):
+        (tree / f"more{n}.py").write_text(f"x = {n}\n" * 50)
+    kept = trees.tree(str(tree), tmp_path / "cache", PRINT)
+    first = start(kept, "build")
+    assert first.told("progress")["stage"] in ("looking", "reading", "sorting")
+    assert first.end() == 0
+    assert not Path(kept.store).exists()
+    assert start(kept, "build").told("done")["files"] == 3005
+
+
+def test_a_file_that_cannot_be_read_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = corpus.open_regular
+
+    def locked(path: str) -> Any:
+        if path.endswith("/0.py"):
+            raise PermissionError(13, "Permission denied")
+        return before(path)
+
+    monkeypatch.setattr(corpus, "open_regular", locked)
+    told: list[keeper.Told] = []
+    kept = trees.tree(str(tree), tree.parent / "cache", PRINT)
+    keeper.bring_up_to_date(keeper.Job(kept, "build", canonical(BACKEND), "bytes", "test"), told.append)
+    kind, facts = told[-1]
+    assert (kind, facts["files"]) == ("done", 4)
+    assert facts["named"] == [(f"{tree}/0.py", "Permission denied")]
+
+
+def test_files_that_cannot_be_watched_are_looked_through(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngramspec.datastore import watch
+
+    told: list[keeper.Told] = []
+    kept = trees.tree(str(tree), tree.parent / "cache", PRINT)
+    job = keeper.Job(kept, "follow", canonical(BACKEND), "bytes", "test")
+    keeper.bring_up_to_date(job, told.append)
+    monkeypatch.setattr(keeper, "POLL_S", 0.05)
+    monkeypatch.setattr(watch.watchfiles, "watch", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "no space left for watches")))
+    seen = threading.Event()
+
+    def say(what: keeper.Told) -> None:
+        told.append(what)
+        if what[0] == "done":
+            seen.set()
+
+    thread = threading.Thread(target=keeper.follow, args=(job, say), daemon=True)
+    thread.start()
+    (tree / "new.py").write_text("new = 1\n")
+    assert seen.wait(WAIT_S)
+    tree.rename(tree.parent / "moved")
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert any(kind == "problem" and "cannot be watched" in facts["text"] for kind, facts in told)
