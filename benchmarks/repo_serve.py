@@ -192,7 +192,7 @@ class Server:
         with file.open("a", encoding="utf-8") as out:
             out.write(line)
         saved = time.perf_counter()
-        prompt = line[: line.index(f", {36 + number},") + 1]  # a model writes the next number, whatever is drafted
+        prompt = line[: line.index(f", {32 + number},") + 1]  # a model writes the next numbers, whatever is drafted
         deadline = saved + 120
         while time.perf_counter() < deadline:
             tokens = self.complete(prompt, 8)["choices"][0]["ngramspec"]["tokens"]
@@ -215,6 +215,7 @@ def forward(lines: Iterable[str]) -> None:
 def serving(model: str, tree: Path | None, cache: Path) -> Iterator[Server]:
     """`ngramspec serve`, with a tree or without, as a process of its own."""
     command = [sys.executable, "-m", "ngramspec", "serve", "--model", model, "--port", "0", "--log-format", "json"]
+    command += ["--answers", "0", "--no-similar"]  # so that the tokens of a saved line have no other source
     command += [] if tree is None else ["--repo", str(tree)]
     stores = {"NGRAMSPEC_CACHE": str(cache)}
     started = time.perf_counter()

@@ -38,7 +38,7 @@ class Job:
 
     kept: Kept
     stage: Literal["build", "follow"]
-    """build: until the store is there and up to date. follow: for ever, until the tree is another one, or the store is gone."""
+    """build: until the store is there and up to date. follow: until that fails, or the tree is another one."""
     tokenizer: bytes
     """Its canonical JSON."""
     name: str
@@ -114,7 +114,8 @@ def _teller(say: Say) -> Callable[[Progress], None]:
 
 
 def follow(job: Job, say: Say) -> None:
-    """Update the store whenever files change. Ends when the tree is gone or another one, or the store is gone: it is then to be built."""
+    """Update the store whenever files change. Ends when the tree is gone or another one, or an update fails: `bring_up_to_date` waits until
+    it can be done."""
     from watchfiles._rust_notify import WatchfilesRustInternalError
 
     from .update import update
@@ -127,8 +128,9 @@ def follow(job: Job, say: Say) -> None:
     def outcome(what: Summary | Exception) -> None:
         if isinstance(what, Summary):
             say(("done", asdict(what)))
-        elif not stop.is_set():
-            say(("problem", {"text": str(what), "waits": isinstance(what, DatastoreLockedError)}))
+        elif not isinstance(what, DatastoreLockedError):  # another server's process, which is at the same files; `watch` tries again
+            say(("problem", {"text": str(what), "waits": False}))
+            stop.set()
 
     try:
         watch(folder, stop=stop, max_memory=MEMORY, writer=job.writer, say=outcome, ready=lambda _: say(("following", {})))

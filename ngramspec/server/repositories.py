@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ from ngramspec.datastore.tokens import canonical, digest_of
 from ngramspec.engine import Engine
 from ngramspec.server import logs
 
-RESTART_S = 1.0
-"""Before a process that ended is started again."""
+RESTART_S, PATIENCE_S = 1.0, 30.0
+"""Before a process is started again: one that followed a tree that has gone or is another one now; one that failed."""
 END_S = 5.0
 """For a process to delete what it has begun to write."""
 LOG_S = 10.0
@@ -108,7 +109,7 @@ class Repositories:
         for each in self._keepers:
             each.end()
         for each in self._keepers:
-            each.join(END_S + RESTART_S)
+            each.wait()
 
     def hidden(self, name: str | None) -> frozenset[str]:
         """Stores that requests at a tree's address (None: at the server's own) draft from only if they name them. Raises KeyError.
@@ -129,8 +130,8 @@ class _Keeper(threading.Thread):
         self.progress = Progress()
         self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
         self._ended = threading.Event()
-        self._pipe: Connection | None = None
-        self._lock = threading.Lock()  # around what `end` closes
+        self._running: tuple[BaseProcess, Connection] | None = None
+        self._lock = threading.Lock()  # around the process that runs
         self._logged_s = 0.0
 
     def run(self) -> None:
@@ -140,18 +141,32 @@ class _Keeper(threading.Thread):
         if self.progress.ready and not self._kept.follow:
             return
         while not self._ended.is_set():
-            if self._process("build") and not self._kept.follow:
-                return
-            if self._kept.follow and self.progress.state == "ready":
+            pause_s = PATIENCE_S
+            if self._process("build") and self.progress.ready:
+                if not self._kept.follow:
+                    return
                 self._process("follow")
-            self._ended.wait(RESTART_S)
+                self.progress.state, pause_s = "ready", RESTART_S
+            self._ended.wait(pause_s)
 
     def end(self) -> None:
-        """From another thread, any number of times."""
+        """Have it end, and its process. From another thread, any number of times."""
         with self._lock:
             self._ended.set()
-            if self._pipe is not None:
-                self._pipe.close()  # which the process notices
+            self._tell_to_end()
+
+    def wait(self) -> None:
+        """After `end`: until it has. What does not end in time is killed; the next writer deletes what it leaves."""
+        self.join(END_S)
+        with self._lock:
+            if self._running is not None:
+                self._running[0].kill()
+        self.join(END_S)
+
+    def _tell_to_end(self) -> None:
+        if self._running is not None:
+            with contextlib.suppress(OSError):
+                self._running[1].send(None)
 
     def _process(self, stage: Literal["build", "follow"]) -> bool:
         """One process from its start to its end. Whether it said that the store is there."""
@@ -159,14 +174,18 @@ class _Keeper(threading.Thread):
         job = keeper.Job(self._kept, stage, self._tokenizer, self._engine.name, f"ngramspec {__version__}")
         ours, theirs = context.Pipe()
         process = context.Process(target=keeper.run, args=(job, theirs), name=self.name, daemon=True)
-        done = False
         try:
             process.start()
-            theirs.close()
-            with self._lock:
-                self._pipe = ours
-                if self._ended.is_set():
-                    ours.close()
+        except OSError as error:
+            self._take("problem", {"text": f"no process can be started for it: {error}", "waits": False})
+            return False
+        theirs.close()
+        with self._lock:
+            self._running = process, ours
+            if self._ended.is_set():
+                self._tell_to_end()
+        done = False
+        try:
             if not self.progress.ready:
                 self.progress.state = "building"
             while True:
@@ -174,14 +193,11 @@ class _Keeper(threading.Thread):
                 done |= kind == "done"
                 self._take(kind, facts)
         except (EOFError, OSError):
-            pass
+            process.join()
         finally:
             with self._lock:
-                self._pipe = None
-                ours.close()
-            process.join(END_S)
-            if process.is_alive():
-                process.kill()
+                self._running = None
+                ours.close()  # where an error brought us here, the process notices it
         return done
 
     def _take(self, kind: str, facts: dict[str, Any]) -> None:

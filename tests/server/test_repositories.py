@@ -101,6 +101,13 @@ def test_a_trees_store_comes_while_it_serves_and_follows_it(serve: Any, own: Eng
     until(lambda: Datastore.open(store.path).info()["documents"] == 2)
     listed = client.get("/admin/repositories").json()["repositories"]
     assert (listed[0]["path"], listed[0]["address"]) == (tree, "/repo/project")
+    Path(tree).rename(tmp_path / "moved")
+    until(lambda: "is gone" in stores(client)["project"]["message"])
+    assert stores(client)["project"]["ready"]
+    (tmp_path / "moved").rename(tree)
+    until(lambda: stores(client)["project"]["state"] == "followed")
+    (Path(tree) / "three.py").write_text("def negate(value):\n    return -value\n")
+    until(lambda: Datastore.open(store.path).info()["documents"] == 3)
     repositories.close()
     again = Repositories({"project": tree}, tmp_path / "cache")
     own.remove_datastore("project")

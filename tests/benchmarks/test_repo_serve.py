@@ -1,0 +1,39 @@
+"""benchmarks.repo_serve: the checkout that it makes, and what it prints, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from benchmarks import repo_serve
+
+
+def test_a_checkout_is_a_repository_of_as_many_files(tmp_path: Path) -> None:
+    for n in range(5):
+        (tmp_path / "source" / str(n)).mkdir(parents=True)
+        (tmp_path / "source" / str(n) / "module.py").write_text(f"x = {n}\n")
+    assert repo_serve.checkout(tmp_path / "tree", [tmp_path / "source"], 3) == 3
+    assert (tmp_path / "tree" / ".git").is_dir()
+
+
+@pytest.mark.slow
+def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model takes no number of a saved line, so that this part is left out."""
+    tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    tiny.byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "source").mkdir()
+    for n in range(3):
+        (tmp_path / "source" / f"{n}.py").write_text(f"def f{n}(x):\n    return x + {n}\n")
+    monkeypatch.setattr(repo_serve.Server, "save", lambda *_: 0.5)
+    monkeypatch.setattr(repo_serve, "PAUSE_S", 0.01)
+    repo_serve.main(["--model", str(tmp_path / "model"), "--files", "3", "--saves", "2", "--sources", str(tmp_path / "source")])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["files"], document["save_s"], document["save_s_all"]) == (3, 0.5, [0.5, 0.5])
+    assert 0 < document["first_completion_s"] <= document["build_s"]
+    assert document["restart_s"] > 0
+    assert document["tokens"] > 0
+    assert set(document["completion_ms"]) == {"building", "after"}
+    assert set(document["while"]) <= {"waiting", "building", "ready", "followed"}
