@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
-from conftest import Server, tiny_engine
+from conftest import Server, chat_tokenizer, tiny_engine
 
 from ngramspec.datastore import Datastore
 from ngramspec.engine import Engine
@@ -206,3 +210,23 @@ def test_no_trees_cost_nothing(own: Engine) -> None:
     repositories.start(own)
     repositories.close()
     assert create_app(own, ServerSettings()).state.server.repositories.trees == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_during_the_first_build_leaves_nothing_of_it(tmp_path: Path, number: signal.Signals) -> None:
+    """A process of its own, with everything that the command does."""
+    tree = Path(make_tree(tmp_path / "tree"))
+    for n in range(4000):
+        (tree / f"more{n}.py").write_text(f"x = {n}\n" * 200)
+    tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    command = ["serve", "--model", str(tmp_path / "model"), "--port", "0", "--threads", "1", "--log-format", "json", "--repo", str(tree)]
+    environment = os.environ | {"NGRAMSPEC_CACHE": str(tmp_path / "cache")}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-m", "ngramspec", *command], env=environment, **quiet) as process:
+        trees = tmp_path / "cache" / "stores" / "trees"
+        until(lambda: trees.exists() and list(trees.iterdir()))
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == (-number if number == signal.SIGKILL else 0)
+        until(lambda: not list(trees.iterdir()))
