@@ -267,6 +267,9 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params must be SamplingParams, got {type(params).__name__}")
         ids = self.encode(prompt)
+        for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+            if max(tokens, default=0) >= self.vocab_size:
+                raise InvalidInputError(f"{name} must be for token ids 0 to {self.vocab_size - 1}, got {max(tokens)}")
         self._check_hints(hints)
         completion = Completion(
             ids.tolist(),
@@ -288,6 +291,7 @@ class Engine:
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
         constraint = None if params.grammar is None else self.compile_grammar(params.grammar)
+        bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
         seqs = [
             sequence.Sequence(
@@ -301,10 +305,13 @@ class Engine:
                     vocab_size=self.vocab_size,
                     stop_ids=stop_ids,
                     constraint=constraint and constraint.fork(),
+                    bad_words=bad_words,
                 ),
                 NoText()
                 if self.tokenizer is None
-                else TextStream(self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens),
+                else TextStream(
+                    self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens, params.include_stop_str_in_output
+                ),
                 index=index,
                 stop_ids=stop_ids,
                 max_len=self.max_model_len,
@@ -319,6 +326,11 @@ class Engine:
         if params.prompt_logprobs is not None:
             completion.prompt_logprobs = seqs[0].prompt_logprobs = [None]
         return seqs
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """The tokens of a word, and those behind a blank, as vLLM has it: where they are as many and begin otherwise."""
+        bare, behind = self.encode_text(word), self.encode_text(" " + word.lstrip())
+        return [bare, behind] if bare and len(behind) == len(bare) and behind[0] != bare[0] else [bare]
 
     def _check_hints(self, hints: Hints) -> None:
         """Raises TypeError for unknown ones, InvalidInputError for wrong ones."""

@@ -1,6 +1,6 @@
 """What the documents say is so: commands parse, links resolve, files and modules exist, tables equal what they are made from.
 
-    python tests/test_docs.py      writes the generated tables of docs/settings.md anew
+    python tests/test_docs.py      writes the generated tables of docs/settings.md and docs/server.md anew
 
 No command is run and no model is loaded.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -31,7 +32,7 @@ from ngramspec.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted((ROOT / "docs").glob("*.md"))]
-SETTINGS = ROOT / "docs" / "settings.md"
+SETTINGS, SERVER = ROOT / "docs" / "settings.md", ROOT / "docs" / "server.md"
 MOST_LINES = 200
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -269,25 +270,49 @@ def _default(value: object) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else f"`{value}`"
 
 
-def generated() -> dict[str, str]:
+def request_fields() -> str:
+    """A row for all fields of one fate and reason, with the routes that have them."""
+    from ngramspec.server.fields import FIELDS, ROUTES, Fate
+
+    lines = ["| fields | routes | fate | what they do, or why not | asks for nothing |", "|---|---|---|---|---|"]
+    parameters = set(options_of(SamplingParams))
+    for fate in (Fate.DONE, Fate.TOOLS, Fate.ACCEPTED, Fate.REFUSED):
+        for row in FIELDS:
+            if row.fate is fate and not (fate is Fate.DONE and parameters.issuperset(row.names) and row.why == _help(row.names[0])):
+                names = ", ".join(f"`{name}`" for name in row.names)
+                routes = "all" if row.routes == ROUTES else ", ".join(f"`{route}`" for route in row.routes)
+                neutral = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral) or "–"
+                lines.append(f"| {names} | {routes} | {fate.value} | {row.why} | {neutral if fate is Fate.REFUSED else '–'} |")
+    return "\n".join(lines)
+
+
+def _help(name: str) -> str:
+    return options_of(SamplingParams)[name].help
+
+
+def generated(document: Path) -> dict[str, str]:
+    if document == SERVER:
+        return {"fields": request_fields()}
     return {
         "engine": table(EngineConfig, "setting"),
         "sampling": table(SamplingParams, "parameter"),
     }
 
 
-def with_tables(text: str) -> str:
+def with_tables(document: Path) -> str:
     """The document with its generated tables as they should be."""
-    for name, rows in generated().items():
+    text = document.read_text("utf-8")
+    for name, rows in generated(document).items():
         marked = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
         text, n = re.subn(marked, lambda found, rows=rows: f"{found[1]}\n{rows}\n\n{found[2]}", text, flags=re.DOTALL)
         assert n == 1, f"no place for the table {name}"
     return text
 
 
-def test_tables_of_settings_are_the_declarations() -> None:
-    text = SETTINGS.read_text("utf-8")
-    assert text == with_tables(text), "docs/settings.md is not what is declared; `python tests/test_docs.py` writes it anew"
+@pytest.mark.parametrize("document", [SETTINGS, SERVER], ids=lambda path: path.name)
+def test_generated_tables_are_the_declarations(document: Path) -> None:
+    message = f"{document.name} is not what is declared; `python tests/test_docs.py` writes it anew"
+    assert document.read_text("utf-8") == with_tables(document), message
 
 
 @pytest.mark.parametrize("name", ["setting", "limit"])
@@ -304,5 +329,6 @@ def test_tables_of_the_server_are_its_settings(name: str) -> None:
 
 
 if __name__ == "__main__":
-    SETTINGS.write_text(with_tables(SETTINGS.read_text("utf-8")), "utf-8")
-    print(f"{SETTINGS.relative_to(ROOT)} is written")
+    for path in (SETTINGS, SERVER):
+        path.write_text(with_tables(path), "utf-8")
+        print(f"{path.relative_to(ROOT)} is written")

@@ -111,9 +111,16 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    accepted = "token ids (integers from 0)"
+    optional: bool = False
+    """None is accepted, too, and an empty list is not."""
+
+    @property
+    def accepted(self) -> str:
+        return "None or one or more token ids (integers from 0)" if self.optional else "token ids (integers from 0)"
 
     def accepts(self, value: object) -> bool:
+        if value is None or value in ([], ()):
+            return (value is None) == self.optional
         return isinstance(value, (list, tuple)) and all(Integer(0).accepts(token) for token in value)
 
 

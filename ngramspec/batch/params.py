@@ -14,6 +14,7 @@ from ngramspec.batch.options import Flag, Integer, Number, Texts, TokenIds, Toke
 
 MAX_SEED = 2**64 - 1
 MAX_STOPS = 64
+MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 100
 LEAST_TEMPERATURE, LEAST_PENALTY = 1e-6, 1e-3
 """Divisors of logits; with smaller ones what they divide would leave float32."""
@@ -55,6 +56,16 @@ class SamplingParams:
         (), Texts(MAX_STOPS), "Text that ends the output and is no part of it; may be given several times.", flags=("--stop", "-s")
     )
     stop_token_ids: tuple[int, ...] = option((), TokenIds(), "Ids that end the text, beside the model's own.", flags=None)
+    include_stop_str_in_output: bool = option(False, Flag(), "The stop string that ends the text is part of it.", flags=None)
+    allowed_token_ids: tuple[int, ...] | None = option(
+        None, TokenIds(optional=True), "No other tokens are written, not even those that end a text.", flags=None
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        Texts(MAX_BAD_WORDS),
+        "Texts of which the last token is not written behind the others, with or without a blank before.",
+        flags=None,
+    )
     ignore_eos: bool = option(False, Flag(), "Go on past the model's own end of text.")
     grammar: Grammar | None = option(
         None, GrammarKind(), "What the text must look like: a JSON schema, a regular expression, choices or a grammar.", flags=None
@@ -78,4 +89,7 @@ class SamplingParams:
             raise InvalidInputError(f"min_tokens must be an integer from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}")
         put(self, "stop", tuple(self.stop))
         put(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        put(self, "bad_words", tuple(self.bad_words))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(int(token) for token in self.allowed_token_ids))
         put(self, "top_k", max(int(self.top_k), 0))

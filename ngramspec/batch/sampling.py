@@ -5,8 +5,9 @@ that penalties need, along the accepted tokens. `sample(row, t)` gives the token
 the row, the parameters, the tokens before, and u(seed, n, t) from a counter-based generator (Philox4x32-10,
 Salmon et al., SC 2011), and on nothing else: there is no generator state that speculation could advance differently.
 
-Order of adjustments: grammar, logit bias, bans (`min_tokens`), repetition, presence and frequency penalty; temperature; top-k,
-top-p over what top-k left, min-p. Tokens rank by their adjusted logit; ties are broken towards the lower token id everywhere.
+Order of adjustments: grammar, logit bias, bans (`allowed_token_ids`, `bad_words`, `min_tokens`), repetition, presence and frequency
+penalty; temperature; top-k, top-p over what top-k left, min-p. Tokens rank by their adjusted logit; ties are broken towards the lower
+token id everywhere.
 
 A token's weight is floor(p * 2**40) for p = exp((logit - top) / temperature), the most likely token's being 1, and every sum of
 weights is one of integers: it does not depend on the order of its terms, so that a GPU's parallel sums pick the same token
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from ngramspec.batch.errors import GrammarError, NgramspecError
+from ngramspec.batch.errors import GrammarError, InvalidInputError, NgramspecError
 from ngramspec.batch.grammar import Constraint
 from ngramspec.batch.numeric import bits_of_float, exp
 from ngramspec.batch.params import SamplingParams
@@ -231,6 +232,8 @@ def masked(row, mask):
 
 def on_device(params: SamplingParams) -> bool:
     """Whether a token is a function of the logits row, the seed and the position alone, so that a GPU can pick it within the pass."""
+    if params.allowed_token_ids is not None or params.bad_words:
+        return False
     plain = params.grammar is None and (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
     return plain and not params.logit_bias and params.min_tokens == 0 and params.logprobs is None
 
@@ -248,8 +251,10 @@ class Sampler:
         vocab_size: int,
         stop_ids: frozenset[int],
         constraint: Constraint | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`constraint`: where the text stands in the grammar of its parameters; the sampler's own."""
+        """`constraint`: where the text stands in the grammar of its parameters; the sampler's own. `bad_words`: of its parameters, as
+        token ids."""
         self.params, self.index, self.seed, self.constraint = params, index, seed, constraint
         self.on_device, self.greedy = on_device(params), params.temperature == 0
         self._temperature = np.float32(params.temperature)
@@ -258,6 +263,10 @@ class Sampler:
         self.bias = np.array([params.logit_bias[int(i)] for i in self.ids], np.float32)
         self.bias[self.bias <= -100] = -np.inf
         self.held_back = np.array(sorted(i for i in stop_ids if i < vocab_size), np.int64)
+        self.allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
+        self.bad_words = [tuple(map(int, word)) for word in bad_words if len(word)]
+        self._n_recent = max(map(len, self.bad_words), default=1) - 1
+        self._recent: tuple[int, ...] = ()  # the output's last tokens, as many as bad words look back at
         self.penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
         if self.penalised:
             self.in_prompt = np.zeros(vocab_size, np.bool_)
@@ -273,7 +282,14 @@ class Sampler:
             other.constraint = self.constraint.fork()
         return other
 
+    @property
+    def is_plain(self) -> bool:
+        """Accepting a token changes nothing."""
+        return not self.penalised and self.constraint is None and not self._n_recent
+
     def accept(self, token: int) -> None:
+        if self._n_recent:
+            self._recent = (*self._recent, token)[-self._n_recent :]
         if self.penalised:
             self.counts[token] += 1
         if self.constraint is not None:
@@ -282,7 +298,7 @@ class Sampler:
     def adjusted(self, row: np.ndarray, position: int) -> np.ndarray:
         """The row [V] after the grammar, bias, bans and penalties; the row itself where there are none."""
         banned = position < self.params.min_tokens and len(self.held_back)
-        if not (banned or self.penalised or len(self.ids) or self.constraint):
+        if not (banned or self.penalised or len(self.ids) or self.constraint or self.allowed is not None or self.bad_words):
             return row
         if self.constraint is None:
             row = row.copy()
@@ -290,6 +306,13 @@ class Sampler:
             row = masked(row, self.constraint.mask())
             ends = row[self.held_back]
         row[self.ids] += self.bias
+        if self.allowed is not None:
+            allowed = row[self.allowed]
+            row.fill(-np.inf)
+            row[self.allowed] = allowed
+        for *before, last in self.bad_words:
+            if len(before) <= len(self._recent) and self._recent[len(self._recent) - len(before) :] == tuple(before):
+                row[last] = -np.inf
         if banned:
             row[self.held_back] = -np.inf
             if self.constraint is not None and row.max() == -np.inf:  # the text is whole before it is long enough
@@ -316,7 +339,9 @@ class Sampler:
     def _best(self, adjusted: np.ndarray, position: int) -> int:
         best = int(adjusted.argmax())  # not a number counts as the greatest
         if adjusted[best] == -np.inf and self.constraint is not None:
-            raise GrammarError(f"at output position {position} the grammar allows nothing but tokens that logit_bias bans")
+            raise GrammarError(f"at output position {position} the grammar allows nothing but tokens that are banned")
+        if adjusted[best] == -np.inf and (self.allowed is not None or self.bad_words or (self.bias == -np.inf).any()):
+            raise InvalidInputError(f"at output position {position} every token is banned, by logit_bias, allowed_token_ids or bad_words")
         if not np.isfinite(adjusted[best]):
             raise NotFiniteError(position)
         return best

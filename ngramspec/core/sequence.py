@@ -74,9 +74,7 @@ class Sequence:
         self.buffer = np.empty(self.limit, np.int32)
         self.buffer[: self.n_prompt] = prompt
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
-        self._is_plain = (
-            not params.stop and not sampler.penalised and sampler.constraint is None
-        )  # nothing but the tokens themselves is to be looked after
+        self._is_plain = not params.stop and sampler.is_plain  # nothing but the tokens themselves is to be looked after
         self._n_wordless = 0  # 1 where the last token is one that ended the text
         self._closed = False
         self._new_text = ""  # not yet in a delta

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from ngramspec.batch.errors import EngineClosedError, GrammarError, NgramspecError, OutOfMemoryError, PromptTooLongError
+from ngramspec.batch.errors import EngineClosedError, InvalidInputError, NgramspecError, OutOfMemoryError, PromptTooLongError
 
 INVALID = "invalid_request_error"
 CLIENT_GONE = 499
@@ -92,7 +92,7 @@ def of_engine(error: Exception, *, submitting: bool = False) -> ApiError:
         return ApiError(503, "the server is out of memory for this request; try again later", code="out_of_memory", headers=retry_after(5))
     if isinstance(error, EngineClosedError):
         return ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
-    if isinstance(error, GrammarError) or (submitting and isinstance(error, (ValueError, NgramspecError))):
+    if isinstance(error, InvalidInputError) or (submitting and isinstance(error, (ValueError, NgramspecError))):
         return bad_request(error)
     return unexpected()
 

@@ -40,8 +40,8 @@ def strict_type(kind: Kind) -> Any:
             return str
         case Texts(most):
             return Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=most)]
-        case TokenIds():
-            return Items[TokenId]
+        case TokenIds(optional):
+            return Annotated[Items[TokenId], Field(min_length=1 if optional else 0)]
     raise TypeError(f"requests cannot take {kind.accepted}: a dialect has to declare it itself")
 
 

@@ -1,17 +1,20 @@
 """What request models of all dialects are made of: strict types, bounded lists, and the fields that every route of completions takes.
 
-JSON that was parsed enters, checked requests leave. Types are strict (true is no number, "1" is none either), unknown fields are ignored.
-Knows neither dialects nor routes; sampling parameters come from `sampling`.
+JSON that was parsed enters, checked requests leave. Types are strict (true is no number, "1" is none either). What becomes of fields that
+a model of completions does not have, `fields` says. Knows neither dialects nor routes; sampling parameters come from `sampling`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from ngramspec.batch.options import MAX_INT
 from ngramspec.engine import Engine, Hints
+from ngramspec.server import fields
 from ngramspec.server.auth import Identity
 from ngramspec.server.errors import ApiError
 
@@ -42,6 +45,9 @@ class StrictModel(BaseModel):
 class Extras(StrictModel):
     """What every route of completions takes beside its dialect's fields and the sampling parameters."""
 
+    route: ClassVar[str] = ""
+    """The one of `fields.ROUTES` whose requests these are; "": there is no table for it."""
+
     datastore: str | Items[str] | None = None
     """Names of datastores to draft from; absent: all that the key may use; []: none."""
     speculation: bool | None = None
@@ -49,6 +55,21 @@ class Extras(StrictModel):
     speculative_metrics: Level | None = None
     return_sources: bool | None = None
     """Say for each token where its draft came from; on loopback or for an administrator."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """Raises ApiError (400)."""
+        if cls.route and isinstance(given, dict):
+            fields.check(cls.route, given)
+        return given
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        if cls.route:
+            fields.described(cls.route, handler.resolve_ref_schema(schema))
+        return schema
 
     def check_trust(self, identity: Identity) -> None:
         """Raises ApiError 403 where the request asks for what this identity may not see."""

@@ -62,7 +62,6 @@ class Structured(Extras):
     guided_regex: Source | None = None
     guided_choice: Choices | None = None
     guided_grammar: Source | None = None
-    guided_whitespace_pattern: Any = None
     grammar: Source | None = None
     """In llama.cpp's notation."""
     json_schema: Schema | Source | None = None
@@ -111,8 +110,6 @@ class Structured(Extras):
                     yield f"structured_outputs.{name.rstrip('_')}", value, make
             if wanted.json_object:
                 yield "structured_outputs.json_object", None, _any_object
-        if self.guided_whitespace_pattern:
-            raise _unsupported("guided_whitespace_pattern")
         for field, make in (
             ("guided_json", Grammar.json_schema),
             ("guided_regex", Grammar.regex),

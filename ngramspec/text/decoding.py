@@ -29,10 +29,13 @@ class TextStream:
     out. Stop strings complete within the first `min_tokens` tokens are plain text.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0, with_stop: bool = False
+    ) -> None:
+        """`with_stop`: the stop string that ends the text is part of it."""
         self._pieces = _Detokenizer(_decoder(tokenizer), prompt_ids, _words_of(tokenizer))
         self._stops = [_Matcher(s) for s in stop]
-        self._min_tokens = min_tokens
+        self._min_tokens, self._with_stop = min_tokens, with_stop
         self._held = ""
         self.n_tokens = 0
         self.stopped = False
@@ -62,7 +65,7 @@ class TextStream:
             if complete and counts:
                 self.stopped = True
                 self._held = ""
-                return text[: end - max(complete)]
+                return text[: end if self._with_stop else end - max(complete)]
         shown = len(text) - max(matcher.matched for matcher in self._stops)
         self._held = text[shown:]
         return text[:shown]

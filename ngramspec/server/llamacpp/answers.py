@@ -85,6 +85,8 @@ class Answers:
             return "limit", ""
         if choice.token_ids[-1] in {*params.stop_token_ids, *(() if params.ignore_eos else self.engine.eos_token_ids)}:
             return "eos", ""
+        if params.include_stop_str_in_output:
+            return "word", max(filter(answer.text.endswith, params.stop), key=len, default="")
         written = str(self.tokens.tokenizer.decode(choice.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         behind = written[max(len(answer.text) - 1, 0) :]  # - 1: alone, a text may lack its first blank
         words = [word for word in params.stop if word in behind]

@@ -13,15 +13,13 @@ from pydantic import BaseModel, Field, Strict, field_validator, model_validator
 from ngramspec.batch.options import MAX_INT
 from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
 from ngramspec.server import sampling
-from ngramspec.server.errors import ApiError
+from ngramspec.server.fields import INFILL, LLAMA
 from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
 from ngramspec.server.structured import Structured
 
 TextOrTokens = str | Items[TokenId | str]
 """A text, or texts and token ids that are put end to end."""
 
-_UNSUPPORTED = ("lora", "post_sampling_probs")
-"""What would change the answer's promise, and is refused where it asks for anything."""
 OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
 """llama.cpp's, and those of `SamplingParams`; both are taken."""
 
@@ -49,12 +47,10 @@ class Generation(Structured):
     """A line with less indentation than so many blanks and tabs ends the text."""
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
     """After so long, the next line end ends the text. 0, -1: never."""
-    t_max_prompt_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
     cache_prompt: bool = True
     return_tokens: bool = False
     response_fields: Items[str] = Field(default_factory=list)
     """What to answer: field b of a is "a/b". None: everything."""
-    samplers: Any = None
     stream: bool = False
     prediction: str | None = None
     """The output that is expected."""
@@ -62,13 +58,8 @@ class Generation(Structured):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, given: Any) -> Any:
-        """null means the default, as it does to llama.cpp. Raises ApiError."""
-        if not isinstance(given, dict):
-            return given
-        for name in _UNSUPPORTED:
-            if given.get(name):
-                raise ApiError(400, f"{name} is not supported", param=name, code="not_supported")
-        return {name: value for name, value in given.items() if value is not None}
+        """null means the default, as it does to llama.cpp."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _by_its_other_name(self) -> Self:
@@ -126,6 +117,8 @@ class Generation(Structured):
 
 
 class LlamaCompletionBody(Generation):
+    route = LLAMA
+
     prompt: TextOrTokens | Items[TextOrTokens]
     parse_special: bool = False
     """Control tokens in the prompt's text are control tokens."""
@@ -150,6 +143,7 @@ class Chunk(StrictModel):
 
 
 class InfillBody(Generation):
+    route = INFILL
     defaults: ClassVar[dict[str, Any]] = Generation.defaults | {"temperature": 0.0}
 
     input_prefix: str

@@ -78,10 +78,12 @@ class _TextHandler(CompletionHandler):
         _refuse(not self.prompts, "prompt", "an empty list")
         _refuse(best_of < self.n, "best_of", f"must be n ({self.n}) or more, got {best_of}")
         _refuse(best_of > self.n and self.streams, "best_of", "more than n cannot be streamed")
+        _refuse(self.echo and body.truncate_prompt_tokens is not None, "echo", "not with truncate_prompt_tokens")
         _refuse(self.silent and not self.echo, "max_tokens", "0 only with echo")
         if body.suffix:
             _refuse(state.fim is None, "suffix", "this model has no fill-in-the-middle tokens", "not_supported")
             _refuse(self.echo, "echo", "not with suffix")
+            _refuse(body.truncate_prompt_tokens is not None, "truncate_prompt_tokens", "not with suffix")
             _refuse(not all(isinstance(prompt, str) for prompt in self.prompts), "suffix", "only with prompts of text")
         logprobs = 0 if body.logprobs is None and best_of > self.n else body.logprobs  # they rank
         prompt_logprobs = body.logprobs if self.echo else None
@@ -106,6 +108,7 @@ class _TextHandler(CompletionHandler):
             ids = prompt
             last = self._engine.vocab_size - 1
             _refuse(bool(ids) and max(ids) > last, "prompt", f"token ids must be 0 to {last}")
+        ids = self._body.cut(ids, self._engine.max_model_len - self.params.max_tokens)
         _refuse(not ids, "prompt", "is empty, and this model's tokenizer begins texts with nothing")
         self._bounds.check_prompt(len(ids))
         return ids

@@ -45,7 +45,7 @@ class Conversation:
         """Raises ApiError. Renders, encodes, compiles; may take a while."""
         state, box = self.state, self.toolbox
         with refusing():
-            ids = self.prompts.chat(self.turns, box.told)
+            ids = body.cut(self.prompts.chat(self.turns, box.told), state.engine.max_model_len - (max_tokens or 1))
             state.bounds.check_prompt(len(ids), self.param)
             if not ids:
                 raise ApiError(400, f"{self.param}: the model's chat template makes nothing of them", param=self.param)

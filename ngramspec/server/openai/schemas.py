@@ -14,6 +14,7 @@ from ngramspec.batch.options import MAX_INT
 from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
 from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError, bad_request
+from ngramspec.server.fields import CHAT, COMPLETIONS
 from ngramspec.server.openai.tools import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
 from ngramspec.server.structured import Structured
@@ -39,6 +40,15 @@ class Sampled(Structured):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def cut(self, ids: list[int], room: int) -> list[int]:
+        """What is left of a prompt where it is to be truncated, of a context that has room for so many tokens beside the answer."""
+        if self.truncate_prompt_tokens is None:
+            return ids
+        n = max(room, 1) if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
+        return ids[:n] if self.truncation_side == "right" else ids[max(len(ids) - n, 0) :]
 
     def params(self, *, max_tokens: int, n: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         """Raises ApiError (400) that names the field."""
@@ -66,6 +76,8 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
 
 
 class CompletionRequest(Sampled):
+    route = COMPLETIONS
+
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] | None = None
     suffix: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
@@ -116,6 +128,8 @@ class ApplyTemplateResponse(BaseModel):
 
 
 class ChatRequest(Tooled, Sampled):
+    route = CHAT
+
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None

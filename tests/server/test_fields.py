@@ -1,0 +1,209 @@
+"""The table of fields is what the routes do: one request for each field and route, and none is ignored in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import fim_tokenizer, left_clean, tiny_engine
+from pydantic import BaseModel
+from starlette.testclient import TestClient
+
+from ngramspec.engine import Engine
+from ngramspec.server.app import create_app
+from ngramspec.server.fields import BY_ROUTE, CHAT, COMPLETIONS, INFILL, LLAMA, LLAMAS, OPENAI, ROUTES, Fate
+from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
+from ngramspec.server.openai.schemas import ChatRequest, CompletionRequest
+from ngramspec.server.settings import ServerSettings
+
+MODELS: dict[str, type[BaseModel]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, LLAMA: LlamaCompletionBody, INFILL: InfillBody}
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "def add(a, b):", "max_tokens": 8},
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8},
+    LLAMA: {"prompt": "def add(a, b):", "n_predict": 8},
+    INFILL: {"input_prefix": "a", "input_suffix": "b", "n_predict": 8},
+}
+GREEDY = {"temperature": 0, "ignore_eos": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+ODD = (-3.5, "x", {"x": 1}, [["x"]])
+"""No field takes any of them as its neutral value."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=64, kv_memory=16 << 20)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> Iterator[TestClient]:
+    with TestClient(create_app(engine, ServerSettings()), base_url="http://localhost") as client:
+        yield client
+
+
+def text_of(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    if "content" in told:
+        return str(told["content"])
+    choice = told["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def fields(*fates: Fate) -> list[Any]:
+    return [
+        pytest.param(route, name, id=f"{route} {name}") for route in ROUTES for name, row in BY_ROUTE[route].items() if row.fate in fates
+    ]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_done_has_a_type_and_what_has_a_type_is_told_of(route: str) -> None:
+    table = BY_ROUTE[route]
+    taken = {field.alias or name for name, field in MODELS[route].model_fields.items()}
+    assert {name for name, row in table.items() if row.fate is Fate.DONE} <= taken
+    assert {name for name in taken if table[name].fate is Fate.REFUSED} == set()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_each_field_has_one_fate_on_a_route(route: str) -> None:
+    from ngramspec.server.fields import FIELDS
+
+    names = [name for row in FIELDS if route in row.routes for name in row.names]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize(("route", "name"), fields(Fate.DONE))
+def test_what_is_done_is_checked(client: TestClient, route: str, name: str) -> None:
+    """Of no field every value is taken."""
+    refused = [client.post(route, json=GOOD[route] | {name: value}).status_code for value in (*ODD, -2)]
+    assert 400 in refused
+    assert set(refused) <= {200, 400, 404}
+
+
+@pytest.mark.parametrize(("route", "name"), fields(Fate.REFUSED))
+def test_what_is_refused_is_refused_where_it_asks_for_something(client: TestClient, route: str, name: str) -> None:
+    row = BY_ROUTE[route][name]
+    for value in (None, *row.neutral):
+        assert client.post(route, json=GOOD[route] | {name: value}).status_code == 200, value
+    active = {other: off + 0.5 for other, off in row.matters_with if other in BY_ROUTE[route]} if row.matters_with else {}
+    active = {other: value for other, value in active.items() if BY_ROUTE[route][other].fate is Fate.DONE}
+    for value in ODD:
+        answer = client.post(route, json=GOOD[route] | active | {name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), value
+        assert row.why in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("route", "name"), fields(Fate.ACCEPTED))
+def test_what_is_accepted_changes_nothing(client: TestClient, route: str, name: str) -> None:
+    plain = text_of(client.post(route, json=GOOD[route] | GREEDY))
+    values = ("x",) if name in MODELS[route].model_fields else (*ODD, 3, True)
+    for value in values:
+        assert text_of(client.post(route, json=GOOD[route] | GREEDY | {name: value})) == plain
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", ["temprature", "max_new_tokens", "no_such_field", "x" * 1000])
+def test_a_field_that_nobody_documents_is_refused(client: TestClient, route: str, name: str) -> None:
+    answer = client.post(route, json=GOOD[route] | {name: 1})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "unknown_field")
+    assert error["param"] == name[:64]
+    if name == "temprature":
+        assert "'temperature'" in error["message"]
+    assert client.post(route, json=GOOD[route] | {name: None}).status_code == 200
+
+
+def test_a_field_matters_only_with_what_gives_it_a_meaning(client: TestClient) -> None:
+    body = GOOD[LLAMA] | {"repeat_last_n": 64}
+    assert client.post(LLAMA, json=body | {"repeat_penalty": 1.0, "presence_penalty": 0}).status_code == 200
+    for name, value in (("repeat_penalty", 1.1), ("frequency_penalty", 0.5)):
+        assert client.post(LLAMA, json=body | {name: value}).status_code == 400
+
+
+# ------------------------------------------------------------------ tokens that are not written
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_tokens_beyond_the_vocabulary_are_refused(client: TestClient, route: str, engine: Engine) -> None:
+    beyond = engine.vocab_size
+    for name, value in (("logit_bias", {str(beyond): 1.0}), ("allowed_token_ids", [97, beyond]), ("allowed_token_ids", [])):
+        answer = client.post(route, json=GOOD[route] | {name: value})
+        assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, name)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_only_allowed_tokens_are_written_whatever_is_drafted(client: TestClient, route: str, temperature: float) -> None:
+    body = GOOD[route] | {"temperature": temperature, "seed": 3, "allowed_token_ids": list(b"abc")}
+    texts = {
+        text_of(client.post(route, json=body | {"speculation": each, "prediction": p})) for each in (True, False) for p in predicted(route)
+    }
+    assert len(texts) == 1
+    (text,) = texts
+    assert len(text) == 8
+    assert set(text) <= set("abc")
+
+
+def predicted(route: str) -> tuple[Any, ...]:
+    """What could be drafted and is forbidden."""
+    expected = ("xyz" * 4, "abc" * 4)
+    return tuple({"type": "content", "content": each} if route == CHAT else each for each in expected)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_bad_words_are_not_written_whatever_is_drafted(client: TestClient, route: str, temperature: float) -> None:
+    few = {"temperature": temperature, "seed": 3, "allowed_token_ids": list(b"abcd")}
+    free = text_of(client.post(route, json=GOOD[route] | few))
+    body = GOOD[route] | few | {"bad_words": [free[2:4], free[5]]}
+    texts = {
+        text_of(client.post(route, json=body | {"speculation": each, "prediction": p})) for each in (True, False) for p in predicted(route)
+    }
+    assert len(texts) == 1
+    (text,) = texts
+    assert free[2:4] not in text
+    assert free[5] not in text
+
+
+def test_where_every_token_is_banned_the_request_is_refused(client: TestClient) -> None:
+    answer = client.post(COMPLETIONS, json=GOOD[COMPLETIONS] | {"allowed_token_ids": [97], "logit_bias": {"97": -100}})
+    assert (answer.status_code, "every token is banned" in answer.text) == (400, True)
+
+
+# ------------------------------------------------------------------ stop strings, prompts
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for(client: TestClient, route: str) -> None:
+    few = GREEDY | {"allowed_token_ids": list(b"abcd"), "temperature": 1.0, "seed": 5}
+    free = text_of(client.post(route, json=GOOD[route] | few))
+    stop = free[3:5]
+    end = free.index(stop)
+    for included, expected in ((False, free[:end]), (True, free[: end + 2])):
+        answer = client.post(route, json=GOOD[route] | few | {"stop": [stop], "include_stop_str_in_output": included})
+        assert text_of(answer) == expected
+        if route in LLAMAS:
+            assert (answer.json()["stop_type"], answer.json()["stopping_word"]) == ("word", stop)
+
+
+@pytest.mark.parametrize("route", OPENAI)
+def test_prompts_are_truncated(client: TestClient, route: str) -> None:
+    def n_prompt(**more: Any) -> Any:
+        answer = client.post(route, json=GOOD[route] | more)
+        return answer.json()["usage"]["prompt_tokens"] if answer.status_code == 200 else answer.json()["error"]["code"]
+
+    long = {"messages": [{"role": "user", "content": "a" * 99}]} if route == CHAT else {"prompt": "a" * 99}
+    assert n_prompt(**long) == "context_length_exceeded"
+    assert n_prompt(truncate_prompt_tokens=5) == 5
+    assert n_prompt(**long, truncate_prompt_tokens=20) == 20
+    assert n_prompt(**long, truncate_prompt_tokens=-1) == 64 - 8
+    assert n_prompt(truncate_prompt_tokens=60) == n_prompt()
+
+
+def test_the_side_that_is_truncated(client: TestClient) -> None:
+    def text(prompt: str, **more: Any) -> str:
+        return text_of(client.post(COMPLETIONS, json=GOOD[COMPLETIONS] | GREEDY | {"prompt": prompt} | more))
+
+    assert text("abcdef", truncate_prompt_tokens=3) == text("def")
+    assert text("abcdef", truncate_prompt_tokens=3, truncation_side="right") == text("abc")
+    assert text("def") != text("abc")
