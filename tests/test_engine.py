@@ -323,9 +323,11 @@ def test_a_receiver_that_fails_hurts_its_own_request_only(rig: tuple[Engine, Per
 
 def test_closing() -> None:
     engine = Engine(tiny.tiny_model("llama"), max_seqs=2)
-    running = engine.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+    running, *_ = [engine.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(4)]
     engine.close()
     engine.close()
+    status = engine.status()
+    assert (status.running, status.waiting, status.kv_used) == (0, 0, 0)
     with pytest.raises(EngineClosedError):
         running.result(timeout=30)
     with pytest.raises(EngineClosedError):

@@ -5,6 +5,7 @@ Knows the step and requests; neither prompts nor how an engine is made.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -125,10 +126,13 @@ class StepThread:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request, all its sequences."""
+        self._drop(request)
+        self._end(request, error)
+
+    def _drop(self, request: Request) -> None:
         for each in request.seqs:
             if self._request_of.pop(each, None) is not None and (each.slot >= 0 or each in self.core.scheduler.waiting):
                 self.core.remove(each)
-        self._end(request, error)
 
     @property
     def _forked(self) -> bool:
@@ -161,7 +165,10 @@ class StepThread:
         finally:
             with self._wake:
                 self._closed = True
+                self._n_arriving = 0
             for request in list(self._unfinished):
+                with contextlib.suppress(Exception):  # it may have died in the middle of a change
+                    self._drop(request)
                 self._end(request, error)
             for call in list(self._calls):
                 call.set_exception(error)

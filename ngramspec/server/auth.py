@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -25,6 +26,8 @@ OPEN = frozenset({("GET", "/health"), ("GET", "/v1/health"), ("GET", "/"), ("GET
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::[0-9]{0,5})?")
+"""A name or an IPv6 address, and maybe a port."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -131,11 +134,33 @@ async def identify(
     raise ApiError(401, f"this server {problem}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-async def administrator(identity: Annotated[Identity, Depends(identify)]) -> Identity:
-    """The dependency of administrator's routes. Raises ApiError 403."""
+async def administrator(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Identity:
+    """The dependency of administrator's routes. Raises ApiError 403, also where a page of another site asks to change something."""
     if not identity.admin:
         raise ApiError(403, "this needs an administrator's key")
+    if request.method not in ("GET", "HEAD"):
+        check_site(request.scope["headers"], request.app.state.server.settings)
     return identity
+
+
+async def operator(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Identity:
+    """The dependency of routes that tell of all tenants together. Raises ApiError 403 for a key that is no administrator's."""
+    if len(request.app.state.server.keyring) and not identity.admin:
+        raise ApiError(403, "this tells of every key's requests, and needs an administrator's key")
+    return identity
+
+
+def check_site(headers: Headers, settings: ServerSettings) -> None:
+    """That a request which changes something was sent by a program, by a page of ours, or by one of a site that may: a browser says so,
+    whatever the request has for a body. Raises ApiError 403."""
+    origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
+    if origins and all(origin != "*" and origin in settings.cors_origins for origin in origins):
+        return
+    sites = {value.lower() for name, value in headers if name == b"sec-fetch-site"}
+    hosts = {value.decode("latin-1").lower() for name, value in headers if name == b"host"}
+    own = all(origin.lower().removeprefix("http://").removeprefix("https://") in hosts for origin in origins)
+    if not own or not sites <= {b"same-origin", b"none"}:
+        raise ApiError(403, "a page of another site may not change anything here; --cors-origin lets a site in")
 
 
 def given_key(raw: Headers) -> bytes | None:
@@ -176,9 +201,10 @@ class Hosts:
             return True
         if host is None:
             return False
-        name = host.decode("latin-1").lower()
-        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-        name = name.removesuffix(".")
+        parts = _HOST.fullmatch(host.decode("latin-1").lower())
+        if parts is None:
+            return False
+        name = parts["address"] or parts["name"].removesuffix(".")
         if name in self.names:
             return True
         try:

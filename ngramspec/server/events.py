@@ -49,6 +49,7 @@ class EventStream(EventSourceResponse):
         self._reservation = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["events"] = True
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -22,10 +22,14 @@ _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
 def check_headers(headers: Sequence[tuple[bytes, bytes]], limits: Limits) -> None:
-    """Raises ApiError 431."""
+    """Raises ApiError 415, 431."""
     size = sum(len(name) + len(value) + 4 for name, value in headers)
     if size > limits.header_bytes:
         raise ApiError(431, f"the headers take {size} bytes; at most {limits.header_bytes} are read", headers={"Connection": "close"})
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            shown = value[:40].decode("latin-1")
+            raise ApiError(415, f"bodies are read as they are, without Content-Encoding, got {shown!r}", headers={"Connection": "close"})
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:

@@ -53,9 +53,13 @@ class RequestMiddleware:
         facts: dict[str, Any] = {}
         scope.setdefault("state", {})["facts"] = facts
         status = 0
+        is_head = scope["method"] == "HEAD"
+        inner: Scope = {**scope, "method": "GET"} if is_head else scope  # a HEAD is a GET whose body is not sent
 
         async def answer(message: Message) -> None:
             nonlocal status
+            if is_head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
@@ -78,7 +82,7 @@ class RequestMiddleware:
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
                 await error.response()(scope, receive, answer)
             else:
-                await self.app(scope, limits.replayed(body, receive), answer)
+                await self.app(inner, limits.replayed(body, receive), answer)
         except ClientGone:
             status = errors.CLIENT_GONE
         except Exception:
@@ -86,9 +90,9 @@ class RequestMiddleware:
             if not status:
                 await errors.unexpected().response()(scope, receive, answer)
         finally:
-            route = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
+            route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
-            caller = scope["state"].get("caller", "")
+            caller = inner["state"].get("caller", "")
             logs.log_request(
                 {"event": "request", "id": name, "method": scope["method"], "route": route, "status": status}
                 | {"duration_ms": took, "key": caller}

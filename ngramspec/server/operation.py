@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from ngramspec.server.auth import Identity, identify
+from ngramspec.server.auth import Identity, operator
 from ngramspec.server.errors import ApiError, retry_after
 from ngramspec.server.state import State
 
@@ -27,8 +27,8 @@ def router(state: State) -> APIRouter:
         return {"status": "ok"}
 
     @routes.get("/metrics", response_class=Response)
-    def metrics(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Response:
-        """Prometheus' text format."""
+    def metrics(request: Request, identity: Annotated[Identity, Depends(operator)]) -> Response:
+        """Prometheus' text format. Where there are keys, for administrators: the counts are of all keys together."""
         body, content_type = state.metrics.expose(request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 

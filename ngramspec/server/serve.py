@@ -43,6 +43,8 @@ HEAD_BYTES = 256 << 10
 LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <meta http-equiv="refresh" content="2"><title>ngramspec</title><p role="status">The model is being loaded.</p></html>"""
 """The page at / until the playground is there; it comes back by itself."""
+HALF_CLOSED_S = 0.2
+"""After so long without an answer, a client that has shut its side down is asked whether it is there."""
 LINGER_S = 3
 """For responses that are being written when the server stops."""
 
@@ -66,13 +68,14 @@ class Protocol(H11Protocol):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._refused = False
         self._unread: asyncio.TimerHandle | None = None
+        self._listens: asyncio.TimerHandle | None = None
         self._unsent: asyncio.TimerHandle | None = self._abort_after(self.settings.receive_timeout)
         if len(self.connections) > self.settings.max_connections:
             self._refuse(503, ApiError(503, "too many connections", headers=retry_after(5)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._unread, self._unsent):
+        for timer in (self._unread, self._unsent, self._listens):
             if timer is not None:
                 timer.cancel()
 
@@ -95,7 +98,32 @@ class Protocol(H11Protocol):
 
     def _answer_and_close(self) -> None:
         self.cycle.keep_alive = False
+        if not self.cycle.response_started:
+            scope = self.cycle.scope
+            scope["headers"] = [*scope["headers"], (b"connection", b"close")]  # as if the client had said so: the answer will
         self.flow.resume_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. With a whole request it may still listen, or be gone: true: the connection stays, to be found out."""
+        cycle = self.cycle
+        if self._refused or cycle is None or cycle.response_complete or self.conn.their_state is not h11.DONE:
+            return False
+        self._answer_and_close()
+        self._listens = self.loop.call_later(HALF_CLOSED_S, self._ask_whether_it_listens, True)
+        return True
+
+    def _ask_whether_it_listens(self, first: bool) -> None:
+        """Whoever is gone refuses what is sent, and only then: an interim response, or a comment in a stream of events."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if first and self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")) or b"")
+        elif first and self.conn.our_state is h11.SEND_BODY and self.cycle.scope["state"].get("events"):
+            self.transport.write(self.conn.send(h11.Data(data=b": \n\n")) or b"")
+        self._listens = self.loop.call_later(HALF_CLOSED_S, self._ask_whether_it_listens, False)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -113,8 +141,10 @@ class Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, in our envelope."""
         error = sys.exception()
-        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        self._refuse(status, ApiError(status, "the headers are too long" if status == 431 else "this is not an HTTP request"))
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            self._refuse(431, ApiError(431, "the headers are too long"))
+        else:  # 501, too: a Transfer-Encoding that nobody knows is as much the client's mistake
+            self._refuse(400, ApiError(400, "this is not an HTTP request that can be read: " + str(error)[:100]))
 
     def _refuse(self, status: int, error: ApiError) -> None:
         body = json.dumps(error.body).encode()

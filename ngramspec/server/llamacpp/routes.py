@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 
 from ngramspec import __version__
 from ngramspec.server.admission import Reservation, Work
-from ngramspec.server.auth import Identity, identify
+from ngramspec.server.auth import Identity, identify, operator
 from ngramspec.server.errors import ApiError, refusing
 from ngramspec.server.events import GENERATES, EventStream
 from ngramspec.server.fim import Fim
@@ -48,8 +48,7 @@ def router(state: State) -> APIRouter:
     async def infill(body: InfillBody, http: Request, identity: Who) -> Any:
         """The text between `input_prefix` + `prompt` and `input_suffix`, with `input_extra` (parts of other files, the best last) in view.
 
-        Greedy unless a temperature is given. `n_predict` 0 computes the prompt into the prefix cache and writes nothing. `samplers` and
-        `t_max_prompt_ms` are accepted and change nothing.
+        Greedy unless a temperature is given. `n_predict` 0 computes the prompt into the prefix cache and writes nothing.
         """
         fim = state.fim
         if fim is None:
@@ -64,7 +63,7 @@ def router(state: State) -> APIRouter:
     async def completion(body: LlamaCompletionBody, http: Request, identity: Who) -> Any:
         """Continue a prompt: text, token ids, or a list of both; a list of prompts is answered by a list.
 
-        Control tokens are parsed in text only with `parse_special`. `samplers` are accepted and change nothing.
+        Control tokens are parsed in text only with `parse_special`.
         """
         given = list(body.prompts())
         with state.admission.reserve(len(given) * body.n_cmpl) as reservation:
@@ -89,8 +88,11 @@ def router(state: State) -> APIRouter:
         return handler.props()
 
     @routes.get("/slots")
-    async def slots(identity: Who) -> list[dict[str, Any]]:
-        """How busy it is. How far each request is can be seen from this machine and by an administrator: it tells what is drafted."""
+    async def slots(identity: Annotated[Identity, Depends(operator)]) -> list[dict[str, Any]]:
+        """How busy it is; where there are keys, for administrators.
+
+        How far each request is can be seen from this machine and by an administrator: it tells what is drafted.
+        """
         return handler.slots(detailed=identity.trusted)
 
     return routes

@@ -1,0 +1,175 @@
+"""Who asks, from where, and how the connection is used: pages of other sites, HEAD, clients that send no more, requests in a row."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server
+from scripted import Gate, reciting_engine, tokenizer_with
+
+from ngramspec.server.settings import ServerSettings
+
+TEXT = "one two three four five six"
+CHANGES = (("POST", "/admin/datastores/a/update", 404), ("PUT", "/admin/datastores/a", 400), ("DELETE", "/admin/datastores/a", 404))
+
+
+# ------------------------------------------------------------------ pages
+
+
+@pytest.mark.parametrize(("method", "path", "status"), CHANGES)
+@pytest.mark.parametrize(
+    ("headers", "may"),
+    [
+        ({}, True),
+        ({"origin": "http://localhost:8000", "host": "localhost:8000"}, True),
+        ({"sec-fetch-site": "same-origin"}, True),
+        ({"sec-fetch-site": "none"}, True),
+        ({"origin": "https://editor.example", "sec-fetch-site": "cross-site"}, True),
+        ({"origin": "https://evil.example"}, False),
+        ({"origin": "null"}, False),
+        ({"origin": "http://localhost:9999", "host": "localhost:8000"}, False),
+        ({"origin": "http://localhost.evil.example", "host": "localhost"}, False),
+        ({"sec-fetch-site": "cross-site"}, False),
+        ({"sec-fetch-site": "same-site"}, False),
+        ({"sec-fetch-site": "cross-site", "origin": "http://localhost", "host": "localhost"}, False),
+    ],
+    ids=repr,
+)
+def test_a_page_of_another_site_changes_nothing(
+    make_server: Callable[..., Server], method: str, path: str, status: int, headers: dict[str, str], may: bool
+) -> None:
+    """With no body at all: such a request a browser sends without asking first."""
+    server = make_server(ServerSettings(cors_origins=("https://editor.example",)))
+    body: dict[str, Any] = {"json": {"path": "/nowhere"}} if method == "PUT" else {}
+    answer = httpx.request(method, server.url + path, headers=headers, **body)
+    assert answer.status_code == (status if may else 403), answer.text
+    assert httpx.get(f"{server.url}/admin/datastores", headers={"sec-fetch-site": "none"}).status_code == 200
+
+
+# ------------------------------------------------------------------ HEAD
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/", "/static/app.js", "/metrics", "/nothing", "/v1/completions"])
+def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
+    got, head = client.get(path), client.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    for name in ("content-type", "allow", "cache-control"):
+        assert head.headers.get(name) == got.headers.get(name)
+    if path != "/metrics":  # which counts
+        assert head.headers["content-length"] == got.headers["content-length"]
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+# ------------------------------------------------------------------ connections
+
+
+class Connection:
+    """Bytes, and all that comes back."""
+
+    def __init__(self, server: Server) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def rest(self) -> bytes:
+        answer = b""
+        while piece := self.socket.recv(65536):
+            answer += piece
+        return answer
+
+
+def post(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(data),
+        data,
+    )
+
+
+@pytest.fixture
+def held(start_server: Callable[..., Server]) -> Any:
+    """A server whose text comes when the gate is opened."""
+    engine, gate = reciting_engine(TEXT, tokenizer_with("one", " two", " three", " four", " five", " six"))
+    with engine:
+        yield start_server(engine), gate
+        gate.open()
+
+
+def until(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
+
+
+ASK = {"prompt": "one", "max_tokens": 5, "temperature": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answer(held: tuple[Server, Gate], stream: bool, waits: bool) -> None:
+    server, gate = held
+    if waits:
+        gate.shut(free=1)
+    with Connection(server) as client:
+        client.socket.sendall(post(ASK | {"stream": stream}))
+        client.socket.shutdown(socket.SHUT_WR)
+        if waits:
+            assert gate.held.wait(30)
+            time.sleep(0.7)  # in which it is asked whether it is there
+            gate.open()
+        answer = client.rest()
+    expected = httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=60).json()["choices"][0]["text"]
+    assert b"HTTP/1.1 200 " in answer
+    assert (b"[DONE]" in answer) if stream else (json.loads(answer.rpartition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_is_gone_is_noticed(held: tuple[Server, Gate], stream: bool) -> None:
+    server, gate = held
+    gate.shut(free=1)
+    with Connection(server) as client:
+        client.socket.sendall(post(ASK | {"stream": stream, "max_tokens": 5}))
+        assert gate.held.wait(30)
+    admission = server.app.state.server.admission
+    assert until(lambda: not admission._reservations)
+    gate.open()
+    assert until(lambda: server.engine.status().running == 0)
+
+
+def test_a_request_behind_one_under_way_is_told_that_the_connection_closes(held: tuple[Server, Gate]) -> None:
+    server, gate = held
+    gate.shut(free=1)
+    with Connection(server) as client:
+        client.socket.sendall(post(ASK))
+        assert gate.held.wait(30)
+        client.socket.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert until(lambda: any((b"connection", b"close") in c.scope["headers"] for c in server.uvicorn.server_state.connections))
+        gate.open()
+        answer = client.rest()
+    assert answer.count(b"HTTP/1.1 200 ") == 1
+    assert b"connection: close" in answer.lower()
+
+
+def test_requests_sent_at_once_are_answered_or_told_that_the_connection_closes(server: Server) -> None:
+    with Connection(server) as client:
+        client.socket.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+        client.socket.settimeout(2)
+        answer = b""
+        try:
+            while piece := client.socket.recv(65536):
+                answer += piece
+        except TimeoutError:
+            pass
+    assert answer.count(b"HTTP/1.1 200 ") == 3 or b"connection: close" in answer.lower()
