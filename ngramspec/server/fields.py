@@ -135,6 +135,7 @@ _ROWS = (
     _accepted(ROUTES, "dynatemp_exponent", "only with `dynatemp_range`, which is refused"),
     _accepted(ROUTES, "adaptive_decay", "only with `adaptive_target`, which is refused"),
     _accepted(LLAMAS, "model", "there is one"),
+    _accepted((LLAMA,), "input_prefix input_suffix input_extra", "of /infill: here the prompt is all there is, as llama.cpp has it"),
     # ------------------------------------------------------------------ refused: sampling
     _refused(ROUTES, "typical_p typ_p", _NOT_SAMPLED, 1),
     _refused(ROUTES, "top_n_sigma", _NOT_SAMPLED, -1, 0),

@@ -46,3 +46,9 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
     if "input" in body:
         body["input"] = "a"
     case.body = json.loads(re.sub(r"\\ud[89a-f][0-9a-f]{2}", "", json.dumps(body)))
+
+
+@schemathesis.hook
+def filter_body(context: schemathesis.HookContext, body: Any) -> bool:
+    """Without bodies that are too long for the server, whatever is in them: it says 413, which test_hostile knows and no schema."""
+    return len(str(body)) < 1 << 18

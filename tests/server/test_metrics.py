@@ -196,11 +196,12 @@ def test_what_is_served_is_what_was_counted(make_server: Callable[..., Server]) 
     assert gained("request_refused_total", reason="too_large") == 1
 
 
-def test_with_keys_the_figures_need_one(make_server: Callable[..., Server]) -> None:
-    server = make_server(ServerSettings(api_keys=("correct-horse",)))
+def test_with_keys_the_figures_need_an_administrators(make_server: Callable[..., Server]) -> None:
+    server = make_server(ServerSettings(api_keys=("correct-horse",), admin_keys=("battery-staple",)))
     with httpx.Client(base_url=server.url) as client:
         assert client.get("/metrics").status_code == 401
-        answer = client.get("/metrics", headers={"Authorization": "Bearer correct-horse"})
+        assert client.get("/metrics", headers={"Authorization": "Bearer correct-horse"}).status_code == 403
+        answer = client.get("/metrics", headers={"Authorization": "Bearer battery-staple"})
     assert answer.status_code == 200
     assert value(parse(answer.text), "request_refused_total", reason="unauthorized") == 1
 

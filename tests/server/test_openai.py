@@ -541,11 +541,13 @@ def test_what_is_wrong_is_named(client: httpx.Client, chat: bool) -> None:
     assert client.get("/health").status_code == 200
 
 
-def test_nothing_is_made_of_fields_that_are_null_or_unknown(client: httpx.Client) -> None:
+def test_nothing_is_made_of_fields_that_are_null(client: httpx.Client) -> None:
     fields = [param for param, _ in WRONG] + ["best_of", "logprobs", "echo", "suffix", "prompt_cache_key"]
-    answer = client.post("/v1/completions", json=dict.fromkeys(fields, None) | {"prompt": "a", "speed": {"of": ["light"]}})
+    answer = client.post("/v1/completions", json=dict.fromkeys(fields, None) | {"prompt": "a", "speed": None})
     assert answer.status_code == 200
     assert answer.json()["usage"]["prompt_tokens"] == 1
+    unknown = client.post("/v1/completions", json={"prompt": "a", "speed": {"of": ["light"]}})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "speed")
 
 
 @pytest.mark.parametrize("body", ['{"prompt": "a", "temperature": NaN}', '{"prompt": "a", "temperature": 1e999}', '{"prompt": "\\ud800"}'])
