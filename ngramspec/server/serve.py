@@ -43,8 +43,9 @@ HEAD_BYTES = 256 << 10
 LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <meta http-equiv="refresh" content="2"><title>ngramspec</title><p role="status">The model is being loaded.</p></html>"""
 """The page at / until the playground is there; it comes back by itself."""
-HALF_CLOSED_S = 0.2
-"""After so long without an answer, a client that has shut its side down is asked whether it is there."""
+HALF_CLOSED_S = (0.01, 0.01, 0.2)
+"""After so long without an answer, a client that has shut its side down is asked whether it is there; when that is looked at, and how
+often then."""
 LINGER_S = 3
 """For responses that are being written when the server stops."""
 
@@ -109,7 +110,7 @@ class Protocol(H11Protocol):
         if self._refused or cycle is None or cycle.response_complete or self.conn.their_state is not h11.DONE:
             return False
         self._answer_and_close()
-        self._listens = self.loop.call_later(HALF_CLOSED_S, self._ask_whether_it_listens, True)
+        self._listens = self.loop.call_later(HALF_CLOSED_S[0], self._ask_whether_it_listens, True)
         return True
 
     def _ask_whether_it_listens(self, first: bool) -> None:
@@ -123,7 +124,7 @@ class Protocol(H11Protocol):
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")) or b"")
         elif first and self.conn.our_state is h11.SEND_BODY and self.cycle.scope["state"].get("events"):
             self.transport.write(self.conn.send(h11.Data(data=b": \n\n")) or b"")
-        self._listens = self.loop.call_later(HALF_CLOSED_S, self._ask_whether_it_listens, False)
+        self._listens = self.loop.call_later(HALF_CLOSED_S[1 if first else 2], self._ask_whether_it_listens, False)
 
     def pause_writing(self) -> None:
         super().pause_writing()
