@@ -276,7 +276,7 @@ def request_fields() -> str:
 
     lines = ["| fields | routes | fate | what they do, or why not | asks for nothing |", "|---|---|---|---|---|"]
     parameters = set(options_of(SamplingParams))
-    for fate in (Fate.DONE, Fate.TOOLS, Fate.ACCEPTED, Fate.REFUSED):
+    for fate in (Fate.DONE, Fate.ACCEPTED, Fate.REFUSED):
         for row in FIELDS:
             if row.fate is fate and not (fate is Fate.DONE and parameters.issuperset(row.names) and row.why == _help(row.names[0])):
                 names = ", ".join(f"`{name}`" for name in row.names)

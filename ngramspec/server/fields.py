@@ -75,7 +75,7 @@ _NOT_SAMPLED = "not among our samplers"
 _ROWS = (
     # ------------------------------------------------------------------ done
     _done((COMPLETIONS, *LLAMAS), "prompt", "the text to continue; for /infill the beginning of the line"),
-    _done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant"),
+    _done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant, tool"),
     _done((INFILL,), "input_prefix input_suffix input_extra", "what stands around the cursor, and parts of other files"),
     _done((COMPLETIONS,), "suffix", "fill in the middle, where the model can"),
     _done((COMPLETIONS,), "echo", "the prompt before the text"),
@@ -110,7 +110,7 @@ _ROWS = (
     _done(ROUTES, "prediction datastore speculation speculative_metrics return_sources", "ours; see above"),
     # ------------------------------------------------------------------ of tools
     _done((CHAT,), "tools tool_choice parallel_tool_calls", "what the answer may call, and whether it has to"),
-    _refused((CHAT,), "functions function_call", "tools have taken their place", [], "none", "auto"),
+    _refused((CHAT,), "functions function_call", "tools have taken their place", [], "none"),
     _refused((CHAT,), "parse_tool_calls", "calls are told apart from text wherever there are tools", True),
     # ------------------------------------------------------------------ accepted, whatever they say
     _accepted(ROUTES, "user safety_identifier metadata store", "about the request; nothing is stored or passed on"),

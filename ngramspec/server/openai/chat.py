@@ -67,9 +67,6 @@ class _ChatHandler(CompletionHandler):
         super().__init__(state, body, identity, "chatcmpl")
         self._engine, self._texts, self._body = state.engine, texts, body
         self.n = 1 if body.n is None else body.n
-        for name in ("functions", "function_call"):
-            if getattr(body, name):
-                raise unsupported(name, "tools have taken their place")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
         box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)

@@ -135,8 +135,6 @@ class ChatRequest(Tooled, Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prediction: Prediction | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
 
 
 # ------------------------------------------------------------------ answers
