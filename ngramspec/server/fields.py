@@ -16,8 +16,9 @@ from ngramspec.batch.options import options_of
 from ngramspec.batch.params import SamplingParams
 from ngramspec.server.errors import ApiError
 
-COMPLETIONS, CHAT, LLAMA, INFILL = ROUTES = ("/v1/completions", "/v1/chat/completions", "/completion", "/infill")
-OPENAI, LLAMAS = (COMPLETIONS, CHAT), (LLAMA, INFILL)
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/completion", "/infill")
+COMPLETIONS, CHAT, RESPONSES, LLAMA, INFILL = ROUTES
+OPENAI, V1, LLAMAS = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES), (LLAMA, INFILL)
 SHOWN_CHARS = 64  # of a name that nobody knows
 
 
@@ -80,10 +81,12 @@ _ROWS = (
     _done((COMPLETIONS,), "suffix", "fill in the middle, where the model can"),
     _done((COMPLETIONS,), "echo", "the prompt before the text"),
     _done((COMPLETIONS,), "best_of", "n of so many, the likeliest; equal to n while streamed"),
-    _done(OPENAI, "model", "must be the one that is served"),
-    _done(OPENAI, "n", "texts for a prompt"),
+    _done((RESPONSES,), "input instructions", "the conversation: messages, calls of functions, their results"),
+    _done(V1, "model", "must be the one that is served"),
+    _done(V1, "n", "texts for a prompt; a response is one"),
     _done(LLAMAS, "n_cmpl", "texts for a prompt"),
-    _done(ROUTES, "max_tokens", "most tokens to write"),
+    _done((*OPENAI, *LLAMAS), "max_tokens", "most tokens to write"),
+    _done((RESPONSES,), "max_output_tokens", "most tokens to write"),
     _done((CHAT,), "max_completion_tokens", "`max_tokens` by its new name, which counts"),
     _done(LLAMAS, "n_predict", "`max_tokens` in llama.cpp's words; -1: until the context is full"),
     _done(ROUTES, "stop", "texts that end the answer"),
@@ -93,7 +96,7 @@ _ROWS = (
     _done((CHAT,), "top_logprobs", "and of so many others"),
     _done(LLAMAS, "n_probs", "log-probabilities of so many tokens"),
     _done(ROUTES, "stream", "pieces as they are written"),
-    _done(OPENAI, "stream_options", "`include_usage`; `continuous_usage_stats` and `include_obfuscation` change nothing"),
+    _done(V1, "stream_options", "`include_usage`; `continuous_usage_stats` and `include_obfuscation` change nothing"),
     _done(LLAMAS, "repeat_penalty", "`repetition_penalty` in llama.cpp's words"),
     _done(LLAMAS, "n_indent", "a line with less indentation ends the text"),
     _done(LLAMAS, "t_max_predict_ms", "after so long, the next line end ends the text"),
@@ -106,17 +109,21 @@ _ROWS = (
         "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar grammar json_schema",
         "the form of the answer; see below",
     ),
-    _done(OPENAI, "truncate_prompt_tokens truncation_side", "the last tokens of a prompt (`right`: the first); -1: what the context holds"),
-    _done(ROUTES, "prediction datastore speculation speculative_metrics return_sources", "ours; see above"),
+    _done((RESPONSES,), "text", "`format` is the form of the answer; `verbosity` other than medium is refused"),
+    _done((RESPONSES,), "reasoning", "`effort` is refused: templates know of none"),
+    _done((RESPONSES,), "include", "what else to tell; log-probabilities are refused"),
+    _done(V1, "truncate_prompt_tokens truncation_side", "the last tokens of a prompt (`right`: the first); -1: what the context holds"),
+    _done((*OPENAI, *LLAMAS), "prediction", "ours; see above"),
+    _done(ROUTES, "datastore speculation speculative_metrics return_sources", "ours; see above"),
     # ------------------------------------------------------------------ of tools
-    _done((CHAT,), "tools tool_choice parallel_tool_calls", "what the answer may call, and whether it has to"),
+    _done((CHAT, RESPONSES), "tools tool_choice parallel_tool_calls", "what the answer may call, and whether it has to"),
     _refused((CHAT,), "functions function_call", "tools have taken their place", [], "none"),
     _refused((CHAT,), "parse_tool_calls", "calls are told apart from text wherever there are tools", True),
     # ------------------------------------------------------------------ accepted, whatever they say
     _accepted(ROUTES, "user safety_identifier metadata store", "about the request; nothing is stored or passed on"),
     _accepted(ROUTES, "service_tier priority request_id session_id", "requests run in the order in which they come, under our own ids"),
     _accepted(ROUTES, "prompt_cache_key prompt_cache_retention prompt_cache_options", "cached prompts are found by their tokens"),
-    _accepted(OPENAI, "cache_prompt", "prompts are cached, and the text is the same"),
+    _accepted(V1, "cache_prompt", "prompts are cached, and the text is the same"),
     _accepted(ROUTES, "id_slot n_cache_reuse n_keep n_discard", "there are no slots to choose, and no context is shifted"),
     _accepted(
         ROUTES,
@@ -153,7 +160,12 @@ _ROWS = (
     _refused(ROUTES, "grammar_triggers preserved_tokens", "a grammar begins with the text", []),
     _refused(ROUTES, "vllm_xargs kv_transfer_params ec_transfer_params", "there are no extensions", {}),
     _refused(ROUTES, "cache_salt", "prompts are shared within a key's tenant: give out several keys"),
+    # ------------------------------------------------------------------ refused: what would have to be stored
+    _refused((RESPONSES,), "previous_response_id conversation", "nothing is stored here; send the items that came before"),
+    _refused((RESPONSES,), "prompt", "prompts are not stored here"),
+    _refused((RESPONSES,), "background", "responses are not stored here; stream them", False),
     # ------------------------------------------------------------------ refused: prompts
+    _refused((RESPONSES,), "truncation", "a prompt is cut by `truncate_prompt_tokens` alone", "disabled"),
     _refused((CHAT,), "chat_template", "no template comes from a request"),
     _refused((CHAT,), "chat_template_kwargs", _TEMPLATE, {}),
     _refused((CHAT,), "documents", _TEMPLATE, []),
@@ -186,6 +198,9 @@ _ROWS = (
     _refused((CHAT,), "reasoning_control thinking_forced_open", _RAW, False),
     _refused(OPENAI, "thinking_token_budget", _RAW, -1),
     # ------------------------------------------------------------------ refused: one dialect's words on another's routes
+    _refused((RESPONSES,), "top_logprobs logprobs", "only /v1/chat/completions tells log-probabilities", 0, False),
+    _refused((RESPONSES,), "max_tokens max_completion_tokens", "here it is `max_output_tokens`"),
+    _refused((RESPONSES,), "max_tool_calls", "functions are called by the client"),
     _refused(OPENAI, "n_predict", "here it is `max_tokens`", -1),
     _refused(OPENAI, "n_cmpl", "here it is `n`", 1),
     _refused(OPENAI, "n_probs", "here it is `logprobs`", 0),

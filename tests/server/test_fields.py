@@ -12,15 +12,23 @@ from starlette.testclient import TestClient
 
 from ngramspec.engine import Engine
 from ngramspec.server.app import create_app
-from ngramspec.server.fields import BY_ROUTE, CHAT, COMPLETIONS, INFILL, LLAMA, LLAMAS, OPENAI, ROUTES, Fate
+from ngramspec.server.fields import BY_ROUTE, CHAT, COMPLETIONS, INFILL, LLAMA, LLAMAS, OPENAI, RESPONSES, ROUTES, Fate
 from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
+from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ChatRequest, CompletionRequest
 from ngramspec.server.settings import ServerSettings
 
-MODELS: dict[str, type[BaseModel]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, LLAMA: LlamaCompletionBody, INFILL: InfillBody}
+MODELS: dict[str, type[BaseModel]] = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatRequest,
+    RESPONSES: ResponsesRequest,
+    LLAMA: LlamaCompletionBody,
+    INFILL: InfillBody,
+}
 GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "def add(a, b):", "max_tokens": 8},
     CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8},
+    RESPONSES: {"input": "a", "max_output_tokens": 8},
     LLAMA: {"prompt": "def add(a, b):", "n_predict": 8},
     INFILL: {"input_prefix": "a", "input_suffix": "b", "n_predict": 8},
 }
@@ -46,6 +54,8 @@ def text_of(answer: Any) -> str:
     told = answer.json()
     if "content" in told:
         return str(told["content"])
+    if "output" in told:
+        return "".join(part["text"] for item in told["output"] for part in item["content"])
     choice = told["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
@@ -135,19 +145,19 @@ def test_tokens_beyond_the_vocabulary_are_refused(client: TestClient, route: str
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_only_allowed_tokens_are_written_whatever_is_drafted(client: TestClient, route: str, temperature: float) -> None:
     body = GOOD[route] | {"temperature": temperature, "seed": 3, "allowed_token_ids": list(b"abc")}
-    texts = {
-        text_of(client.post(route, json=body | {"speculation": each, "prediction": p})) for each in (True, False) for p in predicted(route)
-    }
+    texts = {text_of(client.post(route, json=body | {"speculation": each} | p)) for each in (True, False) for p in predicted(route)}
     assert len(texts) == 1
     (text,) = texts
     assert len(text) == 8
     assert set(text) <= set("abc")
 
 
-def predicted(route: str) -> tuple[Any, ...]:
-    """What could be drafted and is forbidden."""
+def predicted(route: str) -> tuple[dict[str, Any], ...]:
+    """What could be drafted and is forbidden, where a request can say so."""
+    if "prediction" not in BY_ROUTE[route]:
+        return ({},)
     expected = ("xyz" * 4, "abc" * 4)
-    return tuple({"type": "content", "content": each} if route == CHAT else each for each in expected)
+    return tuple({"prediction": {"type": "content", "content": each} if route == CHAT else each} for each in expected)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -156,9 +166,7 @@ def test_bad_words_are_not_written_whatever_is_drafted(client: TestClient, route
     few = {"temperature": temperature, "seed": 3, "allowed_token_ids": list(b"abcd")}
     free = text_of(client.post(route, json=GOOD[route] | few))
     body = GOOD[route] | few | {"bad_words": [free[2:4], free[5]]}
-    texts = {
-        text_of(client.post(route, json=body | {"speculation": each, "prediction": p})) for each in (True, False) for p in predicted(route)
-    }
+    texts = {text_of(client.post(route, json=body | {"speculation": each} | p)) for each in (True, False) for p in predicted(route)}
     assert len(texts) == 1
     (text,) = texts
     assert free[2:4] not in text

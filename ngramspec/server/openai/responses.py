@@ -114,7 +114,7 @@ class _ResponseHandler(CompletionHandler):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": given.get("metadata") or {},
+            "metadata": given["metadata"] if isinstance(given.get("metadata"), dict) else {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from ngramspec.batch.options import MAX_INT
 from ngramspec.server.errors import ApiError
+from ngramspec.server.fields import RESPONSES
 from ngramspec.server.openai.schemas import Part, Sampled
 from ngramspec.server.openai.tools import (
     MAX_TOOLS,
@@ -83,6 +84,8 @@ class Reasoning(StrictModel):
 
 
 class ResponsesRequest(Sampled):
+    route = RESPONSES
+
     input: str | Annotated[Items[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
@@ -90,27 +93,14 @@ class ResponsesRequest(Sampled):
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    store: bool | None = None
-    """Accepted; nothing is stored."""
-    metadata: dict[str, Any] | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    truncation: str | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    metadata: Any = None
+    """Given back."""
     include: Items[str] | None = None
     reasoning: Reasoning | None = None
 
     def check(self) -> None:
         """Raises ApiError (400) for what this server does not do. Takes the form of the answer from where this route has it."""
         for name, asked, why in (
-            ("previous_response_id", self.previous_response_id, "responses are not stored here; send the items that came before"),
-            ("conversation", self.conversation, "conversations are not stored here; send the items that came before"),
-            ("prompt", self.prompt, "prompts are not stored here"),
-            ("background", self.background, "responses are not stored here; stream them"),
-            ("truncation", self.truncation not in (None, "disabled"), "a prompt is never cut"),
-            ("top_logprobs", self.top_logprobs, "only /v1/chat/completions tells log-probabilities"),
             ("include", "message.output_text.logprobs" in (self.include or ()), "only /v1/chat/completions tells log-probabilities"),
             ("reasoning.effort", self.reasoning and self.reasoning.effort not in (None, "none"), "the model's template has no such word"),
             ("text.verbosity", self.text and self.text.verbosity not in (None, "medium"), "say it in the instructions"),
