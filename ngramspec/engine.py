@@ -413,7 +413,7 @@ class Engine:
         try:
             self._thread.call(turn, until=lambda: over)
         except BaseException:
-            search.done = True  # where the caller was interrupted, it goes no further
+            search.stopped = True  # where the caller was interrupted, it goes no further
             raise
         return [Beam(ended.tokens, self._text(ids, ended.tokens, search.stop_ids), ended.score) for ended in search.ended]
 

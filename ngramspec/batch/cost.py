@@ -176,6 +176,8 @@ def _convex(x, y, variances, least, force, sweeps):
             out[i] += variances[i] * a * more
             out[j] -= variances[j] * (a + b) * more
             out[j + 1] += variances[j + 1] * b * more
+    for j in range(n - 1):  # what so many sweeps have left over: no row is ever free
+        out[j + 1] = max(out[j + 1], out[j] + least * (x[j + 1] - x[j]))
     return out
 
 

@@ -40,7 +40,7 @@ ZED = Template("""{
           {
             "name": $model,
             "max_tokens": 8192,
-            "capabilities": {"tools": false, "images": false, "parallel_tool_calls": false, "prompt_cache_key": false}
+            "capabilities": {"tools": true, "images": false, "parallel_tool_calls": true, "prompt_cache_key": false}
           }
         ]
       }

@@ -102,10 +102,16 @@ class BeamSearch:
         self.slots: list[int] = []
         self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes, constraint)]
         self.ended: list[Ended] = []
-        self.done = False
+        self.stopped = False
+        """By whoever waits for it: it goes no further."""
+        self._complete = False
         self._n_output = 0
         self._top = width * (1 + len(stop_ids))
         """Continuations of a beam that can matter: w that go on, where all that end come first."""
+
+    @property
+    def done(self) -> bool:
+        return self.stopped or self._complete
 
     def step(self) -> bool:
         """One pass; False where there are too few slots for it yet. Raises OutOfMemoryError, NotFiniteError."""
@@ -261,7 +267,7 @@ class BeamSearch:
                 self.ended.append(Ended(output, h.score / size))
         self.ended = sorted(self.ended, key=lambda e: -e.score)[:w]
         full = len(self.ended) == w
-        self.done = not going or (full and (self.early_stopping or going[0].score / size <= self.ended[-1].score))
+        self._complete = not going or (full and (self.early_stopping or going[0].score / size <= self.ended[-1].score))
         return going
 
     def _commit(self, output: Output, texts: list[_Hypothesis]) -> None:

@@ -105,3 +105,14 @@ def test_says_how_well_it_foretold() -> None:
     assert n > 100
     assert took == pytest.approx(24)
     assert expected == pytest.approx(24, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_row_is_free_whatever_the_steps_say(seed: int) -> None:
+    """Steps that contradict each other, and what was learned is not convex."""
+    rng = np.random.default_rng(seed)
+    model = CostModel(COUNTS, TRUE.tolist(), 40, learned_ms=(TRUE * rng.uniform(0.5, 2, 5)).tolist())
+    for _ in range(300):
+        assert (np.diff(model.table[1:]) > 0).all()
+        rows = int(rng.integers(1, 20))
+        model.observe(Load(rows), float(np.interp(rows, COUNTS, TRUE)) * rng.uniform(0.5, 3))
