@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             sets["random"] = common.random_prompts(engine.tokenizer, args.limit)
         unrelated = common.read_prompts(args.unrelated, engine.tokenizer, args.limit) if args.unrelated else []
         rows = []
+        timings = {name: Timing(copy.deepcopy(engine.core.cost)) for name in ("off", "on", "store", "unrelated")}
         for name, prompts in sets.items():
             fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
             for temperature in args.temperatures:
@@ -70,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                     if row is None:
                         row = {
                             "key": key,
-                            **cell(engine, Cell(fitting, unrelated, concurrency), temperature, args),
+                            **cell(engine, Cell(fitting, unrelated, concurrency), temperature, args, timings),
                         }
                         log.add(row)
                     rows.append(row)
                     say(
                         f"{name} at {temperature}, {concurrency} at a time: {row['speedup']}, {row['identical']}/{row['prompts']} identical"
                     )
-        document = {"model": args.model, **summary(rows), "passes": engine.core.cost.foretold(), **described(engine)}
+        document = {"model": args.model, **summary(rows), "passes": timings["on"].cost.foretold(), **described(engine)}
     show(document)
     settings = {"limit": args.limit, "max_tokens": args.max_tokens, "datastore": args.datastore and Path(args.datastore).name}
     common.print_document(document | {"settings": settings} | common.environment(args.device, engine.threads))
@@ -120,14 +121,13 @@ class Cell:
     concurrency: int
 
 
-def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespace, timings: dict[str, Timing]) -> dict[str, Any]:
     """A row of the JSON document."""
     params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
     contenders = ["off", "on", *(["store"] if args.datastore else []), *(["unrelated"] if what.unrelated else [])]
     rounds = 1 if what.concurrency == 1 else args.rounds
     portions = decode.in_groups(what.prompts, 1) if what.concurrency == 1 else [what.prompts]
     runs = {name: Runs() for name in contenders}
-    timings = {name: Timing(copy.deepcopy(engine.core.cost)) for name in contenders}  # nobody's steps teach another what steps cost
     for n in range(rounds):
         drafts = {name: Proposer(vocab_size=engine.vocab_size, max_seqs=max(64, *args.concurrency)) for name in contenders}
         if args.datastore:
@@ -138,7 +138,7 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
         for i, portion in enumerate(portions, n):
             for name in contenders[:: 1 if i % 2 == 0 else -1]:
                 engine.use(speculator=drafts[name])
-                engine.core.timing = timings[name]
+                engine.core.timing = timings[name]  # nobody's steps teach another what steps cost
                 start = time.perf_counter()
                 done = flow(engine, portion, params, what.concurrency, speculation=name != "off")
                 runs[name].seconds.append(time.perf_counter() - start)

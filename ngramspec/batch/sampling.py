@@ -340,7 +340,7 @@ class Sampler:
         best = int(adjusted.argmax())  # not a number counts as the greatest
         if adjusted[best] == -np.inf and self.constraint is not None:
             raise GrammarError(
-                f"at output position {position} the grammar allows nothing but tokens that logit_bias, bad_words or allowed_token_ids forbid"
+                f"at output position {position} the grammar allows only tokens that logit_bias, bad_words or allowed_token_ids forbid"
             )
         if adjusted[best] == -np.inf and (self.allowed is not None or self.bad_words or (self.bias == -np.inf).any()):
             raise InvalidInputError(f"at output position {position} every token is banned, by logit_bias, allowed_token_ids or bad_words")
