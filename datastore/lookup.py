@@ -320,7 +320,7 @@ def _collect(work, rows, slot, query, cursors):
             cursors[c, _INDEX], cursors[c, _SHARED] = i, shared
             more |= shared == best
         if more:
-            taken = _sample(rows, query, best, cursors, places, matches, first)
+            taken = _sample(work, rows, query, best, cursors, places, matches, first, taken)
             break
         state[_COMPLETE] = best
     state[_HELD] = taken
@@ -344,8 +344,10 @@ def _look_ahead(row, i):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _sample(rows, query, best, cursors, places, matches, first):
-    """From `first` on, put an even sample of all entries of length `best` in place of what was collected of them -> how many there are."""
+def _sample(work, rows, query, best, cursors, places, matches, first, collected):
+    """From `first` on, put an even sample of all entries of length `best` in place of what was collected of them, places[first:collected]
+    -> how many there are. Where all that is sampled is dead, what was collected stays.
+    """
     total = np.int64(0)
     for c in range(len(cursors)):
         cursors[c, _COUNT] = 0
@@ -357,6 +359,7 @@ def _sample(rows, query, best, cursors, places, matches, first):
             cursors[c, _COUNT] = reach(rows[c >> 1], cursors[c, _FROM], 2 * (c & 1) - 1, query, best, False)
             total += cursors[c, _COUNT]
     n = min(len(places) - first, total)
+    sample = carray(pointer(work[TEXTS]), len(places), np.int64)
     c, before = 0, np.int64(0)
     for j in range(n):
         x = (2 * j + 1) * total // (2 * n)
@@ -366,14 +369,14 @@ def _sample(rows, query, best, cursors, places, matches, first):
         row = rows[c >> 1]
         p = position_at(row[SUFFIXES], row[WIDTH], cursors[c, _FROM] + (2 * (c & 1) - 1) * (x - before))
         prefetch(row[TOKENS] + p * (4 if row[WIDE] else 2))
-        places[first + j] = np.int64(c >> 1) << PLACE_BITS | p
+        sample[j] = np.int64(c >> 1) << PLACE_BITS | p
     taken = first
-    for j in range(first, first + n):
-        row, p = rows[places[j] >> PLACE_BITS], places[j] & ((np.int64(1) << PLACE_BITS) - 1)
+    for j in range(n):
+        row, p = rows[sample[j] >> PLACE_BITS], sample[j] & ((np.int64(1) << PLACE_BITS) - 1)
         if p > 0 and p < row[N_TOKENS] and not is_dead(row, p):
-            places[taken], matches[taken] = places[j], best
+            places[taken], matches[taken] = sample[j], best
             taken += 1
-    return taken
+    return taken if taken > first else collected
 
 
 # ---- the tree

@@ -223,7 +223,7 @@ def host_share(plan: Plan, write: Callable[..., Completion]) -> Figures:
         return (long[0] - short[0]) / max(long[1] - short[1], 1)
 
     n_passes = run(many)[1]
-    wall_ms = statistics.median(per_pass(run) for _ in range(max(plan.repeat // 6, 1)))
+    wall_ms = statistics.median(per_pass(run) for _ in range(max(plan.repeat // 6, 3)))
     device_ms = per_pass(busy)
     return {
         "wall_ms": round(wall_ms, 4),

@@ -226,7 +226,8 @@ def test_passes_kernels_host_and_exactness(plan: Plan) -> None:
             assert all(each["ms"] > 0 < each["over_floor"] for each in figures[plan.large]["by_context"].values())
         if name == "host":
             assert figures[f"{plan.small}, drafts"]["passes"] < figures[f"{plan.small}, off"]["passes"]
-            assert figures[f"{plan.small}, off"]["host_share"] == 1  # without a device everything is the host's
+            off = figures[f"{plan.small}, off"]  # without a device everything is the host's; a short run can look slower than a long one
+            assert off["host_share"] == (1 if off["wall_ms"] > 0 else None)
         if name == "floor":
             assert figures[plan.large]["gb_s"] > 0
         if name == "exactness":

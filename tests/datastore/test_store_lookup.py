@@ -182,6 +182,12 @@ def test_a_text_that_is_followed_keeps_the_longest_match(
         fresh = len(appended)
 
 
+def test_a_sample_of_dead_entries_alone_leaves_what_was_collected(tmp_path: Path) -> None:
+    tiny_store.write_store(tmp_path, [[[0, 0, 0, 0], [0, 0, 0, 0, 0]]], 3, [[0]])
+    matcher = Matcher([Datastore.open(tmp_path).snapshot], 1, min_match=1, **{**EVERYTHING, "occurrences": 3})
+    assert read_tree(propose(matcher, [0])) == {(0,): (3, 1), (0, 0): (2, 1), (0, 0, 0): (1, 1)}
+
+
 def test_following_needs_no_search(tmp_path: Path) -> None:
     """A longer match that began meanwhile elsewhere cannot exist; shorter ones are found again after a few steps."""
     text = np.random.default_rng(0).permutation(200).tolist()
