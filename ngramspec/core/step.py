@@ -146,6 +146,7 @@ class Core:
             n_output=seq.n_output,
             tenant=seq.tenant,
             datastores=seq.datastores,
+            temperature=seq.params.temperature,
             text=Text(seq.sampler, seq.n_prompt, seq.limit),
         )
 

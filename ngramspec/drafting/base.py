@@ -99,12 +99,14 @@ class Speculator:
         n_output: int = 0,
         tenant: str | None = "",
         datastores: frozenset[str] | None = None,
+        temperature: float = 0.0,
         text: Text | None = None,
     ) -> None:
         """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
 
         `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `prediction` [n] int32 is the output that is
         expected. Answers are shared within a `tenant`; None shares nothing. `datastores`: names of those to draft from, None: all.
+        Its tokens are drawn at `temperature`; 0: the likeliest ones.
         """
 
     def is_unpredictable(self, slot: int) -> bool:

@@ -1,6 +1,7 @@
 """What each source's evidence promised against what came of it, and the correction that follows from it. Knows no weights and no tokens.
 
 Raw probabilities and the model's verdicts on them enter, as sources speak up (`judge`); corrected probabilities leave (`odds_against`).
+Texts that are sampled and those that are not are counted apart: what the model holds likeliest is not always what it draws.
 A source's odds are multiplied by (made + t) / (expected + t) and by the same of what was missed, over its latest `WINDOW` expected tokens,
 where t is the trust in what it promises. The same is done once more per level of its probability, starting from what the source's own
 correction gives, so that what is rarely seen borrows from its source. Trust falls where what was made contradicts what was expected by
@@ -26,6 +27,8 @@ LEVELS = (0.0025, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
 """Bounds of the levels of a probability."""
 N_LEVELS = len(LEVELS) + 1
 MAX_SOURCES = 16
+KINDS = 2
+"""Of texts: greedy, sampled."""
 WINDOW = 200.0
 """Expected tokens that a correction remembers."""
 SOURCE_TRUST, LEVEL_TRUST = 20.0, 10.0
@@ -45,15 +48,15 @@ _COLUMNS = 18
 class Calibration(NamedTuple):
     """Of one proposer: shared by all its sequences. No token is in it."""
 
-    by_source: np.ndarray  # [MAX_SOURCES, _COLUMNS] float64
-    by_level: np.ndarray  # [MAX_SOURCES, N_LEVELS, _COLUMNS] float64
+    by_source: np.ndarray  # [KINDS, MAX_SOURCES, _COLUMNS] float64
+    by_level: np.ndarray  # [KINDS, MAX_SOURCES, N_LEVELS, _COLUMNS] float64
     verified: np.ndarray  # [MAX_SOURCES, N_LEVELS, 3] float64: nodes, the sum of their path probabilities, nodes that were accepted
 
 
 def new_calibration() -> Calibration:
     """That corrects nothing yet."""
-    by_source, by_level = np.zeros((MAX_SOURCES, _COLUMNS)), np.zeros((MAX_SOURCES, N_LEVELS, _COLUMNS))
-    by_source[:, _FACTOR] = by_level[..., _FACTOR] = 1.0
+    by_source, by_level = np.zeros((KINDS, MAX_SOURCES, _COLUMNS)), np.zeros((KINDS, MAX_SOURCES, N_LEVELS, _COLUMNS))
+    by_source[..., _FACTOR] = by_level[..., _FACTOR] = 1.0
     return Calibration(by_source, by_level, np.zeros((MAX_SOURCES, N_LEVELS, 3)))
 
 
@@ -66,9 +69,9 @@ def level_of(p):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def odds_against(calibration, source, p):
-    """The corrected odds that a candidate is wrong to which its evidence gave probability p."""
-    return (1.0 - p) / p * calibration.by_source[source, _FACTOR] * calibration.by_level[source, level_of(p), _FACTOR]
+def odds_against(calibration, kind, source, p):
+    """The corrected odds that a candidate is wrong to which its evidence gave probability p, in a text of this kind."""
+    return (1.0 - p) / p * calibration.by_source[kind, source, _FACTOR] * calibration.by_level[kind, source, level_of(p), _FACTOR]
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -107,17 +110,17 @@ def _count(cell, p, believed, made, trust):
 
 
 @njit(cache=True, nogil=True)
-def judge(calibration, source, p, made):
+def judge(calibration, kind, source, p, made):
     """The model has judged a candidate to which the evidence gave probability p; made: 1.0 or 0.0."""
     if p < LEAST:
         return
-    whole, level = calibration.by_source[source], calibration.by_level[source, level_of(p)]
+    whole, level = calibration.by_source[kind, source], calibration.by_level[kind, source, level_of(p)]
     against = (1.0 - p) / p * whole[_FACTOR]
     from_source = 1.0 / (1.0 + against)
     believed = 1.0 / (1.0 + against * level[_FACTOR])
     if _count(whole, p, from_source, made, SOURCE_TRUST):  # it starts over, and so do its levels
-        calibration.by_level[source] = 0.0
-        calibration.by_level[source, :, _FACTOR] = 1.0
+        calibration.by_level[kind, source] = 0.0
+        calibration.by_level[kind, source, :, _FACTOR] = 1.0
     else:
         _count(level, from_source, believed, made, LEVEL_TRUST)
 

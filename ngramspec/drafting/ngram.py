@@ -43,7 +43,7 @@ _8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
 
 # columns of the per-sequence state, int64
 (TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED) = range(13)
-PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, OUTPUT_CACHE, SIMILAR, STATE_COLUMNS = range(13, 21)
+PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, OUTPUT_CACHE, SIMILAR, TEMPERATURE, STATE_COLUMNS = range(13, 22)
 """Address and length of the predicted output, the position in it, tokens agreed and missed there; the row of the shared output cache;
 how many tokens of similar files stand before the text."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -173,6 +174,7 @@ class Proposer(Speculator):
         n_output: int = 0,
         tenant: str | None = "",
         datastores: frozenset[str] | None = None,
+        temperature: float = 0.0,
         text: Text | None = None,
     ) -> None:
         if self._buffers[slot] is not None:
@@ -192,7 +194,7 @@ class Proposer(Speculator):
         state = self._states[slot]
         ngram.seed(state, self._contexts, kept, self.history)
         state[ngram.OUTPUT_CACHE] = self._tenants.get(tenant, 0) if tenant is not None else 0
-        state[ngram.AHEAD], state[ngram.SIMILAR] = -1, n_similar
+        state[ngram.AHEAD], state[ngram.SIMILAR], state[ngram.TEMPERATURE] = -1, n_similar, math.ceil(1000 * min(temperature, 1000))
         if prediction is not None and len(prediction):
             self._predictions[slot] = foreseen = np.ascontiguousarray(prediction, np.int32)
             state[ngram.PREDICTION], state[ngram.PREDICTED], state[ngram.AHEAD] = foreseen.ctypes.data, len(foreseen), 0

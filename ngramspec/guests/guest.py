@@ -161,12 +161,14 @@ class Guest:
         datastores: Iterable[str] | None = None,
         banned: Sequence[int] = (),
         stops: Sequence[int] | None = None,
+        temperature: float = 0.0,
     ) -> None:
         """A text starts, or comes back, with these tokens [n], the last `n_output` of them its output; one under this key is given up.
 
         `prediction` [m] is the output that is expected; answers are shared within the `tenant`, None: with nobody; `datastores`: names of
-        those to draft from, None: all; `banned` tokens are never drafted; `stops`: instead of the guest's own. Where no slot is free the
-        text gives way that was not heard of for longest. Raises InvalidInputError, with nothing changed.
+        those to draft from, None: all; `banned` tokens are never drafted; `stops`: instead of the guest's own; `temperature`: at which its
+        tokens are drawn, 0: the likeliest ones. Where no slot is free the text gives way that was not heard of for longest. Raises
+        InvalidInputError, with nothing changed.
         """
         known = self._ids(tokens, "text")
         foreseen = None if prediction is None else self._ids(prediction, "prediction")
@@ -193,6 +195,7 @@ class Guest:
             n_output=n_output,
             tenant=tenant,
             datastores=chosen,
+            temperature=temperature,
         )
 
     def sync(self, key: Hashable, tokens: Sequence[int] | np.ndarray, **hints: Any) -> bool:

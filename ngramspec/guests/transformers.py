@@ -202,6 +202,7 @@ def generate(
         tenant=tenant,
         datastores=() if datastore is None else helper.use(datastore),
         stops=_stops(generation_config),
+        temperature=float(generation_config.temperature or 0.0) if generation_config.do_sample else 0.0,
     )
     finished = False
     try:

@@ -234,7 +234,8 @@ class Proposer:
     def _hints(self, params: Any) -> dict[str, Any]:
         """What a request says of its drafts, and what ends them."""
         hints: dict[str, Any] = {
-            "stops": sorted(getattr(params, "all_stop_token_ids", None) or getattr(params, "stop_token_ids", None) or ())
+            "stops": sorted(getattr(params, "all_stop_token_ids", None) or getattr(params, "stop_token_ids", None) or ()),
+            "temperature": float(getattr(params, "temperature", None) or 0.0),
         }
         given = getattr(params, "extra_args", None) or {}
         for name, value in given.items():

@@ -158,7 +158,7 @@ def test_reliability_counts_the_verified_nodes(text: np.ndarray, without: Run) -
 
 
 def believed(calibration, source: int, p: float) -> float:
-    return 1 / (1 + odds_against(calibration, source, p))
+    return 1 / (1 + odds_against(calibration, 0, source, p))
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.8, 1.0, 1.25])
@@ -170,7 +170,7 @@ def test_corrected_probabilities_come_true(kept: float) -> None:
     expected = np.zeros(len(promises))
     for i, p in enumerate(promises.tolist()):
         expected[i] = believed(calibration, 1, p)
-        judge(calibration, 1, p, float(made[i]))
+        judge(calibration, 0, 1, p, float(made[i]))
     for p in np.unique(promises):
         late = np.flatnonzero(promises == p)[500:]
         assert abs(expected[late].sum() - made[late].sum()) < 3 * made[late].sum() ** 0.5, "three standard deviations"
@@ -184,9 +184,33 @@ def test_an_honest_source_is_left_alone() -> None:
     odds = np.zeros(len(promises))
     for i, p in enumerate(promises.tolist()):
         odds[i] = (1 / believed(calibration, 0, p) - 1) / ((1 - p) / p)
-        judge(calibration, 0, p, float(rng.random() < p))
+        judge(calibration, 0, 0, p, float(rng.random() < p))
     assert np.quantile(np.abs(np.log(odds)), 0.95) < 0.5
     assert np.abs(np.log(odds)).max() < 1.5
+
+
+def test_texts_that_are_sampled_are_counted_apart() -> None:
+    """What a source misses where tokens are drawn says nothing of texts of the likeliest ones."""
+    calibration = new_calibration()
+    for _ in range(200):
+        judge(calibration, 1, 2, 0.9, 0.0)
+    assert odds_against(calibration, 1, 2, 0.9) > 4 * odds_against(calibration, 0, 2, 0.9)
+    assert believed(calibration, 2, 0.9) == pytest.approx(0.9)
+
+
+def test_temperature_takes_from_confidence() -> None:
+    """Of the same text what was foreseen with certainty is less likely where tokens are drawn, the more the hotter; doubts stay."""
+    text = np.tile(np.arange(40, dtype=np.int32), 12)
+
+    def probs(temperature: float) -> np.ndarray:
+        proposer = Proposer(vocab_size=VOCAB, max_seqs=1)
+        proposer.begin(0, text, temperature=temperature)
+        return proposer.propose(SLOT, np.array([8], np.int32), COST_MS, 1, 8)[0].probs
+
+    greedy, warm, hot = probs(0.0), probs(0.3), probs(1.0)
+    assert (greedy[:4] > 0.7).all()
+    assert (hot[:4] < warm[:4]).all()
+    assert (warm[:4] < greedy[:4]).all()
 
 
 def test_reliability_names_sources_and_levels() -> None:
