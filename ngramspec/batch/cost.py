@@ -78,6 +78,7 @@ class CostModel:
         """By rows: steps, their milliseconds as foretold, as measured. Old ones fade."""
         self._force = np.zeros(max(n - 1, 0))
         self._table = self._tabulate(sweeps=2000)
+        self._beside_rows: list[float] = self._state[-3:].tolist()
 
     @property
     def times(self) -> np.ndarray:
@@ -102,10 +103,14 @@ class CostModel:
         rows = load.rows
         if not 1 <= rows <= self.max_rows:
             return
-        self._told[rows] = _FADE * self._told[rows] + (1.0, self.predict(load), ms)
         doubt = self._first if self.n_seen < _YOUNG else self._local
-        _update(self.counts, self._state, self._cov, doubt, self._streak, float(rows), *self._factors(load), ms)
-        _lower(self._shape, self._state, self._cov, self.n_seen % len(self.counts))
+        told, knot = self._told[rows], self.n_seen % len(self.counts)
+        others, looked, thousands = self._factors(load)
+        _correct(
+            self.counts, self._shape, self._state, self._cov, doubt, self._streak, told, knot,
+            rows, others, looked, thousands, self.predict(load), ms,
+        )  # fmt: skip
+        self._beside_rows = self._state[-3:].tolist()
         self.n_seen += 1
         if self.n_seen % _REFRESH == 0 or self.n_seen < _REFRESH:
             self._table = self._tabulate(sweeps=_SWEEPS)
@@ -124,7 +129,7 @@ class CostModel:
     def _beside(self, load: Load) -> float:
         """Milliseconds beside the curve's."""
         others, looked, thousands = self._factors(load)
-        per_sequence, per_look, per_thousand = self._state[-3:].tolist()
+        per_sequence, per_look, per_thousand = self._beside_rows
         return max(per_sequence * others + per_look * looked + per_thousand * thousands, -float(self._table[1]) / 2)
 
     def _tabulate(self, sweeps: int) -> np.ndarray:
@@ -199,6 +204,15 @@ def _dot(a, b):
     for i in range(len(a)):
         total += a[i] * b[i]
     return total
+
+
+@njit(cache=True, nogil=True)
+def _correct(counts, shape, state, cov, doubt, streak, told, knot, rows, others, looked, thousands, foretold_ms, ms):
+    """Both steps of the filter, and `told` [3], in place."""
+    for i, x in enumerate((1.0, foretold_ms, ms)):
+        told[i] = _FADE * told[i] + x
+    _update(counts, state, cov, doubt, streak, float(rows), others, looked, thousands, ms)
+    _lower(shape, state, cov, knot)
 
 
 @njit(cache=True, nogil=True)

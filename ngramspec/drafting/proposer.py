@@ -17,7 +17,7 @@ import numpy as np
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
-from ngramspec.batch.pack import Batch, Span, pack
+from ngramspec.batch.pack import Batch, Span, joined, pack
 from ngramspec.batch.types import DraftTree, Reliability
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, indices
@@ -279,16 +279,8 @@ class Proposer(Speculator):
         if self.datastore is not None:
             self.datastore.observe(slots, new_start, new)
             self._settle_turns(slots, path_start, path)
-        paths = [path[path >= 0] for path in paths]
-        for d in self._asked:
-            gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots.tolist(), paths, strict=True))
-            self._paces[d].made(gained, len(new), self._pass_ms)
-        for d, drafter in enumerate(self.drafters):
-            if drafter is not None:
-                for b, slot in enumerate(slots.tolist()):
-                    self._ask(d, "observe", slot, np.asarray(accepted[b], np.int32), self._rejected(slot, d, paths[b]))
-        self._asked = []
-        self._last_trees.clear()
+        if self.drafters:
+            self._tell_drafters(slots.tolist(), accepted, [path[path >= 0] for path in paths], len(new))
 
     def end(self, slot: int) -> None:
         if self._buffers[slot] is None:
@@ -449,6 +441,18 @@ class Proposer(Speculator):
             self.drafters[d] = None
         return False
 
+    def _tell_drafters(self, slots: list[int], accepted: list[np.ndarray], paths: list[np.ndarray], n_new: int) -> None:
+        """What became of their drafts, and how many tokens the pass has made."""
+        for d in self._asked:
+            gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots, paths, strict=True))
+            self._paces[d].made(gained, n_new, self._pass_ms)
+        for d, drafter in enumerate(self.drafters):
+            if drafter is not None:
+                for slot, tokens, path in zip(slots, accepted, paths, strict=True):
+                    self._ask(d, "observe", slot, np.asarray(tokens, np.int32), self._rejected(slot, d, path))
+        self._asked = []
+        self._last_trees.clear()
+
     def _rejected(self, slot: int, d: int, path: np.ndarray) -> np.ndarray:
         mine = self._drafted(slot, d)
         mine[np.asarray(path, np.int64)] = False
@@ -528,10 +532,8 @@ _NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    start = np.zeros(len(arrays) + 1, np.int64)
-    if arrays:
-        np.cumsum([len(a) for a in arrays], out=start[1:])
-    return start, np.concatenate(arrays, dtype=np.int32, casting="unsafe") if start[-1] else _NO_TOKENS
+    start = np.array([0, *itertools.accumulate(map(len, arrays))], np.int64)
+    return start, joined([np.ascontiguousarray(a, np.int32) for a in arrays], np.int32)
 
 
 def warmup() -> None:
