@@ -90,6 +90,7 @@ class Ours:
             requests.append(self.engine.submit(ids, self.params(ids), speculation=self.speculation, prefix_cache=False, **hints))
         completions = [request.result() for request in requests]
         run = Run([done.token_ids for done in completions], time.perf_counter() - start)
+        run.prompt_s = max((done.ttft_s for done in completions), default=0.0)
         for done in completions:
             run.stats.add(done.stats)
         if isinstance(self.parts["speculator"], SingleDrafter) and self.parts["speculator"].drafter is None:

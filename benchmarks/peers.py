@@ -55,6 +55,8 @@ class Run:
     stats: Stats = field(default_factory=Stats)
     plain_passes: float = 0.0
     """What its passes cost by the engine's own measure, that of the prompt and one with one row being 1; 0 where nobody counted."""
+    prompt_s: float = 0.0
+    """Until the last of them had its first token; 0 where nobody looked."""
     wall_s: float = 0.0
     """Until whoever asked could go on."""
 
