@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import subprocess
 import tempfile
 import time
@@ -49,7 +50,7 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
     settings = {
         "model": args.model,
         "dtype": engine.props()["dtype"],
-        "precision": args.precision,
+        "precision": engine.props()["precision"],
         "device": common.device_name(args.device),
         "threads": engine.threads,
         **{name: getattr(args, name) for name in ("max_tokens", "max_prompt", "prompts", "minutes", "seed")},
@@ -84,8 +85,10 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         "followed": followed,
         "against_best_followed": figures.against_best_followed(followed),
         "against_peers": figures.against_peers(cells),
-        "fastest_peers": figures.fastest_peers(cells),
+        "fastest_peers": figures.fastest_peers(cells, engine.props()["precision"]),
         "rejection": figures.rejection_rows(cells),
+        "reliability": figures.reliability(cells),
+        "loads": loads(args.loads, args.model),
         "frontier": figures.frontier(cells),
         "replayed": replayed,
         "absent": bench.absent | missing,
@@ -93,6 +96,12 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         "exactness": engine.exactness,
         **common.environment(args.device, engine.threads),
     }
+
+
+def loads(path: Path, model: str) -> dict[str, Any] | None:
+    """What `benchmarks.loads` has measured of this model; None: nothing."""
+    document = json.loads(path.read_text(encoding="utf-8").splitlines()[-1]) if path.is_file() else {}
+    return document if document.get("model") == model else None
 
 
 def peers(engine: Engine, args: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Callable[[], Peer]]:
@@ -147,6 +156,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     decode.peer_options(parser, NAMES)
     add("--package", default="networkx", metavar="P", help="installed; its files are the repository")
     add("--seed", type=int, default=0, metavar="S")
+    found = ROOT / "benchmarks" / "results" / "loads-smollm2-cpu.json"
+    add("--loads", type=Path, default=found, metavar="F.json", help="what benchmarks.loads has printed, for the report to show")
     add("--out", type=Path, default=ROOT / "benchmarks", metavar="DIR")
     state = ROOT / "benchmarks" / ".report" / "cells.jsonl"
     add("--state", type=Path, default=state, metavar="F.jsonl", help="what is measured is kept here")

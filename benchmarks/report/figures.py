@@ -146,10 +146,26 @@ def against_peers(cells: Sequence[Cell]) -> list[Row]:
     return result
 
 
-def fastest_peers(cells: Iterable[Cell]) -> dict[str, Row]:
-    """By category, the fastest of the peers that compute with the same weights."""
-    peers = [row for row in rows_of(cells) if row["contender"] in NAMES and row["contender"] not in LLAMA_LOOKUP]
+def fastest_peers(cells: Iterable[Cell], precision: str) -> dict[str, Row]:
+    """By category, the fastest of the peers with the same weights. llama.cpp has those of the file, which are those of `precision` int8."""
+    others = () if precision == "int8" else LLAMA_LOOKUP
+    peers = [row for row in rows_of(cells) if row["contender"] in NAMES and row["contender"] not in others]
     return {name: max(find(peers, category=name), key=lambda row: row["speedup"]) for name in {row["category"] for row in peers}}
+
+
+def reliability(cells: Iterable[Cell]) -> list[Row]:
+    """Of all drafters together, per temperature, source and level of probability: verified nodes, the sum of their probabilities, and how
+    many were accepted."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for cell in find(cells, contender=MERGED):
+        for source, low, high, *counts in cell["reliability"]:
+            sums = found.setdefault((cell["temperature"], source, low, high), [0, 0.0, 0])
+            sums[:] = map(sum, zip(sums, counts, strict=True))
+    names = ("temperature", "source", "low", "high")
+    return [
+        dict(zip(names, key, strict=True)) | {"nodes": int(nodes), "expected": round(expected, 2), "made": int(made)}
+        for key, (nodes, expected, made) in sorted(found.items())
+    ]
 
 
 def rejection_rows(cells: Iterable[Cell]) -> list[Row]:

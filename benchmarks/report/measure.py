@@ -13,6 +13,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,10 @@ def measure_block(
     rounds = {name: rounds_of(name) for name in contenders}
     runs = decode.compare(contenders, bench.absent, category.prompts, 1, rounds=rounds, budget_s=budget_s)
     for name, some in runs.items():
-        yield {"category": category.name, "temperature": temperature} | cell_of(name, some, runs[OFF])
+        cell = {"category": category.name, "temperature": temperature} | cell_of(name, some, runs[OFF])
+        if name == MERGED and isinstance(ours := contenders[name], Ours):
+            cell["reliability"] = [list(astuple(row)) for row in ours.parts["speculator"].reliability() if row.nodes]
+        yield cell
 
 
 def cell_of(name: str, runs: list[Run], off: list[Run]) -> Cell:

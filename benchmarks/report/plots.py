@@ -29,6 +29,8 @@ STYLE: dict[str, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
 }
+LEAST_NODES = 20
+"""Of a dot of the reliability diagram."""
 RATE = "tokens per second; plain decoding = 1"
 
 
@@ -39,6 +41,7 @@ def draw(folder: Path, document: dict[str, Any]) -> None:
     if 0 in document["settings"]["temperatures"]:
         _draw_speed(folder / "speed.svg", greedy, document["fastest_peers"])
         _draw_frontier(folder / "frontier.svg", document["frontier"])
+        _draw_reliability(folder / "reliability.svg", document["reliability"])
         _draw_acceptance(folder / "acceptance.svg", [row for row in find(document["pooled"], temperature=0) if "acceptance" in row])
 
 
@@ -123,6 +126,29 @@ def _draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
         axes.set_ylabel("accepted / drafted nodes")
         axes.set_ylim(0)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+
+
+def _draw_reliability(path: Path, rows: Sequence[Row]) -> None:
+    """Accepted over verified nodes against what they were believed to be, a dot for each source and level, full at temperature 0; its area
+    is the number of nodes."""
+    with _picture(path, 5.2, 4.6) as axes:
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
+        for name, colour in zip(sorted({row["source"] for row in rows}), COLOURS, strict=False):
+            for temperature in sorted({row["temperature"] for row in rows}):
+                some = [row for row in find(rows, source=name, temperature=temperature) if row["nodes"] >= LEAST_NODES]
+                if some:
+                    axes.scatter(
+                        [row["expected"] / row["nodes"] for row in some],
+                        [row["made"] / row["nodes"] for row in some],
+                        [min(4 + row["nodes"] ** 0.5 * 3, 160) for row in some],
+                        edgecolors=colour,
+                        facecolors="none" if temperature else colour,
+                        label=f"{name} at {temperature:g}",
+                    )
+        axes.set_xlabel("probability that a node was believed to have")
+        axes.set_ylabel("accepted / verified nodes")
+        if axes.collections:
+            axes.legend(loc="upper left", fontsize=8)
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, str]:

@@ -62,6 +62,7 @@ def write_report(document: dict[str, Any]) -> str:
         drafters=[name for name in names if is_single(name) or name in (MERGED, NO_STORE, PREDICTED)],
         others=list(dict.fromkeys(row["contender"] for row in replayed)),
         replayed=replayed,
+        promised=[sums(document["reliability"], t, name) for t, name in kinds_of(document["reliability"])],
         over_fastest={name: find(peers, category=name, peer=row["contender"])[0]["ratio"] for name, row in fastest},
         quantised={TITLES[name]: mean_over(name) for name in LLAMA_LOOKUP if find(rows, contender=name)},
         over_best={
@@ -77,6 +78,17 @@ def write_report(document: dict[str, Any]) -> str:
         slow=ROUNDS,
         held_out=HELD_OUT,
     )
+
+
+def kinds_of(rows: Sequence[Row]) -> list[tuple[float, str]]:
+    return sorted({(row["temperature"], row["source"]) for row in rows})
+
+
+def sums(rows: Sequence[Row], temperature: float, source: str) -> Row:
+    """Of all levels together."""
+    some = find(rows, temperature=temperature, source=source)
+    totals = {name: sum(row[name] for row in some) for name in ("nodes", "expected", "made")}
+    return {"temperature": temperature, "source": source} | totals
 
 
 def _mean(ratios: Mapping[str, float]) -> float:

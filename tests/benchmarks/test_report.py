@@ -46,6 +46,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "canitedit": [{"messages": messages} for messages in asked],
     }.items():
         (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"id": f"{name}/{i}", **row}) for i, row in enumerate(rows)))
+    cells = [{"key": {"set": "canitedit", "temperature": 0.0, "concurrency": n}, "speedup": x} for n, x in ((8, 0.98), (1, 1.5))]
+    loads = {"model": "tiny", "means": {"1": 1.5, "8": 0.98}, "identical": True, "cells": cells, "settings": {"max_tokens": 96}}
+    (folder / "loads.json").write_text("a table\n" + json.dumps(loads))
     return folder
 
 
@@ -55,9 +58,15 @@ def arguments(data: Path, folder: Path, *more: str) -> Any:
             *("--model", "tiny", "--data", str(data), "--out", str(folder), "--state", str(folder / "cells.jsonl"), "--against", ""),
             *("--categories", ",".join(CATEGORIES), "--package", PACKAGE),
             *(part for name in (*DRAFTERS, "nothing") for part in ("--drafter", name)),
-            *("--prompts", "2", "--max-tokens", "6", "--max-prompt", "1500", *more),
+            *("--prompts", "2", "--max-tokens", "6", "--max-prompt", "1500", "--loads", str(data / "loads.json"), *more),
         ]
     )
+
+
+def find_all(state: Path, contender: str, name: str) -> list[Any]:
+    """One figure of a contender's cells."""
+    cells = [json.loads(line) for line in state.read_text().splitlines()]
+    return [cell[name] for cell in cells if cell["contender"] == contender]
 
 
 def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
@@ -110,8 +119,13 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
         assert 0 < row["speed"] <= row["tokens_per_pass"]
     assert len(document["against_best_followed"]) == 6
 
+    promised, drafted = document["reliability"], find_all(args.state, "merged", "drafted")
+    assert sum(row["nodes"] for row in promised) == sum(map(sum, drafted))
+    assert all(0 <= row["made"] <= row["nodes"] and row["low"] * row["nodes"] <= row["expected"] + 0.01 for row in promised)
+
     text = (tmp_path / "REPORT.md").read_text()
-    for picture in ("speed", "drafters", "frontier", "acceptance"):
+    assert "| canitedit | 0 | 1.50 | **0.98** |" in text
+    for picture in ("speed", "drafters", "frontier", "acceptance", "reliability"):
         assert f"plots/{picture}.svg" in text
         drawn = (tmp_path / "plots" / f"{picture}.svg").read_bytes()
         assert b"<svg" in drawn
