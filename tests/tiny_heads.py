@@ -1,4 +1,4 @@
-"""Small Medusa heads and EAGLE layers, in the formats in which they are published."""
+"""Small Medusa heads, EAGLE and blockwise layers, in the formats in which they are read."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ def medusa_tensors(n_heads: int = 3, n_blocks: int = 1, seed: int = 0) -> dict[s
 def write_medusa(folder: Path, tensors: dict[str, torch.Tensor], n_heads: int = 3, n_blocks: int = 1, *, pickled: bool = False) -> Path:
     config = {"medusa_num_heads": n_heads, "medusa_num_layers": n_blocks, "base_model_name_or_path": "tiny"}
     return _write(folder, config, tensors, "medusa_lm_head.pt" if pickled else "medusa_lm_head.safetensors")
+
+
+def blockwise_tensors(block: int = 4, units: int = 24, seed: int = 0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {
+        "hidden.weight": (block * units, HIDDEN),
+        "hidden.bias": (block * units,),
+        "output.weight": (block * HIDDEN, block * units),
+        "output.bias": (block * HIDDEN,),
+    }
+    return {name: torch.randn(shape, generator=draw) * 0.2 for name, shape in shapes.items()}
+
+
+def write_blockwise(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    return _write(folder, {"block_size": 4, "hidden_size": 24} | config, tensors, "blockwise.safetensors")
 
 
 def eagle_tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
-from ngramspec.drafters.shape import best_first
+from ngramspec.drafters.shape import Shape, best_first
 from ngramspec.drafting.base import Candidates
 
 RANKS = (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)
@@ -63,41 +64,18 @@ def check_shapes(where: str, tensors: Mapping[str, torch.Tensor], expected: Mapp
         raise UnsupportedModelError(f"{where}: unknown tensors {', '.join(map(repr, unknown[:4]))}")
 
 
-class Medusa:
-    """Drafts from heads in the folder `path`: the best `nodes` nodes of a tree over each head's `top` most likely tokens.
+class Heads(ABC):
+    """Drafts of one shape from the state behind the token before the last one, which is the latest that a pass has computed."""
 
-    63 nodes are the size of the authors' own trees.
-    """
+    shape: Shape
+    """Which ranks of which head are nodes."""
 
-    name = "medusa"
-
-    def __init__(self, path: str | Path, nodes: int = 63, top: int = 10) -> None:
-        """Raises ModelNotFoundError, UnsupportedModelError, and ValueError for sizes out of range."""
-        if nodes < 1 or not 1 <= top <= len(RANKS):
-            raise ValueError(f"Medusa heads take nodes from 1 and top from 1 to {len(RANKS)}, got {nodes}, {top}")
-        self.where = str(path)
-        config, tensors = read_checkpoint(path, ("medusa_lm_head.safetensors", "medusa_lm_head.pt"))
-        try:
-            self.n_heads, self.n_blocks = int(config["medusa_num_heads"]), int(config["medusa_num_layers"])
-        except (KeyError, TypeError, ValueError) as e:
-            raise UnsupportedModelError(f"{path}: config.json must say medusa_num_heads and medusa_num_layers: {e!r}") from e
-        numbers = {name: name.partition(".")[0] for name in tensors}  # files may hold more heads than are wanted
-        self.tensors = {name: tensors[name] for name, i in numbers.items() if not i.isdecimal() or int(i) < self.n_heads}
-        self.shape = best_first([[chance * FADING**i for chance in RANKS[:top]] for i in range(self.n_heads)], nodes)
-        self.top = top
+    def __init__(self) -> None:
         self._states: dict[int, np.ndarray] = {}  # [H], of the token before the last one
 
-    def bind(self, runner: Any) -> None:
-        """Raises UnsupportedModelError where the heads are not of this model's sizes."""
-        self._lm_head = runner.model.get_output_embeddings()
-        hidden = self._lm_head.in_features
-        expected: dict[str, tuple[int, ...]] = {}
-        for i in range(self.n_heads):
-            for block in range(self.n_blocks):
-                expected[f"{i}.{block}.linear.weight"], expected[f"{i}.{block}.linear.bias"] = (hidden, hidden), (hidden,)
-            if f"0.{self.n_blocks}.weight" in self.tensors:  # else, as the authors' second version, all share the model's own projection
-                expected[f"{i}.{self.n_blocks}.weight"] = (runner.vocab_size, hidden)
-        check_shapes(self.where, self.tensors, expected)
+    @abstractmethod
+    def likeliest(self, states: np.ndarray, n_heads: int) -> np.ndarray:
+        """Behind states [n, H]: the first heads' most likely tokens [n, n_heads, ranks] int32, likeliest first."""
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         self._states.pop(seq, None)
@@ -114,9 +92,51 @@ class Medusa:
         trees = {seq: Candidates(tokens[depths, ranks], parents, probs) for seq, tokens in zip(known, likely, strict=True)}
         return [trees.get(seq, NOTHING) for seq in seqs]
 
+    def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:  # noqa: B027  # none of them does more
+        """It needs the hidden states alone."""
+
+    def end(self, seq: int) -> None:
+        self._states.pop(seq, None)
+
+
+class Medusa(Heads):
+    """Drafts from heads in the folder `path`: the best `nodes` nodes of a tree over each head's `top` most likely tokens.
+
+    63 nodes are the size of the authors' own trees.
+    """
+
+    name = "medusa"
+
+    def __init__(self, path: str | Path, nodes: int = 63, top: int = 10) -> None:
+        """Raises ModelNotFoundError, UnsupportedModelError, and ValueError for sizes out of range."""
+        super().__init__()
+        if nodes < 1 or not 1 <= top <= len(RANKS):
+            raise ValueError(f"Medusa heads take nodes from 1 and top from 1 to {len(RANKS)}, got {nodes}, {top}")
+        self.where = str(path)
+        config, tensors = read_checkpoint(path, ("medusa_lm_head.safetensors", "medusa_lm_head.pt"))
+        try:
+            self.n_heads, self.n_blocks = int(config["medusa_num_heads"]), int(config["medusa_num_layers"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise UnsupportedModelError(f"{path}: config.json must say medusa_num_heads and medusa_num_layers: {e!r}") from e
+        numbers = {name: name.partition(".")[0] for name in tensors}  # files may hold more heads than are wanted
+        self.tensors = {name: tensors[name] for name, i in numbers.items() if not i.isdecimal() or int(i) < self.n_heads}
+        self.shape = best_first([[chance * FADING**i for chance in RANKS[:top]] for i in range(self.n_heads)], nodes)
+        self.top = top
+
+    def bind(self, runner: Any) -> None:
+        """Raises UnsupportedModelError where the heads are not of this model's sizes."""
+        self._lm_head = runner.model.get_output_embeddings()
+        hidden = self._lm_head.in_features
+        expected: dict[str, tuple[int, ...]] = {}
+        for i in range(self.n_heads):
+            for block in range(self.n_blocks):
+                expected[f"{i}.{block}.linear.weight"], expected[f"{i}.{block}.linear.bias"] = (hidden, hidden), (hidden,)
+            if f"0.{self.n_blocks}.weight" in self.tensors:  # else, as the authors' second version, all share the model's own projection
+                expected[f"{i}.{self.n_blocks}.weight"] = (runner.vocab_size, hidden)
+        check_shapes(self.where, self.tensors, expected)
+
     @torch.inference_mode()
     def likeliest(self, states: np.ndarray, n_heads: int) -> np.ndarray:
-        """Behind states [n, H]: the first heads' most likely tokens [n, n_heads, top] int32, likeliest first."""
         found = []
         for i in range(n_heads):
             x = torch.from_numpy(states)
@@ -127,12 +147,6 @@ class Medusa:
             logits = self._lm_head(x) if projection is None else F.linear(x, projection)
             found.append(logits.topk(self.top).indices)
         return torch.stack(found, 1).numpy().astype(np.int32)
-
-    def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
-        """It needs the hidden states alone."""
-
-    def end(self, seq: int) -> None:
-        self._states.pop(seq, None)
 
 
 NOTHING = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))

@@ -44,6 +44,12 @@ def _medusa(argument: str) -> Drafter:
     return Medusa(_folder("medusa", argument))
 
 
+def _blockwise(argument: str) -> Drafter:
+    from ngramspec.drafters.blockwise import Blockwise
+
+    return Blockwise(_folder("blockwise", argument))
+
+
 def _eagle(argument: str) -> Drafter:
     from ngramspec.drafters.eagle import Eagle
 
@@ -73,6 +79,7 @@ _MAKERS: dict[str, Callable[[str], Drafter]] = {
     "lookahead": _lookahead,
     "recycling": _recycling,
     "medusa": _medusa,
+    "blockwise": _blockwise,
     "eagle": _eagle,
     "model": _model,
     "layers": _layers,
@@ -82,6 +89,7 @@ NAMES: dict[str, str] = {
     "lookahead": "lookahead:W,N,G, n-grams from Jacobi iteration: window, n-gram size, guesses (7,5,7)",
     "recycling": "recycling:NODES, the model's own candidates behind each token (80)",
     "medusa": "medusa:FOLDER, Medusa heads",
+    "blockwise": "blockwise:FOLDER, a layer that guesses a block",
     "eagle": "eagle:FOLDER, EAGLE's layer (1 and 2)",
     "model": "model:M, a smaller model with the same vocabulary",
     "layers": "layers:L, the first L layers of the model itself",

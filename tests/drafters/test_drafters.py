@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny_heads import HIDDEN, eagle_tensors, medusa_tensors, write_eagle, write_medusa
+from tiny_heads import HIDDEN, blockwise_tensors, eagle_tensors, medusa_tensors, write_blockwise, write_eagle, write_medusa
 from transformers import PreTrainedModel
 
 from ngramspec.batch.params import SamplingParams
@@ -58,6 +58,11 @@ def right_medusa(folder: Path) -> Path:
     return write_medusa(folder, tensors)
 
 
+def right_blockwise(folder: Path) -> Path:
+    """A layer that leaves the state as it is."""
+    return write_blockwise(folder, {name: torch.zeros_like(tensor) for name, tensor in blockwise_tensors().items()})
+
+
 def right_eagle(folder: Path) -> Path:
     """A layer that hands the state on."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in eagle_tensors().items()}
@@ -69,6 +74,7 @@ MAKERS: dict[str, Callable[[Path], Drafter]] = {
     "lookahead": lambda folder: make_drafter("lookahead:5,4,6"),
     "recycling": lambda folder: make_drafter("recycling"),
     "medusa": lambda folder: make_drafter(f"medusa:{right_medusa(folder)}"),
+    "blockwise": lambda folder: make_drafter(f"blockwise:{right_blockwise(folder)}"),
     "eagle": lambda folder: make_drafter(f"eagle:{right_eagle(folder)}"),
 }
 

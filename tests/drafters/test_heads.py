@@ -1,4 +1,4 @@
-"""Medusa heads and EAGLE layers from their published formats: the same proposals as plain code over transformers' hidden states."""
+"""Medusa heads, EAGLE and blockwise layers from their files: the same proposals as plain code over transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny_heads import EAGLE_CONFIG, HIDDEN, eagle_tensors, medusa_tensors, write_eagle, write_medusa
+from tiny_heads import EAGLE_CONFIG, HIDDEN, blockwise_tensors, eagle_tensors, medusa_tensors, write_blockwise, write_eagle, write_medusa
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
+from ngramspec.drafters.blockwise import Blockwise
 from ngramspec.drafters.eagle import Eagle
 from ngramspec.drafters.heads import Medusa
 from ngramspec.drafters.names import make_drafter
@@ -75,6 +76,42 @@ def test_medusa_heads_propose_their_likeliest(
         assert (likely[0][0], likely[1][0], likely[2][0]) in paths(tree)
         assert {path[0] for path in paths(tree)} == set(likely[0])
     assert len(drafter.propose([0], 5)[0]) == 5
+
+
+def test_a_blockwise_layer_proposes_the_chain_of_its_likeliest(tmp_path: Path, runner: SimpleNamespace, states: np.ndarray) -> None:
+    tensors = blockwise_tensors()
+    drafter = Blockwise(write_blockwise(tmp_path, tensors))
+    drafter.bind(runner)
+    drafter.begin(0, TOKENS)
+    drafter.begin(1, TOKENS[:7])
+    assert [len(tree) for tree in drafter.propose([0, 1], 64)] == [0, 0]
+    drafter.on_hidden_states(0, 0, states[:29])
+    drafter.on_hidden_states(1, 0, states[:6])
+    for tree, n in zip(drafter.propose([0, 1], 64), (30, 7), strict=True):
+        x = torch.from_numpy(states[n - 2])
+        inside = (tensors["hidden.weight"] @ x + tensors["hidden.bias"]).clamp(min=0)
+        outputs = (tensors["output.weight"] @ inside + tensors["output.bias"]).view(4, HIDDEN) + x
+        assert tree.tokens.tolist() == [int((runner.model.lm_head.weight @ each).argmax()) for each in outputs[1:]]
+        assert tree.parents.tolist() == [-1, 0, 1]
+        assert tree.probs.tolist() == pytest.approx([0.6, 0.36, 0.216])
+    assert len(drafter.propose([0], 2)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "config", "reason"),
+    [
+        ("hidden.bias", None, {}, "there is no tensor 'hidden.bias'"),
+        ("output.weight", (4 * HIDDEN, 24), {}, "'output.weight' must be [256, 96], is [256, 24]"),
+        ("extra", (2,), {}, "unknown tensors 'extra'"),
+        ("extra", (2,), {"block_size": 1}, "block_size must be 2 or more"),
+        ("extra", (2,), {"hidden_size": None}, "must say block_size and hidden_size"),
+    ],
+)
+def test_other_blockwise_layers_are_refused(
+    tmp_path: Path, runner: SimpleNamespace, name: str, shape: Any, config: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
+        Blockwise(write_blockwise(tmp_path, changed(blockwise_tensors(), name, shape), **config)).bind(runner)
 
 
 def eagle_step(tensors: dict[str, torch.Tensor], first: int, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
