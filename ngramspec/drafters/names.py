@@ -50,6 +50,14 @@ def _blockwise(argument: str) -> Drafter:
     return Blockwise(_folder("blockwise", argument))
 
 
+def _pass(argument: str) -> Drafter:
+    from ngramspec.drafters.parallel import ParallelTokens
+
+    if not argument:
+        raise ValueError("the drafter pass needs the ids of the model's look-ahead tokens, as in pass:49152,49153")
+    return ParallelTokens(_numbers("pass", argument, 64))
+
+
 def _eagle(argument: str) -> Drafter:
     from ngramspec.drafters.eagle import Eagle
 
@@ -80,6 +88,7 @@ _MAKERS: dict[str, Callable[[str], Drafter]] = {
     "recycling": _recycling,
     "medusa": _medusa,
     "blockwise": _blockwise,
+    "pass": _pass,
     "eagle": _eagle,
     "model": _model,
     "layers": _layers,
@@ -90,6 +99,7 @@ NAMES: dict[str, str] = {
     "recycling": "recycling:NODES, the model's own candidates behind each token (80)",
     "medusa": "medusa:FOLDER, Medusa heads",
     "blockwise": "blockwise:FOLDER, a layer that guesses a block",
+    "pass": "pass:ID,ID,..., the model's own look-ahead tokens",
     "eagle": "eagle:FOLDER, EAGLE's layer (1 and 2)",
     "model": "model:M, a smaller model with the same vocabulary",
     "layers": "layers:L, the first L layers of the model itself",

@@ -110,6 +110,18 @@ def test_same_tokens_as_without(
     engine.runner.pool.check_integrity()
 
 
+def test_look_ahead_tokens_leave_the_text_as_it_is(engine: Engine, asked: list[list[int]], expected: list[list[list[int]]]) -> None:
+    """The tokens that the texts repeat stand for those that a model was trained with, so that some are taken."""
+    ids = list(dict.fromkeys(text[-1] for text in expected[0]))
+    drafter = make_drafter("pass:" + ",".join(map(str, ids)))
+    engine.core.use(SingleDrafter(drafter, vocab_size=tiny.VOCAB, spec_length=64, spec_rows=64))
+    greedy, sampled = engine.complete(asked, GREEDY), engine.complete(asked, SAMPLED)
+    assert [c.token_ids for c in greedy] == expected[0]
+    assert [c.token_ids for c in sampled] == expected[1]
+    assert sum(c.stats.accepted_by_source.get("pass", 0) for c in greedy) > 10
+    engine.runner.pool.check_integrity()
+
+
 class Listener(TokenRecycling):
     """Hears all states; what it drafts is often accepted."""
 
@@ -148,7 +160,19 @@ def test_names_and_arguments() -> None:
     drafter = make_drafter("lookahead:9,3,5")
     assert isinstance(drafter, Lookahead)
     assert (drafter.window, drafter.ngram, drafter.guesses) == (9, 3, 5)
-    for text in ("lookahead:a", "lookahead:1,1,1", "lookahead:1,2,3,4", "recycling:0", "recycling:80,", "medusa", "no such"):
+    for text in (
+        "pass",
+        "pass:",
+        "pass:7,7",
+        "pass:x",
+        "lookahead:a",
+        "lookahead:1,1,1",
+        "lookahead:1,2,3,4",
+        "recycling:0",
+        "recycling:80,",
+        "medusa",
+        "no such",
+    ):
         with pytest.raises(ValueError):
             make_drafter(text)
     assert {*MAKERS} <= {*NAMES}
