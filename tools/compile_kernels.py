@@ -25,6 +25,7 @@ from ngramspec.cuda.device import Limits
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.model import Plan, Stack
 from ngramspec.cuda.pool import CudaPool
+from ngramspec.cuda.shares import Sharing
 from ngramspec.model.random_weights import SHAPES, empty_model, read_shape
 from tools.aot import SHARED_LIMIT, CompiledKernel, check_limits, compile_kernel
 
@@ -118,12 +119,11 @@ def variants(config: dict[str, Any], dtype: torch.dtype, capability: int, rows: 
         shape = int(text.num_key_value_heads), stack.head_dim
         pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
         per_item = attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
+        space = attention.Workspace.make(1, per_item, stack.n_heads, *shape, meta)
         for n in rows:
-            inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy)
+            inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy, Sharing(n_sms, 1))
             logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]
-            for n_parallel in (1, 4):
-                space = attention.Workspace.make(n, n, stack.n_heads, *shape, max_len, meta)
-                stack(inputs.ids, inputs.rows, None, Plan(per_item, n_parallel, space), logits)
+            stack(inputs.ids, inputs.rows, None, Plan(per_item, space), logits)
             tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))
             work = sampling.Workspace(n, logits.shape[1], meta, k=KEPT)
             sampled = sampling.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values))

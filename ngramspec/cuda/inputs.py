@@ -1,7 +1,7 @@
 """What a pass reads on the device besides weights and KV: one array, filled on the host and sent in one copy.
 
 A bucket is a number of rows and of items (groups of rows, at least one per sequence) that a captured pass is made for; a batch that is
-smaller fills up with rows that write where nobody reads and with empty items.
+smaller fills up with rows that write where nobody reads and with shares of none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
 from ngramspec.cuda.rows import Rows
 from ngramspec.cuda.sampling import Sampling
+from ngramspec.cuda.shares import WORDS, Sharing
 from ngramspec.cuda.upload import Upload
 
 _ALIGN = 4  # int32 words, so that wider numbers can begin anywhere
@@ -31,16 +32,16 @@ class Bucket:
 class Inputs:
     """Device arrays for one bucket. `Rows` and `Sampling` are views; a walk's roots, ends, starts and slots are those of the sequences."""
 
-    def __init__(self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int) -> None:
+    def __init__(self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int, sharing: Sharing) -> None:
         """`depth`: deepest node of a tree whose rows do not lie where their tokens will be; rows beyond a batch write to slot `dummy`."""
-        self.bucket, self.depth, self._dummy = bucket, depth, dummy
+        self.bucket, self.depth, self._dummy, self._sharing = bucket, depth, dummy, sharing
         self.results: Any = None
         """Where a captured pass leaves its results."""
-        n, i = bucket.rows, bucket.items
+        n, i, shares = bucket.rows, bucket.items, sharing.room(bucket.items, device_tables.shape[1] * BLOCK)
         sizes = {
             "ids": n, "positions": n, "slots": n, "bases": n, "parents": n, "wanted": 2 * n,
             "temperature": n, "top_k": n, "top_p": 2 * n, "min_p": n, "seed": 2 * n, "sample": n, "position": n,
-            "items": 2 * i, "owners": i, "roots": i, "ends": i, "starts": i, "sequences": i,
+            "shares": WORDS * shares, "roots": i, "ends": i, "starts": i, "sequences": i,
             "paths": n * depth,
         }  # fmt: skip
         at: dict[str, tuple[int, int]] = {}
@@ -54,14 +55,14 @@ class Inputs:
         self.upload = Upload(device)
         host = self._staged.numpy()
         kinds = {"temperature": np.float32, "min_p": np.float32, "top_p": np.float64, "wanted": np.int64}
-        shapes = {"items": (i, 2), "seed": (n, 2), "paths": (n, depth)}
+        shapes = {"shares": (shares, WORDS), "seed": (n, 2), "paths": (n, depth)}
         self.host = {name: host[a:b].view(kinds.get(name, np.int32)).reshape(shapes.get(name, (-1,))) for name, (a, b) in at.items()}
         self.device = {
             name: self._sent[a:b].view(torch.from_numpy(self.host[name]).dtype).view(self.host[name].shape) for name, (a, b) in at.items()
         }
         d = self.device
         self.ids = d["ids"]
-        self.rows = Rows(d["positions"], d["slots"], d["bases"], d["paths"], d["items"], d["owners"], device_tables)
+        self.rows = Rows(d["positions"], d["slots"], d["bases"], d["paths"], d["shares"], device_tables)
         self.sampling = Sampling(d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"])
         h = self.host
         h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = dummy, 1, -1, -1, -1
@@ -69,7 +70,7 @@ class Inputs:
     def fill(self, batch: Batch) -> None:
         """Stage a batch that fits."""
         self.upload.wait()
-        h, n, i = self.host, len(batch.input_ids), len(batch.items)
+        h, n = self.host, len(batch.input_ids)
         h["ids"][:n], h["ids"][n:] = batch.input_ids, 0
         h["positions"][:n], h["positions"][n:] = batch.positions, 0
         h["bases"][:n], h["bases"][n:] = batch.bases, 1
@@ -80,8 +81,7 @@ class Inputs:
         if (batch.bases <= batch.positions).any():
             width = min(batch.paths.shape[1], self.depth)
             h["paths"][:n, :width] = batch.paths[:, :width]
-        h["items"][:i], h["items"][i:] = batch.items, 0
-        h["owners"][:i], h["owners"][i:] = batch.owners, 0
+        self._sharing.fill(batch.positions, batch.items, batch.owners, h["shares"])
         h["wanted"][: len(batch.logits_rows)] = batch.logits_rows
         h["temperature"].fill(0)
         h["roots"].fill(-1)

@@ -62,8 +62,7 @@ class Plan:
     """How attention is launched in one kind of pass; no bit depends on it. Handed on to `attend`."""
 
     rows_per_item: int
-    n_parallel: int
-    workspace: Workspace | None
+    workspace: Workspace
 
 
 class Decoder(Protocol):
@@ -255,4 +254,4 @@ def _take_over(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def _launch(plan: Plan) -> dict[str, Any]:
-    return {"rows_per_item": plan.rows_per_item, "n_parallel": plan.n_parallel, "workspace": plan.workspace}
+    return {"rows_per_item": plan.rows_per_item, "workspace": plan.workspace}

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ngramspec.batch.types import BLOCK
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Device arrays, int32, of R rows in I items (groups of neighbouring rows of one sequence). The meaning is that of `types.Batch`.
+    """Device arrays, int32, of R rows in items (groups of neighbouring rows of one sequence). The meaning is that of `types.Batch`.
 
     Rows that only fill up a bucket have a write slot in the pool's last block and belong to no item; what attention gives for them is
     left as it was.
@@ -21,11 +19,5 @@ class Rows:
     slots: torch.Tensor  # [R]: where the row writes: block * BLOCK + offset
     bases: torch.Tensor  # [R]: from this position on, a key's slot in the sequence is found through `paths`; before, slot = position
     paths: torch.Tensor  # [R, depth]: slots in the sequence of positions base, base + 1, …, the row's own
-    items: torch.Tensor  # [I, 2]: first and last + 1 row; equal: an empty item
-    owners: torch.Tensor  # [I]: row of `tables` that is the item's block table
+    shares: torch.Tensor  # [P, `shares.WORDS`]: who takes which keys of which items in attention; no row: nobody
     tables: torch.Tensor  # [B, max_blocks]: blocks of each sequence, in order
-
-    @property
-    def max_keys(self) -> int:
-        """Keys that a block table has room for."""
-        return self.tables.shape[1] * BLOCK

@@ -25,13 +25,14 @@ from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, KEPT, DraftTree
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
-from ngramspec.cuda.attention import Workspace, n_splits, rows_per_item
+from ngramspec.cuda.attention import Workspace, columns, rows_per_item
 from ngramspec.cuda.device import free_bytes, limits, peak_bytes
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, violation
 from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
 from ngramspec.cuda.pool import CudaPool
+from ngramspec.cuda.shares import Sharing
 from ngramspec.model.runner import Kept, Runner, chain, check_supported, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ LONG_TEXT = 6000
 """Tokens of the self-test's text: splits of 128, 256 and 1,024 keys, of which some programs take several."""
 
 SPACE = 512 << 20
-"""Most bytes of what programs that share out a row's keys leave for each other."""
+"""Most bytes of what programs that share out an item's keys leave for each other."""
 
 MARGIN = 256 << 20
 """Bytes left beside what passes were seen to take: libraries' own, and what lies in pieces too small to use."""
@@ -443,13 +444,13 @@ class CudaRunner(Runner):
             inputs.results.send()
             rows = None if len(batch.logits_rows) == n else batch.logits_rows
             return CudaOutput(self, batch, self._logits, rows, inputs.results)
-        inputs = Inputs(Bucket(n, n_items), self.max_depth, self.pool.device_tables, self.pool.dummy)
+        inputs = Inputs(Bucket(n, n_items), self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing)
         inputs.fill(batch)
         inputs.send()
         n_wanted = len(batch.logits_rows)
         wanted = inputs.device["wanted"][:n_wanted]
         logits = torch.empty(n_wanted, self.vocab_size, dtype=torch.float32, device=self._device)
-        self._decoder(inputs.ids, inputs.rows, wanted, self._plan(inputs.bucket), logits)
+        self._decoder(inputs.ids, inputs.rows, wanted, self._plan, logits)
         if not n_wanted:
             return CudaOutput(self, batch, logits, None, None)
         results = Results(n_wanted, self._device)
@@ -462,7 +463,7 @@ class CudaRunner(Runner):
             torch.cuda.synchronize(self._device)
 
     def _make_inputs(self, bucket: Bucket) -> Inputs:
-        inputs = Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy)
+        inputs = Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing)
         inputs.send()  # a pass without rows, for the capture
         inputs.results = Results(bucket.rows, self._device)
         return inputs
@@ -470,7 +471,7 @@ class CudaRunner(Runner):
     def _captured(self, inputs: Inputs) -> None:
         """A pass with the logits of all rows."""
         logits = self._logits[: inputs.bucket.rows]
-        self._decoder(inputs.ids, inputs.rows, None, self._plan(inputs.bucket), logits)
+        self._decoder(inputs.ids, inputs.rows, None, self._plan, logits)
         self._finish(inputs, logits, None, inputs.results)
 
     def _finish(self, inputs: Inputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: Results) -> None:
@@ -492,20 +493,16 @@ class CudaRunner(Runner):
             return self._small_sampling_space
         return sampling.Workspace(n_rows, self.vocab_size, self._device, k=KEPT)
 
-    def _plan(self, bucket: Bucket) -> Plan:
-        """Enough programs for all processors: where there are few groups and heads, the keys of one are shared out."""
-        if bucket.rows > self._shared_rows:
-            return Plan(self.rows_per_item, 1, None)
-        programs = bucket.items * self.shapes[0][0]
-        n_parallel = max(1, min(32, PROGRAMS_PER_PROCESSOR * self.limits.n_processors // programs))
-        return Plan(self.rows_per_item, n_parallel, self._attention_space)
-
     def _make_spaces(self, n_heads: int) -> None:
-        """What attention and sampling keep between launches; passes with more rows than there is room for share no keys out."""
-        heads, dim = max(self.shapes, key=lambda shape: shape[1])
-        max_keys = self.pool.max_blocks * BLOCK
-        row_bytes = n_heads * n_splits(max_keys) * (dim + 2) * 4
-        self._shared_rows = max((rows for rows in ROWS if rows * row_bytes <= SPACE), default=0)
-        self._attention_space = Workspace.make(self._shared_rows, ITEMS[-1], n_heads, heads, dim, max_keys, self._device)
+        """What attention and sampling keep between launches."""
+
+        def place_bytes(shape: tuple[int, int]) -> int:
+            return 4 * shape[0] * columns(self.rows_per_item, n_heads, shape[0]) * (shape[1] + 2)
+
+        n_programs = max(1, PROGRAMS_PER_PROCESSOR * self.limits.n_processors // min(n for n, _ in self.shapes))
+        largest = max(self.shapes, key=place_bytes)
+        n_items = max(self.max_rows, ROWS[-1]) // self.rows_per_item + max(len(self.pool.n_blocks_of), ITEMS[-1])
+        self._sharing = Sharing.of(n_programs, n_items, self.pool.max_blocks * BLOCK, SPACE // place_bytes(largest))
+        self._plan = Plan(self.rows_per_item, Workspace.make(self._sharing.n_places, self.rows_per_item, n_heads, *largest, self._device))
         self._small_sampling_space = sampling.Workspace(ROWS[-1], self.vocab_size, self._device, k=KEPT)
         self._logits = torch.empty(ROWS[-1], self.vocab_size, dtype=torch.float32, device=self._device)

@@ -7,7 +7,7 @@ itself, its text lying straight, by one program. Every arrangement must give the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -22,8 +22,9 @@ import triton.language as tl
 from aot import check_limits, compile_kernel, run_aot
 
 from ngramspec.cuda import attention
-from ngramspec.cuda.attention import TILE, Workspace, attend, n_splits
+from ngramspec.cuda.attention import TILE, Workspace, attend
 from ngramspec.cuda.rows import Rows
+from ngramspec.cuda.shares import WORDS, n_kept, n_splits, share_out, split_first
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -100,17 +101,29 @@ class Pass:
         positions, bases, paths = positions + [0] * padding, bases + [1] * padding, [p[:depth] for p in paths] + [[0] * depth] * padding
         items, owners = items + [(0, 0)] * padding, owners + [0] * padding
 
-        def device_array(x: object) -> torch.Tensor:
-            return torch.as_tensor(np.asarray(x, np.int32)).to(device)
-
-        self.rows = Rows(*map(device_array, (positions, np.zeros(n + padding), bases, paths, items, owners, tables)))
+        self.rows = Rows(*map(self.device_array, (positions, np.zeros(n + padding), bases, paths, np.empty((0, WORDS)), tables)))
+        self.layout = np.array(positions, np.int32), np.array(items, np.int32), np.array(owners, np.int32)
         self.q = torch.cat([*(t.q for t in texts), torch.full((padding, *texts[0].q.shape[1:]), 9.0, device=device, dtype=shape.dtype)])
 
-    def run(self, n_parallel: int = 1, workspace: Workspace | None = None) -> torch.Tensor:
+    def device_array(self, x: object) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(x, np.int32)).to(self.keys.device)
+
+    def workspace(self, n_places: int) -> Workspace:
+        return Workspace.make(n_places, self.rows_per_item, self.shape.heads, self.shape.kv_heads, self.shape.dim, self.keys.device)
+
+    def run(self, n_programs: int = 1, workspace: Workspace | None = None, places: int | None = None, shuffled: int = 0) -> torch.Tensor:
+        """`shuffled`: the seed of another order of the shares."""
+        positions, items, _ = self.layout
+        n_places = len(items) + sum(n_kept(int(positions[a:b].max()) + 1) for a, b in items if a < b) if places is None else places
+        shares = np.ones((len(items) + n_programs, WORDS), np.int32)
+        share_out(*self.layout, n_programs, n_places, shares)
+        if shuffled:
+            shares = np.random.default_rng(shuffled).permutation(shares)
         out = torch.full_like(self.q, 7.0)
         attend(
-            self.q, self.keys, self.values, self.rows, out, scale=self.shape.scale, window=self.shape.window, softcap=self.shape.softcap,
-            rows_per_item=self.rows_per_item, n_parallel=n_parallel, workspace=workspace,
+            self.q, self.keys, self.values, replace(self.rows, shares=self.device_array(shares)), out, scale=self.shape.scale,
+            window=self.shape.window, softcap=self.shape.softcap, rows_per_item=self.rows_per_item,
+            workspace=workspace or self.workspace(n_places),
         )  # fmt: skip
         return out
 
@@ -194,7 +207,7 @@ def known(device: str) -> Callable[[Shape, int], torch.Tensor]:
     return look_up
 
 
-ARRANGEMENTS = [  # dtype, window, softcap, rows_per_item, n_parallel, order of the texts, seed of the blocks, padding
+ARRANGEMENTS = [  # dtype, window, softcap, rows_per_item, n_programs, order of the texts, seed of the blocks, padding
     (torch.bfloat16, 0, 0.0, 1, 2, [1, 4, 3], 1, 0),
     (torch.bfloat16, 0, 0.0, 4, 1, [4, 3, 2, 1, 0], 2, 3),
     (torch.bfloat16, 0, 0.0, 8, 5, [2, 0, 4, 1, 3], 3, 1),
@@ -211,23 +224,47 @@ ARRANGEMENTS = [  # dtype, window, softcap, rows_per_item, n_parallel, order of 
     "case", ARRANGEMENTS, ids=lambda c: f"{c[0]}-window{c[1]}-cap{c[2]}-{c[3]}rows-{c[4]}programs".replace("torch.", "")
 )
 def test_bits_do_not_depend_on_the_arrangement(case: tuple, known: Callable[[Shape, int], torch.Tensor], device: str) -> None:  # type: ignore[type-arg]
-    dtype, window, softcap, rows_per_item, n_parallel, order, seed, padding = case
+    dtype, window, softcap, rows_per_item, n_programs, order, seed, padding = case
     shape = Shape(heads=2, kv_heads=1, dtype=dtype, window=window, softcap=softcap)
     done = Pass(shape, [TEXTS[i] for i in order], rows_per_item, device, seed=seed, padding=padding)
     wanted = torch.cat([known(shape, i) for i in order])
-    assert torch.equal(done.run(n_parallel)[: len(wanted)], wanted)
+    assert torch.equal(done.run(n_programs)[: len(wanted)], wanted)
+
+
+@pytest.mark.parametrize("window", [0, 1500])
+def test_company_changes_no_bit(window: int, device: str) -> None:
+    """A long text alone, beside 31 short ones and beside a longer one, by one program and by many; its groups of splits end at 1,024 and
+    3,072."""
+    shape = Shape(heads=2, kv_heads=1, dim=16, dtype=torch.float32 if device == "cpu" else torch.bfloat16, window=window)
+    long = Text(3170, 2, [-1, -1], seed=8)
+    mixes = {
+        "alone": [long],
+        "beside short ones": [long, *(Text(20 + i, seed=i) for i in range(31))],
+        "beside a longer one": [Text(3500, seed=9), long],
+    }
+    found = {}
+    for name, texts in mixes.items():
+        done = Pass(shape, texts, 4, device, seed=len(texts))
+        workspace = done.workspace(128)
+        first = sum(len(text.q) for text in texts[: texts.index(long)])
+        for n_programs, places, shuffled in ((1, None, 0), (40, None, 3), (7, len(texts), 0)):
+            found[name, n_programs, shuffled, places] = done.run(n_programs, workspace, places, shuffled)[first : first + len(long.q)]
+            assert not workspace.counters.any()
+    wanted = found["alone", 1, 0, None]
+    assert not torch.isnan(wanted.float()).any()
+    assert (wanted[-1] - expected(shape, long, 3)).abs().max() < 2e-2
+    assert [key for key, got in found.items() if not torch.equal(got, wanted)] == []
 
 
 def test_a_workspace_can_be_used_again(device: str) -> None:
     shape = Shape(heads=2, kv_heads=1, dtype=torch.float32)
     done = Pass(shape, [Text(200, 1, [-1, -1]), Text(300, seed=1)], 4, device, padding=2)
-    n_rows, n_items = len(done.q), len(done.rows.items)
-    workspace = Workspace.make(n_rows, n_items, shape.heads, shape.kv_heads, shape.dim, done.rows.max_keys, done.q.device)
-    workspace.partial.fill_(torch.nan)
-    workspace.partial_ml.fill_(torch.nan)
+    workspace = done.workspace(16)
+    workspace.kept.fill_(torch.nan)
+    workspace.kept_ml.fill_(torch.nan)
     first = done.run(3, workspace)
     assert not workspace.counters.any(), "the next launch counts from zero"
-    assert torch.equal(done.run(2, workspace), first)
+    assert torch.equal(done.run(2, workspace, shuffled=1), first)
     assert torch.equal(done.run(1), first)
 
 
@@ -250,6 +287,7 @@ def test_splits_are_whole_tiles_in_order(device: str) -> None:
     assert lengths.max() <= 32 * BLOCK
     assert (splits == np.searchsorted(starts, np.arange(n), side="right") - 1).all()
     assert [n_splits(k) for k in range(1, n + 1)] == (splits + 1).tolist()
+    assert [split_first(s) for s in range(n_inside + 1)] == starts.tolist()
 
 
 @pytest.mark.cuda
@@ -259,20 +297,16 @@ def test_bits_of_long_texts(dim: int, dtype: torch.dtype, device: str) -> None:
     shape = Shape(heads=16, kv_heads=4, dim=dim, dtype=dtype)
     texts = [Text(5000, 1, [*range(-1, 11), 3, 3, 12], seed=1), Text(9001, 40, seed=2), Text(1024, 1, seed=3)]
     wanted = torch.cat([bits(shape, text, device) for text in texts])
-    for rows_per_item, n_parallel in ((1, 1), (2, 40), (4, 7), (8, 1), (8, 13)):
+    for rows_per_item, n_programs in ((1, 1), (2, 40), (4, 7), (8, 1), (8, 13)):
         for seed in range(3):
-            assert torch.equal(Pass(shape, texts, rows_per_item, device, seed=seed).run(n_parallel), wanted), (rows_per_item, n_parallel)
+            assert torch.equal(Pass(shape, texts, rows_per_item, device, seed=seed).run(n_programs), wanted), (rows_per_item, n_programs)
 
 
 def compiled() -> None:
     """What ptxas makes of the kernel: matrix instructions of one shape along the keys, no spills, products never contracted."""
-    pointers = {"positions": "*i32", "bases": "*i32", "paths": "*i32", "items": "*i32", "owners": "*i32", "tables": "*i32"}
-    work = {"partial": "*fp32", "partial_ml": "*fp32", "counters": "*i32"}
-    for capability, dtype, dim, heads, rows, alone_, stages in (
-        (90, "bf16", 128, 4, 8, True, 3),
-        (90, "bf16", 128, 4, 8, False, 3),
-        (80, "bf16", 128, 4, 4, False, 3),
-    ):
+    pointers = dict.fromkeys(("positions", "bases", "paths", "shares", "tables"), "*i32")
+    work = {"kept": "*fp32", "kept_ml": "*fp32", "counters": "*i32"}
+    for capability, dtype, dim, heads, rows, stages in ((90, "bf16", 128, 4, 8, 3), (80, "bf16", 128, 4, 4, 3)):
         columns = max(16, triton.next_power_of_2(rows * heads))
         width = triton.next_power_of_2(dim)
         kernel = compile_kernel(
@@ -280,11 +314,11 @@ def compiled() -> None:
             dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
             | pointers
             | work
-            | dict.fromkeys(("depth", "table_width", "max_splits"), "i32")
+            | dict.fromkeys(("depth", "table_width"), "i32")
             | dict.fromkeys(("scale", "softcap"), "fp32"),
             {
                 "H": heads, "HK": 1, "D": dim, "DP": width, "N": columns, "ROWS": triton.next_power_of_2(rows), "WINDOW": 0,
-                "SOFTCAP": False, "ALONE": alone_, "IN_FLIGHT": max(1, min(4, 8192 // (width * columns))),
+                "SOFTCAP": False, "IN_FLIGHT": max(1, min(4, 8192 // (width * columns))),
             },
             capability=capability,
             num_stages=stages,

@@ -18,8 +18,6 @@ def compiled() -> None:
         assert names <= every
         assert every - names <= {"_write_kv", "_add_up"}  # of models that run through their own modules, and of one product
         assert len(found) == len(set(found))
-        alone = {dict(variant.constants).get("ALONE") for variant in found if variant.fn.__name__ == "_attend"}
-        assert alone == {True, False}
     (gated,) = (variant for variant in found if variant.fn.__name__ == "_gated")
     for capability in compile_kernels.PROCESSORS:
         assert compile_kernels.compiled(gated, capability) == ""
