@@ -41,8 +41,11 @@ def n_kept(n_keys):
 
 
 @njit(cache=True, nogil=True)
-def _end(first, n_keys, most):
-    """The split before which a share ends that begins with split `first`: of at most so many keys, or one split."""
+def _end(first, n_keys, most, even):
+    """The split before which a share ends that begins with split `first`: of at most so many keys, or one split. A text of a quarter more
+    is not cut, unless that is more than twice an even share."""
+    if first == 0 and n_keys <= min(most + most // 4, 2 * even):
+        return n_splits(n_keys)
     end, last, begin = first + 1, n_splits(n_keys), split_first(first)
     while end < last and min(split_first(end + 1), n_keys) - begin <= most:
         end += 1
@@ -50,11 +53,11 @@ def _end(first, n_keys, most):
 
 
 @njit(cache=True, nogil=True)
-def _count(n_keys, most):
+def _count(n_keys, most, even):
     """Shares of a text of so many keys."""
     n, split, last = 0, 0, n_splits(n_keys)
     while split < last:
-        split = _end(split, n_keys, most)
+        split = _end(split, n_keys, most, even)
         n += 1
     return n
 
@@ -75,7 +78,7 @@ def share_out(positions, items, owners, n_programs, n_places, shares):
     while True:  # two shares that follow each other have more than `most` keys: at 2 * even there are no more than there is room for
         n = 0
         for i in range(items.shape[0]):
-            n += _count(keys[i], most) if keys[i] else 0
+            n += _count(keys[i], most, even) if keys[i] else 0
         if n <= shares.shape[0] or most >= 2 * even:
             break
         most = min(most + max(most // 8, 1), 2 * even)
@@ -85,11 +88,11 @@ def share_out(positions, items, owners, n_programs, n_places, shares):
         if not keys[i]:
             continue
         last, split, mine = n_splits(keys[i]), 0, i
-        alone = _end(0, keys[i], most) == last or place + n_kept(keys[i]) > n_places
+        alone = _end(0, keys[i], most, even) == last or place + n_kept(keys[i]) > n_places
         if not alone:
             mine, place = place, place + n_kept(keys[i])
         while split < last:
-            end = last if alone else _end(split, keys[i], most)
+            end = last if alone else _end(split, keys[i], most, even)
             sizes[n] = min(split_first(end), keys[i]) - split_first(split)
             found[n, 0], found[n, 1], found[n, 2] = items[i, 0], items[i, 1], owners[i]
             found[n, 3], found[n, 4], found[n, 5] = split, end, mine

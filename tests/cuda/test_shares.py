@@ -59,6 +59,10 @@ def test_a_long_text_beside_31_short_ones_does_not_walk_alone() -> None:
     assert taken[0] == max(taken), "the longest begins first"
 
 
+def test_texts_of_about_an_even_share_are_not_cut() -> None:
+    assert len(shares_of([32768] * 32, 33)) == 32
+
+
 @pytest.mark.parametrize("name", MIXES)
 def test_every_split_is_taken_once(name: str) -> None:
     lengths = MIXES[name]
