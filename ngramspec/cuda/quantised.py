@@ -1,9 +1,9 @@
 """Matrix products with weights that stay in blocks of 4 to 8 bits on a CUDA device: the bits of `linear.Product` with the same weights
 dequantised.
 
-Knows blocks, codes and rows, nothing of models or files. Rows of GGML's blocks (`pack`), or codes with scales and zeros of groups
-(`pack_groups`), go in; a `Packed` keeps them on a device, as large as they were, and `QuantisedProduct` multiplies with it as `Product`
-does: K in the same pieces and the same order, a weight in float32 as `gguf.quants.dequantize` gives it, rounded to the dtype of x.
+Knows blocks, codes and rows, nothing of models or files. Rows of GGML's blocks go in (`pack`); a `Packed` keeps them on a device, as large
+as they were, and `QuantisedProduct` multiplies with it as `Product` does: K in the same pieces and the same order, a weight in float32 as
+`gguf.quants.dequantize` gives it, rounded to the dtype of x.
 
 A unit is 64 columns of a weight. Its codes of all outputs lie side by side, so that a tile reads a run of memory, and everything else of
 it in 32-bit words, an output's beside the next one's, so that a thread's copy to shared memory is never less than 4 bytes:
@@ -11,7 +11,7 @@ it in 32-bit words, an output's beside the next one's, so that a thread's copy t
 - codes [units, N, bytes]: of 8 bits a byte a column; of less, the low four bits of a chunk of columns and of the next one share bytes, so
   that no two columns change places on the way to the matrix instruction. A chunk is 32 columns, Q6_K's 16;
 - words [units, W, N] int32: scales, minima, then the upper bits of the codes, a word a chunk;
-- supers [K / columns, N] int32: two float16, the factors of the scales and of the minima of 256 columns, or scale and zero of a group.
+- supers [K / 256, N] int32: two float16, the factors of the scales and of the minima of 256 columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ngramspec.cuda.linear import GRANULE, Product, Tile, bounds, store
 
 UNIT = 64
 
-_HALVES, _MINIMA, _BYTES, _BYTE_MINIMA, _ZEROS, _GROUPS = range(6)
+_HALVES, _MINIMA, _BYTES, _BYTE_MINIMA = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Format:
     bits: int
     """Of a code; 8 have a sign."""
     scales: int
-    """`_HALVES`, `_MINIMA`, `_ZEROS`: float16 of 32 columns, alone, with minima, with zeros. `_BYTES`, `_BYTE_MINIMA`: integers of 16, or
-    of 32 with minima, times the float16 of 256. `_GROUPS`: float16 and zero of whole units."""
+    """`_HALVES`, `_MINIMA`: float16 of 32 columns, alone or with minima. `_BYTES`, `_BYTE_MINIMA`: integers of 16, or of 32 with minima,
+    times the float16 of 256."""
     zero: int = 0
     columns: int = 0
     """That share a word of `supers`; 0: there are none."""
@@ -50,8 +50,13 @@ class Format:
 
     @property
     def n_words(self) -> int:
-        scales = {_HALVES: 1, _MINIMA: 2, _BYTES: 1, _BYTE_MINIMA: 1, _ZEROS: 2, _GROUPS: 0}[self.scales]
+        scales = {_HALVES: 1, _MINIMA: 2, _BYTES: 1, _BYTE_MINIMA: 1}[self.scales]
         return scales + (UNIT // self.chunk if self.bits in (5, 6) else 0)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernels' arguments."""
+        return {"BITS": self.bits, "SCALES": self.scales, "ZERO": self.zero, "SUPER": self.columns, "WORDS": self.n_words}
 
 
 FORMATS = {
@@ -74,54 +79,67 @@ class Packed:
     format: Format
     n_out: int
     n_in: int
+    n_stride: int
+    """Outputs that lie side by side in memory: N, or more in a part of another weight."""
     codes: torch.Tensor
-    words: torch.Tensor | None
+    words: torch.Tensor
     supers: torch.Tensor | None
 
     @property
     def n_bytes(self) -> int:
         return sum(part.nbytes for part in (self.codes, self.words, self.supers) if part is not None)
 
-    def to(self, device: torch.device | str) -> Packed:
-        words, supers = (None if part is None else part.to(device) for part in (self.words, self.supers))
-        return replace(self, codes=self.codes.to(device), words=words, supers=supers)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [R] of the weight, [R, K] float32."""
-        return _values(
-            self.format,
-            self.n_in,
-            self.codes[:, ids],
-            None if self.words is None else self.words[:, :, ids],
-            None if self.supers is None else self.supers[:, ids],
+    def part(self, first: int, end: int) -> Packed:
+        """Outputs first to end, in the same memory."""
+        return replace(
+            self,
+            n_out=end - first,
+            codes=self.codes[:, first:end],
+            words=self.words[:, :, first:end],
+            supers=None if self.supers is None else self.supers[:, first:end],
         )
 
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `ids` [R] (integers) of the weight, [R, K] in a dtype, rounded once."""
+        out = torch.empty(len(ids), self.n_in, dtype=dtype, device=self.codes.device)
+        if len(ids):
+            grid = (triton.cdiv(len(ids), 16), len(self.codes))
+            _dequantise[grid](
+                ids,
+                self.codes,
+                self.words,
+                self.supers,
+                out,
+                self.n_stride,
+                self.n_in,
+                len(ids),
+                **self.format.constants,
+                BLOCK=16,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+        return out
+
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [N, K] in a dtype, rounded once; a few million weights are float32 at a time."""
-        whole = torch.empty(self.n_out, self.n_in, dtype=dtype, device=self.codes.device)
-        for ids in torch.arange(self.n_out, device=whole.device).split(max(1, (1 << 22) // self.n_in)):
-            whole[ids] = self.rows(ids).to(dtype)
-        return whole
+        """The weight [N, K] in a dtype, rounded once."""
+        return self.rows(torch.arange(self.n_out, dtype=torch.int32, device=self.codes.device), dtype)
 
 
 def joined(weights: Sequence[Packed]) -> Packed:
-    """Weights of one format and one K above each other."""
+    """Weights of one format and one K above each other; a single one is itself."""
     first = weights[0]
+    if len(weights) == 1:
+        return first
     assert all((w.format, w.n_in) == (first.format, first.n_in) for w in weights)
-    words = [w.words for w in weights if w.words is not None]
     supers = [w.supers for w in weights if w.supers is not None]
     return replace(
         first,
-        n_out=sum(w.n_out for w in weights),
+        n_out=(n_out := sum(w.n_out for w in weights)),
+        n_stride=n_out,
         codes=torch.cat([w.codes for w in weights], 1),
-        words=torch.cat(words, 2) if words else None,
+        words=torch.cat([w.words for w in weights], 2),
         supers=torch.cat(supers, 1) if supers else None,
     )
-
-
-def concatenated(parts: Sequence[Packed]) -> Packed:
-    """As `joined`; a single one is itself."""
-    return parts[0] if len(parts) == 1 else joined(parts)
 
 
 def pack(kind: str, rows: torch.Tensor) -> Packed:
@@ -168,23 +186,8 @@ def pack(kind: str, rows: torch.Tensor) -> Packed:
     return _pack(fmt, codes.reshape(n, -1), scales, minima, supers)
 
 
-def pack_groups(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Packed:
-    """Codes [N, K] of 4 bits, scale [N, K / G] and integer zero [N, K / G] of every group: weights are scale · (code - zero).
-
-    G is 32 or a multiple of 64; scales are kept in float16.
-    """
-    group = codes.shape[1] // scales.shape[1]
-    assert group == 32 or group % UNIT == 0, group
-    scales, zeros = (part.half().contiguous().view(torch.int16).int() & 0xFFFF for part in (scales, zeros))
-    if group == 32:
-        return _pack(Format(4, _ZEROS), codes, scales, zeros, None)
-    return _pack(Format(4, _GROUPS, columns=group), codes, None, None, scales | zeros << 16)
-
-
-def _pack(
-    fmt: Format, codes: torch.Tensor, scales: torch.Tensor | None, minima: torch.Tensor | None, supers: torch.Tensor | None
-) -> Packed:
-    """From codes [N, K] uint8, scales and minima [N, blocks] as integers (halves: their bits), supers [N, K / columns] int32."""
+def _pack(fmt: Format, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, supers: torch.Tensor | None) -> Packed:
+    """From codes [N, K] uint8, scales and minima [N, blocks] as integers (halves: their bits), supers [N, K / 256] int32."""
     n, k = codes.shape
     units, chunk = -(-k // UNIT), fmt.chunk
     codes = torch.nn.functional.pad(codes, (0, units * UNIT - k)).reshape(n, units, UNIT)
@@ -206,8 +209,9 @@ def _pack(
         fmt,
         n,
         k,
+        n,
         codes.transpose(0, 1).contiguous(),
-        torch.stack(words).permute(2, 0, 1).contiguous() if words else None,
+        torch.stack(words).permute(2, 0, 1).contiguous(),
         None if supers is None else supers.T.contiguous(),
     )
 
@@ -218,65 +222,9 @@ def _word(parts: torch.Tensor, width: int) -> torch.Tensor:
     return (parts << shifts).sum(-1).int()  # int64 sums; what is above 32 bits is none
 
 
-def _values(fmt: Format, k: int, codes: torch.Tensor, words: torch.Tensor | None, supers: torch.Tensor | None) -> torch.Tensor:
-    """[N, K] float32 from the parts of a Packed."""
-    units, n = codes.shape[:2]
-    n_chunks, device = UNIT // fmt.chunk, codes.device
-
-    def split(word: torch.Tensor, width: int, count: int) -> torch.Tensor:
-        """[units, N] → [units, N, count]."""
-        return word[..., None] >> torch.arange(count, dtype=torch.int32, device=device) * width & (1 << width) - 1
-
-    def half(bits: torch.Tensor) -> torch.Tensor:
-        return bits.to(torch.int16).view(torch.float16).float()
-
-    def each_unit(word: torch.Tensor) -> torch.Tensor:
-        """[K / columns, N] → [units, N, 1]."""
-        return word.repeat_interleave(fmt.columns // UNIT, 0)[..., None]
-
-    if fmt.bits == 8:
-        q = codes.view(torch.int8).int().reshape(units, n, n_chunks, fmt.chunk)
-    else:
-        both = codes.int().reshape(units, n, -1, 1, fmt.chunk)
-        q = torch.cat([both & 15, both >> 4], 3).reshape(units, n, n_chunks, fmt.chunk)
-        if fmt.bits > 4:
-            assert words is not None
-            high = words[:, -n_chunks:].transpose(1, 2)
-            q = q | split(high, 32 // fmt.chunk, fmt.chunk) << 4
-    minima = None
-    if fmt.scales == _GROUPS:
-        assert supers is not None
-        scales = half(each_unit(supers) & 0xFFFF)
-        q = q - half(each_unit(supers) >> 16 & 0xFFFF)[..., None]
-    else:
-        assert words is not None
-        if fmt.scales in (_BYTES, _BYTE_MINIMA):
-            assert supers is not None
-            integers = split(words[:, 0], 8, 4)
-            factor = half(each_unit(supers) & 0xFFFF)
-            if fmt.scales == _BYTES:
-                scales = factor * integers.to(torch.int8).float()
-            else:
-                scales = factor * integers[..., :2].float()
-                minima = half(each_unit(supers) >> 16 & 0xFFFF) * integers[..., 2:].float()
-        else:
-            scales = half(split(words[:, 0], 16, 2))
-            if fmt.scales == _MINIMA:
-                minima = half(split(words[:, 1], 16, 2))
-            elif fmt.scales == _ZEROS:
-                q = q - half(split(words[:, 1], 16, 2))[..., None]
-    values = scales[..., None] * (q - fmt.zero).float()
-    if minima is not None:
-        values -= minima[..., None]
-    return values.transpose(0, 1).reshape(n, units * UNIT)[:, :k]
-
-
-_H: tl.constexpr = tl.constexpr(_HALVES)
 _M: tl.constexpr = tl.constexpr(_MINIMA)
 _B: tl.constexpr = tl.constexpr(_BYTES)
 _BM: tl.constexpr = tl.constexpr(_BYTE_MINIMA)
-_Z: tl.constexpr = tl.constexpr(_ZEROS)
-_G: tl.constexpr = tl.constexpr(_GROUPS)
 _UNIT: tl.constexpr = tl.constexpr(UNIT)
 
 
@@ -289,7 +237,7 @@ def _half(word, WHICH: tl.constexpr):
 @triton.jit
 def _chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr):
     """Weights [n, columns] float32 of chunk number CHUNK of a unit, from the lower bits of their codes, and words [n]: of their upper
-    bits, the unit's first, its second, and that of the super-block or group."""
+    bits, the unit's first, its second, and that of the super-block."""
     if BITS == 8:
         q = q.to(tl.int8, bitcast=True).to(tl.int32)
     else:
@@ -298,9 +246,7 @@ def _chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.conste
             WIDTH: tl.constexpr = BITS - 4
             q |= (above[:, None] >> (tl.arange(0, 32 // WIDTH) * WIDTH)[None, :] & (1 << WIDTH) - 1) << 4
     q = (q - ZERO).to(tl.float32)
-    if SCALES == _G:
-        values = _half(supers, 0)[:, None] * (q - _half(supers, 1)[:, None])
-    elif SCALES == _B:
+    if SCALES == _B:
         values = (_half(supers, 0) * (first << 24 - 8 * CHUNK >> 24).to(tl.float32))[:, None] * q
     elif SCALES == _BM:
         scale = _half(supers, 0) * (first >> 8 * CHUNK & 255).to(tl.float32)
@@ -308,8 +254,6 @@ def _chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.conste
         values = scale[:, None] * q - minimum[:, None]
     elif SCALES == _M:
         values = _half(first, CHUNK)[:, None] * q - _half(second, CHUNK)[:, None]
-    elif SCALES == _Z:
-        values = _half(first, CHUNK)[:, None] * (q - _half(second, CHUNK)[:, None])
     else:
         values = _half(first, CHUNK)[:, None] * q
     return values
@@ -326,6 +270,33 @@ def _load(at, there, policy: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _weights(
+    codes, words, supers, n, n_stride, at, there,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
+    ONCE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Weights [n, columns] float32 of chunk number CHUNK of the unit of columns `at`. What two chunks read, they read once."""
+    C: tl.constexpr = 16 if BITS == 6 else 32
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    unit = (at // _UNIT).to(tl.int64)
+    word = words + unit * WORDS * n_stride + n
+    first = _load(word, there, policy, EVEN)
+    above, second, factor = 0, 0, 0
+    if SCALES == _M:
+        second = _load(word + n_stride, there, policy, EVEN)
+    if BITS == 5 or BITS == 6:
+        above = _load(word + (WORDS - _UNIT // C + CHUNK) * n_stride, there, policy, EVEN)
+    if SUPER > 0:
+        factor = _load(supers + (at // SUPER).to(tl.int64) * n_stride + n, there, "", EVEN)
+    code = codes + (unit * n_stride + n)[:, None] * (64 if BITS == 8 else 32) + tl.arange(0, C)[None, :]
+    if BITS == 8:
+        q = _load(code + CHUNK * C, there[:, None], policy, EVEN)
+    else:
+        q = _load(code + CHUNK // 2 * C, there[:, None], policy, EVEN) >> CHUNK % 2 * 4 & 15
+    return _chunk(q, above, first, second, factor, CHUNK, BITS, SCALES, ZERO)
+
+
+@triton.jit
 def _piece(
     codes, words, supers, n, n_stride, x, row_mask, columns, begin, end,
     BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
@@ -333,55 +304,61 @@ def _piece(
 ):  # fmt: skip
     """Sum over columns begin..end of a tile: [n, rows] float32, as `linear._piece`. `x` [rows, chunk] points at the first columns."""
     C: tl.constexpr = 16 if BITS == 6 else 32
-    BYTES: tl.constexpr = 64 if BITS == 8 else 32
-    policy: tl.constexpr = "evict_first" if ONCE else ""
     k = tl.arange(0, C)
     total = tl.zeros([n.shape[0], x.shape[0]], tl.float32)
     for start in range(begin, end, BLOCK_K):
         for i in tl.static_range(BLOCK_K // _UNIT):
             at = start + i * _UNIT
-            unit = (at // _UNIT).to(tl.int64)
             there = n < tl.where(at < end, n_stride, 0)
-            above, first, second, factor = 0, 0, 0, 0
-            if WORDS > 0:
-                word = words + unit * WORDS * n_stride + n
-                if SCALES != _G:
-                    first = _load(word, there, policy, EVEN)
-                if SCALES == _M or SCALES == _Z:
-                    second = _load(word + n_stride, there, policy, EVEN)
-            if SUPER > 0:
-                factor = _load(supers + (at // SUPER).to(tl.int64) * n_stride + n, there, "", EVEN)
-            code = codes + (unit * n_stride + n)[:, None] * BYTES + k[None, :]
-            for pair in tl.static_range(_UNIT // (2 * C)):
-                for half in tl.static_range(2):
-                    chunk: tl.constexpr = 2 * pair + half
-                    if BITS == 8:
-                        q = _load(code + chunk * C, there[:, None], policy, EVEN)
-                    elif half == 0:
-                        both = _load(code + pair * C, there[:, None], policy, EVEN)
-                        q = both & 15
-                    else:
-                        q = both >> 4
-                    if BITS == 5 or BITS == 6:
-                        above = _load(word + (WORDS - _UNIT // C + chunk) * n_stride, there, policy, EVEN)
-                    w = _chunk(q, above, first, second, factor, chunk, BITS, SCALES, ZERO).to(x.dtype.element_ty)
-                    if EVEN:
-                        b = tl.load(x + at + chunk * C, mask=row_mask, other=0.0)
-                    else:
-                        b = tl.load(x + at + chunk * C, mask=row_mask & (at + chunk * C + k < columns)[None, :], other=0.0)
-                    total = tl.dot(w, tl.trans(b), total, input_precision="ieee")
+            for chunk in tl.static_range(_UNIT // C):
+                w = _weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, ONCE, EVEN)
+                if EVEN:
+                    b = tl.load(x + at + chunk * C, mask=row_mask, other=0.0)
+                else:
+                    b = tl.load(x + at + chunk * C, mask=row_mask & (at + chunk * C + k < columns)[None, :], other=0.0)
+                total = tl.dot(w.to(x.dtype.element_ty), tl.trans(b), total, input_precision="ieee")
     return total
 
 
 @triton.jit
+def _dequantise(
+    ids,  # [n_rows]
+    codes,
+    words,
+    supers,
+    out,  # [n_rows, n_in]
+    n_stride,
+    n_in,
+    n_rows,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    SUPER: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    C: tl.constexpr = 16 if BITS == 6 else 32
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1) * _UNIT
+    there = rows < n_rows
+    n = tl.load(ids + rows, mask=there, other=0)
+    for chunk in tl.static_range(_UNIT // C):
+        w = _weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, False, False)
+        k = at + chunk * C + tl.arange(0, C)
+        to = out + rows.to(tl.int64)[:, None] * n_in + k[None, :]
+        tl.store(to, w.to(out.dtype.element_ty), mask=there[:, None] & (k < n_in)[None, :])
+
+
+@triton.jit
 def _quantised(
-    codes,  # [units, N, bytes]
-    words,  # [units, WORDS, N] or None
-    supers,  # [n_in / SUPER, N] or None
+    codes,  # [units, n_stride, bytes]
+    words,  # [units, WORDS, n_stride]
+    supers,  # [n_in / 256, n_stride] or None
     x,  # [n_rows, n_in], rows x_stride apart
     bias,  # [n_out] or None
     out,  # [pieces of the grid, n_rows, n_out], rows out_stride apart
-    n_out,  # outputs of this launch, N
+    n_out,  # outputs of this launch
+    n_stride,
     n_in,
     n_rows,
     x_stride,
@@ -409,13 +386,30 @@ def _quantised(
     n_at = tl.minimum(n, n_out - 1)
     begin, end = bounds(piece, n_in, n_splits, STEP)
     total = _piece(
-        codes, words, supers, n_at, n_out, x_at, row_mask, n_in, begin, end, BITS, SCALES, ZERO, SUPER, WORDS, BLOCK_K, EVEN, ONCE
+        codes, words, supers, n_at, n_stride, x_at, row_mask, n_in, begin, end, BITS, SCALES, ZERO, SUPER, WORDS, BLOCK_K, EVEN, ONCE
     )
     if SUMMED:
         for s in range(1, n_splits):
             begin, end = bounds(s, n_in, n_splits, STEP)
             total += _piece(
-                codes, words, supers, n_at, n_out, x_at, row_mask, n_in, begin, end, BITS, SCALES, ZERO, SUPER, WORDS, BLOCK_K, EVEN, ONCE
+                codes,
+                words,
+                supers,
+                n_at,
+                n_stride,
+                x_at,
+                row_mask,
+                n_in,
+                begin,
+                end,
+                BITS,
+                SCALES,
+                ZERO,
+                SUPER,
+                WORDS,
+                BLOCK_K,
+                EVEN,
+                ONCE,
             )
     store(total, bias, out, n, rows, piece, n_out, n_rows, out_stride)
 
@@ -445,13 +439,15 @@ class QuantisedProduct(Product):
 
     def _tile(self, tile: Tile, fmt: Format) -> Tile:
         """The same with whole units, and stages by what codes take."""
+        if self.dtype.itemsize == 4:
+            tile = replace(tile, n=64, rows=16, warps=8)  # wider ones spill
         k = 2 * UNIT if tile.rows <= 32 and self.dtype.itemsize == 2 else UNIT
         room = tile.stages * tile.stage_bytes(self.dtype.itemsize)
         stage = k * (tile.n * (fmt.bits + 2) // 8 + tile.rows * self.dtype.itemsize)
         return replace(tile, k=k, stages=max(2, min(6, room // stage)))
 
     def _multiply_part(self, part: Packed, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
-        rows, pieces, fmt = len(x), len(out), part.format
+        rows, pieces = len(x), len(out)
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(part.n_out, tile.n), pieces)
         _quantised[grid](
             part.codes,
@@ -461,16 +457,13 @@ class QuantisedProduct(Product):
             bias,
             out,
             part.n_out,
+            part.n_stride,
             self.n_in,
             rows,
             x.stride(0),
             out.stride(1),
             self.splits,
-            BITS=fmt.bits,
-            SCALES=fmt.scales,
-            ZERO=fmt.zero,
-            SUPER=fmt.columns,
-            WORDS=fmt.n_words,
+            **part.format.constants,
             BLOCK_N=tile.n,
             BLOCK_R=tile.rows,
             BLOCK_K=tile.k,

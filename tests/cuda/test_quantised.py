@@ -9,7 +9,7 @@ import tiny_gguf
 import torch
 
 from ngramspec.cuda.linear import Product, violation
-from ngramspec.cuda.quantised import FORMATS, Packed, QuantisedProduct, joined, pack, pack_groups
+from ngramspec.cuda.quantised import FORMATS, QuantisedProduct, joined, pack
 from ngramspec.model.stored import dequantise
 
 ROWS = (1, 2, 5, 16, 17, 32)
@@ -21,15 +21,6 @@ def blocks(kind: str, n_out: int, n_in: int, name: str = "") -> np.ndarray:
 
 def columns(kind: str, n_in: int) -> int:
     return n_in if gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 32 else -(-n_in // 256) * 256
-
-
-def groups(n_out: int, n_in: int, group: int) -> tuple[Packed, torch.Tensor]:
-    rng = torch.Generator().manual_seed(group)
-    codes = torch.randint(0, 16, (n_out, n_in), generator=rng, dtype=torch.uint8)
-    scales = (torch.rand(n_out, n_in // group, generator=rng) - 0.3).half()
-    zeros = torch.randint(0, 17, scales.shape, generator=rng)
-    values = (codes.float().reshape(n_out, -1, group) - zeros[..., None]) * scales.float()[..., None]
-    return pack_groups(codes, scales, zeros), values.reshape(n_out, n_in)
 
 
 def same(product: QuantisedProduct, dense: torch.Tensor, rows: tuple[int, ...] = ROWS) -> None:
@@ -48,7 +39,7 @@ def test_blocks_hold_the_weights_that_gguf_makes_of_them(kind: str, device: str)
     packed = pack(kind, torch.from_numpy(raw).to(device))
     assert torch.equal(packed.dense(torch.float32).cpu(), torch.from_numpy(dequantise(kind, raw)))
     some = torch.tensor([7, 0, 7], device=device)
-    assert torch.equal(packed.rows(some).cpu(), torch.from_numpy(dequantise(kind, raw[some.cpu()])))
+    assert torch.equal(packed.rows(some, torch.float32).cpu(), torch.from_numpy(dequantise(kind, raw[some.cpu()])))
     assert pack(kind, torch.from_numpy(blocks(kind, 64, 1024))).n_bytes <= 1.07 * blocks(kind, 64, 1024).nbytes
 
 
@@ -59,13 +50,6 @@ def test_products_have_the_bits_of_dequantised_weights(kind: str, dtype: torch.d
     product = QuantisedProduct([pack(kind, torch.from_numpy(raw).to(device))], bias, dtype, n_sms=4)
     assert product.splits == 2
     same(product, torch.from_numpy(dequantise(kind, raw)).to(device))
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_groups_have_the_bits_of_dequantised_weights(group: int, dtype: torch.dtype, device: str) -> None:
-    packed, dense = groups(40, 1152, group)
-    assert torch.equal(packed.dense(torch.float32), dense)
-    same(QuantisedProduct([packed.to(device)], None, dtype, n_sms=4), dense.to(device), (1, 17))
 
 
 @pytest.mark.parametrize("n_in", [32, 96, 160, 1184])
@@ -83,6 +67,9 @@ def test_weights_of_several_formats_are_one_product(device: str) -> None:
     product = QuantisedProduct([joined(packed[:2]), packed[2]], None, torch.bfloat16, n_sms=4)
     dense = torch.cat([torch.from_numpy(dequantise(kind, raw)) for (kind, _), raw in zip(kinds, raws, strict=True)]).to(device)
     assert torch.equal(product.dense(), dense.to(torch.bfloat16))
+    second = product.parts[0].part(64, 104)
+    assert torch.equal(second.dense(torch.float32), dense[64:104])
+    same(QuantisedProduct([second], None, torch.bfloat16, n_sms=4), dense[64:104], (3,))
     same(product, dense, (1, 17, 70))
 
 
