@@ -35,11 +35,12 @@ def write(
     per_part: int = 0,
     metadata: dict[str, str | int | float] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, str] | None = None,
 ) -> Path:
     """Write a model; its matrices are of the kind, its vectors F32. `std`: of weights; at 0.3 attention sees one key, at 0.1 many.
 
     `per_part`: tensors in one file, if there are to be several, named from `path` as llama.cpp does. `metadata`, `extra`: further keys,
-    further tensors in F32. Returns the path of the only or first file.
+    further tensors in F32. `kinds`: those of matrices whose names contain a word. Returns the path of the only or first file.
     """
     writer = gguf.GGUFWriter(path, "llama" if family == "mistral" else family, split_max_tensors=per_part)
     write_common(writer, family)
@@ -53,7 +54,8 @@ def write(
         if len(shape) == 1:
             writer.add_tensor(name, vector(name, shape[0]))
         else:
-            writer.add_tensor(name, matrix(name, shape, kind, std), raw_dtype=gguf.GGMLQuantizationType[kind])
+            its = next((other for word, other in (kinds or {}).items() if word in name), kind)
+            writer.add_tensor(name, matrix(name, shape, its, std), raw_dtype=gguf.GGMLQuantizationType[its])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,10 +1,10 @@
 """Every variant of the CUDA kernels that a model's passes ask for, compiled ahead of time; no device is needed, and spills are listed.
 
-    python -m tools.compile_kernels [--models Llama-3.1-8B,SmolLM2-135M] [--dtypes bfloat16] [--capabilities 80,89,90,100]
+    python -m tools.compile_kernels [--models Llama-3.1-8B,SmolLM2-135M] [--dtypes bfloat16] [--blocks none,Q4_0] [--capabilities 80,90]
 
 A model's shape goes in. Its passes are run on tensors without memory, with what would launch a kernel in place of it, so that the variants
-are those of the real launches. Exit code 1 where one does not compile, is larger than the device's limits, or spills at head sizes up
-to 128.
+are those of the real launches; weights are in blocks of a format of GGML's, or not. Exit code 1 where one does not
+compile, is larger than the device's limits, or spills at head sizes up to 128.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from ngramspec.batch.types import KEPT
-from ngramspec.cuda import attention, kv_move, layers, linear, rope_kv, sampling
+from ngramspec.cuda import attention, kv_move, layers, linear, quantised, rope_kv, sampling
 from ngramspec.cuda.device import Limits
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.model import Plan, Stack
+from ngramspec.cuda.packed import PackedEmbedding
 from ngramspec.cuda.pool import CudaPool
+from ngramspec.cuda.quantised import FORMATS, UNIT, Packed, QuantisedProduct
 from ngramspec.cuda.shares import Sharing
 from ngramspec.model.random_weights import SHAPES, empty_model, read_shape
 from tools.aot import SHARED_LIMIT, CompiledKernel, check_limits, compile_kernel
@@ -36,6 +39,7 @@ LAUNCHED = {
     kv_move: ("_move",),
     layers: ("_embed", "_norm", "_add_norm", "_gated"),
     linear: ("_product", "_add_up"),
+    quantised: ("_quantised", "_dequantise"),
     rope_kv: ("_rope_kv", "_write_kv"),
     sampling: ("_best", "_sums", "_finish", "_walk"),
 }
@@ -44,6 +48,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float64: "fp64",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -108,14 +113,34 @@ def noted(capability: int) -> Iterator[dict[Variant, None]]:
         yield found
 
 
-def variants(config: dict[str, Any], dtype: torch.dtype, capability: int, rows: Sequence[int] = ROWS) -> list[Variant]:
-    """What passes of a model of the Llama kind with so many rows launch."""
+def empty_packed(blocks: str, n_out: int, n_in: int) -> Packed:
+    """A weight without memory; where its rows are not whole super-blocks, in Q5_0, as llama.cpp's quantisation has it."""
+    fmt, meta = FORMATS[blocks if n_in % (FORMATS[blocks].columns or 1) == 0 else "Q5_0"], torch.device("meta")
+    units = -(-n_in // UNIT)
+    codes = torch.empty(units, n_out, UNIT if fmt.bits == 8 else UNIT // 2, dtype=torch.uint8, device=meta)
+    words = torch.empty(units, fmt.n_words, n_out, dtype=torch.int32, device=meta)
+    supers = torch.empty(n_in // fmt.columns, n_out, dtype=torch.int32, device=meta) if fmt.columns else None
+    return Packed(fmt, n_out, n_in, n_out, codes, words, supers)
+
+
+def variants(
+    config: dict[str, Any], dtype: torch.dtype, capability: int, rows: Sequence[int] = ROWS, blocks: str = "none"
+) -> list[Variant]:
+    """What passes of a model of the Llama kind with so many rows launch; `blocks`: a format of its weights, one of FORMATS, or "none"."""
     meta, depth, max_len = torch.device("meta"), 16, 8192
     with noted(capability) as found, torch.inference_mode():
         model = empty_model(config, dtype).to(meta)
         text: Any = model.config.get_text_config()
         n_sms = PROCESSORS[capability]
-        stack = Stack(model, lambda weight, bias: linear.Product(weight, bias, n_sms), max_len)
+
+        def make(weight: Any, bias: torch.Tensor | None) -> linear.Product:
+            if blocks == "none":
+                return linear.Product(weight, bias, n_sms)
+            return QuantisedProduct([empty_packed(blocks, *weight.shape)], bias, dtype, n_sms)
+
+        stack = Stack(model, make, max_len)
+        if blocks != "none":
+            stack.embedding = PackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
         shape = int(text.num_key_value_heads), stack.head_dim
         pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
         per_item = attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
@@ -138,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="compile_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES), help=f"shapes: {', '.join(SHAPES)}")
     parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--blocks", default=f"none,{','.join(FORMATS)}", help="formats of weights; none: they are of the dtype")
     parser.add_argument("--capabilities", default="80,89,90,100")
     args = parser.parse_args(argv)
     done: dict[tuple[int, Variant], str] = {}
@@ -145,13 +171,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for capability in map(int, args.capabilities.split(",")):
         for model in args.models.split(","):
             config = read_shape(model)
-            for dtype in args.dtypes.split(","):
-                for variant in variants(config, getattr(torch, dtype), capability):
+            for dtype, blocks in product(args.dtypes.split(","), args.blocks.split(",")):
+                for variant in variants(config, getattr(torch, dtype), capability, blocks=blocks):
                     if (capability, variant) in done:
                         continue
                     problem = done[capability, variant] = compiled(variant, capability)
                     failed += bool(problem)
-                    print(f"sm_{capability} {model} {dtype}: {problem or 'ok'}: {variant}", flush=True)
+                    print(f"sm_{capability} {model} {dtype} {blocks}: {problem or 'ok'}: {variant}", flush=True)
     print(f"{len(done)} variants, {failed} failed")
     if failed:
         sys.exit(1)

@@ -115,6 +115,22 @@ def _piece(w, x, row_mask, columns, begin, end, BLOCK_K: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
+def bounds(piece, n_in, n_splits, STEP: tl.constexpr):
+    """The columns of one of the pieces of K."""
+    granules = tl.cdiv(n_in, STEP)
+    return piece * granules // n_splits * STEP, tl.minimum((piece + 1) * granules // n_splits * STEP, n_in)
+
+
+@triton.jit
+def store(total, bias, out, n, rows, piece, n_out, n_rows, out_stride):
+    """A tile's sums [n, rows], with the bias, to out [P, n_rows, n_out], whose rows lie `out_stride` apart."""
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < n_out, other=0.0).to(tl.float32)[:, None]
+    at = (piece * n_rows + rows).to(tl.int64)[None, :] * out_stride + n[:, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=(n < n_out)[:, None] & (rows < n_rows)[None, :])
+
+
+@triton.jit
 def _product(
     weight,  # [n_out, n_in]
     x,  # [n_rows, n_in], rows x_stride apart
@@ -142,19 +158,13 @@ def _product(
     w_at = weight + tl.minimum(n, n_out - 1).to(tl.int64)[:, None] * n_in + k[None, :]
     x_at = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
     row_mask = (rows < n_rows)[:, None]
-    granules = tl.cdiv(n_in, STEP)
-    begin = piece * granules // n_splits * STEP
-    end = tl.minimum((piece + 1) * granules // n_splits * STEP, n_in)
+    begin, end = bounds(piece, n_in, n_splits, STEP)
     total = _piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
     if SUMMED:
         for s in range(1, n_splits):
-            begin = s * granules // n_splits * STEP
-            end = tl.minimum((s + 1) * granules // n_splits * STEP, n_in)
+            begin, end = bounds(s, n_in, n_splits, STEP)
             total += _piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
-    if bias is not None:
-        total += tl.load(bias + n, mask=n < n_out, other=0.0).to(tl.float32)[:, None]
-    at = (piece * n_rows + rows).to(tl.int64)[None, :] * n_out + n[:, None]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(n < n_out)[:, None] & (rows < n_rows)[None, :])
+    store(total, bias, out, n, rows, piece, n_out, n_rows, n_out)
 
 
 @triton.jit
@@ -177,10 +187,13 @@ class Product:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, n_sms: int) -> None:
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(f"weights are bfloat16, float16 or float32, not {weight.dtype}")
-        self.n_out, self.n_in = weight.shape
-        self.weight, self.bias, self.n_sms = weight.contiguous(), bias, n_sms
-        self.splits = choose_splits(self.n_out, self.n_in, n_sms)
-        self._shared = limits(weight.device).shared_bytes
+        self.weight = weight.contiguous()
+        self._shape(weight.shape[0], weight.shape[1], bias, n_sms, weight.device, weight.dtype)
+
+    def _shape(self, n_out: int, n_in: int, bias: torch.Tensor | None, n_sms: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.n_out, self.n_in, self.bias, self.n_sms, self.device, self.dtype = n_out, n_in, bias, n_sms, device, dtype
+        self.splits = choose_splits(n_out, n_in, n_sms)
+        self._shared = limits(device).shared_bytes
 
     def n_partials(self, rows: int) -> int:
         """P of `partial`: `splits` for few rows, 1 where tiles of whole sums occupy the device."""
@@ -217,16 +230,18 @@ class Product:
         return out
 
     def _launch(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None) -> None:
-        """One launch; out [P, R, N], P = 1 or `splits`; contiguous."""
-        rows, pieces = len(x), len(out)
+        """Sums to out [P, R, N], P = 1 or `splits`; contiguous."""
         assert x.shape[1] == self.n_in, f"x has {x.shape[1]} columns, the weight {self.n_in}"
-        assert x.dtype == self.weight.dtype, f"x is {x.dtype}, the weight {self.weight.dtype}"
+        assert x.dtype == self.dtype, f"x is {x.dtype}, the weight {self.dtype}"
         assert x.stride(1) == 1
         assert out.is_contiguous()
-        if rows == 0:
-            return
-        item = self.weight.element_size()
-        tile = tile or choose_tile(rows, self.n_out, item, pieces, self.splits // pieces, self.n_sms, self._shared)
+        if len(x):
+            pieces = len(out)
+            chosen = choose_tile(len(x), self.n_out, self.dtype.itemsize, pieces, self.splits // pieces, self.n_sms, self._shared)
+            self._multiply(x, bias, out, tile or chosen)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
+        rows, pieces = len(x), len(out)
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(self.n_out, tile.n), pieces)
         _product[grid](
             self.weight,
@@ -272,7 +287,7 @@ def violation(product: Product, counts: Iterable[int]) -> str | None:
     most = max(wanted)
     edges = {e for tile in (*_HALF, _HALF_MANY) for e in (tile.rows - 1, tile.rows, tile.rows + 1)}
     generator = torch.Generator().manual_seed(product.n_out)
-    x = torch.randn(most, product.n_in, generator=generator).to(product.weight)
+    x = torch.randn(most, product.n_in, generator=generator).to(product.device, product.dtype)
     probe = sorted({0, most // 3, most // 2, most - 1, *range(0, most, -(-most // 8))})
     alone = torch.cat([_reduced(product, x[i : i + 1], product.splits) for i in probe])
     for count in sorted(c for c in wanted | edges if 1 <= c <= most):
@@ -281,7 +296,7 @@ def violation(product: Product, counts: Iterable[int]) -> str | None:
             for pieces in {1, product.splits}:
                 y = _reduced(product, x[start : start + count], pieces)
                 if not torch.equal(y[[i for _, i in inside]], alone[[j for j, _ in inside]]):
-                    return f"product with a weight of {tuple(product.weight.shape)} at {count} rows in {pieces} pieces"
+                    return f"product with a weight of {(product.n_out, product.n_in)} at {count} rows in {pieces} pieces"
     return None
 
 

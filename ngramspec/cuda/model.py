@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.cuda import layers
 from ngramspec.cuda.attention import Workspace, attend
+from ngramspec.cuda.packed import PackedEmbedding, PackedLinear, joined_weights, packed_parts
 from ngramspec.cuda.pool import CudaPool
+from ngramspec.cuda.quantised import Packed
 from ngramspec.cuda.rope_kv import rope_kv, write_kv
 from ngramspec.cuda.rows import Rows
-from ngramspec.model.hf_modules import bias_of, joined, rms_norm, weight_of
+from ngramspec.model.hf_modules import bias_of, rms_norm, weight_of
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
@@ -39,21 +41,27 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+Weight = torch.Tensor | list[Packed]
+"""[N, K], or weights in blocks above each other."""
+
+MakeLinear = Callable[[Weight, torch.Tensor | None], Linear]
 """From a weight [N, K] and its bias [N] or None."""
 
 
 class VendorProduct:
     """The vendor library's own choice for every number of rows: the fastest, and not row-invariant. For comparison."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
+    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight if isinstance(self.weight, torch.Tensor) else torch.cat([part.dense(dtype) for part in self.weight])
+
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)[None].float()
+        return F.linear(x, self._dense(x.dtype))[None].float()
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self._dense(x.dtype), self.bias)
         return y if out is None else out.copy_(y)
 
 
@@ -105,13 +113,13 @@ class Stack:
         config = model.config.get_text_config()
         if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= set(dict(base.named_children())):
             raise UnsupportedModelError(f"{name}: other modules than expected")
-        self.table = base.embed_tokens.weight.detach()
+        self.embedding = base.embed_tokens
         self.eps = float(config.rms_norm_eps)
         self.activation = ACTIVATIONS[config.hidden_act]
         self.last = base.norm.weight.detach()
-        self.head = make(model.get_output_embeddings().weight.detach(), None)
-        positions = torch.arange(max_len, device=self.table.device)[None]
-        cos, sin = base.rotary_emb(self.table[:1][None], positions)
+        self.head = make(_take_over([model.get_output_embeddings()])[0], None)
+        positions = torch.arange(max_len, device=self.last.device)[None]
+        cos, sin = base.rotary_emb(self.last[None, None], positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
         everywhere = getattr(config, "sliding_window", None) if name == "MistralForCausalLM" else None
         self.layers = [self._layer(layer, make, everywhere) for layer in base.layers]
@@ -128,23 +136,26 @@ class Stack:
         ) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
             raise UnsupportedModelError(f"{type(layer).__name__}: other modules than expected")
         linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(type(linear) is nn.Linear for linear in linears):
+        if not all(type(linear) in (nn.Linear, PackedLinear) for linear in linears):
             raise UnsupportedModelError(f"{type(layer).__name__}: other linear layers than expected")
         return _Layer(
             first=layer.input_layernorm.weight.detach(),
             qkv=make(*_take_over(linears[:3])),
             q_norm=attn.q_norm.weight.detach() if "q_norm" in names else None,
             k_norm=attn.k_norm.weight.detach() if "k_norm" in names else None,
-            out=make(attn.o_proj.weight.detach(), attn.o_proj.bias),
+            out=make(*_take_over(linears[3:4])),
             second=layer.post_attention_layernorm.weight.detach(),
             gate_up=make(*_take_over(linears[4:6])),
-            down=make(mlp.down_proj.weight.detach(), mlp.down_proj.bias),
+            down=make(*_take_over(linears[6:])),
             scale=float(attn.scaling),
             window=int(getattr(attn, "sliding_window", window) or 0),
         )
 
     def __call__(self, ids: torch.Tensor, rows: Rows, wanted: torch.Tensor | None, plan: Plan, out: torch.Tensor) -> None:
-        x = layers.embed(ids, self.table)
+        if isinstance(self.embedding, PackedEmbedding):
+            x = self.embedding(ids)
+        else:
+            x = layers.embed(ids, self.embedding.weight)
         q = torch.empty(len(ids), self.n_heads, self.head_dim, dtype=x.dtype, device=x.device)
         mixed = torch.zeros_like(q)  # rows that only fill up a bucket are not written
         partials, bias = None, None
@@ -177,7 +188,9 @@ class Modules:
         self.model = model
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if (weight := weight_of(child)) is not None:
+                if isinstance(child, PackedLinear):
+                    setattr(parent, name, ProductModule(make([child.packed], child.bias), child))
+                elif (weight := weight_of(child)) is not None:
                     setattr(parent, name, ProductModule(make(weight, bias_of(child)), child))
                 elif (norm := _our_norm(child)) is not None:
                     setattr(parent, name, norm)
@@ -243,11 +256,23 @@ def _our_norm(module: nn.Module) -> NormModule | None:
     return ours if torch.allclose(module(x).float(), ours(x).float(), rtol=slack, atol=slack) else None
 
 
-def _take_over(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _take_over(linears: list[Any]) -> tuple[Weight, torch.Tensor | None]:
     """One weight (and bias) above the other; the modules keep views of it."""
-    weight, bias = joined(linears)
+    biases = [linear.bias for linear in linears]
+    bias = next((b for b in biases if b is not None), None)
+    if bias is not None:
+        missing = (bias.new_zeros(linear.out_features) for linear in linears)
+        bias = torch.cat([zeros if b is None else b.detach() for b, zeros in zip(biases, missing, strict=True)])
+    if (parts := packed_parts(linears)) is not None:
+        if parts[0].codes.is_cuda:
+            torch.cuda.empty_cache()
+        return parts, bias
+    if len(linears) == 1:
+        return linears[0].weight.detach(), bias
+    weight = joined_weights(linears)
     for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
-        linear.weight = nn.Parameter(part, requires_grad=False)
+        if type(linear) is nn.Linear:
+            linear.weight = nn.Parameter(part, requires_grad=False)
     if weight.is_cuda:
         torch.cuda.empty_cache()  # what the separate weights took is in pieces too small for the next joined ones
     return weight, bias

@@ -30,8 +30,9 @@ from ngramspec.cuda.device import free_bytes, limits, peak_bytes
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.linear import Product, violation
-from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct
+from ngramspec.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct, Weight
 from ngramspec.cuda.pool import CudaPool
+from ngramspec.cuda.quantised import Format, QuantisedProduct
 from ngramspec.cuda.shares import Sharing
 from ngramspec.model.runner import Kept, Runner, chain, check_supported, is_out_of_memory
 
@@ -210,6 +211,7 @@ class CudaRunner(Runner):
         )
         self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim, model.dtype.itemsize)
         self.policies: dict[tuple[int, int], KernelPolicy] = {}
+        self._checked: set[tuple[tuple[int, int], tuple[Format, ...]]] = set()  # shapes and formats whose products were compared
         self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
         progress("checking exactness (the first start compiles its kernels)")
         with torch.inference_mode():
@@ -271,17 +273,23 @@ class CudaRunner(Runner):
             for slot in slots:
                 self.pool.release(slot)
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        shape = (weight.shape[0], weight.shape[1])
+    def _linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        if isinstance(weight, torch.Tensor):
+            product = Product(weight, bias, self.limits.n_processors)
+        else:
+            product = QuantisedProduct(weight, bias, self._dtype, self.limits.n_processors)
+        formats = () if isinstance(weight, torch.Tensor) else tuple(part.format for part in weight)
+        shape = (product.n_out, product.n_in)
         if not self._exact:
             self.policies.setdefault(shape, KernelPolicy("the vendor's own choice", False))
             return VendorProduct(weight, bias)
-        product = Product(weight, bias, self.limits.n_processors)
         known = self.policies.get(shape)
         if known is None or known.bitwise:
+            again = (shape, formats) in self._checked
+            self._checked.add((shape, formats))
             try:
                 most = max(min(self.max_rows, SPACE // (8 * product.splits * shape[0])), 1)  # sums and their total, in float32
-                found = violation(product, [n for n in (FEW_ROWS if known else CHECKED_ROWS) if n <= most])
+                found = violation(product, [n for n in (FEW_ROWS if again else CHECKED_ROWS) if n <= most])
                 self.policies[shape] = KernelPolicy(f"fixed tiles, {product.splits} pieces" + (f": {found}" if found else ""), not found)
             except Exception as e:
                 if is_out_of_memory(e):

@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,15 +101,21 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    keep: Callable[[PreTrainedModel, Source, torch.dtype, str], None] | None = None,
 ) -> LoadedModel:
-    """The same with all weights in a dtype on a device. Raises as `open_model` does."""
+    """The same with all weights in a dtype on a device. `keep` first replaces modules whose weights it keeps otherwise, given the empty
+    model, the weights' source, dtype and device. Raises as `open_model` does.
+    """
     progress = progress or _no_progress
     opened = _open(spec, dtype, device, tokenizer, progress, cache_dir or default_cache_dir())
     model = opened.model
     if any(parameter.is_meta for parameter in model.parameters()):
-        check_memory(sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize, device, spec)
+        needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        check_memory(min(needed, opened.source.n_bytes) if keep else needed, device, spec)
         progress(f"loading {spec}: weights")
         with _memory(spec, device):
+            if keep:
+                keep(model, opened.source, dtype, device)
             fill(model, opened.source, dtype, device)
     return LoadedModel(model, opened.tokenizer, opened.name, opened.eos_token_ids)
 

@@ -16,11 +16,16 @@ def compiled() -> None:
         names = {variant.fn.__name__ for variant in found}
         every = {name for names in compile_kernels.LAUNCHED.values() for name in names}
         assert names <= every
-        assert every - names <= {"_write_kv", "_add_up"}  # of models that run through their own modules, and of one product
+        assert every - names <= {"_write_kv", "_add_up", "_quantised", "_dequantise"}  # of other models
         assert len(found) == len(set(found))
+    found = compile_kernels.variants(read_shape("SmolLM2-135M"), torch.bfloat16, 80, rows=(1, 300), blocks="Q4_K")
+    quantised = [variant for variant in found if variant.fn.__name__ in ("_quantised", "_dequantise")]
+    assert {dict(variant.constants)["BITS"] for variant in quantised} == {4, 5}
+    assert "_product" not in {variant.fn.__name__ for variant in found}
     (gated,) = (variant for variant in found if variant.fn.__name__ == "_gated")
     for capability in compile_kernels.PROCESSORS:
         assert compile_kernels.compiled(gated, capability) == ""
+        assert compile_kernels.compiled(quantised[0], capability) == ""
 
 
 def test_every_variant_is_noted() -> None:

@@ -1,0 +1,116 @@
+"""Models whose weights stay in blocks: they take the memory that the file takes, and have the bits of the same weights dequantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import small
+import tiny_gguf
+import torch
+from torch import nn
+
+from ngramspec.cuda.model import Modules, Stack, VendorProduct
+from ngramspec.cuda.packed import PackedEmbedding, PackedLinear, keep_packed
+from ngramspec.cuda.quantised import QuantisedProduct
+from ngramspec.cuda.runner import CudaRunner
+from ngramspec.model.loading import load_model
+
+SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 7}
+PROMPT = np.array([5, 9, 5, 9, 5], np.int32)
+N_TOKENS = 5
+MEDIUM = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
+"""As llama.cpp mixes Q4_K_M: query and key are of another format than value."""
+
+
+def load(path: Path, dtype: torch.dtype, device: str, packed: bool = True) -> Any:
+    return load_model(str(path), dtype=dtype, device=device, cache_dir=path.parent / "cache", keep=keep_packed if packed else None).model
+
+
+def bind(model: Any, **options: Any) -> CudaRunner:
+    return CudaRunner(model, **({"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
+
+
+def decoded(runner: CudaRunner, how: dict[str, Any], drafted: list[int] | None = None) -> small.Text:
+    """Token by token, or with these tokens as a draft."""
+    text = small.Text(runner, PROMPT, **how)
+    if drafted is not None:
+        assert small.decode([text], [small.branching(drafted[: N_TOKENS - 2])]) == [N_TOKENS - 1]
+    while len(text.tokens) < len(PROMPT) + N_TOKENS:
+        small.decode([text], [None])
+    text.release()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "decoder"),
+    [
+        ("llama", {"kind": "Q4_0"}, Stack),
+        ("qwen2", {"kind": "Q4_K", "kinds": MEDIUM, "tied": True}, Stack),
+        ("llama", {"kind": "Q8_0", "kinds": {"attn_k": "F16", "ffn_up": "Q2_K"}}, Stack),
+        ("gemma2", {"kind": "Q4_1"}, Modules),
+    ],
+    ids=["llama", "mixed", "half-dense", "modules"],
+)
+def test_drafts_and_blocks_change_nothing(
+    family: str, options: dict[str, Any], decoder: type, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.take_on_trust(monkeypatch)
+    monkeypatch.setattr(small, "VOCAB", tiny_gguf.VOCAB)
+    monkeypatch.setattr(tiny_gguf, "LAYERS", {family: 1})
+    path = tiny_gguf.write(tmp_path / "m.gguf", family, std=0.1, **options)
+    dtype = torch.float16 if decoder is Modules else torch.bfloat16
+    dense, packed = (bind(load(path, dtype, device, keeps)) for keeps in (False, True))
+    assert type(packed._decoder) is type(dense._decoder) is decoder
+    for how in ({"temperature": 0}, SAMPLED):
+        plain, same = decoded(dense, how), decoded(packed, how)
+        on = decoded(packed, how, plain.tokens[len(PROMPT) :])
+        assert plain.tokens == same.tokens == on.tokens
+        assert torch.equal(torch.stack(plain.rows), torch.stack(same.rows))
+        assert torch.equal(torch.stack(plain.rows), torch.stack(on.rows))
+
+
+def test_products_are_proved_as_others_are(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_gguf, "LAYERS", {"llama": 1})
+    runner = bind(
+        load(tiny_gguf.write(tmp_path / "m.gguf", kind="Q4_K", kinds=MEDIUM, std=0.1), torch.bfloat16, device), max_rows=2, max_seqs=2
+    )
+    assert runner.exactness == "bitwise"
+    stack = runner._decoder
+    assert isinstance(stack, Stack)
+    qkv = stack.layers[0].qkv
+    assert isinstance(qkv, QuantisedProduct)
+    assert [part.n_out for part in qkv.parts] == [384, 128]
+
+
+@pytest.mark.parametrize("options", [{"kind": "Q4_0"}, {"kind": "Q8_0", "tied": True}, {"kind": "Q4_K", "kinds": MEDIUM}])
+def test_the_device_keeps_what_the_file_has(options: dict[str, Any], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.take_on_trust(monkeypatch)
+    path = tiny_gguf.write(tmp_path / "m.gguf", std=0.1, **options)
+    model = load(path, torch.bfloat16, device)
+    runner = bind(model)
+    assert not [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+    kept: dict[int, int] = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    held = [m.packed for m in model.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
+    stack = runner._decoder
+    assert isinstance(stack, Stack)
+    products = [stack.head] + [p for layer in stack.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    for packed in [*held, *(part for product in products for part in product.parts)]:  # type: ignore[attr-defined]
+        for part in (packed.codes, packed.words, packed.supers):
+            if part is not None:
+                storage = part.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+    file = gguf.GGUFReader(path)
+    assert sum(kept.values()) <= 1.2 * sum(int(tensor.n_bytes) for tensor in file.tensors)
+
+
+def test_the_vendors_products_take_blocks_too(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.take_on_trust(monkeypatch)
+    path = tiny_gguf.write(tmp_path / "m.gguf", kind="Q5_K", std=0.1)
+    runner = bind(load(path, torch.float32, device), exact=False)
+    assert isinstance(runner._decoder, Stack)
+    assert isinstance(runner._decoder.head, VendorProduct)
+    assert runner.exactness == "numerical"
