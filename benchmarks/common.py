@@ -77,11 +77,11 @@ class Words:
         return [" ".join(map(str, ids)) for ids in batch]
 
 
-def model_options(parser: argparse.ArgumentParser) -> None:
+def model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`--model` or `--random-weights`, either as `args.model`, where it runs, and how. See `settle_dtype` and `engine_options`."""
     from ngramspec.model.random_weights import PREFIX, SHAPES  # with it comes transformers, which most benchmarks do without
 
-    model = parser.add_mutually_exclusive_group(required=True)
+    model = parser.add_mutually_exclusive_group(required=required)
     model.add_argument("--model", help="folder, hub name, GGUF file, smollm2, or random:CONFIG")
     model.add_argument(
         "--random-weights",

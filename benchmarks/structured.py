@@ -10,8 +10,9 @@ Every prompt is completed with speculation off, with drafts but for those that t
 generated tokens over the whole time from the prompt to the last of them; `decoding_speedup` leaves out the time to the first one, which
 no draft shortens. `valid`: texts that fit their schema, by jsonschema_rs;
 `identical`: the same tokens in all three; `forced_share`: accepted tokens that the grammar foresaw, of all; `mask_ms`: what the grammar
-takes for a row (its mask, applied, and the step to the next token), replayed over the texts. Progress goes to standard error, a table and
-a last line of JSON to standard output.
+takes for a row (its mask, applied, and the step to the next token), replayed over the texts. With --micro no model runs: `mask_ms` is
+measured on synthetic vocabularies of 49k and 152k tokens, over JSON that random choices among the allowed tokens write. Progress goes to
+standard error, a table and a last line of JSON to standard output.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
 from benchmarks.common import say
@@ -32,14 +36,41 @@ from benchmarks.peers import Run
 from ngramspec import Engine, Grammar, SamplingParams
 from ngramspec.batch.sampling import masked
 from ngramspec.drafting.proposer import Proposer
+from ngramspec.text.encoding import Encoding
+from ngramspec.text.grammar import Grammars
 
 STRING, LIST, NUMBER = 160, 6, 1_000_000
 """Most characters, most members, greatest number."""
+SIZES, ROWS = (49_152, 152_064), 2000
+CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["search", "open", "write"]},
+        "arguments": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string", "maxLength": STRING},
+                "lines": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": NUMBER}, "maxItems": LIST},
+                "text": {"type": "string"},
+            },
+            "required": ["path", "lines", "text"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+"""Such as a call of a tool."""
 SETTINGS = ("limit", "max_tokens", "temperature", "seed", "precision")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
+    if args.micro:
+        document = micro(args.seed)
+        common.print_table(["vocabulary", "rows", "p50 ms", "p99 ms"], [list(each.values()) for each in document["vocabularies"]])
+        common.print_document(document)
+        return
     options = common.engine_options(args)
     with Engine(args.model, linears=args.linears, progress=say, **options) as engine:
         document = measure(engine, args)
@@ -64,13 +95,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.new_parser("structured", __doc__)
-    common.model_options(parser)
+    common.model_options(parser, required=False)
     common.linears_option(parser)
     add = parser.add_argument
     add(
         "--prompts",
         type=common.file,
-        required=True,
         metavar="F.jsonl",
         help="rows with `prompt` or `messages`, and a schema or a reference",
     )
@@ -78,7 +108,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=common.positive, default=512, metavar="K", help="default 512")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of sampling")
+    add("--micro", action="store_true", help="only what a row of the grammar takes, by size of the vocabulary")
     args = parser.parse_args(argv)
+    if not args.micro and (args.model is None or args.prompts is None):
+        parser.error("--model and --prompts are required, or --micro")
     args.dtype = common.settle_dtype(args.device, args.dtype)
     return args
 
@@ -166,7 +199,66 @@ def mask_ms(engine: Engine, grammars: list[Any], outputs: list[list[int]]) -> di
             masked(row, constraint.mask())
             constraint.accept(token)
             took.append((time.perf_counter() - start) * 1e3)
+    return percentiles(took)
+
+
+def percentiles(took: list[float]) -> dict[str, float]:
     return {"p50": round(float(np.percentile(took, 50)), 4), "p99": round(float(np.percentile(took, 99)), 4)}
+
+
+# ------------------------------------------------------------------ by size of the vocabulary
+
+
+def micro(seed: int, sizes: Sequence[int] = SIZES, rows: int = ROWS) -> dict[str, Any]:
+    """The JSON document of `--micro`."""
+    found = []
+    for size in sizes:
+        say(f"a vocabulary of {size:,} tokens")
+        grammars = Grammars(Encoding(synthetic(size, seed), size), [size - 1])
+        found.append({"vocabulary": size, "rows": rows, **percentiles(row_times(grammars, size, seed, rows))})
+    return {"vocabularies": found, "settings": {"seed": seed}, **common.environment("cpu", 1)}
+
+
+def synthetic(size: int, seed: int) -> Any:
+    """A tokenizer of bytes and of merges at random, lengths as those of trained ones, with an end of text as the last id."""
+    random = np.random.default_rng(seed)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab, merges = {letter: i for i, letter in enumerate(alphabet)}, []
+    common_letters = [*"etaoinsrhldcumfpgwybvkxjqz_\"':,{}[]0123456789", "\u0120"]  # the last is a blank
+    parts = list(common_letters)
+    while len(vocab) < size - 1:
+        left = parts[int(len(parts) * random.random() ** 2)]
+        right = parts[int(len(parts) * random.random() ** 3)]
+        if len(left + right) <= 16 and left + right not in vocab and not right.startswith("\u0120"):
+            vocab[left + right] = len(vocab)
+            merges.append((left, right))
+            parts.append(left + right)
+    backend = Tokenizer(BPE(vocab, merges))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+
+
+def row_times(grammars: Grammars, size: int, seed: int, rows: int) -> list[float]:
+    """Milliseconds of the thread's own time for each row, of texts that begin anew where they are whole."""
+    random, row, took = np.random.default_rng(seed), np.zeros(size, np.float32), []
+    compiled = [grammars.compile(Grammar.json_schema(schema)) for schema in (CALL, {"type": "object"})]
+    masked(row, compiled[0].mask())  # is compiled
+    constraint = compiled[0].fork()
+    while len(took) < rows:
+        start = time.thread_time()
+        mask = constraint.mask()
+        masked(row, mask)
+        took.append((time.thread_time() - start) * 1e3)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: size - 1])
+        if len(allowed) == 0 or random.random() < 0.01:
+            constraint = compiled[len(took) % 2].fork()
+            continue
+        token = int(random.choice(allowed))
+        start = time.thread_time()
+        constraint.accept(token)
+        took[-1] += (time.thread_time() - start) * 1e3
+    return took
 
 
 # ------------------------------------------------------------------ schemas

@@ -338,7 +338,8 @@ def _read_ignores(path: str) -> GitIgnoreSpec:
 
 
 def _git_files(root: str, untracked: bool) -> list[str] | None:
-    """Paths that git tracks below a folder, None where there is no git, no repository, or nothing tracked (as in an ignored folder)."""
+    """Paths that git tracks below a folder and in the repositories within it, None where there is no git, no repository, or nothing
+    tracked (as in an ignored folder)."""
     command = ["git", *_NO_CODE_OF_THEIRS, "-C", root, "ls-files", "-z", "--cached"]
     command += ["--others", "--exclude-standard"] if untracked else ["--recurse-submodules"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -355,7 +356,14 @@ def _git_files(root: str, untracked: bool) -> list[str] | None:
         return None
     if done.returncode != 0 or not done.stdout:
         return None
-    return sorted({os.fsdecode(path) for path in done.stdout.split(b"\0") if path})
+    paths = {os.fsdecode(path) for path in done.stdout.split(b"\0") if path}
+    if untracked:  # git lists a submodule, or another repository, as one path
+        for path in [path for path in paths if os.path.lexists(f"{root}/{path}/.git")]:
+            inner = path.rstrip("/")
+            if not Path(root, inner).is_symlink():
+                paths.remove(path)
+                paths.update(f"{inner}/{file}" for file in _git_files(f"{root}/{inner}", untracked) or ())
+    return sorted(paths)
 
 
 def _document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, *, code: bool = True) -> Document | None:

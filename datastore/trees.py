@@ -1,4 +1,5 @@
-"""What a working tree's store is: where it lies, which files belong into it, and the packages that the tree's own environment holds.
+"""What a working tree's store is: where it lies, which files belong into it, the packages that the tree's own environment holds, and
+which stores are nobody's any more.
 
 Paths enter; folders of a cache, options of a corpus and counts leave. Nothing is built here, and nothing of a tree is run.
 """
@@ -8,19 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import corpus
+from .commit import writing
 from .corpus import CorpusError, CorpusOptions
-from .format import FORMAT
+from .errors import DatastoreError
+from .format import FORMAT, read_manifest
+from .update import sources_in
 
 MAX_FILES = 100_000
 """Of a tree, unless its user says otherwise: a home directory that was given by mistake has more."""
 COUNT_S = 5.0
 """For counting on beyond the limit, so that the message says how far it is off."""
+GONE_DAYS = 30
+"""A store is kept for so long after its tree was found to be gone: it may be on a disk that is not there today."""
 _DEPENDENCIES = (".venv/", "node_modules/", "__pycache__/")
 
 
@@ -67,6 +74,42 @@ def check_size(path: str, most: int) -> int:
     if n_files > most:
         raise CorpusError(f"{path} holds {'' if is_all else 'more than '}{n_files:,} files of text, a tree may have {most:,}")
     return n_files
+
+
+# ------------------------------------------------------------------ trees that are gone
+
+
+def clear(cache: Path) -> list[str]:
+    """Delete the stores of trees that are gone, and were GONE_DAYS ago: a file beside a store tells since when. Returns what was done, in
+    words. What another process writes, or is no store, stays."""
+    said = []
+    for store in sorted(path for path in (cache / "trees").glob("*") if path.is_dir() and not path.is_symlink()):
+        mark = store.with_name(f"{store.name}.gone")
+        try:
+            paths = [source.path for source in sources_in(read_manifest(store))]
+            if not all(map(_is_gone, paths)):
+                mark.unlink(missing_ok=True)
+            elif not mark.exists():
+                mark.touch()
+                said.append(f"{paths[0]} is gone; its datastore {store} is deleted if it is not back in {GONE_DAYS} days")
+            elif time.time() - mark.stat().st_mtime > GONE_DAYS * 86_400:
+                with writing(store):
+                    shutil.rmtree(store)
+                mark.unlink()
+                said.append(f"{paths[0]} has been gone for {GONE_DAYS} days; its datastore {store} is deleted")
+        except (DatastoreError, OSError):
+            continue
+    return said
+
+
+def _is_gone(path: str) -> bool:
+    try:
+        Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # it cannot be told
+        pass
+    return False
 
 
 # ------------------------------------------------------------------ packages

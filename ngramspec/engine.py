@@ -34,7 +34,7 @@ from ngramspec.core.thread import StepThread
 from ngramspec.datastore.reader import Datastore
 from ngramspec.drafting.base import Drafter, Speculator
 from ngramspec.drafting.proposer import Proposer
-from ngramspec.text.decoding import NoText, TextStream
+from ngramspec.text.decoding import NoText, Special, TextStream
 from ngramspec.text.encoding import Prompt
 from ngramspec.text.grammar import Grammars
 
@@ -310,7 +310,12 @@ class Engine:
                 NoText()
                 if self.tokenizer is None
                 else TextStream(
-                    self.tokenizer, completion.prompt_token_ids, params.stop, params.min_tokens, params.include_stop_str_in_output
+                    self.tokenizer,
+                    completion.prompt_token_ids,
+                    params.stop,
+                    params.min_tokens,
+                    params.include_stop_str_in_output,
+                    Special.of(params.skip_special_tokens, params.spaces_between_special_tokens),
                 ),
                 index=index,
                 stop_ids=stop_ids,

@@ -67,6 +67,10 @@ class SamplingParams:
         flags=None,
     )
     ignore_eos: bool = option(False, Flag(), "Go on past the model's own end of text.")
+    skip_special_tokens: bool = option(True, Flag(), "Special tokens are no part of the text; the one that ends it never is.", flags=None)
+    spaces_between_special_tokens: bool = option(
+        True, Flag(), "False: special tokens side by side have no blank between them, where their decoder puts one.", flags=None
+    )
     grammar: Grammar | None = option(
         None, GrammarKind(), "What the text must look like: a JSON schema, a regular expression, choices or a grammar.", flags=None
     )

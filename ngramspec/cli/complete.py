@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.batch.params import SamplingParams
-from ngramspec.cli import common, drafts
+from ngramspec.cli import common, drafts, forms
 from ngramspec.cli.common import BadInputError, option
-from ngramspec.cli.options import OUTPUT, PROMPT, SPECULATION, Model, Prompt, PromptFile, with_options
+from ngramspec.cli.options import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ def complete(
         bool, option(PROMPT, "Wrap the prompt as a user's message in the model's chat template, or continue it as it is.", "--chat/--raw")
     ] = False,
     model: Model = "smollm2",
+    grammar: Annotated[
+        str | None,
+        option(SAMPLING, "What the text must follow: a grammar of llama.cpp (root ::= …) or Lark (start: …).", metavar="FILE|TEXT"),
+    ] = None,
+    json_schema: Annotated[str | None, option(SAMPLING, "The text is JSON that this schema describes.", metavar="FILE|TEXT")] = None,
     show_drafts: Annotated[bool, option(SPECULATION, "Colour accepted draft tokens by their source.", "--show-drafts")] = False,
     datastore: Annotated[
         list[Path] | None, option(SPECULATION, "Draft from this datastore too; may be given several times.", "--datastore", "-d")
@@ -56,10 +61,12 @@ def complete(
       ngramspec complete --chat "Why is the sky blue?" --temperature 0.7 --seed 1
 
       git diff | ngramspec complete - --model ./my-model --json
+
+      ngramspec complete --chat "A small animal" --json-schema animal.json
     """
     text = common.read_prompt(prompt, file)
     expected = common.read_file(prediction, "the prediction") if prediction is not None else None
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling, grammar=forms.grammar_of(grammar, json_schema))
     sources = drafts.draft_settings(draft_model, draft_layers, drafter, alone)
     stores = [common.open_store(folder) for folder in datastore or ()]
 

@@ -161,7 +161,8 @@ def _allowed(request: Request) -> str:
     """The methods of every route with this path; Starlette names those of the first one."""
 
     def is_there(method: str) -> bool:
-        return any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+        inner = "GET" if method == "HEAD" else method  # it is answered as a GET is
+        return any(route.matches({**request.scope, "method": inner})[0] is Match.FULL for route in request.app.routes)
 
     return ", ".join(method for method in _METHODS if is_there(method))
 

@@ -70,13 +70,16 @@ def _refused(routes: tuple[str, ...], names: str, why: str, *neutral: Any, matte
 _PENALTIES = (("repeat_penalty", 1), ("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
 _TEXT_ONLY = "text only"
 _RAW = "a chain of thought stays in the text"
-_TEMPLATE = "templates take messages alone"
+_TEMPLATE = "templates take messages, tools and `chat_template_kwargs`"
 _NOT_SAMPLED = "not among our samplers"
 
 _ROWS = (
     # ------------------------------------------------------------------ done
     _done((COMPLETIONS, *LLAMAS), "prompt", "the text to continue; for /infill the beginning of the line"),
     _done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant, tool"),
+    _done((CHAT,), "add_generation_prompt", "false: the prompt ends behind the last message, with no answer begun"),
+    _done((CHAT,), "continue_final_message", "the text goes on with the last message, the assistant's; with `add_generation_prompt` false"),
+    _done((CHAT,), "chat_template_kwargs", "what else the model's template reads, such as `enable_thinking`; not what the server tells it"),
     _done((INFILL,), "input_prefix input_suffix input_extra", "what stands around the cursor, and parts of other files"),
     _done((COMPLETIONS,), "suffix", "fill in the middle, where the model can"),
     _done((COMPLETIONS,), "echo", "the prompt before the text"),
@@ -132,7 +135,7 @@ _ROWS = (
     ),
     _accepted(ROUTES, "stream_interval sse_ping_interval return_progress timings_per_token verbose", "how often a stream tells what"),
     _accepted(ROUTES, "t_max_prompt_ms", "prompts are computed to their end"),
-    _accepted(ROUTES, "backend_sampling spaces_between_special_tokens mm_payload guided_decoding_backend", "how, not what"),
+    _accepted(ROUTES, "backend_sampling mm_payload guided_decoding_backend", "how, not what"),
     _accepted(ROUTES, "samplers", "the order is ours: penalties, temperature, top-k, top-p, min-p, each where its own field asks"),
     _accepted(
         ROUTES, "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", "only with `dry_multiplier`, which is refused"
@@ -167,11 +170,9 @@ _ROWS = (
     # ------------------------------------------------------------------ refused: prompts
     _refused((RESPONSES,), "truncation", "a prompt is cut by `truncate_prompt_tokens` alone", "disabled"),
     _refused((CHAT,), "chat_template", "no template comes from a request"),
-    _refused((CHAT,), "chat_template_kwargs", _TEMPLATE, {}),
     _refused((CHAT,), "documents", _TEMPLATE, []),
     _refused((CHAT,), "reasoning_effort", _TEMPLATE),
-    _refused((CHAT,), "add_generation_prompt", "the answer is the assistant's", True),
-    _refused((CHAT,), "continue_final_message echo", "the answer is a message of its own", False),
+    _refused((CHAT,), "echo", "the answer is a message of its own", False),
     _refused((CHAT,), "add_special_tokens", "the template has them", False),
     _refused((COMPLETIONS,), "add_special_tokens", "the tokenizer's own beginning; send token ids for another", True),
     _refused((COMPLETIONS,), "prompt_embeds", "text and token ids only"),
@@ -182,7 +183,6 @@ _ROWS = (
     _refused((CHAT,), "media_io_kwargs mm_processor_kwargs", _TEXT_ONLY, {}),
     _refused((CHAT,), "verbosity", "templates know of none", "medium"),
     # ------------------------------------------------------------------ refused: what the answer shows
-    _refused(ROUTES, "skip_special_tokens", "control tokens are no text; `return_tokens` of /completion has their ids", True),
     _refused(ROUTES, "prompt_logprobs", "`echo` with `logprobs` tells them"),
     _refused(ROUTES, "logprob_token_ids", "log-probabilities are of the likeliest", []),
     _refused(ROUTES, "post_sampling_probs", "log-probabilities are the model's, before sampling", False),

@@ -12,9 +12,11 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
+from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import AddedToken, Tokenizer
 
 from ngramspec.datastore.tokens import plain
@@ -26,6 +28,20 @@ from ngramspec.text.tool_calls import HERMES, CallFormat, learn
 Tools = Sequence[dict[str, Any]]
 """As OpenAI's chats declare them."""
 Hide = Callable[[str, str], str]
+
+
+class Style(NamedTuple):
+    """How a template is asked for a prompt."""
+
+    answer_follows: bool = True
+    """The prompt ends with the beginning of the assistant's answer."""
+    goes_on: bool = False
+    """It ends within the last message."""
+    variables: Mapping[str, Any] = {}
+    """What the template can read beside messages and tools."""
+
+
+ANSWER = Style()
 
 
 class Prompts:
@@ -69,14 +85,16 @@ class Prompts:
         """The tokens beside text of which a text with calls may consist."""
         return {text: number for text, number in self._controls.items() if text not in self._specials or text in self.calls.special}
 
-    def chat(self, turns: Sequence[Turn], tools: Tools = ()) -> list[int]:
+    def chat(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> list[int]:
         """The model's own template over the messages, up to where its answer begins. Raises ApiError (400) where it refuses them.
 
         Control tokens in a message are text: each is hidden from the template and the tokenizer behind a random mark, and encoded apart.
         So is what the template could join with its own or another message's text to a control token, if it does. What the assistant is
         said to have written keeps the tokens that are not special (such as those around a chain of thought): they are in the text that
-        the server gave out, and templates look for them there. Of tools and calls, names, descriptions and values are messages' text.
+        the server gave out, and templates look for them there. Of tools and calls, names, descriptions and values are messages' text, and
+        so are variables of the template.
         """
+        self._check(turns, style)
         turns, tools = self._plainly(turns, tools)
         foreign = False
 
@@ -88,10 +106,10 @@ class Prompts:
         def put(text: str, role: str) -> str:
             return text if role == TOOL and _WORD.fullmatch(text) else marks.put(text)
 
-        rendered = self._render(turns, tools, seen)
+        rendered = self._render(turns, tools, style, seen)
         marks = _Marks()
-        hidden = self._told(turns, tools, lambda text, role: self._hide(text, role, marks))
-        pieces = marks.split(self._rendered(*hidden)) if marks.texts else [(rendered, False)]
+        hidden = self._told(turns, tools, style, lambda text, role: self._hide(text, role, marks))
+        pieces = marks.split(self._rendered(hidden)) if marks.texts else [(rendered, False)]
         allowed = [token for text, is_user in pieces if not is_user for token in self._control.findall(text)]
         if not foreign and self._control.findall(rendered) == allowed:
             ids = self._encode(rendered)  # nothing was hidden, or ends of messages to which nothing was joined
@@ -99,12 +117,30 @@ class Prompts:
             ids = self._join(pieces)
         if sum(token in self._control_ids for token in ids) > len(allowed):  # the tokenizer's normalizer makes one of other text
             marks = _Marks()
-            ids = self._join(marks.split(self._render(turns, tools, put)))
+            ids = self._join(marks.split(self._render(turns, tools, style, put)))
         return ids
 
-    def text(self, turns: Sequence[Turn], tools: Tools = ()) -> str:
+    def text(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> str:
         """What `chat` encodes. Raises ApiError (400)."""
-        return self._render(*self._plainly(turns, tools))
+        self._check(turns, style)
+        return self._render(*self._plainly(turns, tools), style)
+
+    def _check(self, turns: Sequence[Turn], style: Style) -> None:
+        """Raises ApiError (400)."""
+        if style.goes_on and (turns[-1].role != ASSISTANT or turns[-1].calls):
+            why = "continue_final_message: the last message must be a text of the assistant"
+            raise ApiError(400, why, param="continue_final_message")
+        for name in style.variables:
+            if name in self._own_names or not name.isidentifier():
+                why = "the server's own" if name.isidentifier() else "no name of a variable"
+                param = "chat_template_kwargs"
+                raise ApiError(400, f"{param}: {name[:40]!r} is {why}", param=param)
+
+    @cached_property
+    def _own_names(self) -> frozenset[str]:
+        """What templates are told, and how they are applied."""
+        applied = signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({*applied, *self._tokenizer.special_tokens_map, *DEFAULT_NAMESPACE, *_TOLD})
 
     def _plainly(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools]:
         """The same without tools, where there are some and the template knows none."""
@@ -139,19 +175,30 @@ class Prompts:
     def _forbidden(self, role: str) -> re.Pattern[str]:
         return self._special if role == ASSISTANT else self._control
 
-    def _render(self, turns: Sequence[Turn], tools: Tools = (), hide: Hide = lambda text, role: text) -> str:
-        return self._rendered(*self._told(turns, tools, hide))
+    def _render(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide = lambda text, role: text) -> str:
+        return self._rendered(self._told(turns, tools, style, hide))
 
-    def _told(self, turns: Sequence[Turn], tools: Tools, hide: Hide) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _told(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide) -> _Told:
         """What the template is handed, with `hide(text, role)` in the place of each text."""
-        return [self._message(turn, hide) for turn in turns], [_hidden(tool, hide) for tool in tools]
+        variables = {name: _hidden(value, hide) for name, value in style.variables.items()}
+        return _Told([self._message(turn, hide) for turn in turns], [_hidden(tool, hide) for tool in tools], style, variables)
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def _rendered(self, told: _Told) -> str:
         """Raises ApiError (400)."""
         try:
-            return self._template(messages, tools, True)
+            return self._continued(told) if told.style.goes_on else self._template(*told[:2], told.style.answer_follows, **told.variables)
         except ValueError as e:
             raise ApiError(400, f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
+
+    def _continued(self, told: _Told) -> str:
+        """The prompt up to the end of the last message, without the blanks there where the template strips them, as transformers has it.
+        Raises ValueError."""
+        (*before, last), end = told.messages, _nonce()
+        rendered = self._template([*before, last | {"content": f"{last['content']}{end} "}], told.tools, False, **told.variables)
+        text, found, behind = rendered.rpartition(end)
+        if not found:
+            raise ValueError("it does not show the last message, which is to be continued")
+        return text if behind.startswith(" ") or not last["content"].strip() else text.rstrip()
 
     def _message(self, turn: Turn, hide: Hide) -> dict[str, Any]:
         message: dict[str, Any] = {"role": turn.role, "content": hide(turn.content, turn.role)}
@@ -174,12 +221,12 @@ class Prompts:
             return hide(given, TOOL)
         return _hidden(parsed, hide)
 
-    def _template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool) -> str:
+    def _template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool, **variables: Any) -> str:
         """Raises ValueError."""
         try:
             applied = self._tokenizer.apply_chat_template
-            return str(applied(messages, tools=tools or None, tokenize=False, add_generation_prompt=answer_follows))
-        except (TemplateError, TypeError, AttributeError, LookupError) as error:
+            return str(applied(messages, tools=tools or None, tokenize=False, add_generation_prompt=answer_follows, **variables))
+        except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             raise ValueError(str(error)) from error
 
     def _encode(self, text: str) -> list[int]:
@@ -191,12 +238,21 @@ class Prompts:
         return [token for text, is_user in pieces for token in (spelled(text) if is_user else self._encode(text))]
 
 
+class _Told(NamedTuple):
+    """What a template is handed."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    style: Style
+    variables: dict[str, Any]
+
+
 class _Marks:
     """Stand-ins for texts while a template is rendered. Private-use characters that nobody can guess: no case, no blanks, no escapes."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self._nonce = "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
+        self._nonce = _nonce()
 
     def put(self, text: str) -> str:
         """A stand-in for the text; nothing for nothing."""
@@ -212,6 +268,12 @@ class _Marks:
         return [(text, is_user) for text, is_user in pieces if text]
 
 
+def _nonce() -> str:
+    return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
+
+
+_TOLD = ("messages", "raise_exception", "strftime_now", "self", "caller", "loop")
+"""What templates read that no signature names."""
 _WORD = re.compile(r"[A-Za-z0-9_]*")
 
 

@@ -103,6 +103,12 @@ class Repositories:
                     each.progress[name] = made.progress
             self._keepers.append(made)
             made.start()
+        threading.Thread(target=self._clear, name="ngramspec-repositories-clear", daemon=True).start()
+
+    def _clear(self) -> None:
+        """Delete what is left of trees that are long gone."""
+        for text in trees.clear(self._cache):
+            logs.event("repository", text)
 
     def close(self) -> None:
         """End what runs beside the server."""

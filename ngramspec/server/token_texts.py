@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ngramspec.text.decoding import TextStream
+from ngramspec.text.decoding import Special, TextStream
 
 LEAST = -9999.0
 """OpenAI's word for "very unlikely"; JSON has no infinity."""
@@ -35,11 +35,11 @@ class TokenTexts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def running(self, tokens: Sequence[int]) -> list[str]:
-        """What each of a text's tokens adds to it: whole characters where they are complete, nothing for special tokens."""
+    def running(self, tokens: Sequence[int], special: Special = Special.SKIPPED) -> list[str]:
+        """What each of a text's tokens adds to it: whole characters where they are complete."""
         if self._tokenizer is None or not tokens:
             return [""] * len(tokens)
-        stream = TextStream(self._tokenizer)
+        stream = TextStream(self._tokenizer, special=special)
         added = [stream.push(token) for token in tokens]
         return [*added[:-1], added[-1] + stream.finish()]
 

@@ -7,6 +7,8 @@ not depend on how tokens are grouped into steps, so it may be fed the accepted r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,20 +22,40 @@ _MAX_HELD_CHARS = 3
 """A UTF-8 character that lacks its last byte decodes to at most so many replacement characters."""
 
 
+class Special(Enum):
+    """What becomes of special tokens in a text."""
+
+    SKIPPED = "skipped"
+    SHOWN = "shown"
+    """As the tokenizer's decoder sets them."""
+    JOINED = "joined"
+    """The same, with nothing between one added token and the next: what vLLM calls no spaces between special tokens."""
+
+    @classmethod
+    def of(cls, skip_special_tokens: bool, spaces_between: bool) -> Special:
+        return cls.SKIPPED if skip_special_tokens else cls.SHOWN if spaces_between else cls.JOINED
+
+
 class TextStream:
     """The text of one choice as it grows.
 
-    The pieces that `push` and `finish` return add up to the decoded output without special tokens, cut before the
+    The pieces that `push` and `finish` return add up to the decoded output, by default without special tokens, cut before the
     stop string that is complete first (of those complete at the same character, the longest). A character whose
     bytes are not all there and text that may be the beginning of a stop string are held back; `finish` gives them
     out. Stop strings complete within the first `min_tokens` tokens are plain text.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0, with_stop: bool = False
+        self,
+        tokenizer: Any,
+        prompt_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        with_stop: bool = False,
+        special: Special = Special.SKIPPED,
     ) -> None:
         """`with_stop`: the stop string that ends the text is part of it."""
-        self._pieces = _Detokenizer(_decoder(tokenizer), prompt_ids, _words_of(tokenizer))
+        self._pieces = _Detokenizer(_decoder(tokenizer, special), prompt_ids, _words_of(tokenizer, special))
         self._stops = [_Matcher(s) for s in stop]
         self._min_tokens, self._with_stop = min_tokens, with_stop
         self._held = ""
@@ -174,18 +196,38 @@ def _n_common(a: str, b: str) -> int:
     return next(i for i, char in enumerate(a) if b[i : i + 1] != char)
 
 
-_WORDS: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+_WORDS: WeakKeyDictionary[Any, dict[Special, dict[int, str]]] = WeakKeyDictionary()
 
 
-def _words_of(tokenizer: Any) -> dict[int, str] | None:
+def _words_of(tokenizer: Any, special: Special) -> dict[int, str] | None:
     """Of a tokenizer whose tokens stand for bytes, whatever stands beside them; None for another."""
     if type(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)).__name__ != "ByteLevel":
         return None
-    return _WORDS.setdefault(tokenizer, {})
+    return _WORDS.setdefault(tokenizer, {}).setdefault(special, {})
 
 
-def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        return lambda ids: backend.decode(ids, skip_special_tokens=True)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def _decoder(tokenizer: Any, special: Special) -> Callable[[list[int]], str]:
+    backend, skip = getattr(tokenizer, "backend_tokenizer", None), special is Special.SKIPPED
+
+    def decode(ids: list[int]) -> str:
+        if backend is not None:
+            return str(backend.decode(ids, skip_special_tokens=skip))
+        return str(tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+
+    if special is not Special.JOINED:
+        return decode
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+
+    def joined(ids: list[int]) -> str:
+        """Added tokens right behind another one are left to no decoder."""
+        text, apart, n_apart = "", [], 0
+        for is_behind, group in groupby(range(len(ids)), lambda i: i > 0 and ids[i] in added and ids[i - 1] in added):
+            if is_behind:
+                text += "".join(added[ids[i]] for i in group)
+            else:
+                apart += [ids[i] for i in group]
+                whole = decode(apart)
+                text, n_apart = text + whole[n_apart:], len(whole)
+        return text
+
+    return joined

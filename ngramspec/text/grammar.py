@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,7 +33,7 @@ KEPT = 64
 LIMITS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000, "step_lexer_fuel": 200_000, "max_grammar_size": 100_000}
 """A step within them takes some tens of milliseconds at the very most."""
 TIMEOUT_S, AT_ONCE = 2.0, 2
-"""How long compiling may take, and how many grammars are compiled at a time."""
+"""How long compiling may take, waiting for a place included, and how many grammars are compiled at a time."""
 MOST_AT_ONCE = 6
 """Expressions that one text must match together. llguidance takes time that is exponential in their number, and counts none of it."""
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
@@ -68,6 +69,7 @@ class Grammars:
         """`_compile`, or an error. What takes too long cannot be ended from outside: it goes on in a thread of its own, of which there are
         few, and no pass waits for it."""
         assert self._tokenizer  # takes its time once, whatever the grammar
+        deadline = time.monotonic() + TIMEOUT_S  # for a place, and for it
         done: Future[Matching] = Future()
 
         def run() -> None:
@@ -81,7 +83,7 @@ class Grammars:
         if self._places.acquire(timeout=TIMEOUT_S):
             threading.Thread(target=run, name="ngramspec-grammar", daemon=True).start()
             with contextlib.suppress(TimeoutError):
-                return done.result(TIMEOUT_S)
+                return done.result(max(deadline - time.monotonic(), 0))
         raise GrammarError(f"grammar: compiling it takes more than {TIMEOUT_S:g} s; a smaller one may do")
 
     def _compile(self, grammar: Grammar) -> Matching:

@@ -16,6 +16,7 @@ import tiny
 from playback import TEXT, PlaybackEngine, run
 
 from ngramspec import ModelNotFoundError, OutOfMemoryError, __version__
+from ngramspec.batch.grammar import Grammar
 from ngramspec.batch.params import SamplingParams
 from ngramspec.cli import main as cli
 from ngramspec.cli.common import printable
@@ -281,3 +282,54 @@ def test_beams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("── ") == 2
     assert run(monkeypatch, *search, "--width", "0") == 2
     assert "width" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ the form of a text
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+GBNF, LARK = 'root ::= "a" | "b"', 'start: "a" | b\nb: "b"\n'
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "expected"),
+    [
+        ("--json-schema", SCHEMA, Grammar.json_schema(SCHEMA)),
+        ("--json-schema", "true", Grammar.json_schema("true")),
+        ("--grammar", GBNF, Grammar.gbnf(GBNF)),
+        ("--grammar", LARK, Grammar.lark(LARK)),
+    ],
+)
+def test_a_form_is_given_as_text_or_file(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, text: str, expected: Grammar
+) -> None:
+    (tmp_path / "form").write_text(text)
+    for given in (text, tmp_path / "form"):
+        assert run(monkeypatch, "complete", "x", option, given) == 0
+        assert engine.made["params"].grammar == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--json-schema", "absent.json"], "no file"),
+        (["--json-schema", "[1]"], "must be an object, true or false"),
+        (["--json-schema", "{" * 5000], "must be JSON"),
+        (["--json-schema", "/"], "cannot be read"),
+        (["--grammar", "absent.gbnf"], "neither a rule `root ::= …`"),
+        (["--grammar", 'root ::= "' + "a" * 40_000 + '"'], "at most 32768 bytes"),
+        (["--grammar", GBNF, "--json-schema", SCHEMA], "not both"),
+        (["--grammar", "\udcff"], "not valid Unicode"),
+    ],
+)
+def test_what_is_no_form_is_told(
+    engine: type[PlaybackEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+) -> None:
+    assert run(monkeypatch, "complete", "x", *options) != 0
+    printed = " ".join(capsys.readouterr().err.split())
+    assert said in printed
+    assert options[0] in printed
+    assert not engine.made, "no model is loaded"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 import tiny
 
 from ngramspec.datastore import CorpusError, Datastore, corpus, keeper, trees
+from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import writing
 from ngramspec.datastore.tokens import canonical, fingerprint
 
@@ -70,6 +74,67 @@ def test_ignored_files_and_environments_are_no_part_of_a_tree(tree: Path) -> Non
     subprocess.run(["git", "init", "-q", str(tree)], check=True)
     subprocess.run(["git", "-C", str(tree), "add", "0.py"], check=True)
     assert trees.count_files(str(tree), 100) == (expected, True), "files that git does not track yet belong to it"
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always")
+    subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+def test_submodules_are_part_of_a_tree(tree: Path, tmp_path: Path) -> None:
+    """With what git does not track in them yet, without what they ignore, and however deep."""
+    for name in ("inner", "outer"):
+        (tmp_path / name).mkdir()
+        git(tmp_path / name, "init", "-q")
+        (tmp_path / name / f"{name}.py").write_text(f"{name} = 1\n")
+        (tmp_path / name / ".gitignore").write_text("ignored.py\n")
+        git(tmp_path / name, "add", ".")
+        git(tmp_path / name, "commit", "-qm", "1")
+    git(tmp_path / "outer", "submodule", "add", "-q", str(tmp_path / "inner"), "deps/inner")
+    git(tmp_path / "outer", "commit", "-qam", "2")
+    git(tree, "init", "-q")
+    git(tree, "submodule", "add", "-q", str(tmp_path / "outer"), "outer")
+    before = set(corpus.listed(str(tree), trees.options_of(str(tree))))
+    assert {f"{n}.py" for n in range(5)} | {"outer/outer.py"} <= before
+    assert "outer/deps/inner/inner.py" not in before, "it is not checked out"
+    git(tree, "submodule", "update", "-q", "--init", "--recursive")
+    (tree / "outer" / "saved.py").write_text("saved = 1\n")
+    (tree / "outer" / "ignored.py").write_text("ignored = 1\n")
+    (tree / "link").symlink_to(tmp_path / "outer")
+    found = set(corpus.listed(str(tree), trees.options_of(str(tree))))
+    assert found - before - {"link"} == {"outer/deps/inner/inner.py", "outer/saved.py"}
+    files = corpus.find(corpus.sources_of([str(tree)]), trees.options_of(str(tree)), corpus.Skipped())
+    assert sum(file.relative.startswith("outer/") and file.relative.endswith(".py") for file in files) == 3
+    assert not any(file.relative.startswith("link") for file in files)
+
+
+def test_stores_of_trees_that_are_long_gone_are_deleted(tree: Path, tmp_path: Path) -> None:
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    shutil.copytree(tree, other)
+    kept = [trees.tree(str(folder), cache, PRINT) for folder in (tree, other)]
+    for each in kept:
+        build(each.paths, Path(each.store), BACKEND, "bytes", options=each.options)
+    (cache / "trees" / "no-store").mkdir()
+    assert trees.clear(cache) == []
+    tree.rename(tmp_path / "away")
+    (said,) = trees.clear(cache)
+    assert f"{tree} is gone" in said
+    assert trees.clear(cache) == [], "it is said once"
+    mark = Path(f"{kept[0].store}.gone")
+    old = time.time() - 31 * 86_400
+    os.utime(mark, (old, old))
+    (tmp_path / "away").rename(tree)
+    assert trees.clear(cache) == [], "it is back"
+    assert not mark.exists()
+    tree.rename(tmp_path / "away")
+    trees.clear(cache)
+    os.utime(mark, (old, old))
+    with writing(Path(kept[0].store)):
+        assert trees.clear(cache) == [], "somebody writes it"
+    assert documents(kept[0].store)
+    (said,) = trees.clear(cache)
+    assert "is deleted" in said
+    assert sorted(path.name for path in (cache / "trees").iterdir()) == sorted(["no-store", Path(kept[1].store).name])
 
 
 def test_too_large_a_tree_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

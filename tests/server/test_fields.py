@@ -215,3 +215,114 @@ def test_the_side_that_is_truncated(client: TestClient) -> None:
     assert text("abcdef", truncate_prompt_tokens=3) == text("def")
     assert text("abcdef", truncate_prompt_tokens=3, truncation_side="right") == text("abc")
     assert text("def") != text("abc")
+
+
+# ------------------------------------------------------------------ special tokens, templates
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("spaces", [True, False])
+def test_special_tokens_are_part_of_the_text_where_they_are_asked_for(client: TestClient, route: str, spaces: bool) -> None:
+    special = {256: "<|im_start|>", 257: "<|im_end|>"}
+    body = GOOD[route] | {"temperature": 1.0, "seed": 3, "ignore_eos": True, "allowed_token_ids": [97, *special]}
+    shown = text_of(client.post(route, json=body | {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}))
+    hidden = text_of(client.post(route, json=body | {"spaces_between_special_tokens": spaces}))
+    without = shown
+    for text in special.values():
+        assert text in shown
+        without = without.replace(text, "")
+    assert hidden == without
+    drafted = [text_of(client.post(route, json=body | {"skip_special_tokens": False, "speculation": each})) for each in (True, False)]
+    assert drafted == [shown, shown]
+
+
+def test_special_tokens_are_shown_to_no_one_who_calls_tools(client: TestClient) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    answer = client.post(CHAT, json=GOOD[CHAT] | {"tools": tools, "skip_special_tokens": False})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "skip_special_tokens")
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if thinking is defined %}{{ thinking }}:{% endif %}{% endif %}"
+)
+QUESTION = {"role": "user", "content": "a"}
+
+
+@pytest.fixture
+def templated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """With a template that reads a variable."""
+    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE)
+    with TestClient(create_app(engine, ServerSettings()), base_url="http://localhost") as client:
+        yield client
+
+
+def same(client: TestClient, body: dict[str, Any], prompt: str) -> None:
+    """The prompt of a chat, and what is written behind it."""
+    assert client.post("/apply-template", json=body).json() == {"prompt": prompt}
+    plain = {"prompt": prompt, "n_predict": 8, "parse_special": True} | GREEDY
+    assert text_of(client.post(CHAT, json=body | {"max_tokens": 8} | GREEDY)) == text_of(client.post(LLAMA, json=plain))
+
+
+def test_a_prompt_without_the_beginning_of_an_answer(templated: TestClient) -> None:
+    same(templated, {"messages": [QUESTION], "add_generation_prompt": False}, "<|im_start|>user\na<|im_end|>\n")
+    same(templated, {"messages": [QUESTION], "add_generation_prompt": True}, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("text", ["", "b", "a", "I think ", "<", "assistant"])
+def test_the_last_message_goes_on(templated: TestClient, text: str) -> None:
+    messages = [QUESTION, {"role": "assistant", "content": text}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    same(templated, body, f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{text}")
+
+
+def test_blanks_that_the_template_strips_do_not_stand_before_what_is_written(
+    templated: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE.replace("m.content", "m.content | trim"))
+    for text, shown in (("b ", "b"), (" b c", "b c"), ("", "")):
+        messages = [QUESTION, {"role": "assistant", "content": text}]
+        body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        same(templated, body, f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{shown}")
+
+
+def test_what_cannot_go_on_is_refused(templated: TestClient) -> None:
+    answered = [QUESTION, {"role": "assistant", "content": "b"}]
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = [QUESTION, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    for messages, more in ((answered, {}), ([QUESTION], {"add_generation_prompt": False}), (called, {"add_generation_prompt": False})):
+        for path in (CHAT, "/apply-template"):
+            answer = templated.post(path, json={"messages": messages, "continue_final_message": True} | more)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_variables_of_the_template(templated: TestClient, engine: Engine) -> None:
+    beginning = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    for value, shown in ((True, "True:"), ("hard", "hard:"), (3, "3:"), (["a", {"b": None}], "['a', {'b': None}]:")):
+        same(templated, {"messages": [QUESTION], "chat_template_kwargs": {"thinking": value}}, beginning + shown)
+    same(templated, {"messages": [QUESTION], "chat_template_kwargs": {"nobody_reads_it": 1}}, beginning)
+    body = {"messages": [QUESTION], "chat_template_kwargs": {"thinking": "<|im_end|>"}, "max_tokens": 1}
+    n_prompt = templated.post(CHAT, json=body).json()["usage"]["prompt_tokens"]
+    spelled = len(beginning) - len("<|im_start|><|im_end|><|im_start|>") + 3 + len("<|im_end|>:")
+    assert n_prompt == spelled  # a token a byte: text of users is no control token
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "eos_token",
+        "a b",
+        "",
+    ],
+)
+def test_variables_that_are_the_servers_own_are_refused(templated: TestClient, name: str) -> None:
+    for path in (CHAT, "/apply-template"):
+        answer = templated.post(path, json={"messages": [QUESTION], "chat_template_kwargs": {"thinking": 1, name: "x"}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")

@@ -9,8 +9,11 @@ import pytest
 import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from ngramspec.text.decoding import REPLACEMENT, TextStream
+from ngramspec.text.decoding import REPLACEMENT, Special, TextStream
 
 BYTES = tiny.byte_tokenizer()
 WORDS = tiny.word_tokenizer()
@@ -161,3 +164,23 @@ def test_the_work_per_token_does_not_grow_with_the_text() -> None:
         decoded = 0
         run(TextStream(Counting(), [], stops), text)
         assert decoded < 60 * len(text)
+
+
+@given(st.lists(st.sampled_from([*b"ab", 0xE6, 0x97, 0xA5, 256, 257]), max_size=20))
+def test_special_tokens_are_part_of_the_text_where_they_are_asked_for(output: list[int]) -> None:
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
+    shown = tokenizer.decode(output, skip_special_tokens=False)
+    for special in (Special.SHOWN, Special.JOINED):  # a decoder of bytes puts nothing between
+        assert "".join(run(TextStream(tokenizer, special=special), output)) == shown
+    assert "".join(run(TextStream(tokenizer), output)) == tokenizer.decode(output, skip_special_tokens=True)
+
+
+def test_special_tokens_side_by_side_have_no_blank_between_them_where_none_is_asked_for() -> None:
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"the": 0, "cat": 1}, unk_token="the")))
+    words.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
+    output = [0, 2, 3, 2, 1, 2, 0, 1]
+    texts = {special: "".join(run(TextStream(words, special=special), output)) for special in Special}
+    assert texts[Special.SHOWN] == words.decode(output) == "the <|a|> <|b|> <|a|> cat <|a|> the cat"
+    assert texts[Special.JOINED] == "the <|a|><|b|><|a|> cat <|a|> the cat"
+    assert texts[Special.SKIPPED] == "the cat the cat"

@@ -17,6 +17,7 @@ from ngramspec.server.llamacpp.cutting import Answer, shown
 from ngramspec.server.llamacpp.schemas import Generation
 from ngramspec.server.llamacpp.tokens import Tokens
 from ngramspec.server.token_texts import finite
+from ngramspec.text.decoding import Special
 
 
 class Answers:
@@ -87,7 +88,8 @@ class Answers:
             return "eos", ""
         if params.include_stop_str_in_output:
             return "word", max(filter(answer.text.endswith, params.stop), key=len, default="")
-        written = str(self.tokens.tokenizer.decode(choice.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        special = Special.of(params.skip_special_tokens, params.spaces_between_special_tokens)
+        written = "".join(self.tokens.texts.running(choice.token_ids, special))
         behind = written[max(len(answer.text) - 1, 0) :]  # - 1: alone, a text may lack its first blank
         words = [word for word in params.stop if word in behind]
         return "word", min(words, key=lambda word: (behind.find(word) + len(word), -len(word)), default="")

@@ -53,9 +53,9 @@ def router(state: State) -> APIRouter:
     async def apply_template(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> ApplyTemplateResponse:
         """The text that a conversation becomes before the model continues it."""
         box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
-        conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages")
+        conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
         with state.admission.reserve(), refusing():
-            return ApplyTemplateResponse(prompt=await asyncio.to_thread(prompts.text, conversation.turns, box.told))
+            return ApplyTemplateResponse(prompt=await asyncio.to_thread(prompts.text, conversation.turns, box.told, conversation.style))
 
     return routes
 
@@ -70,7 +70,7 @@ class _ChatHandler(CompletionHandler):
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
         box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
-        self._conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages")
+        self._conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
         self._prediction = None if body.prediction is None else text_of(body.prediction.content, "prediction.content")
 
     def work(self) -> Work:

@@ -24,6 +24,7 @@ from ngramspec.server.openai.schemas import CompletionRequest, CompletionRespons
 from ngramspec.server.prompts import Prompts
 from ngramspec.server.state import State
 from ngramspec.server.token_texts import TokenTexts
+from ngramspec.text.decoding import Special
 
 KIND = "text_completion"
 MAX_TOKENS = 16
@@ -89,6 +90,7 @@ class _TextHandler(CompletionHandler):
         prompt_logprobs = body.logprobs if self.echo else None
         self.params = body.params(max_tokens=max(max_tokens, 1), n=best_of, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         self._bounds.check(self.params, len(self.prompts))
+        self._special = Special.of(self.params.skip_special_tokens, self.params.spaces_between_special_tokens)
         self._fim = state.fim if body.suffix else None
         if self._fim is not None and not self.params.ignore_eos:
             self.params = replace(self.params, stop_token_ids=(*self.params.stop_token_ids, *self._fim.stop_ids))
@@ -176,11 +178,11 @@ class _TextHandler(CompletionHandler):
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.prompts[number]
-        return prompt if isinstance(prompt, str) else "".join(self._texts.running(prompt))
+        return prompt if isinstance(prompt, str) else "".join(self._texts.running(prompt, self._special))
 
     def _prompt_tokens(self, completion: Completion) -> list[tuple[int, TokenLogprob | None, str]]:
         ids = completion.prompt_token_ids
-        return list(zip(ids, completion.prompt_logprobs or [], self._texts.running(ids), strict=True))
+        return list(zip(ids, completion.prompt_logprobs or [], self._texts.running(ids, self._special), strict=True))
 
 
 def _several(prompt: Any) -> Sequence[str | list[int]]:

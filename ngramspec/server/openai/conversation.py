@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ngramspec.engine import Hints
+from ngramspec.server import sampling
 from ngramspec.server.admission import Work
 from ngramspec.server.errors import ApiError, refusing
 from ngramspec.server.openai.schemas import Part, Sampled
 from ngramspec.server.openai.tools import Listener, Toolbox
-from ngramspec.server.prompts import Prompts
+from ngramspec.server.prompts import ANSWER, Prompts, Style
 from ngramspec.server.state import State
 from ngramspec.server.tool_turns import Turn
 from ngramspec.text.call_reader import CallReader
@@ -29,6 +30,7 @@ class Conversation:
     toolbox: Toolbox
     param: str
     """The field that the turns come from."""
+    style: Style = ANSWER
     held: bool = False
     """A grammar holds calls to their form. Known when there is a work."""
 
@@ -44,8 +46,11 @@ class Conversation:
     def work(self, body: Sampled, hints: Hints, *, max_tokens: int | None, n: int, logprobs: int | None) -> Work:
         """Raises ApiError. Renders, encodes, compiles; may take a while."""
         state, box = self.state, self.toolbox
+        if box.tools and sampling.given(body).get("skip_special_tokens") is False:
+            why = "not beside tools, whose calls are told apart from text by special tokens"
+            raise unsupported("skip_special_tokens", why)
         with refusing():
-            ids = body.cut(self.prompts.chat(self.turns, box.told), state.engine.max_model_len - (max_tokens or 1))
+            ids = body.cut(self.prompts.chat(self.turns, box.told, self.style), state.engine.max_model_len - (max_tokens or 1))
             state.bounds.check_prompt(len(ids), self.param)
             if not ids:
                 raise ApiError(400, f"{self.param}: the model's chat template makes nothing of them", param=self.param)

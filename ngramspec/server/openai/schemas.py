@@ -16,6 +16,7 @@ from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError, bad_request
 from ngramspec.server.fields import CHAT, COMPLETIONS
 from ngramspec.server.openai.tools import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
+from ngramspec.server.prompts import Style
 from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
 from ngramspec.server.structured import Structured
 
@@ -117,6 +118,20 @@ class Tooled(StrictModel):
     tool_choice: ToolChoice | None = None
     """`none`, `auto`, `required` or a function; those other than `none` and `auto` hold the answer to calls that fit their schemas."""
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    """False: the prompt ends behind the last message."""
+    continue_final_message: bool | None = None
+    """The last message, the assistant's, goes on; only with `add_generation_prompt` false."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template."""
+
+    def style(self) -> Style:
+        """Raises ApiError (400)."""
+        answer_follows, goes_on = self.add_generation_prompt is not False, bool(self.continue_final_message)
+        if goes_on and answer_follows:
+            why = "continue_final_message: only with add_generation_prompt false: a message goes on, or another begins"
+            raise ApiError(400, why, param="continue_final_message")
+        return Style(answer_follows, goes_on, self.chat_template_kwargs or {})
 
 
 class ApplyTemplateRequest(Tooled):

@@ -9,6 +9,7 @@ import json
 import re
 import secrets
 import string
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -26,6 +27,8 @@ from ngramspec.text.call_reader import Argued, Called, CallReader, Event, Said
 from ngramspec.text.tool_calls import CallFormat, Tool, call_grammar
 
 MAX_TOOLS = 128
+SEEK_S = 1.0
+"""For finding the tool whose parameters are at fault."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The parameters of a tool that has none."""
@@ -109,7 +112,10 @@ class Toolbox:
         try:
             engine.compile_grammar(grammar)
         except GrammarError as error:
+            deadline = time.monotonic() + SEEK_S
             for i, tool in enumerate(self.tools):
+                if time.monotonic() > deadline:
+                    break
                 try:
                     engine.compile_grammar(Grammar.json_schema({"type": "object"} | tool.parameters))
                 except GrammarError as wrong:

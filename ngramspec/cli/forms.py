@@ -1,0 +1,50 @@
+"""What a text must look like, as the command line has it: a file or the text itself enters, a `Grammar` leaves. Compiles nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ngramspec.batch.errors import GrammarError
+from ngramspec.batch.grammar import Grammar
+from ngramspec.cli.common import BadInputError, check_text, read_file
+
+_GBNF, _LARK = re.compile(r"^\s*root\s*::=", re.MULTILINE), re.compile(r"^\s*\??start\s*(\.-?\d+)?\s*:(?!:)", re.MULTILINE)
+
+
+def grammar_of(grammar: str | None, json_schema: str | None) -> Grammar | None:
+    """What --grammar or --json-schema say; None of neither. Raises BadInputError, which names the option."""
+    if grammar is not None and json_schema is not None:
+        raise BadInputError("give either --grammar or --json-schema, not both: a text has one form")
+    if json_schema is not None:
+        text, origin = _read(json_schema, "--json-schema")
+        return _made(Grammar.json_schema, text, f"--json-schema: {origin}")
+    if grammar is None:
+        return None
+    text, origin = _read(grammar, "--grammar")
+    if _GBNF.search(text):
+        return _made(Grammar.gbnf, text, f"--grammar: {origin}")
+    if _LARK.search(text):
+        return _made(Grammar.lark, text, f"--grammar: {origin}")
+    raise BadInputError(f"--grammar: {origin} has neither a rule `root ::= …`, as llama.cpp has it, nor `start: …`, as Lark has it")
+
+
+def _read(given: str, option: str) -> tuple[str, str]:
+    """(the text, where it is from)"""
+    check_text(given, option)
+    try:
+        is_file = Path(given).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # no path: too long, or with a NUL
+        is_file = False
+    if is_file:
+        return read_file(Path(given).expanduser(), option), given
+    shown = given if len(given) <= 40 else f"{given[:40]}…"
+    return given, f"{shown!r}, of which there is no file,"
+
+
+def _made(make: Callable[[str], Grammar], text: str, origin: str) -> Grammar:
+    try:
+        return make(text)
+    except GrammarError as error:
+        raise BadInputError(f"{origin} cannot be used: {error}") from error
