@@ -16,6 +16,7 @@ from aot import check_limits, compile_kernel, run_aot
 
 from ngramspec.cuda import kv_move, rope_kv
 from ngramspec.cuda.rows import Rows
+from ngramspec.cuda.shares import WORDS
 
 N_BLOCKS = 5
 
@@ -25,7 +26,7 @@ def rows_at(positions: list[int], slots: list[int], device: str) -> Rows:
         return torch.as_tensor(np.asarray(x, np.int32)).to(device)
 
     n = len(positions)
-    return Rows(array(positions), array(slots), array(positions), *map(array, (np.zeros((n, 1)), [[0, n]], [0], [[0]])))
+    return Rows(array(positions), array(slots), array(positions), *map(array, (np.zeros((n, 1)), np.zeros((0, WORDS)), [[0]])))
 
 
 def memory(heads: int, dim: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
