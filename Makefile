@@ -24,7 +24,7 @@ help:
 	@echo "make bench   what a pass costs, and how much faster decoding is"
 	@echo "make report  every drafter and other tools by category, in an hour: benchmarks/REPORT.md; goes on where it was stopped; REPORT=--fresh"
 	@echo "make gpu     all that is measured on a CUDA device; GPU='--share 1/3 --out F.json' and others: see its --help"
-	@echo "make soak    a server under load and beside rude clients, for about an hour"
+	@echo "make soak    a server under load and beside rude clients, and the long tests, for over an hour"
 	@echo "make peers   install what the benchmarks compare with"
 	@echo "make llama   install llama.cpp to compare with, which is compiled for minutes"
 	@echo "make clean   remove what these targets made, but for the model cache"

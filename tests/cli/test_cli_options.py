@@ -31,7 +31,7 @@ FLAGS = {
     "--max-model-len --max-tokens --min-tokens --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --seed --n --stop -s --ignore-eos --no-spec --show-drafts --spec-length --spec-rows --max-order --datastore -d "
     "--no-similar --no-recycle --draft-model --draft-layers --drafter --alone --acceptance --lenience --prediction --history --logprobs "
-    "--json --quiet -q",
+    "--json --quiet -q --grammar --json-schema",
     "serve": "--model -m --device --dtype --precision --kv-dtype --quantize --gpu-memory-utilization --threads --max-model-len "
     "--max-seqs --kv-memory --prefix-cache --no-prefix-cache --datastore -d --no-spec --spec-length --spec-rows --max-order --history "
     "--repo --with-installed --max-repo-files "
@@ -60,7 +60,9 @@ def test_flags_stay(command: str) -> None:
 def test_every_setting_is_an_option_with_its_default(command: str, table: type) -> None:
     declared = {each.name: each for each in parameters(command)}
     for each in options_of(table).values():
-        if each.flags is None or (each.only and command not in each.only):
+        if each.name == "grammar":  # an object in Python; on the command line a file or a text of the command's own
+            assert declared[each.name].opts == ["--grammar"]
+        elif each.flags is None or (each.only and command not in each.only):
             assert each.name not in declared
         elif each.default is True:
             assert any(flag.startswith("--no-") for flag in [*declared[each.name].opts, *declared[each.name].secondary_opts])

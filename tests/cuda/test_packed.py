@@ -50,8 +50,8 @@ def decoded(runner: CudaRunner, how: dict[str, Any], drafted: list[int] | None =
     [
         ("llama", {"kind": "Q4_0"}, Stack),
         ("qwen2", {"kind": "Q4_K", "kinds": MEDIUM, "tied": True}, Stack),
-        ("llama", {"kind": "Q8_0", "kinds": {"attn_k": "F16", "ffn_up": "Q2_K"}}, Stack),
-        ("gemma2", {"kind": "Q4_1"}, Modules),
+        pytest.param("llama", {"kind": "Q8_0", "kinds": {"attn_k": "F16", "ffn_up": "Q2_K"}}, Stack, marks=pytest.mark.soak),
+        pytest.param("gemma2", {"kind": "Q4_1"}, Modules, marks=pytest.mark.soak),
     ],
     ids=["llama", "mixed", "half-dense", "modules"],
 )
@@ -73,6 +73,7 @@ def test_drafts_and_blocks_change_nothing(
         assert torch.equal(torch.stack(plain.rows), torch.stack(on.rows))
 
 
+@pytest.mark.soak
 def test_products_are_proved_as_others_are(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_gguf, "LAYERS", {"llama": 1})
     runner = bind(
@@ -86,7 +87,14 @@ def test_products_are_proved_as_others_are(device: str, tmp_path: Path, monkeypa
     assert [part.n_out for part in qkv.parts] == [384, 128]
 
 
-@pytest.mark.parametrize("options", [{"kind": "Q4_0"}, {"kind": "Q8_0", "tied": True}, {"kind": "Q4_K", "kinds": MEDIUM}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "Q4_0"},
+        pytest.param({"kind": "Q8_0", "tied": True}, marks=pytest.mark.soak),
+        pytest.param({"kind": "Q4_K", "kinds": MEDIUM}, marks=pytest.mark.soak),
+    ],
+)
 def test_the_device_keeps_what_the_file_has(options: dict[str, Any], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.take_on_trust(monkeypatch)
     path = tiny_gguf.write(tmp_path / "m.gguf", std=0.1, **options)
