@@ -125,12 +125,18 @@ class Page:
         return self.until(lambda: not self.running)
 
     def run(self, button: str = "#run") -> Page:
+        """Click and wait for the end of what that begins; what went wrong then, and was not provoked, is said here."""
+        before = "about to be run"
+        self.js("document.getElementById('status').textContent = arguments[0]", before)
         self.click(button)
-        return self.done()
+        self.until(lambda: self.js("return document.getElementById('status').textContent") != before).done()
+        problem = self.js("const p = document.getElementById('problem'); return p.hidden ? '' : p.textContent")
+        assert not problem or self.refusals, problem.strip()
+        return self
 
     def tokens(self, lane: int = 0) -> list[tuple[str, str]]:
         """(text, source) of the tokens of an answer."""
-        script = """return [...document.querySelectorAll('.lane')[arguments[0]].querySelectorAll('.text .tok')].map(
+        script = """return [...(document.querySelectorAll('.lane')[arguments[0]]?.querySelectorAll('.text .tok') ?? [])].map(
             (t) => [t.textContent, (t.className.match(/src-(\\w+)/) ?? ['', ''])[1]])"""
         return [tuple(pair) for pair in self.js(script, lane)]
 
