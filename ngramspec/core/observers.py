@@ -22,6 +22,9 @@ from ngramspec.core.sequence import Sequence
 from ngramspec.drafting.base import Speculator
 from ngramspec.model.runner import Output
 
+TOGETHER = 8
+"""Passes are counted together: what is done again right away finds its code in the caches, which a pass fills with weights."""
+
 
 @dataclass(slots=True)
 class Accepted:
@@ -111,12 +114,21 @@ class Counts:
         self._expected = np.zeros((1, len(names)))
         self._free = [0]
         self._row_of: dict[Sequence, int] = {}
+        self._passes: list[tuple[list[Accepted], Batch]] = []
 
     def add(self, accepted: Iterable[Accepted], batch: Batch) -> None:
         """A pass gave these sequences tokens."""
-        counted = [each for each in accepted if len(each.tokens)]
-        if not counted:
-            return
+        if counted := [each for each in accepted if len(each.tokens)]:
+            self._passes.append((counted, batch))
+            if len(self._passes) >= TOGETHER:
+                self._count_passes()
+
+    def _count_passes(self) -> None:
+        for counted, batch in self._passes:
+            self._count_pass(counted, batch)
+        self._passes.clear()
+
+    def _count_pass(self, counted: list[Accepted], batch: Batch) -> None:
         lines = np.array([(self._row(a.seq), a.index, len(a.tokens), len(a.path)) for a in counted], np.int64)
         trees = [a.span.tree for a in counted if a.span.tree is not None]
         sources, probs = joined([tree.sources for tree in trees], np.uint8), joined([tree.probs for tree in trees], np.float32)
@@ -125,6 +137,7 @@ class Counts:
 
     def settle(self, seq: Sequence) -> None:
         """Put what was counted into the sequence's statistics."""
+        self._count_passes()
         row = self._row_of.pop(seq, None)
         if row is None:
             return

@@ -115,6 +115,7 @@ class Core:
         self.timing.made(sum(len(each.tokens) for each in accepted))
         if not self.scheduler.has_work:
             self.timing.finish()
+            self.timing.tell()
         return changed
 
     def _halve(self, rows: list[ScheduledRows], n_rows: int) -> bool:

@@ -19,6 +19,10 @@ LOOK = 128
 """Where drafts have displaced plain passes for so many passes, one is plain to see what it takes: the price is made of that. And where none
 had drafts, because their rows are believed to be dear, one buys them at half the price to see whether that is so. At first earlier."""
 
+TOGETHER, TOGETHER_MS = 8, 40.0
+"""The curve and the price hear of so many steps together, or of so many milliseconds: behind a pass, which has filled the caches with
+weights, what is done once takes five times as long as what is done again."""
+
 
 class Plan(NamedTuple):
     """What a pass may spend on drafts."""
@@ -37,6 +41,8 @@ class Timing:
         self._load = self._base = Load(0)
         self._has_prompt = self._speculates = False
         self._made = self._nodes = 0
+        self._over: list[_Step] = []
+        self._unheard_ms = 0.0
         self._since_plain, self._patience = 0, 8
         self._since_drafts, self._boldness = 0, 8
 
@@ -77,13 +83,36 @@ class Timing:
         """The step is over."""
         if self._started is None:
             return
-        ms = (self._clock() - self._started) * 1e3
-        self._started, load = None, self._load
-        if load.rows == 0 or load.n_seqs == 0:
-            return
-        if self._speculates:
-            plain = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
-            foretold = Foretold(self.cost.predict(load), self.cost.predict(self._base), plain, self._nodes)
-            self.price.took(load.n_seqs, self._made, ms, foretold, has_prompt=self._has_prompt)
-        if not self._has_prompt:
-            self.cost.observe(load, ms)
+        ms, load = (self._clock() - self._started) * 1e3, self._load
+        self._started = None
+        if load.rows and load.n_seqs:
+            self._over.append(_Step(ms, load, self._base, self._nodes, self._made, self._has_prompt, self._speculates))
+            self._unheard_ms += ms
+        if len(self._over) >= TOGETHER or self._unheard_ms >= TOGETHER_MS:
+            self.tell()
+
+    def tell(self) -> None:
+        """Have what was learned of steps so far in the curve and the price."""
+        for step in self._over:
+            load = step.load
+            if step.speculates:
+                plain = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
+                foretold = Foretold(self.cost.predict(load), self.cost.predict(step.base), plain, step.nodes)
+                self.price.took(load.n_seqs, step.made, step.ms, foretold, has_prompt=step.has_prompt)
+            if not step.has_prompt:
+                self.cost.observe(load, step.ms)
+        self._over.clear()
+        self._unheard_ms = 0.0
+
+
+class _Step(NamedTuple):
+    """What a step was."""
+
+    ms: float
+    load: Load
+    base: Load
+    """Without drafts."""
+    nodes: int
+    made: int
+    has_prompt: bool
+    speculates: bool
