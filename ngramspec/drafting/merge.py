@@ -17,7 +17,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.experimental import structref
 
 from ngramspec.drafting.budget import lower_hull, pass_costs, worth
 from ngramspec.drafting.calibration import Calibration, judge, odds_against, verify
@@ -82,9 +83,24 @@ class Guard(NamedTuple):
     codes: np.ndarray  # [S, G] int64
 
 
+@structref.register
+class DeskType(types.StructRef):
+    pass
+
+
+class Desk(structref.StructRefProxy):
+    """What a proposer has on its desk: all arrays that stay the same from step to step. Compiled code gets them as one argument: each of
+    fifty by itself would be looked up and unpacked at every call, which costs more than the work itself."""
+
+
+_ON_DESK = ("states", "output_caches", "contexts", "nodes", "weights", "guard", "recycled", "calibration", "speakers", "rates", "work")
+structref.define_proxy(Desk, DeskType, list(_ON_DESK))
+
+
 @njit(cache=True, nogil=True)
-def _lend(nodes, weights, work, calibration):
+def _lend(desk):
     """All without reference counts: valid while the caller holds the originals."""
+    nodes, work, calibration, weights = desk.nodes, desk.work, desk.calibration, desk.weights
     nodes = Nodes(
         lent(nodes.token),
         lent(nodes.parent),
@@ -114,7 +130,8 @@ def _lend(nodes, weights, work, calibration):
         lent(work.recycled),
     )
     calibration = Calibration(lent(calibration.by_source), lent(calibration.by_level), lent(calibration.verified))
-    return nodes, Weights(lent(weights.states), lent(weights.mix)), work, calibration
+    weights = Weights(lent(weights.states), lent(weights.mix))
+    return lent(desk.states), lent(desk.contexts), nodes, weights, work, calibration
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -266,35 +283,14 @@ def foresee(state, output):
 
 
 @njit(cache=True, nogil=True)
-def grow(
-    states,
-    output_caches,
-    contexts,
-    slots,
-    max_depth,
-    cost_ms,
-    base_rows,
-    max_nodes,
-    price,
-    spec_length,
-    chains,
-    nodes,
-    weights,
-    guard,
-    external,
-    n_drafters,
-    recycled,
-    calibration,
-    speakers,
-    work,
-):
+def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_length, chains, external, n_drafters):
     """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
 
     Tree b is start[b] .. start[b + 1]; parents count from its own first node. `price`: tokens per millisecond, 0: what the pass makes.
     `chains`: no node has a sibling.
     """
-    nodes, weights, work, calibration = _lend(nodes, weights, work, calibration)
-    states, output_caches, contexts = lent(states), lent(output_caches), lent(contexts)
+    states, contexts, nodes, weights, work, calibration = _lend(desk)
+    output_caches, speakers, guard, recycled = lent(desk.output_caches), desk.speakers, desk.guard, desk.recycled
     speakers = Speakers(lent(speakers.of_state), speakers.own, speakers.similar)
     guard = Guard(lent(guard.n), lent(guard.codes))
     external = ExternalTrees(lent(external.start), lent(external.tokens), lent(external.parents), lent(external.codes))
@@ -401,29 +397,13 @@ def grow(
 
 
 @njit(cache=True, nogil=True)
-def settle(
-    states,
-    contexts,
-    slots,
-    begin_at,
-    new_start,
-    new_tokens,
-    path_start,
-    path,
-    history,
-    nodes,
-    n_drafters,
-    weights,
-    rates,
-    calibration,
-    work,
-):
+def settle(desk, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters):
     """Learn from the judged nodes and append the accepted tokens, from batch index `begin_at` on.
 
     -> the batch index whose buffer must grow first (call again from there), or B when all is done.
     """
-    nodes, weights, work, calibration = _lend(nodes, weights, work, calibration)
-    states, contexts = lent(states), lent(contexts)
+    states, contexts, nodes, weights, work, calibration = _lend(desk)
+    rates = lent(desk.rates)
     R = len(nodes.token) // len(states)
     keys = np.empty(len(contexts), np.uint64)
     for b in range(begin_at, len(slots)):

@@ -38,7 +38,7 @@ from ngramspec.drafting.base import (
 )
 from ngramspec.drafting.calibration import new_calibration, reliability
 from ngramspec.drafting.evidence import ExternalTrees, Nodes
-from ngramspec.drafting.merge import NOBODY, Guard, Speakers, Weights
+from ngramspec.drafting.merge import NOBODY, Desk, Guard, Speakers, Weights
 from ngramspec.drafting.pace import Pace, Turns
 from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.drafting.suffix import Drafts, SuffixDrafter
@@ -152,8 +152,14 @@ class Proposer(Speculator):
             cand_state=np.zeros((rows * evidence.WIDTH, evidence.GROUPS), np.int16),
         )
         self._scratch = evidence.new_scratch()
+        self._desk = self._laid_out()
         self._last_trees: dict[int, DraftTree] = {}
         self._n_external = 0
+
+    def _laid_out(self) -> Desk:
+        tables = self._states, self._output_cache.states, self._contexts
+        learned = self._recycled, self._calibration, SPEAKERS, self._rates
+        return Desk(*tables, self._nodes, self.weights, self._guard, *learned, self._scratch)
 
     def bind(self, runner: Any) -> None:
         for drafter in self.drafters:
@@ -205,6 +211,7 @@ class Proposer(Speculator):
             wider = np.zeros((len(self._buffers), _power_of_two(len(codes))), np.int64)
             wider[:, : self._guard.codes.shape[1]] = self._guard.codes
             self._guard = Guard(self._guard.n, wider)
+            self._desk = self._laid_out()
         self._guard.n[slot] = len(codes)
         self._guard.codes[slot, : len(codes)] = codes
         for d in range(len(self.drafters)):
@@ -220,9 +227,7 @@ class Proposer(Speculator):
         stored = self._look_up(self.datastore, slots, max_depth) if self.datastore is not None else None
         external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = merge.grow(
-            self._states,
-            self._output_cache.states,
-            self._contexts,
+            self._desk,
             slots,
             np.ascontiguousarray(max_depth, np.int32),
             np.ascontiguousarray(cost_ms, np.float64),
@@ -231,15 +236,8 @@ class Proposer(Speculator):
             float(price),
             self.spec_length,
             self.chains,
-            self._nodes,
-            self.weights,
-            self._guard,
             external,
             n_drafters,
-            self._recycled,
-            self._calibration,
-            SPEAKERS,
-            self._scratch,
         )
         cuts = start.tolist()
         trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -256,23 +254,7 @@ class Proposer(Speculator):
         path_start, path = _concatenate(paths)
         b = 0
         while True:
-            b = merge.settle(
-                self._states,
-                self._contexts,
-                slots,
-                b,
-                new_start,
-                new,
-                path_start,
-                path,
-                self.history,
-                self._nodes,
-                self._n_external,
-                self.weights,
-                self._rates,
-                self._calibration,
-                self._scratch,
-            )
+            b = merge.settle(self._desk, slots, b, new_start, new, path_start, path, self.history, self._n_external)
             if b == len(slots):
                 break
             self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)

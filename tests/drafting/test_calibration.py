@@ -62,7 +62,8 @@ class Run:
         who = self.proposer.source_names.index("recycled" if likely else "promising") if likely or source else -1
         while n < len(text):
             if not correct:
-                self.proposer._calibration = new_calibration()
+                for kept, fresh in zip(self.proposer._calibration, new_calibration(), strict=True):
+                    kept[:] = fresh
             tree = self.proposer.propose(SLOT, np.array([len(text) - n], np.int32), COST_MS, 1, 500)[0]
             child = {key: i for i, key in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
             path: list[int] = []
