@@ -1,12 +1,14 @@
 """What is speculation worth at every load, and does it keep what it promises?
 
     python -m benchmarks.loads --model M --prompts F.jsonl [--prompts F.jsonl ...] [--random-prompts] [--limit N] [--max-tokens K]
-        [--temperatures T,T] [--concurrency C,C] [--rounds R] [--datastore FOREIGN] [--unrelated F.jsonl] [--log F.jsonl]
+        [--temperatures T,T] [--concurrency C,C] [--rounds R] [--datastore FOREIGN] [--unrelated F.jsonl] [--disturbed]
+        [--log F.jsonl]
 
 Every set of prompts is completed at every temperature with so many requests under way, the next one coming as one ends, with speculation
 off and on, in turns: one at a time prompt by prompt, else the whole set. Requests of a run know each other's answers, nobody else's. With
 `--datastore`, also with drafts from that datastore, and with `--unrelated`, also where answers to those prompts are known: neither has to
-do with the prompts, so what counts is that nothing is lost (`against_on`).
+do with the prompts, so what counts is that nothing is lost (`against_on`). With `--disturbed`, also with what a first start believed passes
+to cost while every core computed something else, and what `SETTLED` passes taught it since.
 
 Progress goes to standard error, a table and a last line of JSON to standard output. `passes`: by rows, how many steps lately, what they
 were foretold to take, and took. `by_source`: draft nodes, the sum of their probabilities, and those that were accepted.
@@ -16,24 +18,33 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks import common, decode
 from benchmarks.common import Prompt, say
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
+from ngramspec.batch.cost import CostModel
 from ngramspec.batch.types import Completion
 from ngramspec.core.timing import Timing
 from ngramspec.drafting.proposer import Proposer
 
 LEAST_NODES = 200
 """Of a source, that its probabilities are worth a comparison with."""
+SETTLED = 200
+"""Passes in which a disturbed start is to be made up for."""
 
 
 @dataclass(slots=True)
@@ -48,6 +59,7 @@ class Runs:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     log = common.Kept(args.log)
+    disturbed = disturbed_cost(args) if args.disturbed else None
     with Engine(
         args.model,
         max_seqs=max(64, *args.concurrency),
@@ -61,12 +73,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         unrelated = common.read_prompts(args.unrelated, engine.tokenizer, args.limit) if args.unrelated else []
         rows = []
         timings = {name: Timing(copy.deepcopy(engine.core.cost)) for name in ("off", "on", "store", "unrelated")}
+        if disturbed is not None:
+            timings["disturbed"] = Timing(disturbed)
+            settle(engine, timings["disturbed"], [prompt for prompts in sets.values() for prompt in prompts])
         for name, prompts in sets.items():
             fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
             for temperature in args.temperatures:
                 for concurrency in args.concurrency:
                     key = {"set": name, "temperature": temperature, "concurrency": concurrency, "model": args.model, "limit": args.limit}
-                    key |= {"max_tokens": args.max_tokens, "foreign": bool(args.datastore), "unrelated": bool(unrelated)}
+                    key |= {
+                        "max_tokens": args.max_tokens,
+                        "foreign": bool(args.datastore),
+                        "unrelated": bool(unrelated),
+                        "disturbed": args.disturbed,
+                    }
                     row = log.get(key)
                     if row is None:
                         row = {
@@ -99,6 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--unrelated", type=common.file, metavar="F.jsonl", help="prompts whose answers are known beside, and have nothing to do with these"
     )
+    add("--disturbed", action="store_true", help="also with the cost of passes as a start believed it while other processes computed")
     add("--log", type=Path, metavar="F.jsonl", help="keep what is measured here, and go on from it")
     args = parser.parse_args(argv)
     if not args.prompts and not args.random_prompts:
@@ -114,6 +135,42 @@ def numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"numbers separated by commas, got {text!r}") from error
 
 
+def disturbed_cost(args: argparse.Namespace) -> CostModel:
+    """What a first start believes that passes cost while every core computes something else."""
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(os.environ, NGRAMSPEC_CACHE=cache),
+        busy(),
+        Engine(args.model, progress=say, **common.engine_options(args)) as engine,
+    ):
+        cost = copy.deepcopy(engine.core.cost)
+    say("disturbed: " + ", ".join(f"{n:.0f} rows {ms:.1f} ms" for n, ms in zip(cost.counts, cost.times, strict=True)))
+    return cost
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """Every core computes, in processes of their own."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: sum(range(10**6))"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def settle(engine: Engine, timing: Timing, prompts: list[Prompt]) -> None:
+    """Let `SETTLED` passes with drafts teach it what they take."""
+    engine.use(speculator=Proposer(vocab_size=engine.vocab_size))
+    engine.core.timing = timing
+    before = engine.core.n_passes
+    for prompt in prompts:
+        if engine.core.n_passes - before >= SETTLED:
+            break
+        engine.complete(prompt.ids, SamplingParams(max_tokens=96), prefix_cache=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     prompts: list[Prompt]
@@ -124,7 +181,8 @@ class Cell:
 def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespace, timings: dict[str, Timing]) -> dict[str, Any]:
     """A row of the JSON document."""
     params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
-    contenders = ["off", "on", *(["store"] if args.datastore else []), *(["unrelated"] if what.unrelated else [])]
+    others = {"store": args.datastore, "unrelated": what.unrelated, "disturbed": args.disturbed}
+    contenders = ["off", "on", *(name for name, wanted in others.items() if wanted)]
     rounds = 1 if what.concurrency == 1 else args.rounds
     portions = decode.in_groups(what.prompts, 1) if what.concurrency == 1 else [what.prompts]
     runs = {name: Runs() for name in contenders}

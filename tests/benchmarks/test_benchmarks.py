@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 
-from benchmarks import common, decode, peers, step
+from benchmarks import common, decode, loads, peers, step
 from benchmarks.peers import PeerAbsentError, Run, Task
 from ngramspec import SamplingParams, Stats
 
@@ -322,3 +322,14 @@ def test_weight_bytes_count_a_tied_table_once(tiny_model: Callable[..., Any]) ->
     tied, untied = tiny_model("llama", tie_word_embeddings=True), tiny_model("llama", tie_word_embeddings=False)
     assert step.weight_bytes(tied) == step.weight_bytes(untied)
     assert step.weight_bytes(tied) == sum(p.numel() for p in tied.parameters()) * 4
+
+
+def test_loads(folder: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(loads, "SETTLED", 3)
+    options = ["--limit", "3", "--max-tokens", "4", "--temperatures", "0", "--concurrency", "1,3", "--threads", "1"]
+    loads.main(["--model", str(folder), "--prompts", str(prompts_file), "--unrelated", str(prompts_file), "--disturbed", *options])
+    document = last_document(capsys)
+    assert document["identical"]
+    assert [(row["key"]["concurrency"], row["prompts"]) for row in document["cells"]] == [(1, 3), (3, 6)]
+    assert all(row["against_on"].keys() == {"unrelated", "disturbed"} for row in document["cells"])
+    assert document["means"].keys() == {"1", "3"}
