@@ -6,6 +6,8 @@ compute, leaves. A matrix is packed as it is read, and never lies in memory as n
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +24,8 @@ from ngramspec.model.stored import Source, Stored
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that see the same input and become one."""
+TELL_S = 0.3
+"""Seconds between two words on how far packing is."""
 
 
 class Binder:
@@ -33,7 +37,7 @@ class Binder:
         self._made: dict[int, Matrix] = {}  # by the parameter, which may be tied
         self.matrices: dict[str, Matrix] = {}
         """By the path of the layer."""
-        self._done = 0
+        self._done, self._told_s = 0, -math.inf
 
     def bind(self) -> None:
         """Raises UnsupportedModelError, ModelNotFoundError, MemoryError."""
@@ -84,7 +88,9 @@ class Binder:
 
     def _say(self, stored: Stored) -> None:
         self._done += stored.n_rows * stored.row_bytes
-        self._progress(f"packing weights, {min(100, self._done * 100 // max(1, self.source.n_bytes))} %")
+        if time.monotonic() - self._told_s > TELL_S:
+            self._told_s = time.monotonic()
+            self._progress(f"packing weights, {min(100, self._done * 100 // max(1, self.source.n_bytes))} %")
 
 
 def _is_bfloat16(stored: Stored) -> bool:

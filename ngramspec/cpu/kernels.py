@@ -29,6 +29,8 @@ ZEROS, NOUGHTS = ir.Constant(FLOATS, [0.0] * WIDTH), ir.Constant(WORDS, [0] * WI
 INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)
 """Numbers of rows that there are functions for; others are put together of these."""
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
+FEW_ROWS = (1, 4)
+"""Of either, enough for a few passes: they compile in a seventh of the time."""
 RECORD = 16
 """Bytes that describe a block of 32 activations beside their codes: float32 scale, int32 sum of the codes, int32 sum of the first 16,
 float32 scale · sum."""
@@ -131,20 +133,20 @@ class Kernels:
     def __init__(self, target: Target | None = None, folder: Path | None = None) -> None:
         self.target = target or host_target()
         self._code = Code(self.target, folder)
-        self._found: dict[tuple[Format, bool], dict[int, int]] = {}
+        self._found: dict[tuple[Format, bool, bool], dict[int, int]] = {}
         self._others: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def of(self, fmt: Format, int8: bool) -> dict[int, int]:
-        """By number of rows: INT8_ROWS, or FLOAT_ROWS."""
+    def of(self, fmt: Format, int8: bool, *, few: bool = False) -> dict[int, int]:
+        """By number of rows: INT8_ROWS, or FLOAT_ROWS; of these `few`: FEW_ROWS."""
         assert not int8 or isinstance(fmt, Blocks), fmt
         with self._lock:
-            if (fmt, int8) not in self._found:
-                counts = INT8_ROWS if int8 else FLOAT_ROWS
+            if (fmt, int8, few) not in self._found:
+                counts = FEW_ROWS if few else INT8_ROWS if int8 else FLOAT_ROWS
                 write = _int8 if int8 else _float32
-                address = self._code.compile(f"{fmt} {int8}", lambda: _module(self.target, fmt, counts, write))
-                self._found[fmt, int8] = {rows: address(f"rows_{rows}") for rows in counts}
-            return self._found[fmt, int8]
+                address = self._code.compile(f"{fmt} {int8} {counts}", lambda: _module(self.target, fmt, counts, write))
+                self._found[fmt, int8, few] = {rows: address(f"rows_{rows}") for rows in counts}
+            return self._found[fmt, int8, few]
 
     def quantise(self) -> int:
         """A function of the addresses of a row [K] float32, the number of its blocks, its codes [K] int8 and their records (RECORD)."""

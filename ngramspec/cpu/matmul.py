@@ -56,7 +56,7 @@ class Products:
         self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
         self.tables = np.zeros((0, TABLE), np.int64)
         self._made: list[Matrix] = []
-        self._lines: dict[tuple[Format, bool], int] = {}
+        self._lines: dict[tuple[Format, bool, bool], int] = {}
 
     def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
         """`bias` [N] float32."""
@@ -71,23 +71,24 @@ class Products:
         self._made.append(Matrix(weight, whole, np.array(fields, np.int64)))
         return self._made[-1]
 
-    def switch(self, int8: bool) -> None:
-        """Compute with activations of 8 bits from now on, or without. What has copied the fields of matrices is to be made anew."""
+    def switch(self, int8: bool, *, soon_over: bool = False) -> None:
+        """Compute with activations of 8 bits from now on, or without. What has copied the fields of matrices is to be made anew.
+        `soon_over`: for a few passes only, which may take longer, so that less is compiled."""
         self.int8 = int8
         for m in self._made:
             one = int8 and isinstance(m.weight.format, Blocks)
-            m.fields[LINE_OF], m.fields[INT8] = self._line(m.weight.format, one), one
+            m.fields[LINE_OF], m.fields[INT8] = self._line(m.weight.format, one, soon_over), one
 
-    def _line(self, fmt: Format, int8: bool) -> int:
-        if (fmt, int8) not in self._lines:
-            functions = self.kernels.of(fmt, int8)
+    def _line(self, fmt: Format, int8: bool, soon_over: bool = False) -> int:
+        if (fmt, int8, soon_over) not in self._lines:
+            functions = self.kernels.of(fmt, int8, few=soon_over)
             line = np.zeros((1, TABLE), np.int64)
             for rows, address in functions.items():
                 line[0, FUNCTIONS + rows] = address
             line[0, : MOST_ROWS + 1] = put_together(measured(functions, fmt, int8))
             self.tables = np.concatenate([self.tables, line])
-            self._lines[fmt, int8] = len(self.tables) - 1
-        return self._lines[fmt, int8]
+            self._lines[fmt, int8, soon_over] = len(self.tables) - 1
+        return self._lines[fmt, int8, soon_over]
 
 
 def measured(functions: dict[int, int], fmt: Format, int8: bool, repeat: int = 7) -> dict[int, float]:

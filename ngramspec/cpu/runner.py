@@ -94,7 +94,7 @@ class CpuRunner(StackRunner):
         with torch.inference_mode():
             self.recipe = self._recipe(source)
             # With activations of 8 bits, rounding would hide what is wrong, or look like it.
-            self._products.switch(False)
+            self._products.switch(False, soon_over=self.precision == "int8")
             self._build(source, binder)
             self._check(source, expected, tokens.numpy().astype(np.int32))
             self._products.switch(self.precision == "int8")

@@ -136,7 +136,7 @@ def test_every_function_is_measured(products: Products) -> None:
     times = measured(functions, fmt, products.int8, repeat=1)
     assert times.keys() == functions.keys()
     assert all(0 < seconds < 1 for seconds in times.values())
-    line = products.tables[products._lines[fmt, products.int8]]
+    line = products.tables[products._lines[fmt, products.int8, False]]
     assert [line[FUNCTIONS + rows] for rows in functions] == list(functions.values())
     assert line[STEPS + 1] == 1
 
