@@ -10,7 +10,8 @@ off and on, in turns: one at a time prompt by prompt, else the whole set. Reques
 do with the prompts, so what counts is that nothing is lost (`against_on`). With `--disturbed`, also with what a first start believed passes
 to cost while every core computed something else, and what `SETTLED` passes taught it since.
 
-Progress goes to standard error, a table and a last line of JSON to standard output. `passes`: by rows, how many steps lately, what they
+Progress goes to standard error, a table and a last line of JSON to standard output. `host_ms`: the median of what steps took beyond their
+passes, which is waited for here. `passes`: by rows, how many steps lately, what they
 were foretold to take, and took. `by_source`: draft nodes, the sum of their probabilities, and those that were accepted.
 """
 
@@ -37,9 +38,11 @@ from benchmarks.common import Prompt, say
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
+from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import Completion
 from ngramspec.core.timing import Timing
 from ngramspec.drafting.proposer import Proposer
+from ngramspec.model.runner import Output
 
 LEAST_NODES = 200
 """Of a source, that its probabilities are worth a comparison with."""
@@ -52,6 +55,8 @@ class Runs:
     """What one contender did of a cell."""
 
     seconds: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    """Of each step, what it took beyond its pass."""
     outputs: list[list[int]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
@@ -198,7 +203,8 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
                 engine.use(speculator=drafts[name])
                 engine.core.timing = timings[name]  # nobody's steps teach another what steps cost
                 start = time.perf_counter()
-                done = flow(engine, portion, params, what.concurrency, speculation=name != "off")
+                with watched(engine, runs[name].host_ms):
+                    done = flow(engine, portion, params, what.concurrency, speculation=name != "off")
                 runs[name].seconds.append(time.perf_counter() - start)
                 for completion in done:
                     runs[name].outputs.append(completion.token_ids)
@@ -216,8 +222,35 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
         "against_on": {name: round(sum(on.seconds) / sum(runs[name].seconds), 3) for name in contenders if name not in ("off", "on")},
         "tokens_per_pass": round(on.stats.tokens_per_pass, 3),
         "rows_per_pass": round(on.stats.rows_per_pass, 3),
+        "host_ms": {name: round(statistics.median(run.host_ms), 3) for name, run in runs.items()},
         "by_source": {name: by_source(run.stats) for name, run in runs.items() if name != "off"},
     }
+
+
+@contextmanager
+def watched(engine: Engine, host_ms: list[float]) -> Iterator[None]:
+    """Adds what each step takes beyond its pass. The engine is idle before and after."""
+    core, runner = engine.core, engine.runner
+    step, forward, passes_ms = core.step, runner.forward, []
+
+    def timed_forward(batch: Batch) -> Output:
+        started = time.perf_counter()
+        output = forward(batch)
+        output.wait()
+        passes_ms.append((time.perf_counter() - started) * 1e3)
+        return output
+
+    def timed_step(*args: Any) -> Any:
+        passes_ms.clear()
+        started = time.perf_counter()
+        try:
+            return step(*args)
+        finally:
+            if passes_ms:
+                host_ms.append((time.perf_counter() - started) * 1e3 - sum(passes_ms))
+
+    with mock.patch.object(core, "step", timed_step), mock.patch.object(runner, "forward", timed_forward):
+        yield
 
 
 def flow(engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, **hints: Any) -> list[Completion]:
@@ -245,6 +278,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "means": {n: round(statistics.mean(row["speedup"] for row in rows if row["key"]["concurrency"] == n), 3) for n in loads},
         "least": min(row["speedup"] for row in rows),
+        "host_ms": {
+            n: {
+                name: round(statistics.median(row["host_ms"][name] for row in rows if row["key"]["concurrency"] == n), 3)
+                for name in ("off", "on")
+            }
+            for n in loads
+        },
         "identical": all(row["identical"] == row["prompts"] for row in rows),
         "expected_against_made": {"least": min(promises, default=None), "most": max(promises, default=None)},
         "cells": rows,

@@ -332,4 +332,5 @@ def test_loads(folder: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
     assert document["identical"]
     assert [(row["key"]["concurrency"], row["prompts"]) for row in document["cells"]] == [(1, 3), (3, 6)]
     assert all(row["against_on"].keys() == {"unrelated", "disturbed"} for row in document["cells"])
+    assert all(0 < ms < 1000 for row in document["cells"] for ms in row["host_ms"].values())
     assert document["means"].keys() == {"1", "3"}
