@@ -88,15 +88,16 @@ def _tokens(size: int, special: Mapping[int, str], ends: Sequence[int]) -> LLTok
     """A vocabulary of so many tokens: bytes, control tokens by their names, and nothing."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
+    names = [bytes([i]) if i < 256 else b"" for i in range(size)]
+    for i, name in special.items():
+        names[i] = name.encode()
+
     class Tokens:
-        eos_token_id, bos_token_id, special_token_ids = ends[0], None, tuple(special)
-        tokens = [bytes([i]) if i < 256 else b"" for i in range(size)]
+        eos_token_id, bos_token_id, special_token_ids, tokens = ends[0], None, tuple(special), tuple(names)
 
         def __call__(self, text: bytes) -> list[int]:
             return list(text)
 
-    for i, name in special.items():
-        Tokens.tokens[i] = name.encode()
     return LLTokenizer(TokenizerWrapper(Tokens()), eos_token=list(ends))
 
 

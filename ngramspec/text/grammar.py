@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 KEPT = 64
 """Compiled grammars that are kept for later requests."""
+_LETTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(_LETTER + f"{{1,{n}}}" for n in (5, 10, 16, 30)), _LETTER + "+"]
+"""Tokens that a mask has all of or looks at one by one: llguidance's own, but finer. A string near its greatest length has many of them."""
 LIKELY, LAST = 0.95, 0.7
 """The chance of a token that a schema foresees in the text's layout, and of the last one, which may be longer than what is foreseen."""
 
@@ -77,7 +80,7 @@ class Grammars:
     def _tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self._backend.to_str(), n_vocab=self._n_vocab, eos_token=self._eos or None)
+        return LLTokenizer(self._backend.to_str(), n_vocab=self._n_vocab, eos_token=self._eos or None, slices=SLICES)
 
     @cached_property
     def _n_vocab(self) -> int:
@@ -149,9 +152,10 @@ class Matching:
 
     def mask(self) -> np.ndarray:
         if self._mask is None:
-            self._mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+            mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
             if self._matcher.is_error():
                 raise GrammarError(f"grammar: {first_line(self._matcher.get_error())}")
+            self._mask = mask
         return self._mask
 
     def accept(self, token: int) -> None:

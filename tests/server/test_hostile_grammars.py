@@ -20,7 +20,7 @@ from ngramspec.server.settings import ServerSettings
 from ngramspec.text import trial
 
 CPU_S = trial.TIMEOUT_S + 2
-"""Of the process, which compiles again what was tried within that time; of the wall's clock it would be no less when the machine is busy."""
+"""Of the process, which compiles again what was tried in time; of the wall's clock it would be no less when the machine is busy."""
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
