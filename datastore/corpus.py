@@ -29,6 +29,8 @@ from .errors import DatastoreError
 
 MAX_FILE_SIZE = 1 << 20
 TEXT_FIELDS = ("text", "content", "code")
+MAX_PATTERN = 4096
+"""Letters of a line of .gitignore: no path has more, and pathspec takes seconds for a million."""
 MAX_NAMED = 1000
 RACY_NS = 100_000_000
 """A file changed within this time before it was read may change again and keep its time: it is not taken for unchanged later."""
@@ -332,7 +334,7 @@ def _read_ignores(path: str) -> GitIgnoreSpec:
     try:
         with open_regular(path) as file:
             lines = file.read(MAX_FILE_SIZE).decode("utf-8", "surrogateescape").splitlines()
-        return GitIgnoreSpec.from_lines(_ALL_BELOW.sub(r"/**/*\1", line) for line in lines)
+        return GitIgnoreSpec.from_lines(_ALL_BELOW.sub(r"/**/*\1", line) for line in lines if len(line) <= MAX_PATTERN)
     except (OSError, ValueError):  # git passes over what it cannot read, too
         return GitIgnoreSpec.from_lines([])
 

@@ -522,6 +522,7 @@ class Engine:
     def close(self) -> None:
         """Stop; requests under way end with EngineClosedError. Any number of times."""
         self._thread.close()
+        self._grammars.close()
         self._keep()
 
     def __enter__(self) -> Self:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ngramspec.batch.errors import GrammarError
 from ngramspec.batch.grammar import Grammar
-from ngramspec.text.grammar import MOST_AT_ONCE, WHITESPACE, n_together
+from ngramspec.text.compiling import MOST_AT_ONCE, WHITESPACE, n_together
 
 ID = "\0"
 """Stands for the id of a call, where a template prints it."""

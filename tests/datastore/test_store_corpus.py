@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import tarfile
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,29 @@ def test_rows_of_jsonl(tmp_path: Path, pack: Any) -> None:
     assert texts == {f"{name}#1": "one " * 1000, f"{name}#2": "two", f"{name}#3": "three", f"{name}#8": "six", f"{name}#12": "last"}
     assert skipped.counts == {filters.BAD_ROW: 4, filters.TOO_LARGE: 2}
     assert walk(tmp_path, text_fields=("other", "text"), max_file_size=10)[0] == {f"{name}#12": "last"}
+
+
+def test_lines_of_a_gigabyte_are_left_out_and_take_no_memory(tmp_path: Path) -> None:
+    for name, before in {
+        "rows.jsonl": rows({"text": "first"}) + b'{"text": "',
+        "code.py": b"x = '",
+        ".gitignore": b"*.log\n" + b"*" * 5000,
+    }.items():
+        with (tmp_path / name).open("wb") as file:
+            file.write(before)
+            file.truncate(1 << 30)  # takes no room on the disk
+    with (tmp_path / "rows.jsonl").open("ab") as file:
+        file.write(b"\n" + rows({"text": "last"}))
+    write(tmp_path, {"a.log": "left out", "a.py": "a"})
+    tracemalloc.start()
+    try:
+        texts, skipped = walk(tmp_path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert texts == {"rows.jsonl#1": "first", "rows.jsonl#3": "last", "a.py": "a"}
+    assert skipped.counts[filters.TOO_LARGE] == 2
+    assert most < 64 << 20
 
 
 def make_zip(members: dict[str, bytes], **more: Any) -> bytes:

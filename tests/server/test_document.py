@@ -73,6 +73,7 @@ def attempt(server: Server, folder: Path, *options: str) -> None:
     fixed = {"--generation-codec": "unicode_escape", "--generation-allow-x00": "true", "--generation-database": "none", "--seed": "1"}
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "-H", f"Authorization: Bearer {KEY}"]
     command += [word for option in fixed.items() for word in option]
+    command += ["--request-timeout", "300"]  # whoever runs this may be held up for longer than any answer takes
     command += ["--exclude-checks", "positive_data_acceptance", "--suppress-health-check", "all", "--continue-on-failure", "--no-color"]
     here = Path(__file__).parent
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "schema_hooks", "PYTHONPATH": str(here), "MODEL": server.engine.name}

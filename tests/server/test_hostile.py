@@ -10,6 +10,7 @@ import contextlib
 import json
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -408,6 +409,35 @@ def test_what_stands_behind_a_request_does_not_change_its_answer(server: Server,
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     assert json.loads(body)["choices"][0]["text"] == expected
+
+
+ENDLESS_LINES = {
+    "target": b"GET /",
+    "header": b"GET /health HTTP/1.1\r\n" + HOST + b"X: ",
+    "body": b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Content-Length: 1073741824\r\n\r\n",
+    "chunk's size": b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n1;",
+    "chunk": b"POST /v1/completions HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n40000000\r\n",
+}
+
+
+@pytest.mark.parametrize("line", ENDLESS_LINES)
+def test_a_line_of_a_gigabyte_takes_no_memory(client: httpx.Client, server: Server, expected: str, line: str) -> None:
+    """It is refused, and what comes behind the refusal is read past for a moment."""
+    host, port = server.url.removeprefix("http://").split(":")
+    piece, sent, answer = b"x" * (1 << 16), 0, b""
+    tracemalloc.start()
+    try:
+        with socket.create_connection((host, int(port)), timeout=60) as connection, contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(ENDLESS_LINES[line])
+                while sent < 1 << 30:
+                    sent += connection.send(piece)
+            answer = connection.recv(65536)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert not answer or answer.split(b" ")[1] in (b"400", b"413", b"431")  # none where it is closed before this has read
+    check(client, server, expected)
 
 
 def test_requests_that_never_end_hold_nobody_up(client: httpx.Client, server: Server, expected: str) -> None:
