@@ -7,17 +7,19 @@ Copies N Python files (default 10,000) of this interpreter's own library and pac
 K times: a line that begins with a name that is nowhere else goes into a file of the tree, and a completion of its first half is asked for
 every 50 ms until a token was drafted from that file.
 
-`first_completion_s`: from the start of the process to the first answer, `while`: the store's state before and after it. `build_s`: from the
-same start until drafts come from the store. `completion_ms`: median time of 24 tokens without drafts while it was built and after, which is
-what the build takes from passes. `save_s`: from the end of the write to the end of the first answer with a token from the saved file,
-`save_s_all`: each of them. `restart_s`: a second start with the cache as it is, until drafts come from the store. Progress goes to standard
-error, a table and a last line of JSON to standard output.
+`first_completion_s`: from the start of the process to the first answer, `while`: the store's state before and after it. `build_s`: from
+the same start until drafts come from the store. `completion_ms`: median time of 24 tokens without drafts while it was built and after,
+which is what the build takes from passes; `longest_pass_ms`: the greatest time from one of these tokens to the next, and `held_up`: how
+many of them took 50 ms more than the median after the build, of `passes`. `save_s`: from the end of the write to the end of the first
+answer with a token from the saved file, `save_s_all`: each of them. `restart_s`: a second start with the cache as it is, until drafts come
+from the store. Progress goes to standard error, a table and a last line of JSON to standard output.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -42,6 +44,7 @@ from ngramspec.datastore import filters
 PROMPTS = ("import os\nimport sys\n\ndef main(", "class Node:\n    def __init__(self", "def test_", "with open(path) as file:\n    ")
 PAUSE_S = 1.0
 """Between completions while the store is built: somebody types."""
+HELD_UP_MS = 50
 WAIT_S = 3600
 SETTINGS = ("files", "saves")
 
@@ -78,11 +81,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         server.complete(PROMPTS[0])
         first_s, while_ = server.seconds(), [before, server.state()]
         say(f"the first completion after {first_s:.1f} s, the store: {while_}")
-        during = [server.timed(PROMPTS) for _ in server.until_ready()]
+        during = [server.passes(PROMPTS) for _ in server.until_ready()]
         build_s = server.seconds()
         say(f"drafts from the store after {build_s:.1f} s")
         server.until(lambda: server.state() == "followed")
-        after = [server.timed(PROMPTS) for _ in range(10)]
+        after = [server.passes(PROMPTS) for _ in range(max(len(during), 10))]
         saves = [server.save(tree, number) for number in range(args.saves)]
         tokens = server.get("/admin/datastores")["datastores"][0]["tokens"]
     with serving(args.model, tree, folder / "cache") as server:
@@ -98,7 +101,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "while": while_,
         "build_s": round(build_s, 1),
         "restart_s": round(restart_s, 2),
-        "completion_ms": {"building": median_ms(during), "after": median_ms(after)},
+        **passes({"building": during, "after": after}),
         "save_s": round(statistics.median(saves), 2),
         "save_s_all": [round(each, 2) for each in saves],
         "settings": {name: getattr(args, name) for name in SETTINGS},
@@ -106,8 +109,19 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def median_ms(seconds: Sequence[float]) -> float | None:
-    return round(statistics.median(seconds) * 1e3, 1) if seconds else None
+def passes(found: dict[str, list[list[list[float]]]]) -> dict[str, Any]:
+    """The document's part about passes: of each phase, round and prompt the seconds of each."""
+    ms = {
+        phase: [s * 1e3 for texts in rounds for text in texts for s in text[1:]] for phase, rounds in found.items()
+    }  # the first: a prompt
+    bar = statistics.median(ms["after"]) + HELD_UP_MS
+    texts = {phase: [statistics.fmean(map(sum, texts)) * 1e3 for texts in rounds] for phase, rounds in found.items()}
+    return {
+        "completion_ms": {phase: round(statistics.median(each), 1) if each else None for phase, each in texts.items()},
+        "passes": {phase: len(each) for phase, each in ms.items()},
+        "longest_pass_ms": {phase: round(max(each), 1) if each else None for phase, each in ms.items()},
+        "held_up": {phase: sum(one > bar for one in each) for phase, each in ms.items()},
+    }
 
 
 def own_sources() -> list[Path]:
@@ -178,12 +192,18 @@ class Server:
         body = {"prompt": prompt, "max_tokens": n, "temperature": 0, "return_sources": True}
         return self.get("/v1/completions", body | more)
 
-    def timed(self, prompts: Sequence[str]) -> float:
-        """Seconds of a completion, the mean over the prompts."""
-        started = time.perf_counter()
+    def passes(self, prompts: Sequence[str], n: int = 24) -> list[list[float]]:
+        """Seconds from each token to the next, from the request on, for each prompt; without drafts a token is a pass."""
+        found = []
         for prompt in prompts:
-            self.complete(prompt, datastore=[], speculation=False)
-        return (time.perf_counter() - started) / len(prompts)
+            body = {"prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True}
+            data = json.dumps(body | {"datastore": [], "speculation": False}).encode()
+            request = urllib.request.Request(self.url + "/v1/completions", data, {"Content-Type": "application/json"})
+            times = [time.perf_counter()]
+            with urllib.request.urlopen(request, timeout=300) as events:
+                times += [time.perf_counter() for event in events if event.startswith(b"data: {")]
+            found.append([after - before for before, after in itertools.pairwise(times)])
+        return found
 
     def save(self, tree: Path, number: int) -> float:
         """Seconds from a saved function to a completion with a token of it."""

@@ -35,5 +35,18 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert 0 < document["first_completion_s"] <= document["build_s"]
     assert document["restart_s"] > 0
     assert document["tokens"] > 0
-    assert set(document["completion_ms"]) == {"building", "after"}
+    assert set(document["completion_ms"]) == set(document["held_up"]) == {"building", "after"}
+    assert document["longest_pass_ms"]["after"] > 0
     assert set(document["while"]) <= {"waiting", "building", "ready", "followed"}
+
+
+def test_passes_that_were_held_up() -> None:
+    """The first of a text is a prompt's."""
+    quick, held = [0.5, 0.01, 0.02, 0.01], [0.5, 0.02, 0.08, 0.05]
+    assert repo_serve.passes({"building": [[quick, held]], "after": [[quick, quick]]}) == {
+        "completion_ms": {"building": 595.0, "after": 540.0},
+        "passes": {"building": 6, "after": 6},
+        "longest_pass_ms": {"building": 80.0, "after": 20.0},
+        "held_up": {"building": 1, "after": 0},
+    }
+    assert repo_serve.passes({"building": [], "after": [[quick]]})["longest_pass_ms"]["building"] is None
