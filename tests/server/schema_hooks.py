@@ -45,7 +45,7 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
         body["messages"] = [{"role": "user", "content": str(message.get("content"))} for message in body["messages"]]
     if "input" in body:
         body["input"] = "a"
-    case.body = json.loads(re.sub(r"\\ud[89a-f][0-9a-f]{2}", "", json.dumps(body)))
+    case.body = json.loads(re.sub("[\ud800-\udfff]", "", json.dumps(body, ensure_ascii=False)))
 
 
 @schemathesis.hook
