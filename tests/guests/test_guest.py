@@ -40,6 +40,15 @@ def test_importing_takes_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
+def test_importing_takes_half_a_second_of_processor_time_at_most():
+    def spent_s(code):
+        code = f"{code}\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
+        runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+        return min(float(run.stdout) for run in runs)
+
+    assert spent_s("import ngramspec.guests.guest") - spent_s("pass") <= 0.5
+
+
 def test_scipy_is_not_needed():
     code = """
 import sys
