@@ -240,9 +240,24 @@ class Product:
             chosen = choose_tile(len(x), self.n_out, self.dtype.itemsize, pieces, self.splits // pieces, self.n_sms, self._shared)
             self._multiply(x, bias, out, tile or chosen)
 
+    def _grid(self, rows: int, n_out: int, pieces: int, tile: Tile) -> tuple[tuple[int, int, int], dict[str, int]]:
+        """The grid of a launch, and what it is compiled with."""
+        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(n_out, tile.n), pieces)
+        return grid, {
+            "BLOCK_N": tile.n,
+            "BLOCK_R": tile.rows,
+            "BLOCK_K": tile.k,
+            "STEP": GRANULE,
+            "EVEN": self.n_in % tile.k == 0,
+            "SUMMED": pieces < self.splits,
+            "ONCE": grid[0] == 1,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+            "enable_fp_fusion": False,
+        }
+
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
-        rows, pieces = len(x), len(out)
-        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(self.n_out, tile.n), pieces)
+        grid, options = self._grid(len(x), self.n_out, len(out), tile)
         _product[grid](
             self.weight,
             x,
@@ -250,19 +265,10 @@ class Product:
             out,
             self.n_out,
             self.n_in,
-            rows,
+            len(x),
             x.stride(0),
             self.splits,
-            BLOCK_N=tile.n,
-            BLOCK_R=tile.rows,
-            BLOCK_K=tile.k,
-            STEP=GRANULE,
-            EVEN=self.n_in % tile.k == 0,
-            SUMMED=pieces < self.splits,
-            ONCE=grid[0] == 1,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
+            **options,
         )
 
 

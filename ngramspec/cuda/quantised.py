@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ngramspec.cuda.linear import GRANULE, Product, Tile, bounds, store
+from ngramspec.cuda.linear import Product, Tile, bounds, store
 
 UNIT = 64
 
@@ -447,8 +447,7 @@ class QuantisedProduct(Product):
         return replace(tile, k=k, stages=max(2, min(6, room // stage)))
 
     def _multiply_part(self, part: Packed, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
-        rows, pieces = len(x), len(out)
-        grid = (triton.cdiv(rows, tile.rows), triton.cdiv(part.n_out, tile.n), pieces)
+        grid, options = self._grid(len(x), part.n_out, len(out), tile)
         _quantised[grid](
             part.codes,
             part.words,
@@ -459,19 +458,10 @@ class QuantisedProduct(Product):
             part.n_out,
             part.n_stride,
             self.n_in,
-            rows,
+            len(x),
             x.stride(0),
             out.stride(1),
             self.splits,
             **part.format.constants,
-            BLOCK_N=tile.n,
-            BLOCK_R=tile.rows,
-            BLOCK_K=tile.k,
-            STEP=GRANULE,
-            EVEN=self.n_in % tile.k == 0,
-            SUMMED=pieces < self.splits,
-            ONCE=grid[0] == 1,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
+            **options,
         )

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from draft_trees import ints, path, tree_of
 
 from ngramspec.batch.types import KEPT, DraftTree
 from ngramspec.drafters import lookahead
 from ngramspec.drafters.lookahead import Lookahead
 
 W, N, G = 4, 4, 3
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def tree_of(drafter: Lookahead, budget: int = 64) -> DraftTree:
-    (candidates,) = drafter.propose([0], budget)
-    return DraftTree(candidates.tokens, candidates.parents, candidates.probs, np.zeros(len(candidates), np.uint8))
-
-
-def ancestors(tree: DraftTree, node: int) -> list[int]:
-    """The tokens that a node sees, itself the last."""
-    seen: list[int] = []
-    while node >= 0:
-        seen.insert(0, int(tree.tokens[node]))
-        node = int(tree.parents[node])
-    return seen
 
 
 class Model:
@@ -61,7 +44,7 @@ def test_a_window_node_sees_its_column_and_level_zero_up_to_it() -> None:
     columns = [list(column) for column in drafter._texts[0].columns]
     assert [len(column) for column in columns] == [N - 2] + [N - 1] * (W - 1)
     tree = tree_of(drafter)
-    seen = sorted(ancestors(tree, node) for node in range(len(tree)))
+    seen = sorted(path(tree, node) for node in range(len(tree)))
     level_0 = [column[0] for column in columns[1:]]
     expected = [columns[0][: i + 1] for i in range(N - 2)]
     for j in range(1, W):
@@ -80,10 +63,10 @@ def test_columns_move_by_a_level_and_leave_ngrams_to_the_pool() -> None:
     before, last = [list(column) for column in drafter._texts[0].columns], drafter._texts[0].tail[-1]
     tree, sampled = model.step()
     text = drafter._texts[0]
-    node_of = {tuple(ancestors(tree, node)): node for node in range(len(tree))}
+    node_of = {tuple(path(tree, node)): node for node in range(len(tree))}
     for j, (old, new) in enumerate(zip(before, text.columns, strict=True)):
-        path = [column[0] for column in before[1:j]] + old if j else old
-        sample = sampled[1 + node_of[tuple(path)]]
+        seen = [column[0] for column in before[1:j]] + old if j else old
+        sample = sampled[1 + node_of[tuple(seen)]]
         assert new == [*old[1:], sample]
         whole = old if j else [last, *old]
         assert (*whole[1:], sample) in text.pool[whole[0]]
@@ -92,7 +75,7 @@ def test_columns_move_by_a_level_and_leave_ngrams_to_the_pool() -> None:
 def test_guesses_begin_with_the_last_token_the_latest_first() -> None:
     drafter = started([1, 2, 3, 4, 1, 2, 3, 5, 9, 1, 7, 7, 7, 1], from_text=True)
     tree = tree_of(drafter)
-    branches = [ancestors(tree, node) for node in range(len(tree))]
+    branches = [path(tree, node) for node in range(len(tree))]
     assert branches[: N - 1] == [[7], [7, 7], [7, 7, 7]], "the latest guess"
     for guess in ([2, 3, 5], [2, 3, 4]):
         assert guess in branches

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from draft_trees import ints, path, tree_of
 
 from ngramspec.batch.types import KEPT, DraftTree
 from ngramspec.drafters.parallel import ParallelTokens
 
 LOOK = [90, 91, 92]
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def tree_of(drafter: ParallelTokens, budget: int = 64) -> DraftTree:
-    (found,) = drafter.propose([0], budget)
-    return DraftTree(found.tokens, found.parents, found.probs, np.zeros(len(found), np.uint8))
-
-
-def path(tree: DraftTree, node: int) -> list[int]:
-    """The tokens that a node sees, itself the last."""
-    seen: list[int] = []
-    while node >= 0:
-        seen.insert(0, int(tree.tokens[node]))
-        node = int(tree.parents[node])
-    return seen
 
 
 def picks(tree: DraftTree, first: int) -> np.ndarray:

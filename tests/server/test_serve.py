@@ -23,6 +23,7 @@ from conftest import Server, chat_tokenizer, tiny_engine
 from test_admission import Brake
 
 from ngramspec.batch.errors import ModelNotFoundError
+from ngramspec.datastore.build import build as build_store
 from ngramspec.engine import Engine
 from ngramspec.server.serve import Front, listen, run
 from ngramspec.server.settings import ServerSettings
@@ -149,6 +150,37 @@ def test_the_second_signal_stops(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 128 + signal.SIGTERM
             text.close()
+
+
+@pytest.mark.slow
+def test_a_restart_after_a_kill_in_the_middle_of_requests(tmp_path: Path) -> None:
+    """Nothing is left that the next process stumbles over: neither the port nor a store that was being read."""
+    model, source, store = tmp_path / "model", tmp_path / "src", tmp_path / "store"
+    tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(model)
+    tokenizer = chat_tokenizer()
+    tokenizer.save_pretrained(model)
+    source.mkdir()
+    (source / "area.py").write_text("def area(w, h):\n    return w * h\n" * 20)
+    build_store([source], store, tokenizer.backend_tokenizer, "tiny")
+    before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in store.iterdir()}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--model", str(model), "--datastore", f"code={store}", "--port", str(port), "--threads", "1"]
+    url, texts = f"http://127.0.0.1:{port}", []
+    for killed in (True, False):
+        with subprocess.Popen([sys.executable, "-m", "ngramspec", "serve", *options], stderr=subprocess.DEVNULL) as process:
+            until_health(url, 200)
+            body = {"prompt": "def area(w, h):", "max_tokens": 40, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+            texts.append(httpx.post(f"{url}/v1/completions", json=body, timeout=START_S).raise_for_status().json()["choices"][0]["text"])
+            with contextlib.ExitStack() as streams:
+                for _ in range(4):
+                    response = streams.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S))
+                    next(pieces := response.iter_raw())
+                    streams.callback(pieces.close)
+                process.send_signal(signal.SIGKILL if killed else signal.SIGTERM)
+            assert process.wait(60) == (-signal.SIGKILL if killed else 0)
+    assert texts[0] == texts[1]
+    assert before == {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in store.iterdir()}, "serving writes no store"
 
 
 def test_an_address_that_is_taken() -> None:
