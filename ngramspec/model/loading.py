@@ -40,6 +40,8 @@ from ngramspec.model.random_weights import SHAPES, empty_model, parameter_bytes,
 from ngramspec.model.smollm2 import smollm2_gguf
 from ngramspec.model.stored import Source, quantised_source
 
+DEQUANTISED = ("fp8", "mxfp4")
+"""Ways of quantising that transformers takes back while it loads, without another package."""
 ACCEPTED = (
     "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, smollm2, "
     f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
@@ -274,6 +276,12 @@ def _check_kind(config: dict[str, Any], spec: str) -> None:
         reason = "it is an encoder, which reads text in both directions"
     if reason:
         raise UnsupportedModelError(f"{spec}: model_type {kind!r} is not supported: {reason}; accepted: decoders of text")
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method not in DEQUANTISED:
+        raise UnsupportedModelError(
+            f"{spec}: its weights are quantised by {method!r}, which is not read here; accepted: the same model as a GGUF file, or with "
+            "weights as they were trained (quantize='q8_0' makes them smaller on the CPU)"
+        )
 
 
 def _weight_bytes(tensors: dict[str, folders.Tensor], config: dict[str, Any], dtype: torch.dtype) -> int:

@@ -222,6 +222,13 @@ def test_memory_that_runs_out_while_loading(folder: Path, monkeypatch: pytest.Mo
         load_model(str(folder))
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+def test_weights_that_another_package_quantised(folder: Path, method: str) -> None:
+    edit_config(folder, quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(UnsupportedModelError, match=f"quantised by '{method}'.*GGUF"):
+        load_model(str(folder))
+
+
 def test_available_memory_is_plausible() -> None:
     free = memory.available_memory()
     assert free is None or 2**20 < free < 2**50
