@@ -15,6 +15,7 @@ import pytest
 import tiny
 import uvicorn
 from fastapi import FastAPI
+from starlette.testclient import TestClient
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -117,6 +118,18 @@ def make_server(start_server: Callable[..., Server], engine: Engine) -> Callable
 @pytest.fixture(scope="session")
 def server(make_server: Callable[..., Server]) -> Server:
     return make_server()
+
+
+@pytest.fixture(scope="module")
+def fim_engine() -> Iterator[Engine]:
+    """One that also fills in the middle, for short texts."""
+    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=64, kv_memory=16 << 20)) as engine:
+        yield engine
+
+
+def routes_of(engine: Engine) -> TestClient:
+    """Its server without a socket."""
+    return TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")
 
 
 @pytest.fixture

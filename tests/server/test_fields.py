@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import fim_tokenizer, left_clean, tiny_engine
+from conftest import routes_of
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from ngramspec.engine import Engine
-from ngramspec.server.app import create_app
 from ngramspec.server.fields import BY_ROUTE, CHAT, COMPLETIONS, INFILL, LLAMA, LLAMAS, OPENAI, RESPONSES, ROUTES, Fate
 from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
 from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ChatRequest, CompletionRequest
-from ngramspec.server.settings import ServerSettings
 
 MODELS: dict[str, type[BaseModel]] = {
     COMPLETIONS: CompletionRequest,
@@ -38,14 +36,8 @@ ODD = (-3.5, "x", {"x": 1}, [["x"]])
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=64, kv_memory=16 << 20)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def client(engine: Engine) -> Iterator[TestClient]:
-    with TestClient(create_app(engine, ServerSettings()), base_url="http://localhost") as client:
+def client(fim_engine: Engine) -> Iterator[TestClient]:
+    with routes_of(fim_engine) as client:
         yield client
 
 
@@ -134,8 +126,8 @@ def test_a_field_matters_only_with_what_gives_it_a_meaning(client: TestClient) -
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_tokens_beyond_the_vocabulary_are_refused(client: TestClient, route: str, engine: Engine) -> None:
-    beyond = engine.vocab_size
+def test_tokens_beyond_the_vocabulary_are_refused(client: TestClient, route: str, fim_engine: Engine) -> None:
+    beyond = fim_engine.vocab_size
     for name, value in (("logit_bias", {str(beyond): 1.0}), ("allowed_token_ids", [97, beyond]), ("allowed_token_ids", [])):
         answer = client.post(route, json=GOOD[route] | {name: value})
         assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, name)
@@ -250,10 +242,10 @@ QUESTION = {"role": "user", "content": "a"}
 
 
 @pytest.fixture
-def templated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+def templated(fim_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """With a template that reads a variable."""
-    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE)
-    with TestClient(create_app(engine, ServerSettings()), base_url="http://localhost") as client:
+    monkeypatch.setattr(fim_engine.tokenizer, "chat_template", TEMPLATE)
+    with routes_of(fim_engine) as client:
         yield client
 
 
@@ -277,9 +269,9 @@ def test_the_last_message_goes_on(templated: TestClient, text: str) -> None:
 
 
 def test_blanks_that_the_template_strips_do_not_stand_before_what_is_written(
-    templated: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    templated: TestClient, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE.replace("m.content", "m.content | trim"))
+    monkeypatch.setattr(fim_engine.tokenizer, "chat_template", TEMPLATE.replace("m.content", "m.content | trim"))
     for text, shown in (("b ", "b"), (" b c", "b c"), ("", "")):
         messages = [QUESTION, {"role": "assistant", "content": text}]
         body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
@@ -296,7 +288,7 @@ def test_what_cannot_go_on_is_refused(templated: TestClient) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
 
 
-def test_variables_of_the_template(templated: TestClient, engine: Engine) -> None:
+def test_variables_of_the_template(templated: TestClient, fim_engine: Engine) -> None:
     beginning = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     for value, shown in ((True, "True:"), ("hard", "hard:"), (3, "3:"), (["a", {"b": None}], "['a', {'b': None}]:")):
         same(templated, {"messages": [QUESTION], "chat_template_kwargs": {"thinking": value}}, beginning + shown)

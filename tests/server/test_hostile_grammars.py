@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import fim_tokenizer, left_clean, tiny_engine
+from conftest import routes_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from ngramspec.engine import Engine
-from ngramspec.server.app import create_app
-from ngramspec.server.settings import ServerSettings
 from ngramspec.text import trial
 
 CPU_S = trial.TIMEOUT_S + 2
@@ -25,14 +23,8 @@ QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(Heal
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=64, kv_memory=16 << 20)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def client(engine: Engine) -> Iterator[TestClient]:
-    with TestClient(create_app(engine, ServerSettings()), base_url="http://localhost") as client:
+def client(fim_engine: Engine) -> Iterator[TestClient]:
+    with routes_of(fim_engine) as client:
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, "guided_regex": "a+"})  # compiles what a first request does
         yield client
 
@@ -143,11 +135,11 @@ def test_gbnf(client: TestClient, rules: list[tuple[str, str]]) -> None:
     ask(client, grammar="root ::= x\n" + "\n".join(f"{name} ::= {body}" for name, body in rules))
 
 
-def test_others_are_answered_while_every_place_is_taken(engine: Engine) -> None:
+def test_others_are_answered_while_every_place_is_taken(fim_engine: Engine) -> None:
     """By grammars that compile for ever, with more of them waiting."""
     endless = [{"anyOf": [{"type": "integer", "multipleOf": 65_537 + 2 * j} for j in range(100 + i)]} for i in range(trial.AT_ONCE + 2)]
     answers = []
-    with TestClient(create_app(engine, ServerSettings()), base_url="http://localhost") as client:
+    with routes_of(fim_engine) as client:
         ask = functools.partial(client.post, "/v1/completions")
         threads = [
             threading.Thread(target=lambda s=schema: answers.append(ask(json={"prompt": "a", "guided_json": s}))) for schema in endless
