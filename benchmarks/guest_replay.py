@@ -3,10 +3,10 @@
     python -m benchmarks.guest_replay --traces F.jsonl [F.jsonl ...] --tokenizer T [--datastore D] [--requests N,N] [--limit N]
         [--max-out K] [--depth K] [--slope S] [--mirrors]
 
-So many requests are under way, the next one coming as one ends. `step_ms`: the median of what a call takes, with caches that something
-as large as a pass has emptied before. `accepted`: tokens of a draft that were right, a step of one request; `drafted`: its tokens.
-`suffix`: the same of arctic-inference's suffix decoding as vLLM configures it (chains of 24 at most, earlier outputs of this run known),
-where that is installed. No clock decides what is drafted: a row costs `--slope` of a step.
+So many requests are under way, the next one coming as one ends. `step_ms`: the median of what a call for all of them takes, with caches
+that something as large as a pass has emptied before. `accepted`: tokens of a draft that were right, a step of one request; `drafted`: its
+tokens. `suffix`: the same of arctic-inference's suffix decoding as vLLM configures it (chains of 24 at most, earlier outputs of this run
+known), where that is installed. No clock decides what is drafted: a row costs `--slope` of a step.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def follow(traces: list[Trace], n_requests: int, args: argparse.Namespace, model
         big.sum()
         start = time.perf_counter()
         drafts = drafter.propose(sampled, runner.lengths, runner.input_batch.token_ids_cpu)
-        took_ms.append((time.perf_counter() - start) * 1e3)
+        if len(rows) == min(n_requests, len(traces)):
+            took_ms.append((time.perf_counter() - start) * 1e3)
         assert not drafter.failed, "drafting failed"
         for row, draft in zip(rows, drafts, strict=True):
             row.draft = draft
