@@ -87,7 +87,7 @@ def clear(cache: Path) -> list[str]:
         mark = store.with_name(f"{store.name}.gone")
         try:
             paths = [source.path for source in sources_in(read_manifest(store))]
-            if not all(map(_is_gone, paths)):
+            if not paths or not all(map(_is_gone, paths)):
                 mark.unlink(missing_ok=True)
             elif not mark.exists():
                 mark.touch()

@@ -197,10 +197,10 @@ def _first_time(
         quantize = None if config.quantize == "none" else config.quantize
         loaded = open_model(model, tokenizer=tokenizer, progress=progress, quantize=quantize)
     elif isinstance(model, str):
-        from ngramspec.cuda.packed import keep_packed  # imports Triton
+        from ngramspec.cuda.packed import IN_BLOCKS  # imports Triton
 
         dtype = getattr(torch, device.dtype)
-        loaded = load_model(model, dtype=dtype, device=device.device, tokenizer=tokenizer, progress=progress, keep=keep_packed)
+        loaded = load_model(model, dtype=dtype, device=device.device, tokenizer=tokenizer, progress=progress, keep=IN_BLOCKS)
     else:
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))

@@ -7,7 +7,8 @@ be compared with ours; how rows are multiplied is the runner's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ngramspec.cuda.quantised import FORMATS, Packed, joined, pack
+from ngramspec.model.loading import Keeping
 from ngramspec.model.stored import Source, Stored
 
 CHUNK = 1 << 24
@@ -60,6 +62,26 @@ def keep_packed(model: PreTrainedModel, source: Source, dtype: torch.dtype, devi
     Weights that other modules share stay as they are, but for those of an embedding and a head. Raises what the source's rows raise, and
     torch.OutOfMemoryError.
     """
+    for stored, places in _in_blocks(model, source):
+        packed = read_packed(stored, device)
+        for parent, name, module in places:
+            packs = PackedLinear(packed, module, dtype) if isinstance(module, nn.Linear) else PackedEmbedding(packed, dtype)
+            setattr(parent, name, packs)
+
+
+def held_bytes(model: PreTrainedModel, source: Source, dtype: torch.dtype) -> int:
+    """What the weights of a model on the "meta" device will take once `keep_packed` has taken its part: blocks as the file has them."""
+    total = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    for stored, _ in _in_blocks(model, source):
+        total += stored.n_rows * stored.row_bytes - math.prod(stored.shape) * dtype.itemsize
+    return total
+
+
+IN_BLOCKS = Keeping(held_bytes, keep_packed)
+
+
+def _in_blocks(model: PreTrainedModel, source: Source) -> Iterator[tuple[Stored, list[tuple[nn.Module, str, nn.Module]]]]:
+    """The weights that can stay in blocks, each with the modules that it belongs to: (parent, name, module)."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
@@ -68,13 +90,9 @@ def keep_packed(model: PreTrainedModel, source: Source, dtype: torch.dtype, devi
                 users.setdefault(parameter, []).append((parent, name, known_as))
     for places in users.values():
         stored = source[places[0][2]]
-        modules = [getattr(parent, name) for parent, name, _ in places]
-        if stored.kind not in FORMATS or not all(type(module) in (nn.Linear, nn.Embedding) for module in modules):
-            continue
-        packed = read_packed(stored, device)
-        for (parent, name, _), module in zip(places, modules, strict=True):
-            packs = PackedLinear(packed, module, dtype) if isinstance(module, nn.Linear) else PackedEmbedding(packed, dtype)
-            setattr(parent, name, packs)
+        modules = [(parent, name, getattr(parent, name)) for parent, name, _ in places]
+        if stored.kind in FORMATS and all(type(module) in (nn.Linear, nn.Embedding) for _, _, module in modules):
+            yield stored, modules
 
 
 def read_packed(stored: Stored, device: str) -> Packed:

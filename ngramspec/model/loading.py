@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -95,6 +95,15 @@ def open_model(
     return opened
 
 
+class Keeping(NamedTuple):
+    """How weights are kept otherwise than as tensors of a dtype."""
+
+    held_bytes: Callable[[PreTrainedModel, Source, torch.dtype], int]
+    """What all weights of an empty model will take, those that are kept as tensors too."""
+    replace: Callable[[PreTrainedModel, Source, torch.dtype, str], None]
+    """Gives the empty model modules that keep their weights, on a device."""
+
+
 def load_model(
     spec: str,
     *,
@@ -103,21 +112,19 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
-    keep: Callable[[PreTrainedModel, Source, torch.dtype, str], None] | None = None,
+    keep: Keeping | None = None,
 ) -> LoadedModel:
-    """The same with all weights in a dtype on a device. `keep` first replaces modules whose weights it keeps otherwise, given the empty
-    model, the weights' source, dtype and device. Raises as `open_model` does.
-    """
+    """The same with all weights in a dtype on a device, but for those that `keep` keeps otherwise. Raises as `open_model` does."""
     progress = progress or _no_progress
     opened = _open(spec, dtype, device, tokenizer, progress, cache_dir or default_cache_dir())
     model = opened.model
     if any(parameter.is_meta for parameter in model.parameters()):
         needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-        check_memory(min(needed, opened.source.n_bytes) if keep else needed, device, spec)
+        check_memory(keep.held_bytes(model, opened.source, dtype) if keep else needed, device, spec)
         progress(f"loading {spec}: weights")
         with _memory(spec, device):
             if keep:
-                keep(model, opened.source, dtype, device)
+                keep.replace(model, opened.source, dtype, device)
             fill(model, opened.source, dtype, device)
     return LoadedModel(model, opened.tokenizer, opened.name, opened.eos_token_ids)
 
@@ -276,7 +283,8 @@ def _check_kind(config: dict[str, Any], spec: str) -> None:
         reason = "it is an encoder, which reads text in both directions"
     if reason:
         raise UnsupportedModelError(f"{spec}: model_type {kind!r} is not supported: {reason}; accepted: decoders of text")
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    quantised = config.get("quantization_config") or {}
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
     if method is not None and method not in DEQUANTISED:
         raise UnsupportedModelError(
             f"{spec}: its weights are quantised by {method!r}, which is not read here; accepted: the same model as a GGUF file, or with "

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from ngramspec.cuda.model import Modules, Stack, VendorProduct
-from ngramspec.cuda.packed import PackedEmbedding, PackedLinear, keep_packed
+from ngramspec.cuda.packed import IN_BLOCKS, PackedEmbedding, PackedLinear
 from ngramspec.cuda.quantised import QuantisedProduct
 from ngramspec.cuda.runner import CudaRunner
+from ngramspec.model import loading
 from ngramspec.model.loading import load_model
 
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 7}
@@ -27,7 +28,7 @@ MEDIUM = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
 
 
 def load(path: Path, dtype: torch.dtype, device: str, packed: bool = True) -> Any:
-    return load_model(str(path), dtype=dtype, device=device, cache_dir=path.parent / "cache", keep=keep_packed if packed else None).model
+    return load_model(str(path), dtype=dtype, device=device, cache_dir=path.parent / "cache", keep=IN_BLOCKS if packed else None).model
 
 
 def bind(model: Any, **options: Any) -> CudaRunner:
@@ -113,6 +114,19 @@ def test_the_device_keeps_what_the_file_has(options: dict[str, Any], device: str
                 kept[storage.data_ptr()] = storage.nbytes()
     file = gguf.GGUFReader(path)
     assert sum(kept.values()) <= 1.2 * sum(int(tensor.n_bytes) for tensor in file.tensors)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q2_K", "F16"])
+def test_the_memory_that_is_asked_for_is_what_is_held(kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds that are not multiplied in blocks are dequantised, whatever the file's size."""
+    asked: list[int] = []
+    monkeypatch.setattr(loading, "check_memory", lambda n_bytes, *_: asked.append(n_bytes))
+    model = load(tiny_gguf.write(tmp_path / "m.gguf", kind=kind, std=0.1), torch.float32, device)
+    packed = [m.packed for m in model.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
+    parts = [part for each in packed for part in (each.codes, each.words, each.supers) if part is not None]
+    held = sum({p.data_ptr(): p.nbytes for p in [*model.parameters(), *parts]}.values())
+    assert bool(packed) == (kind == "Q4_0")
+    assert asked[-1] == pytest.approx(held, rel=0.2 if packed else 0)
 
 
 def test_the_vendors_products_take_blocks_too(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,9 +224,10 @@ def test_memory_that_runs_out_while_loading(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
 def test_weights_that_another_package_quantised(folder: Path, method: str) -> None:
-    edit_config(folder, quantization_config={"quant_method": method, "bits": 4})
-    with pytest.raises(UnsupportedModelError, match=f"quantised by '{method}'.*GGUF"):
-        load_model(str(folder))
+    for how in ({"quant_method": method, "bits": 4}, method):
+        edit_config(folder, quantization_config=how)
+        with pytest.raises(UnsupportedModelError, match=f"quantised by '{method}'.*GGUF"):
+            load_model(str(folder))
 
 
 def test_available_memory_is_plausible() -> None:
