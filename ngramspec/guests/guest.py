@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ngramspec.batch import code_cache  # noqa: F401  # before anything is compiled
 from ngramspec.batch.cost import Load
 from ngramspec.batch.errors import InvalidInputError
 from ngramspec.batch.limits import ANSWERS, MAX_HISTORY
