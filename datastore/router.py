@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import njit
 
+from . import code_cache  # noqa: F401  # before anything is compiled
 from .format import Segment, vector_dtype
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from . import code_cache  # noqa: F401  # before anything is compiled
 from .errors import DatastoreCorruptError
 from .format import Segment, check_bodies, separator
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from ngramspec.batch import code_cache, sampling, verify  # noqa: F401  # before anything is compiled
+from ngramspec.batch import sampling, verify
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError, MissingPackageError
 from ngramspec.batch.types import BLOCK

@@ -14,7 +14,6 @@ import tiny
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ngramspec.batch import code_cache  # noqa: F401  # tests run in several processes
 from ngramspec.engine import Engine
 from ngramspec.model import loading
 from ngramspec.model import smollm2 as smollm2_package

@@ -14,6 +14,7 @@ keys `[n_blocks, n_kv_heads, head_dim, BLOCK]`, values `[n_blocks, n_kv_heads, B
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,14 +47,19 @@ def _softmax(s, start, end):
     return exponentials(s[first:last], last - first)
 
 
+@cache
 def _up_to(panels, rows, step, onto):
-    """`multiply_add` for up to so many rows."""
+    """`multiply_add` for up to so many rows.
 
-    @njit(cache=True, nogil=True)
+    Each has a name of its own: numba calls a function by its name and by how many its process had compiled before, so that of several with
+    one name, which processes had compiled at different times, one would run in another's place.
+    """
+
     def run(x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
         multiply_add(panels, rows, step, onto, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step)
 
-    return run
+    run.__name__ = run.__qualname__ = f"_up_to_{panels}_{rows}_{step}_{onto}"
+    return njit(cache=True, nogil=True)(run)
 
 
 _KEYS, _WIDE = BLOCK // WIDTH, 4

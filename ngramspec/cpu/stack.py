@@ -3,6 +3,8 @@
 The Llama kind: norm, attention with halves-paired rotary embedding, perhaps with a norm of every head's queries and keys, norm, gated MLP;
 a norm and a head at the end. Whoever builds a `Stack` has checked that the model is of this kind. Rows are computed alone, in a fixed
 order; what a thread does of a part comes into no result. Knows batches and pools, nothing of modules or requests.
+
+What numba keeps of a compiled pass holds the kernels that it calls, attention's among them, and is not renewed when they change.
 """
 
 from __future__ import annotations
