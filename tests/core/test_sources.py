@@ -4,6 +4,7 @@ changes, and each of them is seen to be used. A tiny random model writes; what i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import tiny
 import tiny_store
 
 from ngramspec.batch.errors import EngineClosedError
+from ngramspec.batch.pack import Batch
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import Completion
 from ngramspec.cli import screen
@@ -21,6 +23,7 @@ from ngramspec.datastore import tokens as store_tokens
 from ngramspec.drafting import ngram, suffix
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.engine import Engine
+from ngramspec.model.runner import Output
 
 PROMPT = np.random.default_rng(0).integers(0, 250, 20).tolist()
 OTHER = np.random.default_rng(1).integers(0, 250, 20).tolist()
@@ -235,6 +238,14 @@ def test_stores_come_and_go_under_running_requests(halves: dict[str, Path], trut
     with build() as engine:
         assert engine.complete(PROMPT, PARAMS).token_ids == truth
         assert isinstance(engine.speculator, Proposer)
+        forward = engine.runner.forward
+
+        def unhurried(batch: Batch) -> Output:
+            """The text is not to be over before the store is there."""
+            time.sleep(0 if engine.datastores else 0.05)
+            return forward(batch)
+
+        engine.runner.forward = unhurried  # type: ignore[method-assign]
         pieces = engine.stream(PROMPT, PARAMS)
         written = [next(pieces)]
         engine.add_datastore("second", halves["second"])  # the first store at all: its drafter is made for running sequences too
