@@ -117,7 +117,7 @@ class Stack:
         self.eps = float(config.rms_norm_eps)
         self.activation = ACTIVATIONS[config.hidden_act]
         self.last = base.norm.weight.detach()
-        self.head = make(_take_over([model.get_output_embeddings()])[0], None)
+        self.head = make(_take_over(model, "lm_head")[0], None)
         positions = torch.arange(max_len, device=self.last.device)[None]
         cos, sin = base.rotary_emb(self.last[None, None], positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
@@ -140,13 +140,13 @@ class Stack:
             raise UnsupportedModelError(f"{type(layer).__name__}: other linear layers than expected")
         return _Layer(
             first=layer.input_layernorm.weight.detach(),
-            qkv=make(*_take_over(linears[:3])),
+            qkv=make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
             q_norm=attn.q_norm.weight.detach() if "q_norm" in names else None,
             k_norm=attn.k_norm.weight.detach() if "k_norm" in names else None,
-            out=make(*_take_over(linears[3:4])),
+            out=make(*_take_over(attn, "o_proj")),
             second=layer.post_attention_layernorm.weight.detach(),
-            gate_up=make(*_take_over(linears[4:6])),
-            down=make(*_take_over(linears[6:])),
+            gate_up=make(*_take_over(mlp, "gate_proj", "up_proj")),
+            down=make(*_take_over(mlp, "down_proj")),
             scale=float(attn.scaling),
             window=int(getattr(attn, "sliding_window", window) or 0),
         )
@@ -256,8 +256,9 @@ def _our_norm(module: nn.Module) -> NormModule | None:
     return ours if torch.allclose(module(x).float(), ours(x).float(), rtol=slack, atol=slack) else None
 
 
-def _take_over(linears: list[Any]) -> tuple[Weight, torch.Tensor | None]:
-    """One weight (and bias) above the other; the modules keep views of it."""
+def _take_over(parent: nn.Module, *names: str) -> tuple[Weight, torch.Tensor | None]:
+    """The weights (and biases) of linear layers above each other; the layers keep views of them, those in blocks among others too."""
+    linears: list[Any] = [getattr(parent, name) for name in names]
     biases = [linear.bias for linear in linears]
     bias = next((b for b in biases if b is not None), None)
     if bias is not None:
@@ -270,9 +271,10 @@ def _take_over(linears: list[Any]) -> tuple[Weight, torch.Tensor | None]:
     if len(linears) == 1:
         return linears[0].weight.detach(), bias
     weight = joined_weights(linears)
-    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
-        if type(linear) is nn.Linear:
-            linear.weight = nn.Parameter(part, requires_grad=False)
+    for name, old, part in zip(names, linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear = nn.Linear(old.in_features, old.out_features, bias=False, device="meta")
+        linear.weight, linear.bias = nn.Parameter(part, requires_grad=False), old.bias
+        setattr(parent, name, linear)
     if weight.is_cuda:
         torch.cuda.empty_cache()  # what the separate weights took is in pieces too small for the next joined ones
     return weight, bias

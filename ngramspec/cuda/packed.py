@@ -69,15 +69,12 @@ def keep_packed(model: PreTrainedModel, source: Source, dtype: torch.dtype, devi
             setattr(parent, name, packs)
 
 
-def held_bytes(model: PreTrainedModel, source: Source, dtype: torch.dtype) -> int:
-    """What the weights of a model on the "meta" device will take once `keep_packed` has taken its part: blocks as the file has them."""
-    total = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    for stored, _ in _in_blocks(model, source):
-        total += stored.n_rows * stored.row_bytes - math.prod(stored.shape) * dtype.itemsize
-    return total
+def saved_bytes(model: PreTrainedModel, source: Source, dtype: torch.dtype) -> int:
+    """By how much less the weights of a model on the "meta" device take as blocks, as large as the file has them, than in a dtype."""
+    return sum(math.prod(stored.shape) * dtype.itemsize - stored.n_rows * stored.row_bytes for stored, _ in _in_blocks(model, source))
 
 
-IN_BLOCKS = Keeping(held_bytes, keep_packed)
+IN_BLOCKS = Keeping(saved_bytes, keep_packed)
 
 
 def _in_blocks(model: PreTrainedModel, source: Source) -> Iterator[tuple[Stored, list[tuple[nn.Module, str, nn.Module]]]]:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ngramspec.cuda.linear import Product, Tile, bounds, store
+from ngramspec.model.stored import KINDS
 
 UNIT = 64
 
@@ -145,8 +146,7 @@ def joined(weights: Sequence[Packed]) -> Packed:
 def pack(kind: str, rows: torch.Tensor) -> Packed:
     """Rows [N, bytes of a row] uint8 of blocks of GGML's type `kind`, one of FORMATS, bit by bit as ggml-common.h lays them out."""
     fmt, n = FORMATS[kind], len(rows)
-    n_bytes = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind]
-    blocks = rows.reshape(n, -1, n_bytes)
+    blocks = rows.reshape(n, -1, KINDS[kind][1])
 
     def halves(at: int, negative: bool = False) -> torch.Tensor:
         """The float16 at a byte of every block, as an integer."""
@@ -425,10 +425,6 @@ class QuantisedProduct(Product):
         self.parts = tuple(parts)
         first = parts[0]
         self._shape(sum(part.n_out for part in parts), first.n_in, bias, n_sms, first.codes.device, dtype)
-
-    def dense(self) -> torch.Tensor:
-        """W [N, K] in the dtype of x."""
-        return torch.cat([part.dense(self.dtype) for part in self.parts])
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
         first = 0

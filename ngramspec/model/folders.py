@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -71,8 +73,11 @@ def weight_files(folder: Path, spec: str) -> list[Path]:
     raise ModelNotFoundError(f"{spec}: there is no model.safetensors in {folder}")
 
 
-def parameters(tensors: dict[str, Tensor], model: PreTrainedModel) -> Source | None:
-    """Where the parameters of a model on the "meta" device are; None where the tensors are not those of the model as they are."""
+def parameters(tensors: dict[str, Tensor], model: PreTrainedModel, known: Mapping[str, Stored] = MappingProxyType({})) -> Source | None:
+    """Where the parameters of a model on the "meta" device are; None where the tensors are not those of the model as they are.
+
+    `known`: parameters that several tensors stand for.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -88,11 +93,16 @@ def parameters(tensors: dict[str, Tensor], model: PreTrainedModel) -> Source | N
     files: dict[Path, File] = {}
     stored: dict[str, Stored] = {}
     for parameter, names in known_as.items():
-        found = next((tensors[n] for name in names for n in (name, name.removeprefix(prefix)) if n in tensors), None)
-        if found is None or found.dtype not in KINDS or found.shape != tuple(parameter.shape):
+        candidates = [n for name in names for n in (name, name.removeprefix(prefix))]
+        one = next((known[n] for n in candidates if n in known), None)
+        if one is None:
+            found = next((tensors[n] for n in candidates if n in tensors), None)
+            if found is None or found.dtype not in KINDS:
+                return None
+            if found.path not in files:
+                files[found.path] = File(found.path)
+            one = InFile(kind=found.dtype, shape=found.shape, file=files[found.path], offset=found.offset)
+        if one.shape != tuple(parameter.shape):
             return None
-        if found.path not in files:
-            files[found.path] = File(found.path)
-        one = InFile(kind=found.dtype, shape=found.shape, file=files[found.path], offset=found.offset)
         stored |= dict.fromkeys(names, one)
     return Source(stored, sum(tensor.n_bytes for tensor in tensors.values()))

@@ -30,7 +30,7 @@ from ngramspec.batch.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from ngramspec.model import families, folders, gguf, kept, random_weights
+from ngramspec.model import families, folders, gguf, grouped, kept, random_weights
 from ngramspec.model.cache_dir import cache_dir as default_cache_dir
 from ngramspec.model.gguf_cache import Progress, derived, remove_converted
 from ngramspec.model.memory import check_memory
@@ -98,8 +98,8 @@ def open_model(
 class Keeping(NamedTuple):
     """How weights are kept otherwise than as tensors of a dtype."""
 
-    held_bytes: Callable[[PreTrainedModel, Source, torch.dtype], int]
-    """What all weights of an empty model will take, those that are kept as tensors too."""
+    saved_bytes: Callable[[PreTrainedModel, Source, torch.dtype], int]
+    """By how much less the weights of an empty model will take than as tensors."""
     replace: Callable[[PreTrainedModel, Source, torch.dtype, str], None]
     """Gives the empty model modules that keep their weights, on a device."""
 
@@ -120,7 +120,7 @@ def load_model(
     model = opened.model
     if any(parameter.is_meta for parameter in model.parameters()):
         needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-        check_memory(keep.held_bytes(model, opened.source, dtype) if keep else needed, device, spec)
+        check_memory(needed - (keep.saved_bytes(model, opened.source, dtype) if keep else 0), device, spec)
         progress(f"loading {spec}: weights")
         with _memory(spec, device):
             if keep:
@@ -223,11 +223,16 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         if file:
             model = empty_model(config, torch.float32)
             source = families.parameters(file, folder, model)
-        elif "quantization_config" not in config:
+        elif (quantised := config.pop("quantization_config", None)) is None:
             model = empty_model(config, torch.float32)
             source = folders.parameters(tensors, model)
+        elif quantised.get("quant_method") in grouped.METHODS:
+            model = empty_model(config, torch.float32)
+            source = folders.parameters(tensors, model, grouped.in_groups(tensors, quantised, spec))
+            if source is None:
+                raise UnsupportedModelError(f"{spec}: its tensors are not those of {type(model).__name__} with {quantised['quant_method']}")
         if source is None:
-            check_memory(_weight_bytes(tensors, config, dtype), device, spec)
+            check_memory(_weight_bytes(tensors, quantised is not None, dtype), device, spec)
             progress(f"loading {spec}: weights")
             model = _read_weights(folder, dtype, device, spec)
             source = params_source(model)
@@ -283,18 +288,17 @@ def _check_kind(config: dict[str, Any], spec: str) -> None:
         reason = "it is an encoder, which reads text in both directions"
     if reason:
         raise UnsupportedModelError(f"{spec}: model_type {kind!r} is not supported: {reason}; accepted: decoders of text")
-    quantised = config.get("quantization_config") or {}
+    quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-    if method is not None and method not in DEQUANTISED:
+    if method is not None and not (isinstance(quantised, dict) and method in (*DEQUANTISED, *grouped.METHODS)):
         raise UnsupportedModelError(
             f"{spec}: its weights are quantised by {method!r}, which is not read here; accepted: the same model as a GGUF file, or with "
             "weights as they were trained (quantize='q8_0' makes them smaller on the CPU)"
         )
 
 
-def _weight_bytes(tensors: dict[str, folders.Tensor], config: dict[str, Any], dtype: torch.dtype) -> int:
+def _weight_bytes(tensors: dict[str, folders.Tensor], quantised: bool, dtype: torch.dtype) -> int:
     """Bytes of the weights once transformers has loaded them."""
-    quantised = "quantization_config" in config
     return sum(t.n_bytes if quantised or "F" not in t.dtype else math.prod(t.shape) * dtype.itemsize for t in tensors.values())
 
 

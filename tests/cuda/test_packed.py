@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import small
 import tiny_gguf
+import tiny_grouped
 import torch
 from torch import nn
 
@@ -74,6 +75,23 @@ def test_drafts_and_blocks_change_nothing(
         assert torch.equal(torch.stack(plain.rows), torch.stack(on.rows))
 
 
+@pytest.mark.parametrize("how", [tiny_grouped.AWQ, tiny_grouped.SYMMETRIC], ids=["awq", "gptq"])
+def test_checkpoints_of_other_packages_stay_in_blocks(
+    how: dict[str, Any], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.take_on_trust(monkeypatch)
+    tiny_grouped.write(tmp_path / "m", how, **small.SHAPE | small.IDS | {"hidden_size": 64, "intermediate_size": 64})
+    dense, packed = (bind(load(tmp_path / "m", torch.bfloat16, device, keeps)) for keeps in (False, True))
+    assert isinstance(packed._decoder, Stack)
+    assert isinstance(packed._decoder.layers[0].down, QuantisedProduct)
+    assert not isinstance(dense._decoder.layers[0].down, QuantisedProduct)  # type: ignore[union-attr]
+    plain, same = decoded(dense, {"temperature": 0}), decoded(packed, {"temperature": 0})
+    on = decoded(packed, {"temperature": 0}, plain.tokens[len(PROMPT) :])
+    assert plain.tokens == same.tokens == on.tokens
+    assert torch.equal(torch.stack(plain.rows), torch.stack(same.rows))
+    assert torch.equal(torch.stack(plain.rows), torch.stack(on.rows))
+
+
 @pytest.mark.soak
 def test_products_are_proved_as_others_are(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_gguf, "LAYERS", {"llama": 1})
@@ -127,6 +145,19 @@ def test_the_memory_that_is_asked_for_is_what_is_held(kind: str, device: str, tm
     held = sum({p.data_ptr(): p.nbytes for p in [*model.parameters(), *parts]}.values())
     assert bool(packed) == (kind == "Q4_0")
     assert asked[-1] == pytest.approx(held, rel=0.2 if packed else 0)
+
+
+def test_blocks_that_are_joined_with_numbers_are_kept_once(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.take_on_trust(monkeypatch)
+    model = load(tiny_gguf.write(tmp_path / "m.gguf", kind="Q8_0", kinds={"attn_k": "F16"}, std=0.1), torch.bfloat16, device)
+    before = model.model.layers[0].self_attn.q_proj.packed.dense(torch.bfloat16)
+    stack = bind(model)._decoder
+    assert isinstance(stack, Stack)
+    whole, attn = stack.layers[0].qkv.weight, model.model.layers[0].self_attn  # type: ignore[attr-defined]
+    for linear in (attn.q_proj, attn.k_proj, attn.v_proj):
+        assert type(linear) is nn.Linear
+        assert linear.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert torch.equal(attn.q_proj.weight, before)
 
 
 def test_the_vendors_products_take_blocks_too(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,12 +222,24 @@ def test_memory_that_runs_out_while_loading(folder: Path, monkeypatch: pytest.Mo
         load_model(str(folder))
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["aqlm", "bitsandbytes"])
 def test_weights_that_another_package_quantised(folder: Path, method: str) -> None:
     for how in ({"quant_method": method, "bits": 4}, method):
         edit_config(folder, quantization_config=how)
         with pytest.raises(UnsupportedModelError, match=f"quantised by '{method}'.*GGUF"):
             load_model(str(folder))
+
+
+@pytest.mark.parametrize("how", ["fp8", "awq", [], 4])
+def test_a_quantisation_that_is_no_object(folder: Path, how: object) -> None:
+    edit_config(folder, quantization_config=how)
+    with pytest.raises(UnsupportedModelError, match=r"quantised by .*not read here"):
+        load_model(str(folder))
+
+
+def test_no_quantisation_may_be_told(folder: Path) -> None:
+    edit_config(folder, quantization_config=None)
+    assert load_model(str(folder)).model.dtype == torch.float32
 
 
 def test_available_memory_is_plausible() -> None:
