@@ -57,9 +57,11 @@ class Pace:
         self._pass_ms *= FADE
 
 
-LEAST = 0.03
-"""Tokens that an answer must bring on the average. A look into a store of 80 M tokens takes 0.1 to 0.3 ms, the more the longer ago the last
-one was, and a pass of a small model on a CPU 5 ms; a constant, so that who drafts without a clock decides the same."""
+LOOK_MS, EACH_MS = 0.2, 0.04
+"""What a look into a store of 80 M tokens takes, and what for every sequence in it, on a CPU whose caches a pass has filled with weights.
+Constants, so that who drafts without a clock decides the same."""
+LEAST, MOST = 0.03, 0.1
+"""Tokens that an answer must bring on the average where nobody says what a millisecond is worth, and the most that are asked for."""
 LONGEST = 31
 """Passes for which a sequence is not asked about at the most."""
 _OWN, _FADE_ALL = 6.0, 0.995
@@ -74,19 +76,23 @@ class Turns:
         self._left, self._rest = np.zeros((2, n_slots), np.int64)
         self._gained, self._answers = np.zeros((2, n_slots))
         self._asked = np.zeros(n_slots, np.bool_)
-        self._all_gained, self._all_answers, self._n_begun = 2.0 * LEAST * _OWN, _OWN, 0
+        self._least = LEAST
+        self._all_gained, self._all_answers, self._n_begun = 2.0 * MOST * _OWN, _OWN, 0
 
     def begin(self, slot: int) -> bool:
         """A new sequence uses this slot. Whether to spend anything on it beforehand."""
-        pays = self._all_gained >= LEAST * self._all_answers
+        pays = self._all_gained >= self._least * self._all_answers
         self._left[slot] = self._gained[slot] = self._answers[slot] = 0
         self._rest[slot] = 0 if pays else 1
         self._n_begun += 1
         return pays or self._n_begun % WINDOW == 0
 
-    def asks(self, slots: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """[B] bool: for which slots [B] it is asked, of those where an answer is `wanted` [B] bool."""
+    def asks(self, slots: np.ndarray, wanted: np.ndarray, price: float = 0.0) -> np.ndarray:
+        """[B] bool: for which slots [B] it is asked, of those where an answer is `wanted` [B] bool. `price`: what a millisecond is worth
+        in tokens, 0 where that is not known."""
         asked = wanted & (self._left[slots] <= 0)
+        if price > 0:
+            self._least = min(price * (LOOK_MS / max(int(np.count_nonzero(asked)), 1) + EACH_MS), MOST)
         self._left[slots] -= wanted
         self._asked[slots] = asked
         return asked
@@ -102,5 +108,5 @@ class Turns:
         self._all_gained = self._all_gained * _FADE_ALL ** len(slots) + float(gained.sum())
         self._all_answers = self._all_answers * _FADE_ALL ** len(slots) + len(slots)
         before = self._all_gained / self._all_answers
-        pays = (self._gained[slots] + _OWN * before >= LEAST * (self._answers[slots] + _OWN)) | (gained > 0)
+        pays = (self._gained[slots] + _OWN * before >= self._least * (self._answers[slots] + _OWN)) | (gained > 0)
         self._left[slots] = self._rest[slots] = np.where(pays, 0, np.minimum(2 * self._rest[slots] + 1, LONGEST))

@@ -224,7 +224,7 @@ class Proposer(Speculator):
     ) -> list[DraftTree]:
         """The nodes that pay for their time."""
         slots = np.ascontiguousarray(slots, np.int32)
-        stored = self._look_up(self.datastore, slots, max_depth) if self.datastore is not None else None
+        stored = self._look_up(self.datastore, slots, max_depth, price) if self.datastore is not None else None
         external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = merge.grow(
             self._desk,
@@ -347,9 +347,9 @@ class Proposer(Speculator):
                 self._turns.begin(slot)
             self.datastore = drafter
 
-    def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray) -> Drafts | None:
+    def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, price: float) -> Drafts | None:
         """What the datastore has for those of the slots [B] whose turn it is, and nothing for the others; None where it is nobody's."""
-        turn = self._turns.asks(slots, np.asarray(max_depth) > 0)
+        turn = self._turns.asks(slots, np.asarray(max_depth) > 0, price)
         if turn.all():
             return datastore.propose(slots)
         if not turn.any():

@@ -68,3 +68,18 @@ def test_sequences_get_something_beforehand_now_and_then_though_it_did_not_pay()
     assert turns.begin(0)
     run(turns, 2000, [0, 0, 0, 0])
     assert 5 <= sum(turns.begin(0) for _ in range(80)) <= 20
+
+
+def test_what_an_answer_must_bring_is_what_its_time_is_worth() -> None:
+    def asked(price: float) -> int:
+        turns, rng, n = Turns(4), np.random.default_rng(0), 0
+        for _ in range(1000):
+            turn = turns.asks(SLOTS, ALL, price)
+            n += int(turn.sum())
+            if turn.any():
+                turns.made(SLOTS[turn], (rng.random(int(turn.sum())) < 0.05).astype(int))
+        return n
+
+    cheap, dear = asked(0.01), asked(2.0)
+    assert cheap > 3800
+    assert dear < cheap / 2
