@@ -116,7 +116,7 @@ def follow(traces: list[Trace], n_requests: int, args: argparse.Namespace, model
         for row, draft in zip(rows, drafts, strict=True):
             row.draft = draft
         rows = [row for row in rows if not row.done]
-        runner.requests = {row.key: runner.request(row) for row in rows}
+        runner.requests = {row.key: runner.requests[row.key] for row in rows}  # vLLM keeps a request's object, too
     return {
         "step_ms": round(statistics.median(took_ms), 3),
         "tokens_per_step": round(1 + accepted / steps, 4),

@@ -7,13 +7,12 @@ drafts do not pay there are none. Knows neither torch nor a host. Not thread-saf
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ngramspec.batch import code_cache  # noqa: F401  # before anything is compiled
 from ngramspec.batch.cost import Load
 from ngramspec.batch.errors import InvalidInputError
 from ngramspec.batch.limits import ANSWERS, MAX_HISTORY
@@ -27,6 +26,10 @@ from ngramspec.guests.spending import Spending
 __all__ = ["Guest", "warmup"]
 
 MAX_DEPTH, MAX_SEQS, MAX_ROWS = 256, 4096, 16384
+TAIL = 16
+"""Tokens that are compared at the end of a text of which its host says whose it is."""
+_NODES = np.arange(MAX_DEPTH, dtype=np.int32)
+"""Of a chain."""
 LONGEST_REST = 7
 """Steps for which a text is not looked at, at most, that nothing has foreseen of late."""
 SLOPE = 0.06
@@ -47,6 +50,8 @@ class _Text:
     """The step in which it was last heard of."""
     tree: DraftTree | None = None
     chain: bool = False
+    drafted: list[int] = field(default_factory=list)
+    """The tree's tokens."""
     rest: int = 0
     last_rest: int = 0
     stats: Stats = field(default_factory=Stats)
@@ -129,6 +134,10 @@ class Guest:
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(list(self._texts))
+
+    def all_in(self, keys: Set[Hashable]) -> bool:
+        """Whether no text has another key than these."""
+        return self._texts.keys() <= keys
 
     def length(self, key: Hashable) -> int:
         """Of a text as it is known here. Raises KeyError."""
@@ -216,9 +225,18 @@ class Guest:
     def follows(self, key: Hashable, tokens: np.ndarray, most: int) -> np.ndarray | None:
         """What tokens [n] have behind the text that is known, at most so much; None where they do not go on from it."""
         text = self._texts.get(key)
-        if text is None or not 0 <= len(tokens) - text.n <= most or not np.array_equal(tokens[: text.n], text.tokens):
+        if text is None or not 0 <= len(tokens) - text.n <= most or not (tokens[: text.n] == text.tokens).all():
             return None
         return tokens[text.n :]
+
+    def appended(self, key: Hashable, tokens: np.ndarray, n_new: int) -> np.ndarray | None:
+        """`follows` for a host that knows whose tokens [n] these are, and that a step appended the last `n_new`: beside the length only
+        the last TAIL tokens known are compared."""
+        text = self._texts.get(key)
+        if text is None or len(tokens) - text.n != n_new:
+            return None
+        first = max(text.n - TAIL, 0)
+        return tokens[text.n :] if tokens[first : text.n].tolist() == text.buffer[first : text.n].tolist() else None
 
     def observe(self, keys: Sequence[Hashable], accepted: Sequence[Sequence[int] | np.ndarray]) -> None:
         """What a step appended to each text [k]: of its last draft what the model took, then the model's own token. Unknown keys: nothing.
@@ -232,7 +250,7 @@ class Guest:
             if text is None or not len(each):
                 continue
             tokens = np.asarray(each, np.int32)
-            path = _path(text, tokens.tolist())
+            path = _path(text, tokens)
             if text.n + len(tokens) > len(text.buffer):
                 text.buffer = np.concatenate([text.tokens, np.empty(text.n + len(tokens) + 256, np.int32)])
             text.buffer[text.n : text.n + len(tokens)] = tokens
@@ -243,7 +261,7 @@ class Guest:
             self._made += len(tokens)
             slots.append(text.slot)
             new.append(tokens)
-            paths.append(np.array(path, np.int32))
+            paths.append(_NODES[: len(path)] if text.chain else np.array(path, np.int32))
         if slots:
             self._drafts.observe(np.array(slots, np.int32), new, paths)
 
@@ -275,14 +293,15 @@ class Guest:
 
     def chains(self, keys: Sequence[Hashable], room: Sequence[int], base_rows: int) -> list[list[int]]:
         """`propose` for a host that verifies one chain for each text."""
-        return [tree.tokens.tolist() for tree in self._grow(keys, room, base_rows, chains=True)]
+        trees = self._grow(keys, room, base_rows, chains=True)
+        return [self._texts[key].drafted.copy() if len(tree) else [] for key, tree in zip(keys, trees, strict=True)]
 
     def took(self, rows: int, ms: float, *, has_prompt: bool = False) -> None:
         """The step that was last drafted for carried so many rows, and it took so long from end to end; after its `observe`.
 
         `has_prompt`: some of its rows were a prompt's.
         """
-        load = self._load._replace(rows=int(rows))
+        load = Load(int(rows), *self._load[1:])
         self.spending.took(load, self._nodes, self._made, ms, has_prompt=has_prompt)
         self._made = 0
 
@@ -303,7 +322,7 @@ class Guest:
         if not asked:
             return trees
         self._drafts.chains = chains
-        self._load = self._load._replace(looked=len(asked))
+        self._load = Load(base_rows, n_seqs, n_keys, len(asked))
         cost_ms, price = self.spending.plan(self._load)
         slots = np.array([text.slot for _, text, _ in asked], np.int32)
         depths = np.array([deepest for *_, deepest in asked], np.int32)
@@ -312,6 +331,7 @@ class Guest:
             text.chain = chains
             if len(tree):
                 trees[i] = text.tree = tree
+                text.drafted = tree.tokens.tolist()
                 self._nodes += len(tree)
         return trees
 
@@ -336,21 +356,22 @@ class Guest:
         return ids.astype(np.int32)
 
 
-def _path(text: _Text, tokens: list[int]) -> list[int]:
-    """The nodes of the text's last tree that were accepted, where a step appended these tokens: the last one is the model's own."""
+def _path(text: _Text, tokens: np.ndarray) -> Sequence[int]:
+    """The nodes of the text's last tree that were accepted, where a step appended these tokens [n]: the last one is the model's own."""
     path: list[int] = []
     if text.tree is None:
         return path
-    drafted = text.tree.tokens.tolist()
+    appended = tokens[:-1].tolist()
     if text.chain:
-        for i, token in enumerate(tokens[:-1]):
-            if i == len(drafted) or drafted[i] != token:
+        n = 0
+        for token, drafted in zip(appended, text.drafted, strict=False):
+            if token != drafted:
                 break
-            path.append(i)
-        return path
-    child = {(parent, token): i for i, (parent, token) in enumerate(zip(text.tree.parents.tolist(), drafted, strict=True))}
+            n += 1
+        return range(n)
+    child = {(parent, token): i for i, (parent, token) in enumerate(zip(text.tree.parents.tolist(), text.drafted, strict=True))}
     node = -1
-    for token in tokens[:-1]:
+    for token in appended:
         node = child.get((node, token), -2)
         if node < 0:
             break

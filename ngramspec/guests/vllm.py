@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,15 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "slope": (int, float),
     "steady": (bool,),
 }
+
+
+class _Seat(NamedTuple):
+    """Where a request that the runner names was seen last."""
+
+    row: int
+    request: Any
+    limit: int
+    """Tokens that its text may have."""
 
 
 class Proposer:
@@ -80,6 +89,7 @@ class Proposer:
         self._rows: list[Hashable | None] = []  # mirrors, by row
         self._away: dict[Hashable, int] = {}  # mirrors that are in no row, and for how many steps
         self._n_mirrors = 0
+        self._seats: dict[Hashable, _Seat] = {}  # where the runner is known
         self._silent: set[Hashable] = set()  # requests that want no drafts
         self._lengths: dict[Hashable, int] = {}  # of the last drafts
         self._asked_s: float | None = None
@@ -140,7 +150,9 @@ class Proposer:
             n_carried += 1 + self._lengths.get(key, 0)
             if key in self._silent:
                 continue
-            more = self.guest.follows(key, text, MISSED * (self.depth + 1))
+            more = self._appended(i, key, text, len(sampled_token_ids[i])) if batch is not None else None
+            if more is None:
+                more = self.guest.follows(key, text, MISSED * (self.depth + 1))
             if more is None:
                 has_prompt = True
                 self._begin(key, text, len(sampled_token_ids[i]), batch is not None)
@@ -155,19 +167,14 @@ class Proposer:
 
     def _drafts(self, n: int, rows: list[int], keys: list[Hashable], texts: list[np.ndarray], *, known: bool) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in range(n)]
-        room = [self._room(key, len(text), known) for key, text in zip(keys, texts, strict=True)]
+        seats, limit = self._seats if known else {}, self.max_len
+        limits = [seats[key].limit if key in seats else limit for key in keys]
+        room = [max(min(self.depth, limit - len(text) - 1), 0) for limit, text in zip(limits, texts, strict=True)]
         chains = self.guest.chains(keys, room, n) if rows else []
         for i, chain in zip(rows, chains, strict=True):
             drafts[i] = chain
         self._lengths = {key: len(chain) for key, chain in zip(keys, chains, strict=True)}
         return drafts
-
-    def _room(self, key: Hashable, length: int, known: bool) -> int:
-        """The longest draft that is of use: the model's own token comes behind it."""
-        limit = self.max_len
-        if known and (params := self._runner.requests[key].sampling_params) is not None and params.max_tokens is not None:
-            limit = min(limit, self._runner.requests[key].num_prompt_tokens + params.max_tokens)
-        return max(min(self.depth, limit - length - 1), 0)
 
     def _begin(self, key: Hashable, text: np.ndarray, n_output: int, known: bool) -> None:
         """A text that is new, or that came back otherwise than it went."""
@@ -190,11 +197,28 @@ class Proposer:
             return batch
         return None
 
+    def _appended(self, row: int, key: Hashable, text: np.ndarray, n_new: int) -> np.ndarray | None:
+        """The new tokens of a request that sits where it sat and grew by what the step gave it: its end alone is compared. None: anything
+        else, and the whole text must be."""
+        seat, request = self._seats.get(key), self._runner.requests[key]
+        if seat is not None and seat.row == row and seat.request is request:
+            more = self.guest.appended(key, text, n_new)
+            if more is not None:
+                return more
+        params, limit = request.sampling_params, self.max_len
+        if params is not None and params.max_tokens is not None:
+            limit = min(limit, request.num_prompt_tokens + params.max_tokens)
+        self._seats[key] = _Seat(row, request, limit)
+        return None
+
     def _end_finished(self) -> None:
         """Requests that the runner has forgotten are over; one that is only not scheduled stays with it."""
         requests = self._runner.requests
-        for key in [key for key in self.guest if key not in requests]:
-            self.guest.end(key, finished=True)
+        if not self.guest.all_in(requests.keys()):
+            for key in [key for key in self.guest if key not in requests]:
+                self.guest.end(key, finished=True)
+        if not self._seats.keys() <= requests.keys():
+            self._seats = {key: seat for key, seat in self._seats.items() if key in requests}
         if self._silent:
             self._silent &= requests.keys()
 

@@ -189,6 +189,54 @@ def test_a_row_of_another_text_is_another_text():
     assert len(runner.drafter.guest) == 2
 
 
+@both
+@pytest.mark.parametrize("at", [-1, 0, -20], ids=["all of it", "its beginning", "its end"])
+def test_a_row_whose_text_was_replaced_by_one_of_equal_length(known, at):
+    """The same row and name, and as many tokens: what was there before drafts nothing for it."""
+    runner = Runner(proposer(), known=known)
+    old = request(1, 100)
+    while old.done < 30:
+        runner.step([old])
+    new = Request("r1", old.prompt, old.output)
+    new.done = old.done
+    if at == -1:
+        new = request(2, 100)
+        new.name, new.done = "r1", old.done
+    elif at == 0:
+        new.prompt[0] += 1
+    else:
+        new.output[old.done - 5] += 1
+    runner.ever = {"old": old}
+    runner.requests.clear()
+    runner.drafts = {}
+    runner.step([new])
+    assert runner.drafter.guest.tokens(list(runner.drafter.guest)[-1]).tolist() == new.text
+
+
+def test_a_row_whose_end_was_replaced_under_the_same_request():
+    """Even where the runner says that it is the same request."""
+    runner = Runner(proposer())
+    old = request(1, 100)
+    while old.done < 30:
+        runner.step([old])
+    old.output[old.done - 5] = (old.output[old.done - 5] + 1) % VOCAB
+    runner.drafts = {}
+    runner.step([old])
+    assert runner.drafter.guest.tokens("r1").tolist() == old.text
+
+
+def test_a_request_that_sits_where_it_sat_is_not_compared_as_a_whole(monkeypatch):
+    runner = Runner(proposer())
+    requests = [request(i, 100) for i in range(3)]
+    runner.step(requests)
+    compared, follows = [], runner.drafter.guest.follows
+    monkeypatch.setattr(runner.drafter.guest, "follows", lambda key, *rest: compared.append(key) or follows(key, *rest))
+    runner.step(requests)
+    assert compared == []
+    runner.step([requests[0], requests[2]])
+    assert compared == ["r2"], "its row is another one"
+
+
 def test_what_stays_away_is_remembered_as_an_answer():
     runner = Runner(proposer(), known=False)
     answer = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
