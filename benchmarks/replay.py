@@ -38,7 +38,7 @@ from benchmarks.ours import chain
 from ngramspec.batch.sampling import Sampler
 from ngramspec.datastore import Datastore
 from ngramspec.drafting import ngram
-from ngramspec.drafting.base import Text
+from ngramspec.drafting.base import Seen, Text
 from ngramspec.drafting.proposer import ANSWERS, HISTORY, Proposer, warmup
 from ngramspec.drafting.suffix import SuffixDrafter
 
@@ -140,6 +140,7 @@ class Ours(Replayed):
         return self.tree.tokens.tolist(), self.tree.parents.tolist()
 
     def accept(self, new: np.ndarray, path: np.ndarray) -> None:
+        seen = None
         if self.speculator.needs_topk and self.top is not None:  # of accepted rows only: a replay has no others
             rows = slice(self.known - self.n_prompt, self.known - self.n_prompt + len(new))
             text = np.append(np.int32(-1), self.text)[self.known - 1 : self.known + len(new)]
@@ -152,10 +153,10 @@ class Ours(Replayed):
                 root_logits=np.zeros(1, np.int32),
             )
             heard = np.array([[0, text[0], 0]], np.int64)
-            self.speculator.record_topk(heard, batch, self.top[0][rows].astype(np.int32), self.top[1][rows])
+            seen = Seen(heard, batch, self.top[0][rows].astype(np.int32), self.top[1][rows])
         for source in self.tree.sources[path].tolist():
             self.accepted_by_source[self.speculator.source_names[source]] += 1
-        self.speculator.observe(self.slots, [new], [path])
+        self.speculator.observe(self.slots, [new], [path], seen)
         self.known += len(new)
 
     def end(self) -> None:

@@ -23,9 +23,9 @@ from ngramspec.batch.grammar import Constraint
 from ngramspec.batch.pack import Span, depths, pack
 from ngramspec.batch.sampling import NotFiniteError, masked
 from ngramspec.batch.types import BLOCK, DraftTree
-from ngramspec.core.observers import record_topk
+from ngramspec.core.observers import seen
 from ngramspec.core.scheduler import Scheduler
-from ngramspec.drafting.base import Speculator
+from ngramspec.drafting.base import Seen, Speculator
 from ngramspec.model.runner import Output, Runner
 
 _FREE = np.ones(2)
@@ -129,12 +129,11 @@ class BeamSearch:
         spans = [self._span(beam, len(beam.tokens) - beam.computed) for beam in self.beams]
         batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
         output = self.runner.forward(batch)
-        if self.speculator.needs_topk:
-            heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
-            record_topk(self.speculator, heard, batch, output)
+        heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
+        likely = seen(heard, batch, output) if self.speculator.needs_topk else None
         texts = self._search(output, spans)
         if not self.done:
-            self._commit(output, texts)
+            self._commit(output, texts, likely)
         return True
 
     def close(self) -> None:
@@ -270,7 +269,7 @@ class BeamSearch:
         self._complete = not going or (full and (self.early_stopping or going[0].score / size <= self.ended[-1].score))
         return going
 
-    def _commit(self, output: Output, texts: list[_Hypothesis]) -> None:
+    def _commit(self, output: Output, texts: list[_Hypothesis], likely: Seen | None) -> None:
         """Make beams of the texts: the first that continues a beam keeps its lane, the others get those of beams that none continues."""
         backwards = list(enumerate(texts))[::-1]
         first = {h.beam: i for i, h in backwards}
@@ -282,7 +281,7 @@ class BeamSearch:
         self.beams = [self._keep(output, h) if first[h.beam] == i else self._split(h, free.pop()) for i, h in backwards][::-1]
         going = [texts[i] for i in first.values()]
         news, paths = ([np.array(a, np.int32) for a in each] for each in ([h.new for h in going], [h.path for h in going]))
-        self.speculator.observe(np.array(kept, np.int32), news, paths)
+        self.speculator.observe(np.array(kept, np.int32), news, paths, likely)
 
     def _next(self, h: _Hypothesis, lane: int, block_hashes: BlockHashes) -> _Beam:
         tokens = np.append(self.beams[h.beam].tokens, np.array(h.new, np.int32))

@@ -1,7 +1,7 @@
 """What else happens to a step: observers look at what a pass gave its sequences, and none is part of the loop.
 
-They see the rows while drafts stand and nothing is accepted (`before`), and what was accepted, with keys and values in place (`after`).
-They tell the speculator, the pool, the sequences' statistics; they change no token. Whatever is the same for all sequences is done for all
+They see what was accepted, with keys and values in place. They tell the speculator, the pool, the sequences' statistics; they change no
+token. Whatever is the same for all sequences is done for all
 of them in one call.
 """
 
@@ -19,7 +19,7 @@ from ngramspec.batch.pack import Batch, Span, joined
 from ngramspec.batch.types import BLOCK, Stats
 from ngramspec.core import foresight
 from ngramspec.core.sequence import Sequence
-from ngramspec.drafting.base import Speculator
+from ngramspec.drafting.base import Seen, Speculator
 from ngramspec.model.runner import Output
 
 TOGETHER = 8
@@ -43,16 +43,6 @@ class Observers:
         self._speculator, self._pool = speculator, pool
         self._names = [*speculator.source_names, foresight.SOURCE]
         self._counts = Counts(self._names, speculator.spec_length)
-
-    def before(self, seqs: list[Sequence], batch: Batch, output: Output) -> None:
-        """The model's own candidates behind the last token and every draft token."""
-        if self._speculator.needs_topk:
-            heard = [
-                (seq.slot, int(seq.buffer[seq.n_tokens - 2]) if seq.n_tokens > 1 else -1, b)
-                for b, (seq, span) in enumerate(zip(seqs, batch.spans, strict=True))
-                if span.samples and seq.speculation and not seq.drafting_paused
-            ]
-            record_topk(self._speculator, heard, batch, output)
 
     def after(self, accepted: list[Accepted], batch: Batch) -> None:
         """Statistics. Before any of the sequences ends."""
@@ -92,15 +82,13 @@ class Observers:
         sources += [None] * (len(accepted.tokens) - len(path))
 
 
-def record_topk(speculator: Speculator, heard: list[tuple[int, int, int]], batch: Batch, output: Output) -> None:
-    """Let the speculator have the model's candidates behind the last known token of some of the batch's sequences, and behind every node.
-
-    `heard`: of each its slot, the token before its last one (-1: none), and its index in the batch.
-    """
-    if heard:
-        n = len(batch.logits_rows)
-        tokens, logits = output.candidates(0, n) or likeliest(output.logits(0, n))
-        speculator.record_topk(np.array(heard, np.int64), batch, tokens, logits)
+def seen(heard: list[tuple[int, int, int]], batch: Batch, output: Output) -> Seen | None:
+    """The model's own candidates behind the last token and every node of these sequences, which are as `Seen` has them."""
+    if not heard:
+        return None
+    n = len(batch.logits_rows)
+    tokens, logits = output.candidates(0, n) or likeliest(output.logits(0, n))
+    return Seen(np.array(heard, np.int64), batch, tokens, logits)
 
 
 class Counts:

@@ -17,7 +17,7 @@ from ngramspec.batch.pack import Batch, Span, pack
 from ngramspec.batch.types import DraftTree
 from ngramspec.core import foresight
 from ngramspec.core.acceptance import Acceptance, Walk
-from ngramspec.core.observers import Accepted, Observers
+from ngramspec.core.observers import Accepted, Observers, seen
 from ngramspec.core.scheduler import ScheduledRows, Scheduler
 from ngramspec.core.sequence import Sequence
 from ngramspec.core.timing import Plan, Timing
@@ -238,7 +238,6 @@ class Core:
 
     def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output) -> list[Accepted]:
         """Append to each sequence what the model accepts. One that fails (its logits, its text) ends alone."""
-        self._observers.before([each.seq for each in rows], batch, output)
         results = []
         for i, (each, span, run) in enumerate(zip(rows, batch.spans, output.runs(), strict=True)):
             seq = each.seq
@@ -265,7 +264,8 @@ class Core:
         accepted = [each for each in accepted if each.seq.slot >= 0]
         self._keep(accepted, output)
         self._observers.after(accepted, batch)
-        changed, going_on = [], []
+        changed, going_on = list[Sequence](), list[Accepted]()
+        heard: list[tuple[int, int, int]] = []
         for each in accepted:
             seq = each.seq
             if seq.slot < 0:
@@ -281,13 +281,18 @@ class Core:
             changed.append(seq)
             if seq.finished:
                 self._finish(seq)
-                continue
-            self.runner.pool.truncate_to(seq.slot, seq.computed)
+            else:
+                self.runner.pool.truncate_to(seq.slot, seq.computed)
             if seq.speculation:
-                going_on.append(each)
-        if going_on:
+                if not seq.finished:
+                    going_on.append(each)
+                if self.speculator.needs_topk and not seq.drafting_paused:
+                    last = each.span.start + len(each.span.tokens) - 1
+                    heard.append((seq.slot, int(seq.buffer[last - 1]) if last else -1, each.index))
+        if going_on or heard:
             slots = np.array([each.seq.slot for each in going_on], np.int32)
-            self.speculator.observe(slots, [each.tokens for each in going_on], [_drafted(each) for each in going_on])
+            accepted_paths = [each.tokens for each in going_on], [_drafted(each) for each in going_on]
+            self.speculator.observe(slots, *accepted_paths, seen(heard, batch, output))
         return changed
 
     def _keep(self, accepted: list[Accepted], output: Output) -> None:

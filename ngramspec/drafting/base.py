@@ -5,9 +5,9 @@ Token ids enter as int32 arrays, trees leave as flat arrays. Neither knows a mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -61,6 +61,28 @@ class Text:
     """Most tokens of prompt and output together."""
 
 
+class Seen(NamedTuple):
+    """What the model holds likely behind the last token of some of a pass's sequences, and behind every node of their trees."""
+
+    heard: np.ndarray
+    """[H, 3] int64: of each sequence its slot (-1: it is over), the token before its last one (-1: none), its index in the batch."""
+    batch: Batch
+    """A sequence's rows are those from `batch.root_logits` on."""
+    tokens: np.ndarray
+    """[N, KEPT] int32: the likeliest of all rows whose logits were wanted, likeliest first …"""
+    logits: np.ndarray
+    """… with their logits [N, KEPT] float32."""
+
+
+def likely_of(seen: Seen | None) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Of each sequence that goes on: slot, number of rows, tokens [rows, KEPT]."""
+    if seen is not None:
+        for slot, _, b in seen.heard.tolist():
+            first, n = int(seen.batch.root_logits[b]), int(seen.batch.ends[b] - seen.batch.roots[b])
+            if slot >= 0:
+                yield slot, n, seen.tokens[first : first + n]
+
+
 class Speculator:
     """What the step drafts with: the mix of all sources, one drafter by itself, or, as it stands here, nothing.
 
@@ -77,7 +99,7 @@ class Speculator:
     spec_rows = 0
     """Most nodes of a tree."""
     needs_topk = False
-    """Wants to know what the model holds likely (`record_topk`)."""
+    """Wants to know what the model holds likely (`Seen`)."""
     needs_hidden_states = False
     """Wants the model's last hidden states (`on_hidden_states`)."""
 
@@ -124,22 +146,15 @@ class Speculator:
         """
         return [NO_TREE] * len(slots)
 
-    def record_topk(self, heard: np.ndarray, batch: Batch, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """What the model holds likely behind the last token of some of the sequences of a pass, and behind every node of their trees.
-
-        heard [B, 3] int64: of each sequence its slot, the token before its last one (-1: none), its index in the batch. The likeliest
-        tokens [N, KEPT] int32 of all rows whose logits were wanted, with their logits [N, KEPT] float32, likeliest first; a sequence's are
-        those from `batch.root_logits` on."""
-
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
         """After acceptance: what was appended to each sequence, and which nodes of its last tree are on the accepted path.
 
         accepted[b] [k] int32: path tokens, then the model's own next one, cut where the sequence ended; paths[b] [j] int32 in depth order,
         -1 for a token that was not in its tree, but foreseen by the sequence's grammar.
-        A slot that was not proposed for learns nothing.
+        A slot that was not proposed for learns nothing. `seen`: of sequences of the pass, those that it ended too.
         """
 
     def end(self, slot: int) -> None:

@@ -50,6 +50,7 @@ _FULL = 1 << MEMORY
 WIDTH = 8
 """Candidates per node."""
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
+_GAPS = np.array(GAPS, np.float32)
 """Bounds in nats of the levels of a recycled candidate's distance to the most likely one. What is further off is not kept."""
 MAX_CODE = 255
 
@@ -407,7 +408,7 @@ def gather(state, seq, cached_state, cached, foreseen, recycled, nodes, r, first
 
 
 @njit(cache=True, nogil=True)
-def keep(recycled, before, last, tokens, values, bounds):
+def keep(recycled, before, last, tokens, values):
     """Remember the model's most likely tokens [KEPT] behind `last` (and behind `before`, `last`), with their logits, most likely first."""
     key = pair_key(before, last)
     s = pair_slot(key, len(recycled.keys)) if before >= 0 and len(recycled.keys) else np.int64(-1)
@@ -416,9 +417,9 @@ def keep(recycled, before, last, tokens, values, bounds):
     for rank in range(KEPT):
         far = values[0] - values[max(rank, 1)]
         level = 0
-        while level < len(bounds) and far >= bounds[level]:
+        while level < len(_GAPS) and far >= _GAPS[level]:
             level += 1
-        token = tokens[rank] if rank == 0 or level < len(bounds) else np.int64(-1)
+        token = tokens[rank] if rank == 0 or level < len(_GAPS) else np.int64(-1)
         recycled.tokens[last, rank], recycled.gaps[last, rank] = token, level
         if s >= 0:
             recycled.pair_tokens[s, rank], recycled.pair_gaps[s, rank] = token, level
@@ -427,16 +428,16 @@ def keep(recycled, before, last, tokens, values, bounds):
 
 
 @njit(cache=True, nogil=True)
-def keep_each(recycled, before, last, tokens, logits, bounds):
+def keep_each(recycled, before, last, tokens, logits):
     """`keep` for each of n rows: before, last [n], tokens, logits [n, KEPT]. One that has fewer than KEPT finite logits is left out."""
     for i in range(last.shape[0]):
         if logits[i, KEPT - 1] > -np.inf:
-            keep(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i], bounds)
+            keep(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i])
 
 
 @njit(cache=True, nogil=True)
-def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tokens, logits, bounds):
-    """`keep` for the last tokens and all nodes of sequences `heard` [B, 3], as `base.Speculator.record_topk` has them, of a batch with
+def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tokens, logits):
+    """`keep` for the last tokens and all nodes of sequences `heard` [B, 3], as `base.Seen` has them, of a batch with
     these arrays. A row that has fewer than KEPT finite logits is left out."""
     for i in range(heard.shape[0]):
         b = heard[i, 2]
@@ -444,4 +445,4 @@ def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tok
             at, row = roots[b] + j, root_logits[b] + j
             if logits[row, KEPT - 1] > -np.inf:
                 before = np.int64(input_ids[parents[at]]) if j else heard[i, 1]
-                keep(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row], bounds)
+                keep(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row])

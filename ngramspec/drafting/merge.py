@@ -22,7 +22,7 @@ from numba.experimental import structref
 
 from ngramspec.drafting.budget import lower_hull, pass_costs, worth
 from ngramspec.drafting.calibration import Calibration, judge, odds_against, verify
-from ngramspec.drafting.evidence import BIAS, EXTERNAL, WIDTH, ExternalTrees, Nodes, Recycled, Scratch, gather, hit_into
+from ngramspec.drafting.evidence import BIAS, EXTERNAL, WIDTH, ExternalTrees, Nodes, Recycled, Scratch, gather, hit_into, keep_rows
 from ngramspec.drafting.ngram import (
     AGREED,
     AHEAD,
@@ -397,8 +397,11 @@ def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_leng
 
 
 @njit(cache=True, nogil=True)
-def settle(desk, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters):
-    """Learn from the judged nodes and append the accepted tokens, from batch index `begin_at` on.
+def settle(
+    desk, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters,
+    heard, input_ids, parents, roots, ends, root_logits, likely, logits,
+):  # fmt: skip
+    """Learn from the judged nodes and append the accepted tokens, from batch index `begin_at` on; before the first, `keep_rows`.
 
     -> the batch index whose buffer must grow first (call again from there), or B when all is done.
     """
@@ -406,6 +409,8 @@ def settle(desk, slots, begin_at, new_start, new_tokens, path_start, path, histo
     rates = lent(desk.rates)
     R = len(nodes.token) // len(states)
     keys = np.empty(len(contexts), np.uint64)
+    if begin_at == 0:
+        keep_rows(desk.recycled, heard, input_ids, parents, roots, ends, root_logits, likely, logits)
     for b in range(begin_at, len(slots)):
         slot = slots[b]
         state, first, n = states[slot], slot * R, new_start[b + 1] - new_start[b]

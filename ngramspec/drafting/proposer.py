@@ -17,8 +17,8 @@ import numpy as np
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
-from ngramspec.batch.pack import Batch, Span, joined, pack
-from ngramspec.batch.types import DraftTree, Reliability
+from ngramspec.batch.pack import Span, joined, pack
+from ngramspec.batch.types import KEPT, DraftTree, Reliability
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, indices
 from ngramspec.drafting import evidence, merge, ngram
@@ -32,9 +32,11 @@ from ngramspec.drafting.base import (
     NeedsText,
     NeedsTopK,
     Running,
+    Seen,
     Speculator,
     Text,
     is_sound,
+    likely_of,
 )
 from ngramspec.drafting.calibration import new_calibration, reliability
 from ngramspec.drafting.evidence import ExternalTrees, Nodes
@@ -126,7 +128,7 @@ class Proposer(Speculator):
         self._topk_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsTopK)]
         self._state_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsHiddenStates)]
         self.needs_topk = self._recycled_here or bool(self._topk_readers)
-        """Wants to know what the model holds likely (`keep`)."""
+        """Wants to know what the model holds likely."""
         self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
         self.needs_hidden_states = bool(self._state_readers)
         """Wants hidden states (`on_hidden_states`)."""
@@ -248,13 +250,22 @@ class Proposer(Speculator):
             self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
         return trees
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
         slots = np.ascontiguousarray(slots, np.int32)
+        rows = _NOTHING_SEEN
+        if seen is not None and self._recycled_here:
+            batch = seen.batch
+            rows = (
+                seen.heard, batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits, seen.tokens, seen.logits,
+            )  # fmt: skip
+        for d in self._topk_readers:
+            for slot, n, likely in likely_of(seen):
+                self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), likely)
         new_start, new = _concatenate(accepted)
         path_start, path = _concatenate(paths)
         b = 0
         while True:
-            b = merge.settle(self._desk, slots, b, new_start, new, path_start, path, self.history, self._n_external)
+            b = merge.settle(self._desk, slots, b, new_start, new, path_start, path, self.history, self._n_external, *rows)
             if b == len(slots):
                 break
             self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
@@ -302,22 +313,11 @@ class Proposer(Speculator):
         hits = int(self._states[slot, ngram.HITS])
         return hits.bit_length() > 32 and hits.bit_count() <= 2
 
-    def record_topk(self, heard: np.ndarray, batch: Batch, tokens: np.ndarray, logits: np.ndarray) -> None:
-        if self._recycled_here:
-            rows = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
-            evidence.keep_rows(self._recycled, heard, *rows, tokens, logits, _BOUNDS)
-        if not self._topk_readers:
-            return
-        for slot, _, b in heard.tolist():
-            first, n = int(batch.root_logits[b]), int(batch.ends[b] - batch.roots[b])
-            for d in self._topk_readers:
-                self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), tokens[first : first + n])
-
     def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """What the model holds likely behind `last` [n] int32, each of which follows `before` [n] int32 (-1: nothing), whoever's they are:
         tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first."""
         if self._recycled_here:
-            evidence.keep_each(self._recycled, before, last, tokens, logits, _BOUNDS)
+            evidence.keep_each(self._recycled, before, last, tokens, logits)
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         for d in self._state_readers:
@@ -489,7 +489,6 @@ class _Tables:
         self.states[row] = 0
 
 
-_BOUNDS = np.array(evidence.GAPS, np.float32)
 SOURCES = ("ngram", "answers", "prediction", "recycled", "similar")
 _GROUPS = (
     range(evidence.OUTPUT_CACHE),
@@ -510,6 +509,10 @@ def _speakers() -> Speakers:
 
 SPEAKERS = _speakers()
 _NO_CODES = np.empty(0, np.int16)
+_NOTHING_SEEN = (
+    np.empty((0, 3), np.int64), np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(4)), np.empty((0, KEPT), np.int32),
+    np.empty((0, KEPT), np.float32),
+)  # fmt: skip
 _NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
 
 
@@ -525,10 +528,10 @@ def warmup() -> None:
     tables = BlockTables(1, 1, 16)
     tables.reserve(0, 2)
     batch = pack([Span(0, np.array([1], np.int32), 0)], tables)
-    proposer.record_topk(np.array([[0, -1, 0]]), batch, *likeliest(np.zeros((1, 16), np.float32)))
     proposer.remember(np.array([1, 2, 3], np.int32))
     proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
     trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)
-    proposer.observe(slots, [np.full(40, 3, np.int32)], [np.arange(min(len(trees[0]), 1), dtype=np.int32)])
+    seen = Seen(np.array([[0, -1, 0]]), batch, *likeliest(np.zeros((1, 16), np.float32)))
+    proposer.observe(slots, [np.full(40, 3, np.int32)], [np.arange(min(len(trees[0]), 1), dtype=np.int32)], seen)
     proposer.observe(slots, [np.full(400, 3, np.int32)], [_NO_TOKENS])
     proposer.end(0)

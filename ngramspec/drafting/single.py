@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import DraftTree
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
@@ -27,9 +26,11 @@ from ngramspec.drafting.base import (
     NeedsText,
     NeedsTopK,
     Running,
+    Seen,
     Speculator,
     Text,
     is_sound,
+    likely_of,
 )
 
 log = logging.getLogger(__name__)
@@ -95,15 +96,12 @@ class SingleDrafter(Speculator):
             drawn_from=None if drawn_from is None else [drawn_from[i] for i in kept],
         )
 
-    def record_topk(self, heard: np.ndarray, batch: Batch, tokens: np.ndarray, logits: np.ndarray) -> None:
-        for slot, _, b in heard.tolist():
-            first, n = int(batch.root_logits[b]), int(batch.ends[b] - batch.roots[b])
-            self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(n - 1), tokens[first : first + n])
-
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         self._ask("on_hidden_states", slot, first, states)
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
+        for slot, n, likely in likely_of(seen):
+            self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(n - 1), likely)
         for slot, tokens, path in zip(slots.tolist(), accepted, paths, strict=True):
             tree = self._trees.get(slot)
             rejected = np.empty(0, np.int32) if tree is None else np.delete(tree.tokens, path[path >= 0])

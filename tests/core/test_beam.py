@@ -112,13 +112,10 @@ class Oracle:
     def begin(self, place: int, tokens: np.ndarray, stops: tuple[int, ...]) -> None:
         self.text[place] = tuple(tokens.tolist())
 
-    def observe(self, places: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
+    def observe(self, places: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Any) -> None:
         for place, new, path in zip(places.tolist(), accepted, paths, strict=True):
             assert len(path) in (len(new) - 1, len(new))
             self.text[place] += tuple(new.tolist())
-
-    def record_topk(self, *_: Any) -> None:
-        pass
 
     def propose(self, places: np.ndarray, max_depth: np.ndarray, *_: Any) -> list[DraftTree]:
         return [self._tree(self.text[place], int(depth)) for place, depth in zip(places.tolist(), max_depth, strict=True)]

@@ -12,6 +12,7 @@ from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.pack import Span, pack
 from ngramspec.batch.types import DraftTree
 from ngramspec.drafting import Candidates, Drafter, Proposer, budget, evidence, merge, warmup
+from ngramspec.drafting.base import Seen
 from ngramspec.drafting.proposer import SOURCES, TENANTS
 from ngramspec.drafting.weights import cold_weights, load_weights, save_weights
 
@@ -518,7 +519,8 @@ def test_the_models_own_candidates_are_drafted():
     tables = BlockTables(1, 1, 16)
     assert tables.reserve(0, 3)
     tree = DraftTree(ints(50), ints(-1), np.ones(1, np.float32), np.zeros(1, np.uint8))
-    proposer.record_topk(np.array([[0, 4, 0]]), pack([Span(0, ints(5), 1, tree)], tables), *likeliest(rows))
+    seen = Seen(np.array([[-1, 4, 0]]), pack([Span(0, ints(5), 1, tree)], tables), *likeliest(rows))
+    proposer.observe(ints(), [], [], seen)  # of a sequence that has just ended
     proposer.begin(0, ints(9, 5))
     tree = propose(proposer, cost=FREE)[0]
     assert {(50,), (60,), (50, 70)} <= {tuple(p) for p in paths(tree)}
@@ -530,20 +532,19 @@ def test_the_models_own_candidates_are_drafted():
 def test_kept_candidates_are_the_likeliest(vocab_size, n, seed):
     rows = np.random.default_rng(seed).permutation(vocab_size * n).reshape(n, vocab_size).astype(np.float32) / 50
     kept = evidence.new_recycled(vocab_size, 16)
-    bounds = np.array(evidence.GAPS, np.float32)
     last = np.arange(n, dtype=np.int32) % vocab_size
     tables = BlockTables(n, n, 16)
     assert all(tables.reserve(slot, 1) for slot in range(n))
     batch = pack([Span(slot, last[slot : slot + 1], 0) for slot in range(n)], tables)
     heard = np.array([(slot, -1, slot) for slot in range(n)])
     given = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
-    evidence.keep_rows(kept, heard, *given, *likeliest(rows), bounds)
+    evidence.keep_rows(kept, heard, *given, *likeliest(rows))
     if vocab_size < evidence.KEPT:
         assert (kept.tokens == -1).all()
         return
     i = n - 1  # a later row overwrites an earlier one of the same token
     order = np.argsort(-rows[i])[: evidence.KEPT]
     far = rows[i, order[0]] - rows[i, order]
-    want = [int(t) for t, d in zip(order, far, strict=True) if d < bounds[-1]]
+    want = [int(t) for t, d in zip(order, far, strict=True) if d < evidence.GAPS[-1]]
     assert kept.tokens[last[i], : len(want)].tolist() == want
     assert (kept.tokens[last[i], len(want) : len(want) + 1] == -1).all()
