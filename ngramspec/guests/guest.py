@@ -265,10 +265,11 @@ class Guest:
         if slots:
             self._drafts.observe(np.array(slots, np.int32), new, paths)
 
-    def keep(self, key: Hashable, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+    def keep(self, key: Hashable | None, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """What the model holds likely behind the tokens `last` [n], each of which follows `before` [n] (-1: nothing): the text's last one,
-        then its draft's. tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first. Before `observe`."""
-        if key in self._texts:
+        then its draft's; those of several texts where the key is None. tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first.
+        Before `observe`."""
+        if key is None or key in self._texts:
             behind = np.asarray(before, np.int32), np.asarray(last, np.int32)
             self._drafts.keep(*behind, np.asarray(tokens, np.int32), np.asarray(logits, np.float32))
 

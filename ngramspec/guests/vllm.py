@@ -27,6 +27,7 @@ from ngramspec.batch.types import Stats
 from ngramspec.datastore.errors import DatastoreError
 from ngramspec.guests.guest import MAX_SEQS, SLOPE, Guest, warmup
 from ngramspec.guests.hosts import check_version, open_stores, prediction_ids
+from ngramspec.guests.vllm_logits import Likely, Watch
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "answers": (int,),
     "slope": (int, float),
     "steady": (bool,),
+    "recycle": (bool,),
 }
 
 
@@ -81,11 +83,13 @@ class Proposer:
             depth=self.depth,
             stores=open_stores(stores, self.tokenizer, self.model, vocab_size) if stores else None,
             answers=settings.get("answers", ANSWERS),
+            recycle=settings.get("recycle", not several),  # of several ranks, not all have the logits
             steady=settings.get("steady", several),
             slope=settings.get("slope", SLOPE if on_cpu else _DEVICE_SLOPE),
         )
         self.failed = False
         self._runner: Any = None
+        self._watch: Watch | None = None
         self._rows: list[Hashable | None] = []  # mirrors, by row
         self._away: dict[Hashable, int] = {}  # mirrors that are in no row, and for how many steps
         self._n_mirrors = 0
@@ -101,6 +105,11 @@ class Proposer:
         runner = sys._getframe(1).f_locals.get("self")
         if hasattr(runner, "input_batch") and hasattr(runner, "requests"):
             self._runner = runner
+            if self.guest.recycles:
+                try:
+                    self._watch = Watch(runner, self.guest.vocab_size)
+                except AttributeError as error:
+                    log.info("what the model holds likely is not seen in this runner: %s", error)
 
     @property
     def stats(self) -> Stats:
@@ -159,11 +168,36 @@ class Proposer:
             elif len(more):
                 seen.append(key)
                 new.append(more)
+        if self._watch is not None and batch is not None and (likely := self._watch.take()) is not None:
+            self._keep(likely, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         self.guest.observe(seen, new)
         if self._asked_s is not None:
             self.guest.took(n_carried, (now - self._asked_s) * 1e3, has_prompt=has_prompt)
         self._asked_s = now
         return self._drafts(len(sampled_token_ids), rows, keys, texts, known=batch is not None)
+
+    def _keep(
+        self, likely: Likely, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
+    ) -> None:
+        """What the model holds likely behind each row's last known token and behind its draft's."""
+        n_new = np.array([len(sampled) for sampled in sampled_token_ids])
+        n = len(n_new)
+        known = num_tokens_no_spec[:n] - n_new
+        if len(likely.lengths) != n or int(likely.lengths.sum()) != len(likely.tokens):
+            return  # another pass's
+        ends = np.cumsum(likely.lengths)
+        roots, rows = ends - likely.lengths, np.arange(n)
+        last, before = np.empty((2, len(likely.tokens)), np.int32)
+        is_root = np.zeros(len(last), np.bool_)
+        is_root[roots] = True
+        last[roots], last[~is_root] = token_ids_cpu[rows, np.maximum(known - 1, 0)], likely.drafted
+        before[1:] = last[:-1]
+        before[roots] = np.where(known > 1, token_ids_cpu[rows, np.maximum(known - 2, 0)], -1)
+        heard = np.repeat((n_new > 0) & (known > 0), likely.lengths) & (last >= 0) & (last < self.guest.vocab_size)
+        if heard.all():
+            self.guest.keep(None, before, last, likely.tokens, likely.logits)
+        elif heard.any():
+            self.guest.keep(None, before[heard], last[heard], likely.tokens[heard], likely.logits[heard])
 
     def _drafts(self, n: int, rows: list[int], keys: list[Hashable], texts: list[np.ndarray], *, known: bool) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in range(n)]

@@ -3,15 +3,17 @@
 vLLM itself is not needed: a stand-in of its runner keeps the persistent batch and verifies drafts; a text is a function of its request.
 """
 
+import itertools
 import sys
 import types
 
 import numpy as np
 import pytest
+import torch
 
 from ngramspec import HostVersionError, InvalidInputError
 from ngramspec.datastore.errors import TokenizerMismatchError
-from ngramspec.guests import vllm
+from ngramspec.guests import vllm, vllm_logits
 from ngramspec.text.encoding import Encoding
 from tests import tiny_store
 from tests.tiny import byte_tokenizer
@@ -235,6 +237,94 @@ def test_a_request_that_sits_where_it_sat_is_not_compared_as_a_whole(monkeypatch
     assert compared == []
     runner.step([requests[0], requests[2]])
     assert compared == ["r2"], "its row is another one"
+
+
+class Sampling(Runner):
+    """Its samplers are modules, as vLLM's are, and its model holds likely what a table says: of each token what follows, then others."""
+
+    def __init__(self, drafter, **options):
+        self.sampler, self.rejection_sampler = torch.nn.Module(), torch.nn.Module()
+        self.sampler.forward = lambda **_: None
+        self.rejection_sampler.forward = self.verify
+        first = (5 * np.arange(VOCAB) + 7) % VOCAB  # one circle through all tokens
+        self.follows = (first[:, None] + np.arange(vllm_logits.KEPT) ** 2) % VOCAB
+        super().__init__(drafter, **options)
+
+    def verify(self, metadata, draft_probs, logits, sampling_metadata):
+        """vLLM's own one asks the other, and writes to the logits."""
+        self.sampler(logits=logits[:1], predict_bonus_token=True)
+        logits.zero_()
+
+    def text(self, first, n):
+        tokens = [first]
+        while len(tokens) < n:
+            tokens.append(int(self.follows[tokens[-1], 0]))
+        return tokens
+
+    def step(self, requests, missed=False, prefilling=()):
+        drafts = [self.drafts.get(request.name, []) if request not in prefilling else [] for request in requests]
+        behind = [token for request, draft in zip(requests, drafts, strict=True) for token in (request.text[-1], *draft)]
+        logits = torch.full((len(behind), VOCAB + 3), -20.0)
+        logits[:, VOCAB:] = 50.0  # no tokens: filled up to a round number
+        logits[torch.arange(len(behind))[:, None], torch.from_numpy(self.follows[behind])] = torch.arange(8.0, 0.0, -1.0)
+        if any(drafts):
+            metadata = types.SimpleNamespace(
+                num_draft_tokens=[len(draft) for draft in drafts], draft_token_ids=torch.tensor([*itertools.chain(*drafts)])
+            )
+            self.rejection_sampler(metadata, None, logits, None)
+        else:
+            self.sampler(logits=logits, sampling_metadata=None)
+        super().step(requests, missed, prefilling)
+
+
+def test_what_the_model_holds_likely_is_drafted_in_other_requests():
+    drafted = {}
+    for recycle in (False, True):
+        runner = Sampling(proposer(recycle=recycle, answers=0))
+        text = runner.text(7, 60)
+        assert len(set(text)) > 50, "nothing to be known from the text itself"
+        for i in range(2):
+            request = Request(f"r{i}", text[:1], text[1:], extra_args={"tenant": str(i)})
+            while request.done < 58:
+                runner.step([request])
+            runner.finish(request)
+        drafted[recycle] = runner.accepted
+        assert ("recycled" in runner.drafter.stats.accepted_by_source) == recycle
+    assert drafted[True] > drafted[False] + 30
+
+
+def test_likely_tokens_are_kept_behind_the_tokens_that_they_follow(monkeypatch):
+    rng = np.random.default_rng(2)
+    runner = Sampling(proposer(slope=0.0))
+    kept, keep = [], runner.drafter.guest.keep
+    monkeypatch.setattr(runner.drafter.guest, "keep", lambda key, *given: kept.append(given) or keep(key, *given))
+    requests = []
+    for i in range(5):
+        text = runner.text(i, 100)
+        requests.append(Request(f"r{i}", text[:3], text[3:]))
+    late, n_rows = requests[-1], 0
+    for step in range(40):
+        scheduled = [r for r in requests if r.done < 90 and rng.random() < 0.8]
+        rng.shuffle(scheduled)
+        if scheduled:
+            n_rows += sum(1 + len(runner.drafts.get(r.name, [])) for r in scheduled if r is not late or step >= 9)
+            runner.step(scheduled, prefilling=[late] if step < 9 else [])
+    assert sum(len(last) for _, last, _, _ in kept) == n_rows
+    assert runner.accepted > 60
+    for before, last, tokens, logits in kept:
+        assert (tokens == runner.follows[last]).all()
+        assert (logits == np.arange(8.0, 0.0, -1.0)).all()
+        assert (runner.follows[before] == last[:, None]).any(1)[before >= 0].all()
+
+
+def test_what_is_likely_in_another_pass_is_not_kept(monkeypatch):
+    """A pass that nobody was asked after, of another number of rows."""
+    runner = Sampling(proposer())
+    a, b = (Request(f"r{i}", runner.text(i, 3), runner.text(i, 60)[3:]) for i in range(2))
+    monkeypatch.setattr(runner.drafter.guest, "keep", lambda *_: pytest.fail("kept"))
+    runner.sampler(logits=torch.zeros(3, VOCAB), sampling_metadata=None)
+    Runner.step(runner, [a, b])
+    Runner.step(runner, [a])
 
 
 def test_what_stays_away_is_remembered_as_an_answer():

@@ -1,0 +1,71 @@
+"""What vLLM's model holds likely, seen where its runner samples: drafts are made of it in the next steps.
+
+The runner's two samplers are modules, and before each of their calls the logits are looked at: [R, V], for each row of the batch in turn
+those after its last known token and after each token of its draft. Nothing is changed, and nothing is looked at where a runner has no such
+samplers. Knows no text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ngramspec.batch.likeliest import likeliest
+from ngramspec.batch.types import KEPT
+
+
+class Likely(NamedTuple):
+    """Of a pass over B rows of the batch, whose logits have R rows."""
+
+    lengths: np.ndarray
+    """[B] int64: of each its logits' rows, 1 + those of its draft."""
+    drafted: np.ndarray
+    """[R - B] int32: the drafts, one after the other."""
+    tokens: np.ndarray
+    """[R, KEPT] int32, likeliest first …"""
+    logits: np.ndarray
+    """… with their logits [R, KEPT] float32."""
+
+
+class Watch:
+    """On the samplers of a runner."""
+
+    def __init__(self, runner: Any, vocab_size: int) -> None:
+        """Raises AttributeError where it has none."""
+        self._vocab_size = vocab_size
+        self._last: tuple[Any, Any, Any] | None = None
+        runner.sampler.register_forward_pre_hook(self._sampling, with_kwargs=True)
+        runner.rejection_sampler.register_forward_pre_hook(self._verifying, with_kwargs=True)
+
+    def take(self) -> Likely | None:
+        """Of the last pass; once."""
+        last, self._last = self._last, None
+        if last is None:
+            return None
+        lengths, drafted, (tokens, logits) = last
+        if lengths is None:
+            lengths = np.ones(len(tokens), np.int64)
+        ids = np.empty(0, np.int32) if drafted is None else drafted.cpu().numpy().astype(np.int32)
+        return Likely(np.asarray(lengths, np.int64), ids, _array(tokens, np.int32), _array(logits, np.float32))
+
+    def _sampling(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not kwargs.get("predict_bonus_token"):  # else a part of what `_verifying` saw
+            self._last = None, None, self._best(args[0] if args else kwargs["logits"])
+
+    def _verifying(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        metadata = args[0] if args else kwargs["metadata"]
+        logits = args[2] if len(args) > 2 else kwargs["logits"]
+        self._last = [n + 1 for n in metadata.num_draft_tokens], metadata.draft_token_ids, self._best(logits)
+
+    def _best(self, logits: Any) -> tuple[Any, Any]:
+        """On a device only begun; the samplers may write to the logits."""
+        logits = logits[:, : self._vocab_size].float()
+        if logits.device.type == "cpu":
+            return likeliest(logits.detach().numpy())
+        values, tokens = logits.topk(min(KEPT, logits.shape[1]))
+        return tokens, values
+
+
+def _array(x: Any, dtype: type[np.generic]) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.cpu().numpy().astype(dtype)
