@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from ngramspec.batch.types import KEPT
-from ngramspec.cuda import attention, kv_move, layers, linear, quantised, rope_kv, sampling
+from ngramspec.cuda import adjusting, attention, kv_move, layers, linear, quantised, rope_kv, sampling
 from ngramspec.cuda.device import Limits
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.model import Plan, Stack
@@ -41,6 +41,7 @@ LAUNCHED = {
     linear: ("_product", "_add_up"),
     quantised: ("_quantised", "_dequantise"),
     rope_kv: ("_rope_kv", "_write_kv"),
+    adjusting: ("_adjust",),
     sampling: ("_best", "_sums", "_finish", "_walk"),
 }
 TYPES = {
@@ -145,11 +146,13 @@ def variants(
         pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
         per_item = attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
         space = attention.Workspace.make(1, per_item, stack.n_heads, *shape, meta)
+        changed = adjusting.Adjusting(meta)
         for n in rows:
-            inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy, Sharing(n_sms, 1))
+            inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy, Sharing(n_sms, 1), changed)
             logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]
             stack(inputs.ids, inputs.rows, None, Plan(per_item, space), logits)
             tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))
+            adjusting.adjust(logits, None, changed.entries, inputs.device)
             work = sampling.Workspace(n, logits.shape[1], meta, k=KEPT)
             sampled = sampling.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values))
             d = inputs.device

@@ -186,6 +186,37 @@ def _draw(w, u):
     return i
 
 
+def _every_token_is_banned(position: int) -> InvalidInputError:
+    return InvalidInputError(f"at output position {position} every token is banned, by logit_bias, allowed_token_ids or bad_words")
+
+
+def _by_entries(params: SamplingParams) -> bool:
+    """Whether what is done to logits is done to a few tokens, which a sampler can list."""
+    return params.grammar is None and params.allowed_token_ids is None and not params.bad_words and params.logprobs is None
+
+
+class _Entries:
+    """A growing table [n] of ENTRY, and where each token's is."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self._rows, self._n = table, len(table)
+        self.row_of = {token: row for row, token in enumerate(table["token"].tolist())}
+
+    @property
+    def table(self) -> np.ndarray:
+        return self._rows[: self._n]
+
+    def count(self, token: int) -> None:
+        """The token was written once more."""
+        row = self.row_of.setdefault(token, self._n)
+        if row == self._n:
+            if row == len(self._rows):
+                self._rows = np.concatenate([self._rows, np.zeros(max(row, 64), ENTRY)])
+            self._rows[row]["token"] = token
+            self._n += 1
+        self._rows["count"][row] += 1
+
+
 class Draws(NamedTuple):
     """How the tokens of sequences are drawn at temperatures above 0, an element each [B]."""
 
@@ -234,8 +265,15 @@ def on_device(params: SamplingParams) -> bool:
     return plain and not params.logit_bias and params.min_tokens == 0 and params.logprobs is None
 
 
+ENTRY = np.dtype([("token", np.int32), ("bias", np.float32), ("count", np.int32), ("flags", np.int32)])
+"""What is done to one token's logit: `bias` where it is flagged so, then what penalties make of `count`, how often it was written."""
+
+
 class Sampler:
     """Picks the tokens of one sequence; `accept` tells it each token that was appended."""
+
+    BIASED, HELD, PROMPT = 1, 2, 4
+    """Flags of an entry: the bias is added; the token is a stop that `min_tokens` holds back; it is in the prompt."""
 
     def __init__(
         self,
@@ -252,7 +290,11 @@ class Sampler:
         """`constraint`: where the text stands in the grammar of its parameters; the sampler's own. `bad_words`: of its parameters, as
         token ids."""
         self.params, self.index, self.seed, self.constraint = params, index, seed, constraint
+        self._vocab_size = vocab_size
         self.on_device, self.greedy = on_device(params), params.temperature == 0
+        self.by_entries = _by_entries(params)
+        """All that is done to logits is done to the tokens of `entries`."""
+        self._entries: _Entries | None = None  # made when somebody asks
         self._temperature = np.float32(params.temperature)
         self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))
         self.ids = np.array([i for i in params.logit_bias if i < vocab_size], np.int64)
@@ -272,6 +314,7 @@ class Sampler:
     def fork(self) -> Sampler:
         """One in the same state, that may run ahead."""
         other = copy.copy(self)
+        other._entries = None
         if self.penalised:
             other.counts = self.counts.copy()
         if self.constraint is not None:
@@ -288,8 +331,38 @@ class Sampler:
             self._recent = (*self._recent, token)[-self._n_recent :]
         if self.penalised:
             self.counts[token] += 1
+            if self._entries is not None:
+                self._entries.count(token)
         if self.constraint is not None:
             self.constraint.accept(token)
+
+    def entries(self, drafted: np.ndarray | None = None) -> np.ndarray:
+        """[n] of ENTRY, each token once: what `adjusted` does at the next position, where `by_entries`; `drafted` tokens [m] are among them
+        where penalties will count them."""
+        if self._entries is None:
+            self._entries = self._all_entries()
+        known = self._entries
+        if drafted is None or not self.penalised:
+            return known.table
+        new = [token for token in dict.fromkeys(drafted.tolist()) if token not in known.row_of]
+        more = np.zeros(len(new), ENTRY)
+        more["token"] = new
+        return np.concatenate([known.table, more])
+
+    def _all_entries(self) -> _Entries:
+        p, none = self.params, np.empty(0, np.int64)
+        held = self.held_back if p.min_tokens else none
+        written = np.flatnonzero(self.counts) if self.penalised else none
+        prompt = np.flatnonzero(self.in_prompt) if p.repetition_penalty != 1 else none
+        tokens = np.unique(np.concatenate([self.ids, held, written, prompt]))
+        table = np.zeros(len(tokens), ENTRY)
+        table["token"] = tokens
+        for some, flag in ((self.ids, self.BIASED), (held, self.HELD), (prompt, self.PROMPT)):
+            table["flags"][np.searchsorted(tokens, some)] |= flag
+        table["bias"][np.searchsorted(tokens, self.ids)] = self.bias
+        if self.penalised:
+            table["count"] = self.counts[tokens]
+        return _Entries(table)
 
     def adjusted(self, row: np.ndarray, position: int) -> np.ndarray:
         """The row [V] after the grammar, bias, bans and penalties; the row itself where there are none."""
@@ -339,10 +412,17 @@ class Sampler:
                 f"at output position {position} the grammar allows only tokens that logit_bias, bad_words or allowed_token_ids forbid"
             )
         if adjusted[best] == -np.inf and (self.allowed is not None or self.bad_words or (self.bias == -np.inf).any()):
-            raise InvalidInputError(f"at output position {position} every token is banned, by logit_bias, allowed_token_ids or bad_words")
+            raise _every_token_is_banned(position)
         if not np.isfinite(adjusted[best]):
             raise NotFiniteError(position)
         return best
+
+    def unpicked(self, position: int) -> NgramspecError:
+        """Why a device could pick no token from what `entries` leave of the logits."""
+        banned = self.ids[self.bias == -np.inf]
+        held = self.held_back if position < self.params.min_tokens else banned
+        whole = len(banned) and len(np.union1d(banned, held)) == self._vocab_size
+        return _every_token_is_banned(position) if whole else NotFiniteError(position)
 
     def draw(self, weights: np.ndarray, position: int, lane: int) -> int:
         """A token drawn from weights [V] int64, by this lane's u."""

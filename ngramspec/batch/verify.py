@@ -8,7 +8,7 @@ residual p without x), for chains and trees alike. Knows no KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -53,14 +53,16 @@ Run: TypeAlias = tuple[np.ndarray, np.ndarray]
 stands where the model's logits hold no finite maximum."""
 
 
-def runs(batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None) -> list[Run | None]:
-    """`walk` of all sequences whose spans have a sampler and whose tokens are functions of a row, the seed and the position alone; None
-    for the others. All in one call.
+def runs(batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None, picked: Sequence[bool] | None = None) -> list[Run | None]:
+    """`walk` of all sequences whose tokens are `picked` or can be drawn; None for the others. All in one call. `picked` None: those whose
+    spans have a sampler, where a token is a function of a row, the seed and the position alone.
 
     `greedy` [N] int32: the choice after each row whose logits were wanted, -1 for none. `logits` [N, V]: what sequences above temperature
     0 draw from; None: `greedy` holds what these draw, too.
     """
-    how = [_how(span, draws=logits is not None) for span in batch.spans]
+    if picked is None:
+        picked = [span.sampler is not None and span.sampler.on_device and span.samples for span in batch.spans]
+    how = [_how(span, draws=logits is not None) if each else _ALONE for span, each in zip(batch.spans, picked, strict=True)]
     if not any(how):
         return [None] * len(how)
     tokens, nodes = np.empty((2, len(batch.input_ids)), np.int32)
@@ -81,11 +83,8 @@ _ALONE, _FOLLOWED, _DRAWN = range(3)
 
 
 def _how(span: Span, *, draws: bool) -> int:
-    """A span's sequence is walked: by itself, along the tokens that were picked after all rows, or drawing them on the way."""
-    sampler = span.sampler
-    if sampler is None or not sampler.on_device or not span.samples:
-        return _ALONE
-    return _DRAWN if draws and not sampler.greedy else _FOLLOWED
+    """A span's sequence is walked along the tokens that were picked after all rows, or drawing them on the way; others by themselves."""
+    return _DRAWN if draws and span.sampler is not None and not span.sampler.greedy else _FOLLOWED
 
 
 @njit(cache=True, nogil=True)

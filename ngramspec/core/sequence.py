@@ -12,7 +12,7 @@ import numpy as np
 
 from ngramspec.batch.block_tables import BlockHashes
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.sampling import NotFiniteError, Sampler, token_logprob
+from ngramspec.batch.sampling import Sampler, token_logprob
 from ngramspec.batch.types import Choice, Delta, DraftTree, TokenLogprob
 
 
@@ -123,7 +123,10 @@ class Sequence:
             known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
 
     def extend(self, run: np.ndarray) -> int:
-        """Take the next tokens [n] int32, to the end of the text at most -> how many. Raises NotFiniteError at -1: none could be picked."""
+        """Take the next tokens [n] int32, to the end of the text at most -> how many.
+
+        Raises NotFiniteError or InvalidInputError at -1: none could be picked.
+        """
         tokens = run.tolist()
         if self._is_plain and tokens[-1] >= 0 and self.n_tokens + len(tokens) <= self.limit and self.stop_ids.isdisjoint(tokens):
             self.buffer[self.n_tokens : self.n_tokens + len(tokens)] = run
@@ -134,7 +137,7 @@ class Sequence:
             return len(tokens)
         for n, token in enumerate(tokens, 1):
             if token < 0:
-                raise NotFiniteError(self.n_output)
+                raise self.sampler.unpicked(self.n_output)
             if self.append(token, None):
                 return n
         return len(tokens)

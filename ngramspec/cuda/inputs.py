@@ -14,6 +14,7 @@ import torch
 
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
+from ngramspec.cuda.adjusting import Adjusting
 from ngramspec.cuda.rows import Rows
 from ngramspec.cuda.sampling import Sampling
 from ngramspec.cuda.shares import WORDS, Sharing
@@ -32,15 +33,18 @@ class Bucket:
 class Inputs:
     """Device arrays for one bucket. `Rows` and `Sampling` are views; a walk's roots, ends, starts and slots are those of the sequences."""
 
-    def __init__(self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int, sharing: Sharing) -> None:
+    def __init__(self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int, sharing: Sharing, adjusting: Adjusting) -> None:
         """`depth`: deepest node of a tree whose rows do not lie where their tokens will be; rows beyond a batch write to slot `dummy`."""
-        self.bucket, self.depth, self._dummy, self._sharing = bucket, depth, dummy, sharing
+        self.bucket, self.depth, self._dummy, self._sharing, self._adjusting = bucket, depth, dummy, sharing, adjusting
+        self.picked: list[bool] = []
+        """Of each sequence of the batch: its tokens are picked, its tree walked and its keys and values moved within the pass."""
         self.results: Any = None
         """Where a captured pass leaves its results."""
         n, i, shares = bucket.rows, bucket.items, sharing.room(bucket.items, device_tables.shape[1] * BLOCK)
         sizes = {
             "ids": n, "positions": n, "slots": n, "bases": n, "parents": n, "wanted": 2 * n,
             "temperature": n, "top_k": n, "top_p": 2 * n, "min_p": n, "seed": 2 * n, "sample": n, "position": n,
+            "entries": n, "n_entries": n, "held": n, "repetition": n, "presence": n, "frequency": n,
             "shares": WORDS * shares, "roots": i, "ends": i, "starts": i, "sequences": i,
             "paths": n * depth,
         }  # fmt: skip
@@ -54,7 +58,8 @@ class Inputs:
         self._sent = torch.zeros(total, dtype=torch.int32, device=device)
         self.upload = Upload(device)
         host = self._staged.numpy()
-        kinds = {"temperature": np.float32, "min_p": np.float32, "top_p": np.float64, "wanted": np.int64}
+        floats = ("temperature", "min_p", "repetition", "presence", "frequency")
+        kinds: dict[str, Any] = dict.fromkeys(floats, np.float32) | {"top_p": np.float64, "wanted": np.int64}
         shapes = {"shares": (shares, WORDS), "seed": (n, 2), "paths": (n, depth)}
         self.host = {name: host[a:b].view(kinds.get(name, np.int32)).reshape(shapes.get(name, (-1,))) for name, (a, b) in at.items()}
         self.device = {
@@ -86,9 +91,10 @@ class Inputs:
         h["temperature"].fill(0)
         h["roots"].fill(-1)
         h["ends"].fill(-1)
+        self.picked = self._adjusting.stage(batch, h)
         for s, span in enumerate(batch.spans):
             sampler = span.sampler
-            if sampler is not None and sampler.on_device:
+            if sampler is not None and self.picked[s]:
                 h["roots"][s], h["ends"][s] = batch.roots[s], batch.ends[s]
                 h["starts"][s], h["sequences"][s] = span.start + len(span.tokens), span.slot
                 p = sampler.params

@@ -25,6 +25,7 @@ from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, KEPT, DraftTree
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
+from ngramspec.cuda.adjusting import Adjusting, adjust
 from ngramspec.cuda.attention import Workspace, columns, rows_per_item
 from ngramspec.cuda.device import free_bytes, limits, peak_bytes
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
@@ -69,9 +70,19 @@ class KernelPolicy:
 
 
 class CudaOutput:
-    def __init__(self, runner: CudaRunner, batch: Batch, logits: torch.Tensor, rows: np.ndarray | None, results: Results | None) -> None:
-        """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was sampled."""
+    def __init__(
+        self,
+        runner: CudaRunner,
+        batch: Batch,
+        logits: torch.Tensor,
+        rows: np.ndarray | None,
+        results: Results | None,
+        picked: list[bool],
+    ) -> None:
+        """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was sampled;
+        `picked`: as `Inputs` has it."""
         self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
+        self._picked = picked
 
     def wait(self) -> float:
         return self._runner.timer.stop()  # what was staged for the pass may be overwritten by the next
@@ -85,7 +96,7 @@ class CudaOutput:
 
     def runs(self) -> list[Run | None]:
         sampled = self.sampled
-        return [None] * len(self._batch.spans) if sampled is None else runs(self._batch, sampled)
+        return [None] * len(self._batch.spans) if sampled is None else runs(self._batch, sampled, picked=self._picked)
 
     def logits(self, first: int, end: int) -> np.ndarray:
         if first == end:
@@ -107,8 +118,7 @@ class CudaOutput:
 
     def commit(self, kept: Sequence[Kept]) -> None:
         for b, start, path in kept:
-            sampler = self._batch.spans[b].sampler
-            if self._results is None or sampler is None or not sampler.on_device:  # else the pass has done it
+            if self._results is None or not self._picked[b]:  # else the pass has done it
                 self._runner.pool.commit(self._batch.spans[b].slot, start, path)
 
 
@@ -451,8 +461,8 @@ class CudaRunner(Runner):
             self._graphs.replay(bucket)
             inputs.results.send()
             rows = None if len(batch.logits_rows) == n else batch.logits_rows
-            return CudaOutput(self, batch, self._logits, rows, inputs.results)
-        inputs = Inputs(Bucket(n, n_items), self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing)
+            return CudaOutput(self, batch, self._logits, rows, inputs.results, inputs.picked)
+        inputs = self._inputs(Bucket(n, n_items))
         inputs.fill(batch)
         inputs.send()
         n_wanted = len(batch.logits_rows)
@@ -460,18 +470,21 @@ class CudaRunner(Runner):
         logits = torch.empty(n_wanted, self.vocab_size, dtype=torch.float32, device=self._device)
         self._decoder(inputs.ids, inputs.rows, wanted, self._plan, logits)
         if not n_wanted:
-            return CudaOutput(self, batch, logits, None, None)
+            return CudaOutput(self, batch, logits, None, None, inputs.picked)
         results = Results(n_wanted, self._device)
         self._finish(inputs, logits, wanted, results)
         results.send()
-        return CudaOutput(self, batch, logits, None, results)
+        return CudaOutput(self, batch, logits, None, results, inputs.picked)
+
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        return Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing, self._adjusting)
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def _make_inputs(self, bucket: Bucket) -> Inputs:
-        inputs = Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing)
+        inputs = self._inputs(bucket)
         inputs.send()  # a pass without rows, for the capture
         inputs.results = Results(bucket.rows, self._device)
         return inputs
@@ -483,8 +496,10 @@ class CudaRunner(Runner):
         self._finish(inputs, logits, None, inputs.results)
 
     def _finish(self, inputs: Inputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: Results) -> None:
-        """Sample tokens from the logits of the rows `wanted` [N], or of all; walk every tree with them and keep the accepted paths' KV."""
+        """Adjust the logits of the rows `wanted` [N], or of all, and sample tokens from them; walk every tree with these and keep the
+        accepted paths' KV."""
         likeliest = results.device_tokens, results.device_values
+        adjust(logits, wanted, self._adjusting.entries, inputs.device)
         how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
         sampling.sample(logits, how, results.device_sampled, self._sampling_space(len(logits)), likeliest)
         sampled = results.device_sampled
@@ -503,6 +518,7 @@ class CudaRunner(Runner):
 
     def _make_spaces(self, n_heads: int) -> None:
         """What attention and sampling keep between launches."""
+        self._adjusting = Adjusting(self._device)
 
         def place_bytes(shape: tuple[int, int]) -> int:
             return 4 * shape[0] * columns(self.rows_per_item, n_heads, shape[0]) * (shape[1] + 2)

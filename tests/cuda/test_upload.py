@@ -8,6 +8,7 @@ import torch
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.pack import Span, pack
 from ngramspec.batch.types import BLOCK
+from ngramspec.cuda.adjusting import Adjusting
 from ngramspec.cuda.inputs import Bucket, Inputs
 from ngramspec.cuda.pool import CudaPool
 from ngramspec.cuda.shares import Sharing
@@ -54,7 +55,7 @@ def test_a_block_table_is_not_rewritten_under_its_copy() -> None:
 def test_a_pass_is_not_staged_under_the_copy_of_the_one_before() -> None:
     pool = CudaPool([(1, 8)], 6, 2, 4 * BLOCK, dtype=torch.float32, device=torch.device("cpu"))
     assert pool.reserve(0, BLOCK)
-    inputs = Inputs(Bucket(2, 1), 3, pool.device_tables, pool.dummy, Sharing(1, 2))
+    inputs = Inputs(Bucket(2, 1), 3, pool.device_tables, pool.dummy, Sharing(1, 2), Adjusting(torch.device("cpu")))
     late = inputs.upload = Late()
     for tokens in ([5, 6], [7, 8]):
         inputs.fill(pack([Span(0, np.array(tokens, np.int32), 0)], pool, 4))
