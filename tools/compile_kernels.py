@@ -154,7 +154,8 @@ def variants(
             tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))
             adjusting.adjust(logits, None, changed.entries, inputs.device)
             work = sampling.Workspace(n, logits.shape[1], meta, k=KEPT)
-            sampled = sampling.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values))
+            scores = torch.empty(n, device=meta), torch.empty(n, dtype=torch.float64, device=meta)
+            sampled = sampling.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values), scores)
             d = inputs.device
             counts, paths = sampling.walk(sampled, inputs.ids, d["parents"], d["roots"], d["ends"], depth)
             for memory in pool.memory:

@@ -28,7 +28,7 @@ from ngramspec.batch.errors import GrammarError, InvalidInputError, NgramspecErr
 from ngramspec.batch.grammar import Constraint
 from ngramspec.batch.numeric import bits_of_float, exp
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import TokenLogprob
+from ngramspec.batch.types import KEPT, TokenLogprob
 
 WEIGHT_BITS = 40
 """The most likely token weighs 2**40. One that is e**-28 times as likely weighs nothing."""
@@ -258,11 +258,17 @@ def masked(row, mask):
 
 
 def on_device(params: SamplingParams) -> bool:
-    """Whether a token is a function of the logits row, the seed and the position alone, so that a GPU can pick it within the pass."""
-    if params.allowed_token_ids is not None or params.bad_words:
+    """Whether a token is a function of the logits row, the seed and the position alone, and nothing else is asked for, so that all
+    sequences can be walked at once."""
+    return _plain(params) and params.logprobs is None
+
+
+def _plain(params: SamplingParams) -> bool:
+    """Nothing is done to logits."""
+    if params.grammar is not None or params.allowed_token_ids is not None or params.bad_words:
         return False
-    plain = params.grammar is None and (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
-    return plain and not params.logit_bias and params.min_tokens == 0 and params.logprobs is None
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    return penalties == (1.0, 0.0, 0.0) and not params.logit_bias and params.min_tokens == 0
 
 
 ENTRY = np.dtype([("token", np.int32), ("bias", np.float32), ("count", np.int32), ("flags", np.int32)])
@@ -294,6 +300,8 @@ class Sampler:
         self.on_device, self.greedy = on_device(params), params.temperature == 0
         self.by_entries = _by_entries(params)
         """All that is done to logits is done to the tokens of `entries`."""
+        self.scores_few = _plain(params) and params.logprobs is not None and params.logprobs <= KEPT
+        """Nothing is done to logits, and log-probabilities are wanted of no more than what passes tell anyway."""
         self._entries: _Entries | None = None  # made when somebody asks
         self._temperature = np.float32(params.temperature)
         self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))

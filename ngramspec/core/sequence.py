@@ -122,8 +122,8 @@ class Sequence:
         for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
             known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
 
-    def extend(self, run: np.ndarray) -> int:
-        """Take the next tokens [n] int32, to the end of the text at most -> how many.
+    def extend(self, run: np.ndarray, logprobs: list[TokenLogprob] | None = None) -> int:
+        """Take the next tokens [n] int32, with their log-probabilities [n] where asked for, to the end of the text at most -> how many.
 
         Raises NotFiniteError or InvalidInputError at -1: none could be picked.
         """
@@ -132,13 +132,15 @@ class Sequence:
             self.buffer[self.n_tokens : self.n_tokens + len(tokens)] = run
             self.n_tokens += len(tokens)
             self.choice.token_ids += tokens
+            if logprobs is not None and self.choice.logprobs is not None:
+                self.choice.logprobs += logprobs
             if self.n_tokens == self.limit:
                 self.finish("length")
             return len(tokens)
         for n, token in enumerate(tokens, 1):
             if token < 0:
                 raise self.sampler.unpicked(self.n_output)
-            if self.append(token, None):
+            if self.append(token, None if logprobs is None else logprobs[n - 1]):
                 return n
         return len(tokens)
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.pack import Batch, Span, pack
-from ngramspec.batch.types import DraftTree
+from ngramspec.batch.types import DraftTree, TokenLogprob
+from ngramspec.batch.verify import Run
 from ngramspec.core import foresight
 from ngramspec.core.acceptance import Acceptance, Walk
 from ngramspec.core.observers import Accepted, Observers, seen
@@ -249,7 +250,7 @@ class Core:
                 if not span.samples:
                     tokens = path = _NOTHING
                 elif run is not None and self.acceptance.walks_by_pass:
-                    n = seq.extend(run[0])
+                    n = seq.extend(run[0], _scores(output, span, run, seq.params.logprobs))
                     tokens, path = run[0][:n], run[1][:n]
                 else:
                     tokens, path = self.acceptance.accept(seq, output, span)
@@ -315,6 +316,13 @@ class Core:
     def _fail(self, seq: Sequence, error: Exception) -> None:
         self.remove(seq)
         self.on_error(seq, error)
+
+
+def _scores(output: Output, span: Span, run: Run, n: int | None) -> list[TokenLogprob] | None:
+    """Log-probabilities of a run's tokens, where asked for."""
+    if n is None:
+        return None
+    return output.scores(span.root_logits + np.concatenate([[0], 1 + run[1]]), n)
 
 
 def _drafted(accepted: Accepted) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import Batch
-from ngramspec.batch.types import BLOCK, KEPT
+from ngramspec.batch.types import BLOCK, KEPT, TokenLogprob
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cpu.formats import Blocks
 from ngramspec.cpu.matmul import Matrix, Products
@@ -52,6 +52,9 @@ class HostOutput:
     def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
         known = self._computed
         return (known.tokens[first:end], known.values[first:end]) if known.tokens.shape[1] == KEPT else None
+
+    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+        raise NotImplementedError("their sequences are walked by themselves")
 
     def states(self, rows: np.ndarray) -> np.ndarray:
         assert self._computed.states is not None, "states were not kept"

@@ -39,8 +39,9 @@ class Adjusting:
         rows["n_entries"].fill(0)
         for s, span in enumerate(batch.spans):
             sampler = span.sampler
-            if sampler is None or sampler.on_device or not sampler.by_entries:
-                picked.append(sampler is not None and sampler.on_device)
+            plain = sampler is not None and (sampler.on_device or sampler.scores_few)
+            if sampler is None or plain or not sampler.by_entries:
+                picked.append(plain)
                 continue
             entries = sampler.entries(None if span.tree is None else span.tree.tokens)
             picked.append(n + len(entries) <= len(self._host))

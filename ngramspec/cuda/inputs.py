@@ -43,7 +43,7 @@ class Inputs:
         n, i, shares = bucket.rows, bucket.items, sharing.room(bucket.items, device_tables.shape[1] * BLOCK)
         sizes = {
             "ids": n, "positions": n, "slots": n, "bases": n, "parents": n, "wanted": 2 * n,
-            "temperature": n, "top_k": n, "top_p": 2 * n, "min_p": n, "seed": 2 * n, "sample": n, "position": n,
+            "temperature": n, "top_k": n, "top_p": 2 * n, "min_p": n, "seed": 2 * n, "sample": n, "position": n, "scored": n,
             "entries": n, "n_entries": n, "held": n, "repetition": n, "presence": n, "frequency": n,
             "shares": WORDS * shares, "roots": i, "ends": i, "starts": i, "sequences": i,
             "paths": n * depth,
@@ -68,7 +68,7 @@ class Inputs:
         d = self.device
         self.ids = d["ids"]
         self.rows = Rows(d["positions"], d["slots"], d["bases"], d["paths"], d["shares"], device_tables)
-        self.sampling = Sampling(d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"])
+        self.sampling = Sampling(d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"], d["scored"])
         h = self.host
         h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = dummy, 1, -1, -1, -1
 
@@ -89,6 +89,7 @@ class Inputs:
         self._sharing.fill(batch.positions, batch.items, batch.owners, h["shares"])
         h["wanted"][: len(batch.logits_rows)] = batch.logits_rows
         h["temperature"].fill(0)
+        h["scored"].fill(0)
         h["roots"].fill(-1)
         h["ends"].fill(-1)
         self.picked = self._adjusting.stage(batch, h)
@@ -97,9 +98,9 @@ class Inputs:
             if sampler is not None and self.picked[s]:
                 h["roots"][s], h["ends"][s] = batch.roots[s], batch.ends[s]
                 h["starts"][s], h["sequences"][s] = span.start + len(span.tokens), span.slot
-                p = sampler.params
+                p, mine = sampler.params, slice(int(batch.roots[s]), int(batch.ends[s]))
+                h["scored"][mine] = p.logprobs is not None
                 if p.temperature > 0:
-                    mine = slice(int(batch.roots[s]), int(batch.ends[s]))
                     h["temperature"][mine], h["top_k"][mine], h["top_p"][mine], h["min_p"][mine] = p.temperature, p.top_k, p.top_p, p.min_p
                     h["seed"][mine] = np.array([sampler.seed], np.uint64).view(np.int32)  # low half, high half
                     h["sample"][mine] = sampler.index

@@ -22,7 +22,7 @@ from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import SCORED_ROWS, Batch, Span, pack
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.sampling import Sampler
-from ngramspec.batch.types import BLOCK, KEPT, DraftTree
+from ngramspec.batch.types import BLOCK, KEPT, DraftTree, TokenLogprob
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cuda import kv_move, sampling
 from ngramspec.cuda.adjusting import Adjusting, adjust
@@ -113,6 +113,18 @@ class CudaOutput:
         rows = self._rows[first:end] if self._rows is not None else slice(first, end)
         return self._results.tokens[rows], self._results.values[rows]
 
+    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+        results, rows = self._results, rows if self._rows is None else self._rows[rows]
+        assert results is not None, "nothing was picked"
+        results.wait()
+        return [
+            TokenLogprob(token, chosen - norm, [(i, value - norm) for i, value in zip(ids[:n], values[:n], strict=True) if i >= 0])
+            for token, chosen, norm, ids, values in zip(
+                *(each[rows].tolist() for each in (results.sampled, results.chosen, results.norms, results.tokens, results.values)),
+                strict=True,
+            )
+        ]
+
     def states(self, rows: np.ndarray) -> np.ndarray:
         raise NotImplementedError("`CudaRunner.keep_states` refuses")
 
@@ -123,18 +135,22 @@ class CudaOutput:
 
 
 class Results:
-    """What a pass sends back for R rows: sampled tokens, the most likely ones and their logits; one copy."""
+    """What a pass sends back for R rows: sampled tokens, the most likely ones and their logits, what log-probabilities are made of; one
+    copy."""
 
     def __init__(self, n_rows: int, device: torch.device) -> None:
-        words = n_rows * (1 + 2 * KEPT)
+        words = n_rows * (4 + 2 * KEPT)
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._event = torch.cuda.Event() if device.type == "cuda" else None
-        a, b = n_rows, n_rows * (1 + KEPT)
-        self.device_sampled, self.device_tokens = self._device[:a], self._device[a:b].view(n_rows, KEPT)
-        self.device_values = self._device[b:].view(torch.float32).view(n_rows, KEPT)
-        host = self._host.numpy()
-        self.sampled, self.tokens, self.values = host[:a], host[a:b].reshape(-1, KEPT), host[b:].view(np.float32).reshape(-1, KEPT)
+        ends = np.cumsum([2 * n_rows, n_rows, n_rows, n_rows * KEPT]).tolist()  # the widest numbers first
+        norms, chosen, sampled, tokens, values = self._device.tensor_split(ends)
+        self.device_norms, self.device_chosen = norms.view(torch.float64), chosen.view(torch.float32)
+        self.device_sampled, self.device_tokens = sampled, tokens.view(n_rows, KEPT)
+        self.device_values = values.view(torch.float32).view(n_rows, KEPT)
+        on_host = np.split(self._host.numpy(), ends)
+        self.norms, self.chosen, self.sampled = on_host[0].view(np.float64), on_host[1].view(np.float32), on_host[2]
+        self.tokens, self.values = on_host[3].reshape(-1, KEPT), on_host[4].view(np.float32).reshape(-1, KEPT)
 
     def send(self) -> None:
         self._host.copy_(self._device, non_blocking=True)
@@ -501,7 +517,8 @@ class CudaRunner(Runner):
         likeliest = results.device_tokens, results.device_values
         adjust(logits, wanted, self._adjusting.entries, inputs.device)
         how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
-        sampling.sample(logits, how, results.device_sampled, self._sampling_space(len(logits)), likeliest)
+        scores = results.device_chosen, results.device_norms
+        sampling.sample(logits, how, results.device_sampled, self._sampling_space(len(logits)), likeliest, scores)
         sampled = results.device_sampled
         if wanted is not None:
             sampled = torch.full_like(inputs.ids, -1).index_copy_(0, wanted, sampled)

@@ -38,7 +38,9 @@ LISTED = 2048
 TILE = 4096
 """Logits that the one block of a row takes at a time."""
 
-_ROWWISE = ["temperature", "top_k", "top_p", "min_p", "seed", "sample", "position", "out", "ids", "values"]
+_ROWWISE = [
+    "temperature", "top_k", "top_p", "min_p", "seed", "sample", "position", "scored", "out", "chosen", "norms", "ids", "values",
+]  # fmt: skip
 # Rows' arrays may begin anywhere in a larger one, and these kernels are slow to compile: once for all.
 _jit: Any = triton.jit(do_not_specialize_on_alignment=_ROWWISE)
 
@@ -54,6 +56,7 @@ class Sampling:
     seed: torch.Tensor  # [R, 2] int32: the low half's bits, the high half's
     sample: torch.Tensor  # [R] int32: which of the request's n
     position: torch.Tensor  # [R] int32: of the output token, 0 for the first
+    scored: torch.Tensor  # [R] int32: whether its log-probability is wanted
 
     def of(self, rows: torch.Tensor) -> Sampling:
         """The same for these rows [N] int64 alone."""
@@ -81,6 +84,7 @@ class Workspace:
         self.best = torch.empty(n_rows, self.n_chunks, k, dtype=torch.int64, device=device)
         self.sums = torch.empty(n_rows, self.n_chunks, PIVOTS.value, dtype=torch.int64, device=device)
         self.listed = torch.empty(n_rows, listed, dtype=torch.int32, device=device)
+        self.parts = torch.empty(n_rows, self.n_chunks, dtype=torch.float64, device=device)
 
 
 @triton.jit
@@ -99,11 +103,18 @@ def _best(logits, stride, n_vocab, n_chunks, best, CHUNK: tl.constexpr, K: tl.co
 
 @_jit
 def _sums(
-    logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, best, sums,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr,
+    logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, scored, best, sums, parts,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's weight; for a row with top-k or top-p its number of tokens and weight from each pivot up."""
+    """A chunk's weight; for a row with top-k or top-p its number of tokens and weight from each pivot up; for one that is scored the sum of
+    exp(logit - greatest) in float64."""
     chunk, row = tl.program_id(0), tl.program_id(1)
+    if SCORES:  # noqa: SIM102  # both would be evaluated
+        if tl.load(scored + row) > 0:
+            greatest = logit_of((peak_of(best, row, n_chunks, CHUNKS, K) >> 32).to(tl.int32)).to(tl.float64)
+            i = chunk * CHUNK + tl.arange(0, CHUNK)
+            wide = tl.load(logits + row.to(tl.int64) * stride + i, mask=i < n_vocab, other=float("-inf")).to(tl.float64)
+            tl.store(parts + row * n_chunks + chunk, tl.sum(tl.exp(wide - greatest), axis=0))
     t = tl.load(temperature + row)
     if t > 0:
         peak = (peak_of(best, row, n_chunks, CHUNKS, K) >> 32).to(tl.int32)
@@ -136,9 +147,10 @@ def _first_of(best, row, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.conste
 
 @_jit
 def _finish(
-    logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, seed, sample, position, best, sums, listed, out, ids, values,
+    logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, seed, sample, position, scored, best, sums, parts, listed,
+    out, ids, values, chosen, norms,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    CANDIDATES: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if CANDIDATES:
@@ -164,6 +176,12 @@ def _finish(
         else:
             token = draw_of_all(row_logits, n_vocab, n_chunks, row, sums, top, t, least, u, CHUNK, CHUNKS)
     tl.store(out + row, token)
+    if SCORES:  # noqa: SIM102  # both would be evaluated
+        if tl.load(scored + row) > 0:
+            i = tl.arange(0, CHUNKS)
+            total = tl.sum(tl.load(parts + row * n_chunks + i, mask=i < n_chunks, other=0.0), axis=0)
+            tl.store(norms + row, top.to(tl.float64) + tl.log(total))
+            tl.store(chosen + row, tl.load(logits + row.to(tl.int64) * stride + tl.maximum(token, 0)))
 
 
 @_jit
@@ -204,16 +222,19 @@ def sample(
     out: torch.Tensor,
     workspace: Workspace | None = None,
     likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scores: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The token after each row of logits [R, V] float32 into out [R] int32; -1 where the greatest logit is not finite or one is no number.
 
-    `likeliest`: also do what `candidates` does, with these (out, values); then the workspace's k is theirs. Without a workspace one is
-    allocated.
+    `likeliest`: also do what `candidates` does, with these (out, values); then the workspace's k is theirs. `scores`: of rows that are
+    `scored`, into these also the token's logit [R] float32 and the logarithm of the sum of all logits' exponentials [R] float64, whose
+    difference is its log-probability. Without a workspace one is allocated.
     """
     R, V = logits.shape
     k = 1 if likeliest is None else likeliest[0].shape[1]
     w = _checked(logits, workspace, k)
     ids, values = likeliest if likeliest is not None else (out, out)
+    chosen, norms = scores if scores is not None else (out, out)
     if R == 0:
         return out
     chunks = triton.next_power_of_2(w.n_chunks)
@@ -222,12 +243,14 @@ def sample(
     _best[w.n_chunks, R](logits, stride, V, w.n_chunks, w.best, CHUNK=w.chunk, K=w.k, num_warps=4, **off)
     how = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     _sums[w.n_chunks, R](
-        logits, stride, V, w.n_chunks, *how, w.best, w.sums, CHUNK=w.chunk, CHUNKS=chunks, K=w.k, num_warps=4, **off
+        logits, stride, V, w.n_chunks, *how, sampling.scored, w.best, w.sums, w.parts,
+        CHUNK=w.chunk, CHUNKS=chunks, K=w.k, SCORES=scores is not None, num_warps=4, **off,
     )  # fmt: skip
     _finish[R,](
-        logits, stride, V, w.n_chunks, *how, sampling.seed, sampling.sample, sampling.position, w.best, w.sums, w.listed, out, ids, values,
+        logits, stride, V, w.n_chunks, *how, sampling.seed, sampling.sample, sampling.position, sampling.scored,
+        w.best, w.sums, w.parts, w.listed, out, ids, values, chosen, norms,
         CHUNK=w.chunk, CHUNKS=chunks, TILE=w.tile, LISTED=w.listed_size, K=w.k, WIDE=triton.next_power_of_2(w.n_chunks * w.k),
-        CANDIDATES=likeliest is not None, num_warps=16, **off,
+        CANDIDATES=likeliest is not None, SCORES=scores is not None, num_warps=16, **off,
     )  # fmt: skip
     return out
 

@@ -19,7 +19,7 @@ import numpy as np
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import ROWS_PER_ITEM, Batch, Span, pack
-from ngramspec.batch.types import BLOCK, DraftTree
+from ngramspec.batch.types import BLOCK, DraftTree, TokenLogprob
 from ngramspec.batch.verify import Run
 
 if TYPE_CHECKING:  # whoever binds a model has imported them; a runner that needs neither should not wait for them
@@ -61,6 +61,11 @@ class Output(Protocol):
     def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
         """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32 (`batch.likeliest`); None: not
         computed."""
+
+    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens that the device picked after these rows [m], and of the n likeliest. Of sequences alone of which
+        `runs` tells something, and whose log-probabilities are wanted."""
+        ...
 
     def states(self, rows: np.ndarray) -> np.ndarray:
         """[n, H] float32: the last hidden states of rows [n] of the batch, as the language-model head sees them.

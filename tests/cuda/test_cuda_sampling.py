@@ -11,7 +11,7 @@ from aot import check_limits, compile_kernel, run_aot
 
 from ngramspec.batch.likeliest import likeliest as likeliest_of
 from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.sampling import NotFiniteError, Sampler
+from ngramspec.batch.sampling import NotFiniteError, Sampler, token_logprob
 from ngramspec.batch.types import KEPT, DraftTree
 from ngramspec.batch.verify import walk
 from ngramspec.cuda import sampling
@@ -56,6 +56,7 @@ def make_params(rng: np.random.Generator, V: int) -> SamplingParams:
         top_k=int(rng.choice([0, 0, 1, 2, 5, 40, V, 2**31 - 1])),
         top_p=float(rng.choice([1, 1, 1e-300, 1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 2**-53])),
         min_p=float(rng.choice([0, 0, 1e-20, 0.01, 0.3, 1])),
+        logprobs=int(rng.integers(0, K)) if rng.random() < 0.5 else None,
     )
 
 
@@ -73,6 +74,7 @@ def arrays(samplers: list[Sampler], positions: np.ndarray, device: str) -> Sampl
         put(seeds, np.int32),
         put([p.index for p in samplers], np.int32),
         put(positions, np.int32),
+        put([p.logprobs is not None for p in params], np.int32),
     )
 
 
@@ -96,7 +98,8 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
     likeliest = torch.full((n, K), -7, dtype=torch.int32, device=device), torch.zeros(n, K, device=device)
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         workspace = Workspace(n + 1, V, device, k=K, **sizes)
-        sampling.sample(torch.from_numpy(rows).to(device), arrays(samplers, positions, device), out, workspace, likeliest)
+        scores = torch.full((n,), -7.0, device=device), torch.full((n,), -7.0, dtype=torch.float64, device=device)
+        sampling.sample(torch.from_numpy(rows).to(device), arrays(samplers, positions, device), out, workspace, likeliest, scores)
         tokens, logits = likeliest_of(rows)
     for i, sampler in enumerate(samplers):
         try:
@@ -104,6 +107,12 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
         except NotFiniteError:
             expected = -1
         assert int(out[i]) == expected, (V, sizes, sampler.params)
+        chosen, norm = float(scores[0][i]), float(scores[1][i])
+        if sampler.params.logprobs is None:
+            assert (chosen, norm) == (-7, -7)
+        elif expected >= 0:
+            assert chosen == rows[i, expected]
+            assert chosen - norm == pytest.approx(token_logprob(rows[i], expected, 0).logprob, rel=1e-9, abs=1e-9 * max(abs(chosen), 1))
     numbers = ~np.isnan(rows).any(axis=1)
     assert (likeliest[0].cpu().numpy()[numbers] == tokens[numbers]).all()
     assert (likeliest[1].cpu().numpy()[numbers] == logits[numbers]).all()
@@ -194,13 +203,14 @@ TYPES = {
     "top_p": "*fp64:1", "min_p": "*fp32:1", "best": "*i64", "sums": "*i64", "seed": "*i32:1", "sample": "*i32:1", "position": "*i32:1",
     "listed": "*i32", "out": "*i32:1", "ids": "*i32:1", "values": "*fp32:1", "sampled": "*i32:1", "parents": "*i32:1", "roots": "*i32",
     "ends": "*i32", "counts": "*i32", "paths": "*i32", "depth": "i32", "stride_": "i32",
+    "scored": "*i32:1", "parts": "*fp64", "chosen": "*fp32:1", "norms": "*fp64:1",
 }  # fmt: skip
 
 
 def compiled(capability: int) -> None:
     sizes = {"CHUNK": sampling.CHUNK, "TILE": sampling.TILE, "LISTED": sampling.LISTED, "CHUNKS": 64, "WIDE": 512, "K": K}
     for kernel, num_warps in ((sampling._best, 4), (sampling._sums, 4), (sampling._finish, 16), (sampling._candidates, 4)):
-        constants = {name: size for name, size in (sizes | {"CANDIDATES": True}).items() if name in kernel.arg_names}
+        constants = {name: size for name, size in (sizes | {"CANDIDATES": True, "SCORES": True}).items() if name in kernel.arg_names}
         types = {name: TYPES[name] for name in kernel.arg_names if name not in constants}
         made = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps)
         check_limits(made, capability)

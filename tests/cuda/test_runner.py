@@ -14,6 +14,7 @@ from ngramspec import Completion, Engine, SamplingParams, assembly
 from ngramspec.assembly import DeviceConfig
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.pack import Batch
+from ngramspec.batch.types import KEPT
 from ngramspec.cuda import runner as runner_module
 from ngramspec.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for, decode_buckets
 from ngramspec.cuda.model import Modules, Stack
@@ -163,8 +164,26 @@ def test_a_pass_in_a_bucket_is_that_of_kernels_launched_one_by_one(on_device: En
 
 
 def test_the_device_picks_what_the_host_would(on_device: Engine) -> None:
-    """A request that wants log-probabilities is picked for by the host, from the same logits."""
+    """A request that wants more log-probabilities than passes tell is picked for by the host, from the same logits."""
     for temperature in (0.0, 0.9):
         params = {"max_tokens": 5, "temperature": temperature, "seed": 11, "ignore_eos": True}
-        device, host = (on_device.complete(prompts()[1], SamplingParams(**params, logprobs=n)) for n in (None, 0))
-        assert device.token_ids == host.token_ids
+        silent, scored, host = (on_device.complete(prompts()[1], SamplingParams(**params, logprobs=n)) for n in (None, 3, KEPT + 1))
+        assert silent.token_ids == scored.token_ids == host.token_ids
+        assert scored.choices[0].logprobs is not None
+        assert host.choices[0].logprobs is not None
+        for device, true in zip(scored.choices[0].logprobs, host.choices[0].logprobs, strict=True):
+            assert device.token_id == true.token_id
+            assert device.logprob == pytest.approx(true.logprob, abs=1e-9)
+            assert [token for token, _ in device.top] == [token for token, _ in true.top[:3]]
+            assert [logprob for _, logprob in device.top] == pytest.approx([logprob for _, logprob in true.top[:3]], abs=1e-9)
+
+
+def test_speculation_changes_no_log_probability(on_device: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(on_device.core.acceptance), "accept", lambda *_: pytest.fail("picked by the host"))
+    params = SamplingParams(max_tokens=9, temperature=0.7, seed=3, logprobs=2, ignore_eos=True)
+    plain = [on_device.complete(prompt, params, speculation=False, prefix_cache=False) for prompt in prompts()]
+    drafted = on_device.complete(prompts(), params, prediction=plain[0].token_ids)
+    assert tokens(drafted) == tokens(plain)
+    assert [each.choices[0].logprobs for each in drafted] == [each.choices[0].logprobs for each in plain]
+    assert drafted[0].stats.accepted > 0
+    assert all(len(each.choices[0].logprobs or []) == len(each.token_ids) for each in drafted)
