@@ -7,12 +7,17 @@ samplers. Knows no text.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.types import KEPT
+
+log = logging.getLogger(__name__)
 
 
 class Likely(NamedTuple):
@@ -35,8 +40,8 @@ class Watch:
         """Raises AttributeError where it has none."""
         self._vocab_size = vocab_size
         self._last: tuple[Any, Any, Any] | None = None
-        runner.sampler.register_forward_pre_hook(self._sampling, with_kwargs=True)
-        runner.rejection_sampler.register_forward_pre_hook(self._verifying, with_kwargs=True)
+        samplers = (runner.sampler, self._sampling), (runner.rejection_sampler, self._verifying)
+        self._hooks = [sampler.register_forward_pre_hook(look, with_kwargs=True) for sampler, look in samplers]
 
     def take(self) -> Likely | None:
         """Of the last pass; once."""
@@ -47,25 +52,38 @@ class Watch:
         if lengths is None:
             lengths = np.ones(len(tokens), np.int64)
         ids = np.empty(0, np.int32) if drafted is None else drafted.cpu().numpy().astype(np.int32)
-        return Likely(np.asarray(lengths, np.int64), ids, _array(tokens, np.int32), _array(logits, np.float32))
+        return Likely(np.asarray(lengths, np.int64), ids, _on_host(tokens), _on_host(logits))
 
     def _sampling(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not kwargs.get("predict_bonus_token"):  # else a part of what `_verifying` saw
-            self._last = None, None, self._best(args[0] if args else kwargs["logits"])
+        with self._harmless():
+            if not kwargs.get("predict_bonus_token"):  # else a part of what `_verifying` saw
+                self._last = None, None, self._best(args[0] if args else kwargs["logits"])
 
     def _verifying(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        metadata = args[0] if args else kwargs["metadata"]
-        logits = args[2] if len(args) > 2 else kwargs["logits"]
-        self._last = [n + 1 for n in metadata.num_draft_tokens], metadata.draft_token_ids, self._best(logits)
+        with self._harmless():
+            metadata = args[0] if args else kwargs["metadata"]
+            logits = args[2] if len(args) > 2 else kwargs["logits"]
+            self._last = [n + 1 for n in metadata.num_draft_tokens], metadata.draft_token_ids, self._best(logits)
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """What goes wrong here ends no request: nothing is looked at any more."""
+        try:
+            yield
+        except Exception:
+            self._last = None
+            for hook in self._hooks:
+                hook.remove()
+            log.exception("what the model holds likely cannot be seen, and is not drafted any more")
 
     def _best(self, logits: Any) -> tuple[Any, Any]:
         """On a device only begun; the samplers may write to the logits."""
-        logits = logits[:, : self._vocab_size].float()
+        logits = logits[:, : self._vocab_size]
         if logits.device.type == "cpu":
-            return likeliest(logits.detach().numpy())
-        values, tokens = logits.topk(min(KEPT, logits.shape[1]))
-        return tokens, values
+            return likeliest(logits.detach().float().numpy())
+        values, tokens = logits.topk(KEPT)
+        return tokens.int(), values.float()
 
 
-def _array(x: Any, dtype: type[np.generic]) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else x.cpu().numpy().astype(dtype)
+def _on_host(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.cpu().numpy()

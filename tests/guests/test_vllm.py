@@ -317,6 +317,19 @@ def test_likely_tokens_are_kept_behind_the_tokens_that_they_follow(monkeypatch):
         assert (runner.follows[before] == last[:, None]).any(1)[before >= 0].all()
 
 
+def test_logits_that_cannot_be_read_end_nothing(caplog):
+    runner = Sampling(proposer())
+    a = Request("r0", runner.text(0, 3), runner.text(0, 60)[3:])
+    runner.step([a])
+    for _ in range(2):
+        assert runner.sampler(logits=None, sampling_metadata=None) is None
+    runner.step([a])
+    assert len(runner.drafter.guest) == 1
+    assert [record.message for record in caplog.records if "not drafted any more" in record.message] == [
+        "what the model holds likely cannot be seen, and is not drafted any more"
+    ]
+
+
 def test_what_is_likely_in_another_pass_is_not_kept(monkeypatch):
     """A pass that nobody was asked after, of another number of rows."""
     runner = Sampling(proposer())
