@@ -21,6 +21,7 @@ from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel, Load
 from ngramspec.batch.pack import Span
 from ngramspec.batch.types import DraftTree
+from ngramspec.drafting.base import Seen
 from ngramspec.drafting.ngram import LADDER, REACH
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.single import SingleDrafter
@@ -158,8 +159,8 @@ class FixedLength(Proposer):
             trees.append(DraftTree(tokens, np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8)))
         return trees
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray]) -> None:
-        super().observe(slots, accepted, paths)
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
+        super().observe(slots, accepted, paths, seen)
         for slot, tokens in zip(slots.tolist(), accepted, strict=True):
             self.texts[slot] = np.concatenate([self.texts[slot], tokens])
 

@@ -294,10 +294,10 @@ def test_a_request_that_fails_ends_alone(rig: tuple[Engine, Perfect], truth: lis
     engine, _ = rig
     extend = sequence.Sequence.extend
 
-    def poisoned(self: sequence.Sequence, run: np.ndarray) -> int:
+    def poisoned(self: sequence.Sequence, run: np.ndarray, *scores: Any) -> int:
         if self.n_prompt == 3:
             raise RuntimeError("poisoned")
-        return extend(self, run)
+        return extend(self, run, *scores)
 
     monkeypatch.setattr(sequence.Sequence, "extend", poisoned)
     good, bad = engine.submit(PROMPT, LONG), engine.submit([1, 2, 3], LONG)
@@ -510,10 +510,10 @@ def test_a_failure_ends_the_samples_beside_it_and_no_other_request(truth: list[i
     """The samples of a request fail together, in the middle of the step that carries them all and others."""
     extend = sequence.Sequence.extend
 
-    def poisoned(self: sequence.Sequence, run: np.ndarray) -> int:
+    def poisoned(self: sequence.Sequence, run: np.ndarray, *scores: Any) -> int:
         if self.n_prompt == 3 and self.choice.index == 1 and self.n_output >= 4:
             raise RuntimeError("poisoned")
-        return extend(self, run)
+        return extend(self, run, *scores)
 
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=5, max_model_len=120) as engine:
         monkeypatch.setattr(sequence.Sequence, "extend", poisoned)

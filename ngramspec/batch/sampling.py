@@ -190,11 +190,6 @@ def _every_token_is_banned(position: int) -> InvalidInputError:
     return InvalidInputError(f"at output position {position} every token is banned, by logit_bias, allowed_token_ids or bad_words")
 
 
-def _by_entries(params: SamplingParams) -> bool:
-    """Whether what is done to logits is done to a few tokens, which a sampler can list."""
-    return params.grammar is None and params.allowed_token_ids is None and not params.bad_words and params.logprobs is None
-
-
 class _Entries:
     """A growing table [n] of ENTRY, and where each token's is."""
 
@@ -265,10 +260,13 @@ def on_device(params: SamplingParams) -> bool:
 
 def _plain(params: SamplingParams) -> bool:
     """Nothing is done to logits."""
-    if params.grammar is not None or params.allowed_token_ids is not None or params.bad_words:
-        return False
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    return penalties == (1.0, 0.0, 0.0) and not params.logit_bias and params.min_tokens == 0
+    return _lists(params) and penalties == (1.0, 0.0, 0.0) and not params.logit_bias and params.min_tokens == 0
+
+
+def _lists(params: SamplingParams) -> bool:
+    """What is done to logits is done to a few tokens, which a sampler can list, and a device's kernels draw from the rest."""
+    return params.grammar is None and params.allowed_token_ids is None and not params.bad_words
 
 
 ENTRY = np.dtype([("token", np.int32), ("bias", np.float32), ("count", np.int32), ("flags", np.int32)])
@@ -298,7 +296,7 @@ class Sampler:
         self.params, self.index, self.seed, self.constraint = params, index, seed, constraint
         self._vocab_size = vocab_size
         self.on_device, self.greedy = on_device(params), params.temperature == 0
-        self.by_entries = _by_entries(params)
+        self.by_entries = _lists(params) and params.logprobs is None
         """All that is done to logits is done to the tokens of `entries`."""
         self.scores_few = _plain(params) and params.logprobs is not None and params.logprobs <= KEPT
         """Nothing is done to logits, and log-probabilities are wanted of no more than what passes tell anyway."""

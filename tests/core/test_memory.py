@@ -49,7 +49,7 @@ def limited(engine: Engine, most: int, patch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-@pytest.mark.parametrize("most", [40, 20, 7])
+@pytest.mark.parametrize("most", [36, 20, 7])  # the first prompt alone has more: it may be on its way before the others come
 def test_a_pass_that_does_not_fit_is_tried_with_half_its_rows(engine: Engine, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = texts(engine, speculation=False)
     tried = limited(engine, most, monkeypatch)
