@@ -191,7 +191,7 @@ def ours(name: str, **settings: object) -> tuple[str, Handle]:
 def guest(model: str, *, host: str, mode: str, **settings: object) -> tuple[str, Handle]:
     """A host with none, its own or our drafts. Requests:
 
-    `{"prompts": [[ids], ...], "concurrency": c}` -> `{"outputs", "seconds"}`; with `"warm_up": true` it counts for nothing.
+    `{"prompts": [[ids], ...]}` -> `{"outputs", "seconds"}`; with `"warm_up": true` it counts for nothing.
     `{"count": true}` -> `{"drafted", "accepted"}`: tokens since the warm-up, null where the host does not say.
     """
     version, generate, counts = {"vllm": _guest_vllm, "transformers": _guest_transformers, "llama_cpp": _guest_llama}[host](
@@ -204,7 +204,7 @@ def guest(model: str, *, host: str, mode: str, **settings: object) -> tuple[str,
             found = counts()
             return {name: None if n is None else n - b for name, n, b in zip(("drafted", "accepted"), found, before, strict=True)}
         start = time.perf_counter()
-        outputs = generate(request["prompts"], request["concurrency"])
+        outputs = generate(request["prompts"])
         seconds = time.perf_counter() - start
         if request.get("warm_up"):
             before[:] = [n or 0 for n in counts()]
@@ -237,12 +237,9 @@ def _guest_vllm(
     )
     params = vllm.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None, stop_token_ids=eos)
 
-    def generate(prompts: list[list[int]], concurrency: int) -> list[list[int]]:
-        outputs = []
-        for i in range(0, len(prompts), concurrency):
-            group = [{"prompt_token_ids": prompt} for prompt in prompts[i : i + concurrency]]
-            outputs += [list(result.outputs[0].token_ids) for result in model.generate(group, params, use_tqdm=False)]
-        return outputs
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        results = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(result.outputs[0].token_ids) for result in results]
 
     def counts() -> tuple[int, int]:
         found = {metric.name: int(metric.value) for metric in model.get_metrics() if hasattr(metric, "value")}
@@ -282,7 +279,7 @@ def _guest_transformers(
             return 0, 0
         return (None, None) if helper is None else (helper.stats.drafted, helper.stats.accepted)
 
-    return transformers.__version__, lambda prompts, _: [complete(prompt) for prompt in prompts], counts
+    return transformers.__version__, lambda prompts: [complete(prompt) for prompt in prompts], counts
 
 
 def _guest_llama(
@@ -320,7 +317,7 @@ def _guest_llama(
             return 0, 0
         return (drafts.stats.drafted, drafts.stats.accepted) if mode == "ngramspec" else (None, None)
 
-    return llama_cpp.__version__, lambda prompts, _: [complete(prompt) for prompt in prompts], counts
+    return llama_cpp.__version__, lambda prompts: [complete(prompt) for prompt in prompts], counts
 
 
 def main(kind: str, model: str, settings: str) -> None:

@@ -4,8 +4,9 @@
         [--concurrency C] [--datastore D] [--modes NAME,NAME] [--host-python PATH] [--temperature T --seed S]
 
 Every mode of a host (without drafts, its own, ours) is a process of the host's interpreter, which keeps its model; all get the same token
-ids, five prompts (or `--concurrency`) at a time, in turns. A rate counts generated tokens over the seconds of generating. `identical`:
-texts like those of the host without drafts. `tokens_per_step`: of one text. The last line of standard output is one JSON document.
+ids, in turns of five prompts, or of three times `--concurrency`: the next begins as one ends. A rate counts generated tokens over the
+seconds of generating. `identical`: texts like those of the host without drafts. `tokens_per_step`: of one text. The last line of standard
+output is one JSON document.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ HOSTS: dict[str, tuple[str, ...]] = {
     "llama_cpp": ("none", "prompt_lookup", "ngramspec"),
 }
 """Modes by host. The first is what the others are compared with."""
-TURN = 5
-"""Prompts of a turn."""
+TURN, ROUNDS = 5, 3
+"""Prompts of a turn, or times `--concurrency`: in a turn of as many as run at a time, most of the time is that of the longest texts."""
 _REST_S = {"vllm": 1.2}
 """For how long a host's processes go on using a core after a request."""
 
@@ -141,14 +142,14 @@ def _absent(why: str) -> Any:
 
 def _turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> dict[str, dict[str, Any]]:
     """Outputs and seconds by mode. Warmed up by the first prompt, which is then asked for again with the others."""
-    size = max(concurrency, TURN)
-    turns = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    n_turns = max(round(len(prompts) / max(ROUNDS * concurrency, TURN)), 1)
+    turns = [prompts[len(prompts) * i // n_turns : len(prompts) * (i + 1) // n_turns] for i in range(n_turns)]
     runs: dict[str, dict[str, Any]] = {mode: {"outputs": [], "seconds": 0.0} for mode in peers}
     for peer in peers.values():
-        peer.ask(prompts=[prompts[-1].ids], concurrency=1, warm_up=True)
+        peer.ask(prompts=[prompts[-1].ids], warm_up=True)
     for n, (order, turn) in enumerate(zip(common.turns(list(peers), len(turns)), turns, strict=True), 1):
         for mode in order:
-            answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn], concurrency=concurrency)
+            answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn])
             runs[mode]["outputs"] += answer["outputs"]
             runs[mode]["seconds"] += answer["seconds"]
         say(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {_rate(run):.1f}" for mode, run in runs.items()))

@@ -23,15 +23,16 @@ class Host:
         return {"outputs": [prompt[:1] for prompt in request["prompts"]], "seconds": 1.0}
 
 
-def test_every_host_gets_all_prompts_in_turns():
+@pytest.mark.parametrize(("concurrency", "turns"), [(1, [6, 6]), (2, [6, 6]), (4, [12]), (8, [12])])
+def test_every_host_gets_all_prompts_in_turns(concurrency, turns):
     hosts = {"none": Host(), "ngramspec": Host()}
     prompts = [guests.Prompt(str(i), [i]) for i in range(12)]
-    runs = guests._turns(hosts, prompts, 1)
+    runs = guests._turns(hosts, prompts, concurrency)
     for name, host in hosts.items():
         assert runs[name]["outputs"] == [[i] for i in range(12)]
-        assert runs[name]["seconds"] == 3.0
+        assert runs[name]["seconds"] == len(turns)
         assert host.asked[0]["warm_up"]
-        assert [len(request["prompts"]) for request in host.asked[1:]] == [5, 5, 2]
+        assert [len(request["prompts"]) for request in host.asked[1:]] == turns
 
 
 @pytest.mark.parametrize("options", [["--modes", "ngramspec"], ["--modes", "none,suffix"], ["--concurrency", "2"]])
