@@ -23,6 +23,10 @@ TOGETHER, TOGETHER_MS = 8, 40.0
 """The curve and the price hear of so many steps together, or of so many milliseconds: behind a pass, which has filled the caches with
 weights, what is done once takes five times as long as what is done again."""
 
+STALL, STALLS = 6.0, 3
+"""A step that took more than so many times what was foretold says nothing of the next: something was compiled, or the machine slept. So
+many in a row do."""
+
 
 class Plan(NamedTuple):
     """What a pass may spend on drafts."""
@@ -43,6 +47,7 @@ class Timing:
         self._made = self._nodes = 0
         self._over: list[_Step] = []
         self._unheard_ms = 0.0
+        self._n_stalls = 0
         self._since_plain, self._patience = 0, 8
         self._since_drafts, self._boldness = 0, 8
 
@@ -94,10 +99,14 @@ class Timing:
     def tell(self) -> None:
         """Have what was learned of steps so far in the curve and the price."""
         for step in self._over:
-            load = step.load
+            load, foretold_ms = step.load, self.cost.predict(step.load)
+            if not step.has_prompt:
+                self._n_stalls = self._n_stalls + 1 if step.ms > STALL * foretold_ms else 0
+                if 0 < self._n_stalls < STALLS:
+                    continue
             if step.speculates:
                 plain = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
-                foretold = Foretold(self.cost.predict(load), self.cost.predict(step.base), plain, step.nodes)
+                foretold = Foretold(foretold_ms, self.cost.predict(step.base), plain, step.nodes)
                 self.price.took(load.n_seqs, step.made, step.ms, foretold, has_prompt=step.has_prompt)
             if not step.has_prompt:
                 self.cost.observe(load, step.ms)

@@ -129,6 +129,34 @@ def test_after_200_steps_no_fixed_policy_is_more_than_3_percent_better(start: st
     assert found >= 0.97 * best_speed(true, n_seqs, steps)
 
 
+@pytest.mark.parametrize("stalled", [0, 1])
+def test_a_step_that_stalls_for_seconds_says_nothing_of_the_next(stalled: int) -> None:
+    """One with drafts, or one without: a host compiles, a machine sleeps."""
+    true = DEVICES["reads weights, then computes"]
+    simulation = Simulation(true, 8)
+    timing = Timing(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
+    ours(timing, simulation, 200)
+    before, table = timing.price.of(8, 5.0), timing.cost.table.copy()
+    for nodes in (8 * stalled, 8 * (1 - stalled)):
+        timing.start()
+        timing.carries(8 + nodes, nodes=nodes, n_seqs=8, keys=0, looked=8, has_prompt=False, speculates=True)
+        timing.made(8)
+        simulation.now += 3.0
+    timing.start()
+    timing.tell()
+    assert timing.price.of(8, 5.0) == pytest.approx(before, rel=0.05)
+    np.testing.assert_allclose(timing.cost.table, table, rtol=0.02)
+    assert timing.price.bar < 1.2
+
+
+def test_steps_that_go_on_taking_ten_times_as_long_are_believed() -> None:
+    true = DEVICES["reads weights, then computes"]
+    simulation = Simulation(true, 1)
+    timing = Timing(CostModel(COUNTS, (true(np.array(COUNTS, float)) / 10).tolist(), 512), lambda: simulation.now)
+    ours(timing, simulation, 200)
+    assert timing.cost.table[1] == pytest.approx(float(true(np.array(1.0))), rel=0.1)
+
+
 def test_passes_are_foretold() -> None:
     true = DEVICES["reads weights, then computes"]
     simulation = Simulation(true, 8)
