@@ -34,6 +34,9 @@ _SHAPE = 0.5
 """Standard deviation, as a share, of a knot from what the curve's first shape says at the level of today: what no step speaks of is
 believed to be no dearer than that. What disturbances did to its like for a while would else add up there, unseen for good since it looks
 dear; what looks too cheap is tried, and seen."""
+_STALE, _STALE_STEPS = 0.1, 4
+"""Standard deviation, as a share, that a step adds to each knot that it does not speak of, for so many steps, where knots contradict each
+other: if a machine was slow for a while in which few row counts were seen, what was seen last holds."""
 _LEAST_SLOPE = 2e-4
 """Of the time of one row: what each row adds at the least."""
 _REFRESH, _SWEEPS = 8, 60
@@ -74,6 +77,8 @@ class CostModel:
         size = np.append(times, np.full(3, times[0]))
         self._cov = self._first * size[:, None] * size[None, :]
         self._streak = np.zeros(1, np.int64)
+        self._age = np.zeros(n)
+        """Steps since one spoke of the knot."""
         self._told = np.zeros((max_rows + 1, 3))
         """By rows: steps, their milliseconds as foretold, as measured. Old ones fade."""
         self._force = np.zeros(max(n - 1, 0))
@@ -107,7 +112,7 @@ class CostModel:
         told, knot = self._told[rows], self.n_seen % len(self.counts)
         others, looked, thousands = self._factors(load)
         _correct(
-            self.counts, self._shape, self._state, self._cov, doubt, self._streak, told, knot,
+            self.counts, self._shape, self._state, self._cov, doubt, self._streak, self._age, told, knot,
             rows, others, looked, thousands, self.predict(load), ms,
         )  # fmt: skip
         self._beside_rows = self._state[-3:].tolist()
@@ -134,7 +139,9 @@ class CostModel:
 
     def _tabulate(self, sweeps: int) -> np.ndarray:
         n = len(self.counts)
-        times = _convex(self.counts, self._state[:n], np.diagonal(self._cov)[:n].copy(), _LEAST_SLOPE * self._state[0], self._force, sweeps)
+        doubt = np.minimum(self._age, _STALE_STEPS) * (_STALE * self._state[:n]) ** 2
+        variances = np.diagonal(self._cov)[:n] + doubt
+        times = _convex(self.counts, self._state[:n], variances, _LEAST_SLOPE * self._state[0], self._force, sweeps)
         rows = np.arange(self.max_rows + 1, dtype=np.float64)
         table = np.interp(rows, self.counts, times)
         if len(times) > 1:
@@ -207,21 +214,23 @@ def _dot(a, b):
 
 
 @njit(cache=True, nogil=True)
-def _correct(counts, shape, state, cov, doubt, streak, told, knot, rows, others, looked, thousands, foretold_ms, ms):
+def _correct(counts, shape, state, cov, doubt, streak, age, told, knot, rows, others, looked, thousands, foretold_ms, ms):
     """Both steps of the filter, and `told` [3], in place."""
     for i, x in enumerate((1.0, foretold_ms, ms)):
         told[i] = _FADE * told[i] + x
-    _update(counts, state, cov, doubt, streak, float(rows), others, looked, thousands, ms)
+    _update(counts, state, cov, doubt, streak, age, float(rows), others, looked, thousands, ms)
     _lower(shape, state, cov, knot)
 
 
 @njit(cache=True, nogil=True)
-def _update(counts, state, cov, doubt, streak, rows, others, looked, thousands, ms):
+def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousands, ms):
     """One step of the filter, in place. `doubt` [n, n]: what comes back of uncertainty, as shares of times; `streak` [1]: surprises of one
-    sign."""
+    sign; `age` [n - 3]: steps since one spoke of each knot."""
     n = len(state)
     x = np.zeros(n)
     _features(counts, rows, x)
+    for i in range(n - 3):
+        age[i] = 0.0 if x[i] > 0.25 else age[i] + 1.0
     x[n - 3], x[n - 2], x[n - 1] = others, looked, thousands
     told, more = _dot(x, state), _DRIFT
     if streak[0] >= _STREAK or streak[0] <= -_STREAK:

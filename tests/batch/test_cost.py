@@ -51,6 +51,23 @@ def test_dear_steps_with_many_rows_do_not_make_those_with_few_look_dear() -> Non
     assert model.table[4] == pytest.approx(21.2, rel=0.15)
 
 
+def test_what_was_seen_last_holds_where_it_contradicts() -> None:
+    """A machine that is slow for a while, in which single rows alone are seen; then it is not, and sixteen are seen with eight."""
+    rng = np.random.default_rng(3)
+    model = CostModel(COUNTS, TRUE.tolist(), 40)
+
+    def steps(n: int, counts: tuple[int, ...], slow: float) -> None:
+        for i in range(n):
+            rows = counts[i % len(counts)]
+            model.observe(Load(rows), slow * float(np.interp(rows, COUNTS, TRUE)) * (1 + 0.05 * rng.standard_normal()))
+
+    steps(200, (1, 2, 4, 8, 16), 1.0)
+    steps(24, (1,), 2.0)
+    steps(32, (8, 16), 1.0)
+    assert model.predict(Load(8)) == pytest.approx(24.0, rel=0.12)
+    assert model.predict(Load(16)) == pytest.approx(32.0, rel=0.12)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_moments_in_which_all_is_slow_do_not_add_up_where_nobody_looks(seed: int) -> None:
     """Steps of few rows, and a machine that others use now and then: what many rows are believed to take stays what it was."""
