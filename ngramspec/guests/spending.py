@@ -1,10 +1,8 @@
 """What a host's steps cost, learned as they pass, and what a draft may cost in them.
 
 What a step carried and how long it took go in; a table of costs and the price of time come out. Nothing is measured at the start: until
-some steps have passed, a row is believed to take a share of a plain step that the host's module names. A host may also take another way as
-soon as a step has any draft, which costs the same for one and for many: that is learned apart, and a step's drafts together must be worth
-it. A steady guest hears of no time and goes on believing what it was told, so that the ranks of a host draft the same. Knows no tokens and
-no clock.
+some steps have passed, a row is believed to take a share of a plain step that the host's module names. A steady guest hears of no time and
+goes on believing that, so that the ranks of a host draft the same. Knows no tokens and no clock.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from ngramspec.core.timing import Timing
 
 FIRST_STEPS = 2
 """The least of so many steps without drafts is the first measure: a host's first steps compile, allocate and fault pages in."""
-DRAFTS = 100
-"""As how many looks for a draft a step counts that has any: so uncertain is what that alone may cost (`batch.cost`)."""
 _FIRST_PLAIN = 4
 """So many steps are asked for without drafts at first, at the most."""
 
@@ -54,12 +50,7 @@ class Spending:
     def plan(self, load: Load) -> tuple[np.ndarray, float]:
         """For a step that carries this without drafts -> milliseconds by rows [max_rows + 1] float64, tokens that one is worth (0: as
         many as the step itself makes in it)."""
-        if self._timing is None:
-            return self._believed, 0.0
-        cost_ms, price = self._timing.plan(*load._replace(looked=DRAFTS))
-        cost, plain = self._timing.cost, load._replace(looked=0)
-        cost_ms[: load.rows + 1] -= cost.predict(load._replace(looked=DRAFTS)) - cost.predict(plain)
-        return np.maximum.accumulate(cost_ms), price
+        return (self._believed, 0.0) if self._timing is None else self._timing.plan(*load)
 
     def took(self, load: Load, nodes: int, made: int, ms: float, *, has_prompt: bool) -> None:
         """A step that carried this, `nodes` of its rows drafts, made `made` tokens in `ms` milliseconds."""
@@ -75,7 +66,7 @@ class Spending:
             return
         self._now_s = 0.0
         self._timing.start()
-        self._timing.carries(**load._replace(looked=DRAFTS if nodes else 0)._asdict(), nodes=nodes, has_prompt=has_prompt, speculates=True)
+        self._timing.carries(**load._asdict(), nodes=nodes, has_prompt=has_prompt, speculates=True)
         self._timing.made(made)
         self._now_s = ms / 1e3
         self._timing.finish()

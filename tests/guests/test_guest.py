@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec import InvalidInputError
-from ngramspec.batch.cost import Load
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.guests.guest import Guest
-from ngramspec.guests.spending import Spending
 
 VOCAB = 50
 
@@ -42,13 +40,16 @@ def test_importing_takes_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
-def test_importing_takes_half_a_second_of_processor_time_at_most():
+def test_importing_takes_half_a_second_where_numba_takes_three_tenths():
+    """Of processor time. Most of it is numba's, and a slow machine is slow at both."""
+
     def spent_s(code):
         code = f"{code}\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
-        runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-        return min(float(run.stdout) for run in runs)
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
-    assert spent_s("import ngramspec.guests.guest") - spent_s("pass") <= 0.5
+    runs = [[spent_s(code) for code in ("pass", "import numba", "import ngramspec.guests.guest")] for _ in range(5)]
+    bare, numba, guest = (min(times) for times in zip(*runs, strict=True))
+    assert guest - bare <= 0.5 / 0.3 * (numba - bare)
 
 
 def test_scipy_is_not_needed():
@@ -56,7 +57,6 @@ def test_scipy_is_not_needed():
 import sys
 sys.modules["scipy"] = None
 from ngramspec.guests.guest import Guest
-from ngramspec.guests.spending import Spending
 guest = Guest(vocab_size=9, max_seqs=1, depth=2)
 guest.begin("a", [1, 2, 1])
 for ms in range(1, 20):
@@ -280,21 +280,3 @@ def test_bad_texts_are_refused_with_nothing_changed(tokens, hints, message):
     with pytest.raises(InvalidInputError, match=message):
         host.begin("a", tokens, **hints)
     assert host.tokens("a").tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize(("any_draft_ms", "least"), [(22.0, 0.975), (0.0, 1.1)], ids=["another way", "only rows"])
-def test_what_any_draft_costs_is_learned_apart(any_draft_ms, least):
-    """As vLLM on a CPU: 8 rows take 59 ms, each more 2.2, and 22 on top as soon as one of them is a draft. Nodes of 0.42, 12 at most."""
-    made = took = 0.0
-    for seed in range(8):
-        rng, spending = np.random.default_rng(seed), Spending(256, 0.06, steady=False)
-        for _ in range(120):
-            n = 0
-            if not spending.wants_plain():
-                cost_ms, price = spending.plan(Load(8, 8, 2000, 8))
-                n = int(np.argmax(0.42 * np.arange(13) - (price or 8 / cost_ms[8]) * cost_ms[8:21]))
-            ms = (59 + 2.2 * n + (any_draft_ms if n else 0)) * rng.normal(1, 0.05)
-            new = 8 + int(rng.binomial(n, 0.42))
-            spending.took(Load(8 + n, 8, 2000, 8), n, new, ms, has_prompt=False)
-            made, took = made + new, took + ms
-    assert made / took >= least * 8 / 59
