@@ -1,8 +1,10 @@
-"""Our drafts in llama-cpp-python: `Llama(path, draft_model=ngramspec.guests.llama_cpp.Draft(...), logits_all=True)`.
+"""Our drafts in llama-cpp-python: `ngramspec.guests.llama_cpp.Draft(...).attach(Llama(path))`.
 
 llama-cpp-python calls its draft model with the whole text, after every step, and takes a chain; what it took is seen in the next text. It
 says neither when a text begins nor when it ends: a text that does not go on from the last one is another, and the last one is then
-remembered as an answer. The `Llama` that calls is read, never changed: what cannot be drafted for safely is refused at its first call.
+remembered as an answer. A `Llama` that is opened with a draft model makes logits of every token of a prompt and keeps them all; one that is
+attached makes those that it samples from. One that was opened with a `Draft` is read, never changed. What cannot be drafted for safely is
+refused, then at its first call.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import importlib
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,12 +63,31 @@ class Draft:
         self._llama: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
         self._prediction: Prompt | None = None
         self._asked_s: float | None = None
-        self._rows = 0
+        self._chain: list[int] = []
 
     @property
     def stats(self) -> Stats:
         """What drafts did."""
         return Stats() if self._guest is None else self._guest.stats
+
+    def attach(self, llama: Any) -> None:
+        """Draft for this `Llama`, which was opened without a draft model. Of a step with drafts, and of no other, all rows get logits; one
+        that was opened with `logits_all=True`, which `logprobs` need, goes on making and keeping them all.
+
+        Raises InvalidInputError, UnsupportedModelError, DatastoreError, TokenizerMismatchError.
+        """
+        if getattr(llama, "draft_model", None) is not None:
+            raise InvalidInputError("this Llama has a draft model: open it without, or with this Draft as its draft_model")
+        self._bind(llama)
+        if not llama._logits_all:
+            llama._batch.set_batch = partial(self._set_batch, llama._batch.set_batch)
+        llama.draft_model = self
+
+    def _set_batch(self, set_batch: Callable[..., None], *, batch: Sequence[int], n_past: int, logits_all: bool) -> None:
+        """What `Llama.eval` is to compute: where all behind the first token are drafts, all rows are sampled from."""
+        n = len(batch) - 1
+        drafted = 0 < n <= len(self._chain) and list(batch[1:]) == self._chain[:n]
+        set_batch(batch=batch, n_past=n_past, logits_all=logits_all or drafted)
 
     def predict(self, prediction: Prompt | None) -> None:
         """What the next text is expected to be, text or token ids; None: nothing. Raises TokenizerError."""
@@ -90,25 +112,26 @@ class Draft:
         if began:
             self._prediction = None
         elif self._asked_s is not None:
-            guest.took(self._rows, (now - self._asked_s) * 1e3)
-        room = min(llama._n_ctx, len(llama.scores)) - len(input_ids)
-        (chain,) = guest.chains([_TEXT], [room], 1)
-        self._asked_s, self._rows = now, 1 + len(chain)
-        return np.array(chain, np.intc)
+            guest.took(1 + len(self._chain), (now - self._asked_s) * 1e3)
+        room = min(llama._n_ctx - len(input_ids), llama.n_batch - 1)
+        (self._chain,) = guest.chains([_TEXT], [room], 1)
+        self._asked_s = now
+        return np.array(self._chain, np.intc)
 
     def _bind(self, llama: Any) -> None:
         """This is what is drafted for. Raises InvalidInputError, UnsupportedModelError, DatastoreError, TokenizerMismatchError."""
         if not isinstance(llama, self._host.Llama):
-            raise InvalidInputError(f"a Draft is called by the Llama that it is the draft_model of, not by {type(llama).__name__}")
+            raise InvalidInputError(f"a Draft drafts for the Llama that it is the draft_model of, not for {type(llama).__name__}")
         if llama._is_recurrent or llama._is_hybrid:
             raise UnsupportedModelError(
                 "the model is recurrent or has recurrent layers: llama-cpp-python cannot take rejected drafts out of its state again, and "
                 "would go on from a wrong text. Open it without draft_model"
             )
-        if len(llama.scores) < llama._n_ctx:
+        if llama._logits_all and len(llama.scores) < llama._n_ctx:
             raise InvalidInputError(
-                f"llama-cpp-python keeps logits of n_batch={len(llama.scores)} tokens only, and with drafts it wants those of all "
-                f"n_ctx={llama._n_ctx}: it would fail when a text grows beyond. Open the model with logits_all=True, or with n_batch=n_ctx"
+                f"opened with a draft model, llama-cpp-python wants the logits of all n_ctx={llama._n_ctx} tokens and keeps those of "
+                f"n_batch={len(llama.scores)}: it would fail when a text grows beyond. Open the model without draft_model and attach the "
+                "Draft to it, or with logits_all=True"
             )
         vocab_size = llama.n_vocab()
         stores = open_stores(self._datastore, self._tokenizer, llama.model_path, vocab_size) if self._datastore else {}
