@@ -191,7 +191,8 @@ def ours(name: str, **settings: object) -> tuple[str, Handle]:
 def guest(model: str, *, host: str, mode: str, **settings: object) -> tuple[str, Handle]:
     """A host with none, its own or our drafts. Requests:
 
-    `{"prompts": [[ids], ...]}` -> `{"outputs", "seconds"}`; with `"warm_up": true` it counts for nothing.
+    `{"prompts": [[ids], ...]}` -> `{"outputs", "seconds"}`; with `"warm_up": true` it counts for nothing, with `"at_once": 1` one prompt
+    begins when the one before has ended.
     `{"count": true}` -> `{"drafted", "accepted"}`: tokens since the warm-up, null where the host does not say.
     """
     version, generate, counts = {"vllm": _guest_vllm, "transformers": _guest_transformers, "llama_cpp": _guest_llama}[host](
@@ -203,8 +204,9 @@ def guest(model: str, *, host: str, mode: str, **settings: object) -> tuple[str,
         if "count" in request:
             found = counts()
             return {name: None if n is None else n - b for name, n, b in zip(("drafted", "accepted"), found, before, strict=True)}
+        turns = [[prompt] for prompt in request["prompts"]] if request.get("at_once") == 1 else [request["prompts"]]
         start = time.perf_counter()
-        outputs = generate(request["prompts"])
+        outputs = [output for turn in turns for output in generate(turn)]
         seconds = time.perf_counter() - start
         if request.get("warm_up"):
             before[:] = [n or 0 for n in counts()]
@@ -299,9 +301,12 @@ def _guest_llama(
 
         more = {} if depth is None else {"depth": depth}
         drafts = Draft(tokenizer=Tokenizer.from_file(f"{tokenizer}/tokenizer.json"), datastore=datastore or (), **more)
+    own = None if mode == "ngramspec" else drafts
     model = llama_cpp.Llama(
-        gguf, n_ctx=max_len, n_batch=max_len, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=drafts, verbose=False
+        gguf, n_ctx=max_len, n_batch=max_len, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=own, verbose=False
     )
+    if mode == "ngramspec":
+        drafts.attach(model)
 
     def complete(prompt: list[int]) -> list[int]:
         model.reset()

@@ -1,12 +1,13 @@
 """What our drafts are worth in other people's engines, and that the text stays the host's own.
 
-    python -m benchmarks.guests --host vllm|transformers|llama_cpp --prompts F.jsonl [--model M] [--limit N] [--max-tokens K]
-        [--concurrency C] [--datastore D] [--modes NAME,NAME] [--host-python PATH] [--temperature T --seed S]
+    python -m benchmarks.guests --host vllm|transformers|llama_cpp --prompts F.jsonl [F2...] [--model M] [--limit N]
+        [--max-tokens K] [--concurrency C,C] [--datastore D] [--modes NAME,NAME] [--host-python PATH] [--temperature T --seed S]
 
 Every mode of a host (without drafts, its own, ours) is a process of the host's interpreter, which keeps its model; all get the same token
 ids, in turns of five prompts, or of three times `--concurrency`: the next begins as one ends. A rate counts generated tokens over the
-seconds of generating. `identical`: texts like those of the host without drafts. `tokens_per_step`: of one text. The last line of standard
-output is one JSON document.
+seconds of generating. `identical`: texts like those of the host without drafts. `tokens_per_step`: of one text. Several files, and several
+numbers of prompts at a time, are asked one after another of the same processes, each with a table and a JSON document on one line; the last
+line of standard output is the last one's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,22 @@ _REST_S = {"vllm": 1.2}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
-    document = measure(args)
-    modes = document["modes"]
-    rows = [[name, *(row[key] for key in ("tok_s", "identical", "tokens_per_step", "drafted", "accepted"))] for name, row in modes.items()]
-    common.print_table(["mode", "tokens/s", "identical", "tokens/step", "drafted", "accepted"], rows)
-    common.print_document(document)
+    for document in measure(parse(argv)):
+        columns = ("tok_s", "identical", "tokens_per_step", "drafted", "accepted")
+        rows = [[name, *(row[key] for key in columns)] for name, row in document["modes"].items()]
+        common.print_table(["mode", "tokens/s", "identical", "tokens/step", "drafted", "accepted"], rows)
+        common.print_document(document)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.new_parser("guests", __doc__)
     add = parser.add_argument
     add("--host", choices=list(HOSTS), required=True)
-    add("--prompts", type=common.file, required=True, metavar="F.jsonl", help="rows with `prompt` or `messages`")
+    add("--prompts", type=common.file, nargs="+", required=True, metavar="F.jsonl", help="rows with `prompt` or `messages`")
     add("--model", default="smollm2", help="folder, hub name, GGUF file, or smollm2; llama_cpp takes a GGUF file")
-    add("--limit", type=common.positive, metavar="N", help="only the first N prompts")
+    add("--limit", type=numbers, metavar="N[,N]", help="only the first N prompts of each file; one number, or one for each C")
     add("--max-tokens", type=common.positive, default=96, metavar="K")
-    add("--concurrency", type=common.positive, default=1, metavar="C", help="prompts at a time; vLLM alone takes more than one")
+    add("--concurrency", type=numbers, default=[1], metavar="C[,C]", help="prompts at a time; vLLM alone takes more than one; 8,1: both")
     add("--datastore", metavar="D", help="our mode drafts from this datastore too")
     add("--modes", help="some of the host's modes, with commas between")
     add("--depth", type=common.positive, metavar="N", help="our longest draft; vllm 12, others as their guests have it")
@@ -65,8 +65,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=common.positive, default=2, metavar="N")
     add("--host-python", type=Path, metavar="PATH", help=f"the host's interpreter; default {LOCAL_VLLM}, {LOCAL_LLAMA}, or this one")
     args = parser.parse_args(argv)
-    if args.host != "vllm" and args.concurrency != 1:
+    if args.host != "vllm" and args.concurrency != [1]:
         parser.error(f"--concurrency: {args.host} takes one prompt at a time")
+    if len(args.concurrency) > 2 or min(args.concurrency) != 1 < len(args.concurrency):
+        parser.error("--concurrency: one number, or 1 and another")
+    limits = args.limit or [None]
+    args.limit = limits * len(args.concurrency) if len(limits) == 1 else limits
+    if len(args.limit) != len(args.concurrency):
+        parser.error("--limit: one number, or as many as --concurrency has")
     known = HOSTS[args.host]
     args.modes = known if args.modes is None else tuple(args.modes.split(","))
     if wrong := [name for name in args.modes if name not in known]:
@@ -78,13 +84,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON document. Raises SystemExit where the host cannot run."""
+def numbers(text: str) -> list[int]:
+    """Positive ones with commas between. Raises ArgumentTypeError."""
+    return [common.positive(part) for part in text.split(",")]
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The JSON document of each file at each concurrency. Raises SystemExit where the host cannot run."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-guests-")))
         loaded = load_model(args.model, dtype=torch.float32)
-        prompts = common.read_prompts(args.prompts, loaded.tokenizer, args.limit)
-        max_len = -(-(max(len(prompt.ids) for prompt in prompts) + args.max_tokens) // 256) * 256
+        sets = [
+            (concurrency, path, common.read_prompts(path, loaded.tokenizer, limit))
+            for concurrency, limit in zip(args.concurrency, args.limit, strict=True)
+            for path in args.prompts
+        ]
+        longest = max(len(prompt.ids) for *_, prompts in sets for prompt in prompts)
+        max_len = -(-(longest + args.max_tokens) // 256) * 256
         model: Path | str = folder
         if args.host == "llama_cpp":
             model = next(iter(gguf_files(args.model)), None) or _absent(f"llama.cpp takes a GGUF file, {args.model!r} is none")
@@ -105,7 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "eos": [] if eos is None else [eos],
             "datastore": args.datastore,
             "depth": args.depth,
-            "max_seqs": max(args.concurrency, 1),
+            "max_seqs": max(args.concurrency),
         }
         environment = {"PYTHONPATH": str(Path(__file__).parents[1])}  # this ngramspec, where another one is installed
         if args.host == "vllm":
@@ -118,22 +134,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             except PeerAbsentError as error:
                 _absent(f"{args.host} with {mode}: {error}")
             peers[mode] = stack.enter_context(contextlib.closing(peer))
-        runs = _turns(peers, prompts, args.concurrency)
-        counts = {mode: peer.ask(count=True) for mode, peer in peers.items()}
-        version = next(iter(peers.values())).version
-    plain = runs[args.modes[0]]["outputs"]
-    return {
-        "host": args.host,
-        "version": version,
-        "prompts": len(prompts),
-        "modes": {mode: _row(runs[mode], plain, counts[mode]) for mode in args.modes},
-        "settings": {
-            "prompts": args.prompts.name,
-            "datastore": args.datastore and Path(args.datastore).name,
-            **{name: getattr(args, name) for name in ("model", "max_tokens", "concurrency", "temperature", "seed", "depth")},
-        },
-        **common.environment("cpu", args.threads),
-    }
+        for concurrency, path, prompts in sets:
+            runs = _turns(peers, prompts, concurrency)
+            counts = {mode: peer.ask(count=True) for mode, peer in peers.items()}
+            plain = runs[args.modes[0]]["outputs"]
+            yield {
+                "host": args.host,
+                "version": next(iter(peers.values())).version,
+                "prompts": len(prompts),
+                "modes": {mode: _row(runs[mode], plain, counts[mode]) for mode in args.modes},
+                "settings": {
+                    "prompts": path.name,
+                    "datastore": args.datastore and Path(args.datastore).name,
+                    "concurrency": concurrency,
+                    **{name: getattr(args, name) for name in ("model", "max_tokens", "temperature", "seed", "depth")},
+                },
+                **common.environment("cpu", args.threads),
+            }
 
 
 def _absent(why: str) -> Any:
@@ -149,7 +166,7 @@ def _turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> d
         peer.ask(prompts=[prompts[-1].ids], warm_up=True)
     for n, (order, turn) in enumerate(zip(common.turns(list(peers), len(turns)), turns, strict=True), 1):
         for mode in order:
-            answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn])
+            answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn], at_once=concurrency)
             runs[mode]["outputs"] += answer["outputs"]
             runs[mode]["seconds"] += answer["seconds"]
         say(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {_rate(run):.1f}" for mode, run in runs.items()))

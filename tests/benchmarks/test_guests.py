@@ -35,8 +35,25 @@ def test_every_host_gets_all_prompts_in_turns(concurrency, turns):
         assert [len(request["prompts"]) for request in host.asked[1:]] == turns
 
 
-@pytest.mark.parametrize("options", [["--modes", "ngramspec"], ["--modes", "none,suffix"], ["--concurrency", "2"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--modes", "ngramspec"],
+        ["--modes", "none,suffix"],
+        ["--concurrency", "2"],
+        ["--limit", "1,2"],
+        ["--host", "vllm", "--concurrency", "8,4"],
+        ["--host", "vllm", "--concurrency", "8,1,1"],
+    ],
+)
 def test_what_does_not_fit_a_host_is_refused(tmp_path, options):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a"}))
     with pytest.raises(SystemExit):
         guests.parse(["--host", "transformers", "--prompts", str(tmp_path / "p.jsonl"), *options])
+
+
+@pytest.mark.parametrize(("options", "limits"), [([], [None, None]), (["--limit", "5"], [5, 5]), (["--limit", "5,2"], [5, 2])])
+def test_one_limit_is_for_all_or_one_for_each(tmp_path, options, limits):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a"}))
+    args = guests.parse(["--host", "vllm", "--prompts", str(tmp_path / "p.jsonl"), "--concurrency", "8,1", *options])
+    assert (args.concurrency, args.limit) == ([8, 1], limits)
