@@ -28,6 +28,8 @@ CATEGORIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("
 HELD_OUT = 8
 """One file of so many is not in the repository's datastore; of these are its prompts."""
 SEED = 0
+FOLLOWED = 4
+"""As many times the prompts that are measured by the clock are followed without it."""
 
 
 @dataclass(slots=True)
@@ -36,13 +38,16 @@ class Category:
 
     name: str
     prompts: list[Prompt]
+    followed: list[Prompt] = field(default_factory=list)
+    """Those that drafts follow without a clock: the same, and more."""
     predictions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     """By prompt, the text that its output will be much like, where the request has it."""
     store: Datastore | None = None
 
 
 def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: int) -> Category:
-    """At most `limit` prompts of at most `longest` tokens, in an order drawn once and for all. Raises FileNotFoundError, ValueError."""
+    """At most `limit` prompts of at most `longest` tokens, FOLLOWED times as many to follow, in an order drawn once and for all. Raises
+    FileNotFoundError, ValueError."""
     rows = []
     for file, tasks in CATEGORIES[name]["files"].items():
         some = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -51,8 +56,11 @@ def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: in
     category = Category(name, [])
     for row in (row for several in zip(*rows, strict=False) for row in several):  # of each file in turn
         ids = encode_chat(first_turn(row["messages"]), tokenizer) if "messages" in row else list(tokenizer(row["prompt"])["input_ids"])
-        if len(ids) <= longest and len(category.prompts) < limit:
-            category.prompts.append(Prompt(str(row["id"]), ids))
+        if len(ids) <= longest and len(category.followed) < FOLLOWED * limit:
+            category.followed.append(Prompt(str(row["id"]), ids))
+            if len(category.prompts) == limit:
+                continue
+            category.prompts.append(category.followed[-1])
             if edited := edited_text(row):
                 category.predictions[tuple(ids)] = list(tokenizer(edited, add_special_tokens=False)["input_ids"])
     return _checked(category, longest)
@@ -75,7 +83,7 @@ def repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: 
         if len(ids := list(tokenizer(text)["input_ids"])) <= longest
     ]
     random.Random(SEED).shuffle(prompts)
-    return _checked(Category("repository", prompts[:limit], store=Datastore.open(folder)), longest)
+    return _checked(Category("repository", prompts[:limit], prompts[: FOLLOWED * limit], store=Datastore.open(folder)), longest)
 
 
 def package_version(package: str) -> str:

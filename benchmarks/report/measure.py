@@ -256,12 +256,12 @@ def followed(bench: Bench, state: Kept, categories: Sequence[Category], temperat
 
 
 def _texts(bench: Bench, state: Kept, category: Category, temperature: float) -> list[dict[str, Any]]:
-    """What the model writes for every prompt of a category, and its own candidates at each token."""
-    key = bench.key(category, temperature, TEXTS)
+    """What the model writes for every prompt of a category that is followed, and its own candidates at each token."""
+    key = bench.key(category, temperature, TEXTS) | {"followed": common.digest(prompt.ids for prompt in category.followed)}
     if state.get(key) is None:
-        say(f"writing {len(category.prompts)} texts: {category.name} at {temperature:g}")
+        say(f"writing {len(category.followed)} texts: {category.name} at {temperature:g}")
         bench.engine.use(speculator=bench.default, cost=bench.engine.cost, acceptance=acceptance())
-        done = bench.engine.complete([prompt.ids for prompt in category.prompts], bench.params(temperature, logprobs=KEPT))
+        done = bench.engine.complete([prompt.ids for prompt in category.followed], bench.params(temperature, logprobs=KEPT))
         texts = [{"prompt": each.prompt_token_ids, "output": each.token_ids, **common.candidates(each)} for each in done]
         state.add({"key": key, "contender": TEXTS, "texts": texts})
     return state.get(key)["texts"]
