@@ -7,7 +7,7 @@ Every mode of a host (without drafts, its own, ours) is a process of the host's 
 ids, in turns of five prompts, or of three times `--concurrency`: the next begins as one ends. A rate counts generated tokens over the
 seconds of generating. `identical`: texts like those of the host without drafts. `tokens_per_step`: of one text. Several files, and several
 numbers of prompts at a time, are asked one after another of the same processes, each with a table and a JSON document on one line; the last
-line of standard output is the last one's.
+line of standard output is the last one's. No prompt is asked twice, and the warm-up's is none of them: drafters remember answers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--host", choices=list(HOSTS), required=True)
     add("--prompts", type=common.file, nargs="+", required=True, metavar="F.jsonl", help="rows with `prompt` or `messages`")
     add("--model", default="smollm2", help="folder, hub name, GGUF file, or smollm2; llama_cpp takes a GGUF file")
-    add("--limit", type=numbers, metavar="N[,N]", help="only the first N prompts of each file; one number, or one for each C")
+    add("--limit", type=numbers, metavar="N[,N]", help="only N prompts of each file, the next ones for each C")
     add("--max-tokens", type=common.positive, default=96, metavar="K")
     add("--concurrency", type=numbers, default=[1], metavar="C[,C]", help="prompts at a time; vLLM alone takes more than one; 8,1: both")
     add("--datastore", metavar="D", help="our mode drafts from this datastore too")
@@ -71,8 +71,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--concurrency: one number, or 1 and another")
     limits = args.limit or [None]
     args.limit = limits * len(args.concurrency) if len(limits) == 1 else limits
-    if len(args.limit) != len(args.concurrency):
-        parser.error("--limit: one number, or as many as --concurrency has")
+    if len(args.limit) != len(args.concurrency) or (len(args.limit) > 1 and None in args.limit):
+        parser.error("--limit: one number, or as many as --concurrency has, which with two are needed")
     known = HOSTS[args.host]
     args.modes = known if args.modes is None else tuple(args.modes.split(","))
     if wrong := [name for name in args.modes if name not in known]:
@@ -94,12 +94,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-guests-")))
         loaded = load_model(args.model, dtype=torch.float32)
-        sets = [
-            (concurrency, path, common.read_prompts(path, loaded.tokenizer, limit))
-            for concurrency, limit in zip(args.concurrency, args.limit, strict=True)
-            for path in args.prompts
-        ]
-        longest = max(len(prompt.ids) for *_, prompts in sets for prompt in prompts)
+        sets = _sets(args, loaded.tokenizer)
+        longest = max(len(prompt.ids) for *_, some in sets for prompt in some)
         max_len = -(-(longest + args.max_tokens) // 256) * 256
         model: Path | str = folder
         if args.host == "llama_cpp":
@@ -134,14 +130,14 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             except PeerAbsentError as error:
                 _absent(f"{args.host} with {mode}: {error}")
             peers[mode] = stack.enter_context(contextlib.closing(peer))
-        for concurrency, path, prompts in sets:
-            runs = _turns(peers, prompts, concurrency)
+        for concurrency, path, some in sets:
+            runs = _turns(peers, some, concurrency)
             counts = {mode: peer.ask(count=True) for mode, peer in peers.items()}
             plain = runs[args.modes[0]]["outputs"]
             yield {
                 "host": args.host,
                 "version": next(iter(peers.values())).version,
-                "prompts": len(prompts),
+                "prompts": len(some),
                 "modes": {mode: _row(runs[mode], plain, counts[mode]) for mode in args.modes},
                 "settings": {
                     "prompts": path.name,
@@ -151,6 +147,20 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 },
                 **common.environment("cpu", args.threads),
             }
+
+
+def _sets(args: argparse.Namespace, tokenizer: Any) -> list[tuple[int, Path, list[Prompt]]]:
+    """Prompts at a time, file, prompts: those of no two are the same. Raises SystemExit where a file has too few."""
+    sets, start = [], 0
+    for concurrency, limit in zip(args.concurrency, args.limit, strict=True):
+        end = None if limit is None else start + limit
+        for path in args.prompts:
+            prompts = common.read_prompts(path, tokenizer, end)[start:]
+            if not prompts:
+                _absent(f"{path.name} has no more than {start} prompts, and none is asked twice: --limit must leave some")
+            sets.append((concurrency, path, prompts))
+        start = end or 0
+    return sets
 
 
 def _absent(why: str) -> Any:
@@ -163,7 +173,7 @@ def _turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> d
     turns = [prompts[len(prompts) * i // n_turns : len(prompts) * (i + 1) // n_turns] for i in range(n_turns)]
     runs: dict[str, dict[str, Any]] = {mode: {"outputs": [], "seconds": 0.0} for mode in peers}
     for peer in peers.values():
-        peer.ask(prompts=[prompts[-1].ids], warm_up=True)
+        peer.ask(prompts=[prompts[-1].ids[::-1]], warm_up=True)
     for n, (order, turn) in enumerate(zip(common.turns(list(peers), len(turns)), turns, strict=True), 1):
         for mode in order:
             answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn], at_once=concurrency)

@@ -26,12 +26,13 @@ class Host:
 @pytest.mark.parametrize(("concurrency", "turns"), [(1, [6, 6]), (2, [6, 6]), (4, [12]), (8, [12])])
 def test_every_host_gets_all_prompts_in_turns(concurrency, turns):
     hosts = {"none": Host(), "ngramspec": Host()}
-    prompts = [guests.Prompt(str(i), [i]) for i in range(12)]
+    prompts = [guests.Prompt(str(i), [i, 50]) for i in range(12)]
     runs = guests._turns(hosts, prompts, concurrency)
     for name, host in hosts.items():
         assert runs[name]["outputs"] == [[i] for i in range(12)]
         assert runs[name]["seconds"] == len(turns)
         assert host.asked[0]["warm_up"]
+        assert host.asked[0]["prompts"] == [[50, 11]], "of what is measured nothing is known before"
         assert [len(request["prompts"]) for request in host.asked[1:]] == turns
 
 
@@ -43,7 +44,8 @@ def test_every_host_gets_all_prompts_in_turns(concurrency, turns):
         ["--concurrency", "2"],
         ["--limit", "1,2"],
         ["--host", "vllm", "--concurrency", "8,4"],
-        ["--host", "vllm", "--concurrency", "8,1,1"],
+        ["--host", "vllm", "--concurrency", "8,1,1", "--limit", "4,2,2"],
+        ["--host", "vllm", "--concurrency", "8,1"],
     ],
 )
 def test_what_does_not_fit_a_host_is_refused(tmp_path, options):
@@ -52,8 +54,18 @@ def test_what_does_not_fit_a_host_is_refused(tmp_path, options):
         guests.parse(["--host", "transformers", "--prompts", str(tmp_path / "p.jsonl"), *options])
 
 
-@pytest.mark.parametrize(("options", "limits"), [([], [None, None]), (["--limit", "5"], [5, 5]), (["--limit", "5,2"], [5, 2])])
+@pytest.mark.parametrize(("options", "limits"), [(["--limit", "5"], [5, 5]), (["--limit", "5,2"], [5, 2])])
 def test_one_limit_is_for_all_or_one_for_each(tmp_path, options, limits):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a"}))
     args = guests.parse(["--host", "vllm", "--prompts", str(tmp_path / "p.jsonl"), "--concurrency", "8,1", *options])
     assert (args.concurrency, args.limit) == ([8, 1], limits)
+
+
+def test_no_prompt_is_asked_twice(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": [i]}) + "\n" for i in range(5)))
+    asked = ["--host", "vllm", "--prompts", str(path), "--concurrency", "8,1", "--limit"]
+    sets = guests._sets(guests.parse([*asked, "3,2"]), None)
+    assert [(c, [prompt.ids for prompt in prompts]) for c, _, prompts in sets] == [(8, [[0], [1], [2]]), (1, [[3], [4]])]
+    with pytest.raises(SystemExit, match="no more than 5"):
+        guests._sets(guests.parse([*asked, "5,2"]), None)
