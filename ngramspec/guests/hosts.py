@@ -1,11 +1,14 @@
-"""What the guests of all hosts ask at their border: is the host's version one that was tested, do the datastores fit its tokenizer.
+"""What the guests of all hosts ask at their border: is the host's version one that was tested, do the datastores fit its tokenizer, is what
+drafts need compiled.
 
 Versions, folders and tokenizers enter; open stores, token ids and typed errors leave. Knows no host but by name.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +17,28 @@ import numpy as np
 from ngramspec.batch.errors import HostVersionError, InvalidInputError
 from ngramspec.core.stores import Store, check_store, named, open_store
 from ngramspec.datastore.reader import Datastore
+from ngramspec.guests.guest import warmup
 from ngramspec.text.encoding import Encoding, Prompt
+
+log = logging.getLogger(__name__)
 
 ANYWAY = "NGRAMSPEC_UNTESTED_HOSTS"
 """Set to 1, this variable has a guest try a host's version that nobody tested."""
+
+SILENT_S = 5.0
+
+
+def compile_drafting() -> None:
+    """`warmup`; where that takes longer than loading what was compiled before, the log says what is waited for."""
+    timer = threading.Timer(
+        SILENT_S, log.warning, ["ngramspec compiles what drafts need, which takes minutes on the first start and is then kept on disk"]
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        warmup()
+    finally:
+        timer.cancel()
 
 
 def check_version(host: str, version: str, tested: tuple[str, str]) -> None:

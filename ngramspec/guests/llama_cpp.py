@@ -23,8 +23,8 @@ from ngramspec.batch.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.batch.limits import ANSWERS
 from ngramspec.batch.types import Stats
 from ngramspec.core.stores import Store
-from ngramspec.guests.guest import Guest, warmup
-from ngramspec.guests.hosts import check_version, open_stores, prediction_ids
+from ngramspec.guests.guest import Guest
+from ngramspec.guests.hosts import check_version, compile_drafting, open_stores, prediction_ids
 from ngramspec.text.encoding import Prompt
 
 TESTED = ("0.3.36", "0.3.36")
@@ -55,7 +55,7 @@ class Draft:
         """
         self._host = importlib.import_module("llama_cpp")
         check_version("llama-cpp-python", self._host.__version__, TESTED)
-        warmup()
+        compile_drafting()
         self._settings: dict[str, Any] = {"depth": depth, "answers": answers, "steady": steady, "slope": slope}
         Guest(vocab_size=1, max_seqs=1, **self._settings)  # what is wrong with them is told here
         self._tokenizer, self._datastore = tokenizer, datastore

@@ -27,7 +27,7 @@ from ngramspec.batch.types import KEPT, Stats
 from ngramspec.core.stores import Store
 from ngramspec.datastore.reader import Datastore
 from ngramspec.guests.guest import SLOPE, Guest
-from ngramspec.guests.hosts import check_version, open_stores, prediction_ids
+from ngramspec.guests.hosts import check_version, compile_drafting, open_stores, prediction_ids
 from ngramspec.text.encoding import Prompt
 
 TESTED = ("5.19", "5.23")
@@ -60,6 +60,7 @@ class Assistant:
         check_version("transformers", transformers.__version__, TESTED)
         if getattr(model, "_is_stateful", False) or not hasattr(model, "_assisted_decoding"):
             raise UnsupportedModelError(f"transformers cannot decode {type(model).__name__} with assistance: it cannot take tokens back")
+        compile_drafting()
         self.name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         self._tokenizer = tokenizer
         self._lock = threading.Lock()

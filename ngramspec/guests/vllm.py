@@ -25,8 +25,8 @@ from ngramspec.batch.errors import InvalidInputError, NgramspecError, TokenizerE
 from ngramspec.batch.limits import ANSWERS
 from ngramspec.batch.types import Stats
 from ngramspec.datastore.errors import DatastoreError
-from ngramspec.guests.guest import MAX_SEQS, SLOPE, Guest, warmup
-from ngramspec.guests.hosts import check_version, open_stores, prediction_ids
+from ngramspec.guests.guest import MAX_SEQS, SLOPE, Guest
+from ngramspec.guests.hosts import check_version, compile_drafting, open_stores, prediction_ids
 from ngramspec.guests.vllm_logits import Likely, Watch
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Proposer:
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Compiles what a step needs, so that the first request does not wait for it."""
-        warmup()
+        compile_drafting()
         runner = sys._getframe(1).f_locals.get("self")
         if hasattr(runner, "input_batch") and hasattr(runner, "requests"):
             self._runner = runner
