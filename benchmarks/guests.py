@@ -4,16 +4,18 @@
         [--max-tokens K] [--concurrency C,C] [--datastore D] [--modes NAME,NAME] [--host-python PATH] [--temperature T --seed S]
 
 Every mode of a host (without drafts, its own, ours) is a process of the host's interpreter, which keeps its model; all get the same token
-ids, in turns of five prompts, or of three times `--concurrency`: the next begins as one ends. A rate counts generated tokens over the
-seconds of generating. `identical`: texts like those of the host without drafts. `tokens_per_step`: of one text. Several files, and several
-numbers of prompts at a time, are asked one after another of the same processes, each with a table and a JSON document on one line; the last
-line of standard output is the last one's. No prompt is asked twice, and the warm-up's is none of them: drafters remember answers.
+ids, in turns of one prompt, or of three times `--concurrency`: the next begins as one ends. A rate counts generated tokens over the seconds
+of generating; `speedup` is the median, over turns, of a mode's rate over that of the host without drafts. `identical`: texts like those of
+the host without drafts. `tokens_per_step`: of one text. Several files, and several numbers of prompts at a time, are asked one after
+another of the same processes, each with a table and a JSON document on one line; the last line of standard output is the last one's. No
+prompt is asked twice, and the warm-up's is none of them: drafters remember answers.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,17 +36,17 @@ HOSTS: dict[str, tuple[str, ...]] = {
     "llama_cpp": ("none", "prompt_lookup", "ngramspec"),
 }
 """Modes by host. The first is what the others are compared with."""
-TURN, ROUNDS = 5, 3
-"""Prompts of a turn, or times `--concurrency`: in a turn of as many as run at a time, most of the time is that of the longest texts."""
+ROUNDS = 3
+"""A turn's prompts are so many times those at a time: in one of as many as run at a time, most of the time is that of the longest texts."""
 _REST_S = {"vllm": 1.2}
 """For how long a host's processes go on using a core after a request."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     for document in measure(parse(argv)):
-        columns = ("tok_s", "identical", "tokens_per_step", "drafted", "accepted")
+        columns = ("tok_s", "speedup", "identical", "tokens_per_step", "drafted", "accepted")
         rows = [[name, *(row[key] for key in columns)] for name, row in document["modes"].items()]
-        common.print_table(["mode", "tokens/s", "identical", "tokens/step", "drafted", "accepted"], rows)
+        common.print_table(["mode", "tokens/s", "speedup", "identical", "tokens/step", "drafted", "accepted"], rows)
         common.print_document(document)
 
 
@@ -133,7 +135,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for concurrency, path, some in sets:
             runs = _turns(peers, some, concurrency)
             counts = {mode: peer.ask(count=True) for mode, peer in peers.items()}
-            plain = runs[args.modes[0]]["outputs"]
+            plain = runs[args.modes[0]]
             yield {
                 "host": args.host,
                 "version": next(iter(peers.values())).version,
@@ -168,10 +170,10 @@ def _absent(why: str) -> Any:
 
 
 def _turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> dict[str, dict[str, Any]]:
-    """Outputs and seconds by mode. Warmed up by the first prompt, which is then asked for again with the others."""
-    n_turns = max(round(len(prompts) / max(ROUNDS * concurrency, TURN)), 1)
+    """Outputs and seconds by mode, and the rate of each turn."""
+    n_turns = max(round(len(prompts) / (ROUNDS * concurrency if concurrency > 1 else 1)), 1)
     turns = [prompts[len(prompts) * i // n_turns : len(prompts) * (i + 1) // n_turns] for i in range(n_turns)]
-    runs: dict[str, dict[str, Any]] = {mode: {"outputs": [], "seconds": 0.0} for mode in peers}
+    runs: dict[str, dict[str, Any]] = {mode: {"outputs": [], "seconds": 0.0, "rates": []} for mode in peers}
     for peer in peers.values():
         peer.ask(prompts=[prompts[-1].ids[::-1]], warm_up=True)
     for n, (order, turn) in enumerate(zip(common.turns(list(peers), len(turns)), turns, strict=True), 1):
@@ -179,6 +181,7 @@ def _turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> d
             answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn], at_once=concurrency)
             runs[mode]["outputs"] += answer["outputs"]
             runs[mode]["seconds"] += answer["seconds"]
+            runs[mode]["rates"].append(sum(map(len, answer["outputs"])) / max(answer["seconds"], 1e-9))
         say(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {_rate(run):.1f}" for mode, run in runs.items()))
     return runs
 
@@ -187,11 +190,12 @@ def _rate(run: dict[str, Any]) -> float:
     return sum(map(len, run["outputs"])) / max(run["seconds"], 1e-9)
 
 
-def _row(run: dict[str, Any], plain: list[list[int]], counts: dict[str, int]) -> dict[str, Any]:
+def _row(run: dict[str, Any], plain: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
     n_tokens = sum(map(len, run["outputs"]))
     return {
         "tok_s": round(_rate(run), 2),
-        "identical": sum(a == b for a, b in zip(run["outputs"], plain, strict=True)),
+        "speedup": round(statistics.median(a / max(b, 1e-9) for a, b in zip(run["rates"], plain["rates"], strict=True)), 3),
+        "identical": sum(a == b for a, b in zip(run["outputs"], plain["outputs"], strict=True)),
         "tokens_per_step": round(n_tokens / max(n_tokens - counts["accepted"], 1), 3) if counts["accepted"] is not None else None,
         "drafted": counts["drafted"],
         "accepted": counts["accepted"],

@@ -8,10 +8,11 @@ from benchmarks import guests
 
 
 def test_rows_count_what_was_generated():
-    run = {"outputs": [[1, 2, 3], [4, 5]], "seconds": 2.0}
-    row = guests._row(run, [[1, 2, 3], [4, 6]], {"drafted": 4, "accepted": 1})
+    run = {"outputs": [[1, 2, 3], [4, 5]], "seconds": 2.0, "rates": [3.0, 2.0]}
+    row = guests._row(run, {"outputs": [[1, 2, 3], [4, 6]], "rates": [1.0, 2.0]}, {"drafted": 4, "accepted": 1})
     assert (row["tok_s"], row["identical"], row["tokens_per_step"], row["drafted"], row["accepted"]) == (2.5, 1, 1.25, 4, 1)
-    assert guests._row(run, run["outputs"], {"drafted": None, "accepted": None})["tokens_per_step"] is None
+    assert row["speedup"] == 2.0, "the median of the turns' ratios"
+    assert guests._row(run, run, {"drafted": None, "accepted": None})["tokens_per_step"] is None
 
 
 class Host:
@@ -23,7 +24,7 @@ class Host:
         return {"outputs": [prompt[:1] for prompt in request["prompts"]], "seconds": 1.0}
 
 
-@pytest.mark.parametrize(("concurrency", "turns"), [(1, [6, 6]), (2, [6, 6]), (4, [12]), (8, [12])])
+@pytest.mark.parametrize(("concurrency", "turns"), [(1, [1] * 12), (2, [6, 6]), (4, [12]), (8, [12])])
 def test_every_host_gets_all_prompts_in_turns(concurrency, turns):
     hosts = {"none": Host(), "ngramspec": Host()}
     prompts = [guests.Prompt(str(i), [i, 50]) for i in range(12)]
