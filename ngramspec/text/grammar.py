@@ -32,6 +32,8 @@ KEPT = 64
 _LETTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(_LETTER + f"{{1,{n}}}" for n in (5, 10, 16, 30)), _LETTER + "+"]
 """Tokens that a mask has all of or looks at one by one: llguidance's own, but finer. A string near its greatest length has many of them."""
+FORESEEN = 1024
+"""Bytes, or tokens, that a grammar foresees at most: some 256 tokens, and no draft is deeper."""
 LIKELY, LAST = 0.95, 0.7
 """The chance of a token that a schema foresees in the text's layout, and of the last one, which may be longer than what is foreseen."""
 
@@ -135,7 +137,7 @@ class Outline:
 
     def foreseen(self) -> bytes:
         plain = self._matcher.compute_ff_bytes()
-        return self._layout.lay_out(plain) if plain else b""
+        return self._layout.lay_out(plain, FORESEEN) if plain else b""
 
 
 class Matching:
@@ -203,4 +205,4 @@ class MatchingWalker:
         if self._outline is not None and not self._strayed and (text := self._outline.foreseen()):
             tokens = self._tokenizer.tokenize_bytes(text)
             return [(token, LIKELY) for token in tokens[:-1]] + [(tokens[-1], LAST)]
-        return [(token, 1.0) for token in self._matcher.compute_ff_tokens()]
+        return [(token, 1.0) for token in self._matcher.compute_ff_tokens()[:FORESEEN]]

@@ -57,10 +57,15 @@ class Layout:
                 self._word(byte)
         return bytes(plain)
 
-    def lay_out(self, plain: bytes) -> bytes:
-        """How the text goes on if this comes, without blanks: with those that it would have, up to where the next word begins."""
+    def lay_out(self, plain: bytes, most: int) -> bytes:
+        """How the text goes on if this comes, without blanks: with those that it would have, up to where the next word begins.
+
+        Of `most` bytes or more nothing behind the word that reaches them: a schema can foresee brackets without end.
+        """
         ahead, out, written = self.copy(), bytearray(), self._blanks
         for byte in plain:
+            if len(out) >= most:
+                return bytes(out)
             if not ahead._in_string:
                 ahead._blanks = gap = ahead._gap(byte)
                 out += gap[len(written) :] if gap.startswith(written) else b""

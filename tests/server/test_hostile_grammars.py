@@ -87,6 +87,7 @@ def deep(schema: Any, times: int, name: str) -> Any:
 @example({"type": "integer", "multipleOf": 65_537_000})
 @example({"patternProperties": {f"^x{i}y": {"type": "integer", "minimum": i} for i in range(300)}})
 @example({"type": "array", "items": {"type": "array", "items": {}, "minItems": 1000}, "minItems": 1000})
+@example({"type": "array", "items": {"$ref": "#"}, "minItems": 1, "maxItems": 1})
 def test_schemas(client: TestClient, schema: Any) -> None:
     ask(client, guided_json=schema)
 

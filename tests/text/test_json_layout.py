@@ -30,7 +30,7 @@ def test_what_is_left_out_is_put_back(value: Any, style: dict[str, Any], data: s
     gone = layout.feed(text[:at])
     assert plain.startswith(gone)
     before = layout.habits
-    assert layout.lay_out(plain[len(gone) :]) == text[at:]
+    assert layout.lay_out(plain[len(gone) :], 1 << 30) == text[at:]
     assert layout.habits == before
     assert gone + layout.feed(text[at:]) == plain
 
@@ -50,4 +50,12 @@ def test_what_is_left_out_is_put_back(value: Any, style: dict[str, Any], data: s
 def test_the_text_so_far_says_how(text: bytes, plain: bytes, laid_out: bytes) -> None:
     layout = Layout(Habits())
     layout.feed(text)
-    assert layout.lay_out(plain) == laid_out
+    assert layout.lay_out(plain, 1 << 30) == laid_out
+
+
+def test_brackets_without_end() -> None:
+    layout = Layout(Habits())
+    layout.feed(b"[\n  [\n    [")
+    laid_out = layout.lay_out(b"[" * 1_000_000, 1024)
+    assert laid_out.startswith(b"\n" + b"  " * 3 + b"[\n" + b"  " * 4 + b"[")
+    assert laid_out.rfind(b"\n") < 1024 <= len(laid_out)
