@@ -37,12 +37,17 @@ class Category:
     """One kind of work."""
 
     name: str
-    prompts: list[Prompt]
-    followed: list[Prompt] = field(default_factory=list)
-    """Those that drafts follow without a clock: the same, and more."""
+    followed: list[Prompt]
+    """Those that drafts follow without a clock."""
+    limit: int
+    """As many of them, the first ones, are measured by the clock."""
     predictions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     """By prompt, the text that its output will be much like, where the request has it."""
     store: Datastore | None = None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return self.followed[: self.limit]
 
 
 def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: int) -> Category:
@@ -53,15 +58,14 @@ def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: in
         some = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines() if line.strip()]
         some = [row for row in some if not tasks or row.get("task") in tasks]
         rows.append(random.Random(SEED).sample(some, len(some)))
-    category = Category(name, [])
+    category = Category(name, [], limit)
     for row in (row for several in zip(*rows, strict=False) for row in several):  # of each file in turn
+        if len(category.followed) == FOLLOWED * limit:
+            break
         ids = encode_chat(first_turn(row["messages"]), tokenizer) if "messages" in row else list(tokenizer(row["prompt"])["input_ids"])
-        if len(ids) <= longest and len(category.followed) < FOLLOWED * limit:
+        if len(ids) <= longest:
             category.followed.append(Prompt(str(row["id"]), ids))
-            if len(category.prompts) == limit:
-                continue
-            category.prompts.append(category.followed[-1])
-            if edited := edited_text(row):
+            if len(category.followed) <= limit and (edited := edited_text(row)):
                 category.predictions[tuple(ids)] = list(tokenizer(edited, add_special_tokens=False)["input_ids"])
     return _checked(category, longest)
 
@@ -83,7 +87,7 @@ def repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: 
         if len(ids := list(tokenizer(text)["input_ids"])) <= longest
     ]
     random.Random(SEED).shuffle(prompts)
-    return _checked(Category("repository", prompts[:limit], prompts[: FOLLOWED * limit], store=Datastore.open(folder)), longest)
+    return _checked(Category("repository", prompts[: FOLLOWED * limit], limit, store=Datastore.open(folder)), longest)
 
 
 def package_version(package: str) -> str:

@@ -26,6 +26,7 @@ ANYWAY = "NGRAMSPEC_UNTESTED_HOSTS"
 """Set to 1, this variable has a guest try a host's version that nobody tested."""
 
 SILENT_S = 5.0
+"""Loading what was compiled before takes less."""
 
 
 def compile_drafting() -> None:
