@@ -31,6 +31,8 @@ INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
 FEW_ROWS = (1, 4)
 """Of either, enough for a few passes: they compile in a seventh of the time."""
+GROUPS = DEPTH // 4
+"""Of a block's inputs."""
 RECORD = 16
 """Bytes that describe a block of 32 activations beside their codes: float32 scale, int32 sum of the codes, int32 sum of the first 16,
 float32 scale · sum."""
@@ -310,6 +312,69 @@ class Emitter:
             parts = [self.b.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
+    def products(self, codes: Sequence[Callable[[int], Any]], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[list[Any]]]:
+        """[panels][rows][parts]: a block's unsigned codes of `bits` bits (a function from a group each) times the codes of activations at
+        these addresses, 16 sums each; of two parts, the block's halves have one each."""
+        if self.target.dot == "maddubs":
+            return self._products_of_pairs(codes, x_at, bits, n_parts)
+        sums = [[[NOUGHTS] * n_parts for _ in x_at] for _ in codes]
+        for g in range(GROUPS):
+            vectors, part = [code(g) for code in codes], g * n_parts // GROUPS
+            for r, address in enumerate(x_at):
+                four = self.load(self.at(address, 4 * g), WORD, 4)
+                for k, vector in enumerate(vectors):
+                    sums[k][r][part] = self.dot(sums[k][r][part], vector, four, bits)
+        return sums
+
+    def _products_of_pairs(
+        self, codes: Sequence[Callable[[int], Any]], x_at: Sequence[Any], bits: int, n_parts: int
+    ) -> list[list[list[Any]]]:
+        """Two products are added up in 16 bits, and several such sums as long as they fit; codes of 8 bits in two halves, of which two
+        products would not."""
+        halves = [(0, 4), (4, 4)] if bits == 8 else [(0, bits)]  # by how much each is shifted, and its bits
+        n_fit = (2**15 - 1) // (2 * 127 * (2 ** halves[0][1] - 1))
+        period = min(n_fit, GROUPS // n_parts)
+        pairs, wide = ir.VectorType(HALF, 16), ir.VectorType(WORD, 8)
+        sums: list[list[list[Any]]] = [[[NOUGHTS] * n_parts for _ in x_at] for _ in codes]
+        most = max(5 // (len(codes) * len(halves)), 1)  # rows whose sums fit into the registers, two of each
+        at_once = -(-len(x_at) // -(-len(x_at) // most))
+        for start in range(0, len(x_at), at_once):
+            rows = range(start, min(start + at_once, len(x_at)))
+            fresh: dict[tuple[int, int, int, int], Any] = {}  # sums in 16 bits: of row, panel, half and piece
+            for g in range(GROUPS):
+                pieces = [
+                    (k, half, n, piece)
+                    for k, code in enumerate(codes)
+                    for half, part in enumerate(self._halves(code(g), halves))
+                    for n, piece in enumerate(self.parts(self.b.bitcast(part, BYTES), 32))
+                ]
+                for r in rows:
+                    x = self.b.bitcast(self.spread(self.load(self.at(x_at[r], 4 * g), WORD, 4), 8), ir.VectorType(BYTE, 32))
+                    for k, half, n, piece in pieces:
+                        two, key = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, piece, x), (r, k, half, n)
+                        fresh[key] = self.b.add(fresh[key], two) if key in fresh else two
+                fresh = dict(zip(fresh, self.held(list(fresh.values())), strict=True))
+                if (g + 1) % period == 0:
+                    part = g * n_parts // GROUPS
+                    for r, k, half in sorted({key[:3] for key in fresh}):
+                        worth = ir.Constant(pairs, [1 << halves[half][0]] * 16)
+                        four = [self.call("llvm.x86.avx2.pmadd.wd", wide, fresh.pop((r, k, half, n)), worth) for n in range(2)]
+                        sums[k][r][part] = self.b.add(sums[k][r][part], self.joined(four))
+        return sums
+
+    def held(self, values: list[Any]) -> list[Any]:
+        """The same, as they are in registers at this place: the compiler moves no sum across it."""
+        n = len(values)
+        kind = ir.FunctionType(ir.LiteralStructType([value.type for value in values]), [value.type for value in values])
+        constraints = ",".join(["=x"] * n + [str(k) for k in range(n)])
+        kept = self.b.call(ir.InlineAsm(kind, "", constraints), values)
+        return [self.b.extract_value(kept, k) for k in range(n)]
+
+    def _halves(self, codes: Any, halves: Sequence[tuple[int, int]]) -> list[Any]:
+        if len(halves) == 1:
+            return [codes]
+        return [self.b.and_(self.b.lshr(codes, self.words(shift)), self.words(0x0F0F0F0F)) for shift, _ in halves]
+
     def dot(self, total: Any, codes: Any, four: Any, bits: int) -> Any:
         """total[i] + the products of 4 unsigned codes of `bits` bits with the 4 signed bytes of the word `four`; the rest is as exact."""
         kind = self.target.dot
@@ -320,19 +385,6 @@ class Emitter:
             x = self.spread(four, 8)
             name = "llvm.x86.avx512.vpdpbusd.256"
             return self.joined([self.call(name, t.type, t, *self.operands(t, c, x, 32)) for t, c in pieces])
-        if kind == "maddubs":
-            if bits == 8:  # two products of 8 bits and 8 bits may not fit into 16
-                low = self.b.and_(codes, self.words(0x0F0F0F0F))
-                high = self.b.and_(self.b.lshr(codes, self.words(4)), self.words(0x0F0F0F0F))
-                part = self.dot(NOUGHTS, high, four, 4)
-                return self.dot(self.b.add(total, self.b.shl(part, self.words(4))), low, four, 4)
-            x = self.b.bitcast(self.spread(four, 8), ir.VectorType(BYTE, 32))
-            ones, pairs = ir.Constant(ir.VectorType(HALF, 16), [1] * 16), ir.VectorType(HALF, 16)
-            sums = []
-            for piece in self.parts(self.b.bitcast(codes, BYTES), 32):
-                two = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, piece, x)
-                sums.append(self.call("llvm.x86.avx2.pmadd.wd", ir.VectorType(WORD, 8), two, ones))
-            return self.b.add(total, self.joined(sums))
         if kind == "neon":
             flipped = self.b.xor(codes, self.words(0x80808080)) if bits == 8 else codes  # as signed bytes: 128 less
             x = self.b.bitcast(self.spread(four, 4), ir.VectorType(BYTE, 16))
@@ -434,13 +486,7 @@ def _int8_block(
         codes.append(e.codes(fmt, here))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     q_at = [b.add(q, b.mul(i, LONG(RECORD))) for q in qs]
-    sums = [[[NOUGHTS] * n_parts for _ in range(n_rows)] for _ in panels]
-    for g in range(8):
-        vectors, part = [code(g) for code in codes], g // 4 if fmt.by_16 else 0
-        for r in range(n_rows):
-            four = e.load(e.at(x_at[r], 4 * g), WORD, 4)
-            for k, vector in enumerate(vectors):
-                sums[k][r][part] = e.dot(sums[k][r][part], vector, four, bits)
+    sums = e.products(codes, x_at, bits, n_parts)
     ends = []
     for k, panel in enumerate(panels):
         scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))

@@ -101,6 +101,20 @@ def test_int8_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, 
                 same_bits(multiply(function, weight, codes[some], records[some], bias), expected[some])
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_the_largest_codes(kind: str, generic: Kernels, other: Kernels) -> None:
+    """Where sums are begun in 16 bits, they fit."""
+    weight = random_weight(kind, N, K)
+    weight.data[:, weight.codes_at :] = 255
+    x = np.array([3.0, -3.0, 2.9, -2.9, 3.0, -3.0])[:, None] * np.ones(K, np.float32)
+    x[2, ::2] = x[3, 1::2] = 0
+    codes, records = codes_and_records(generic.quantise(), x.astype(np.float32))
+    assert {codes.min(), codes.max()} == {-127, 127}
+    bias = bias_of(weight.n_panels)
+    expected = multiply(generic.of(weight.format, True)[6], weight, codes, records, bias)
+    same_bits(multiply(other.of(weight.format, True)[6], weight, codes, records, bias), expected)
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_float32_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, generic: Kernels, other: Kernels) -> None:
     most = max(FLOAT_ROWS)
