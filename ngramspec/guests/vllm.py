@@ -31,7 +31,7 @@ from ngramspec.guests.vllm_logits import Likely, Watch
 
 log = logging.getLogger(__name__)
 
-TESTED = ("0.32", "0.32")
+TESTED = ("0.32", "0.33")
 SETTINGS = "NGRAMSPEC_VLLM"
 """A JSON object with `settings`, where `additional_config` has none under "ngramspec"."""
 PATIENCE = 32

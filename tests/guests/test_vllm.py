@@ -491,7 +491,13 @@ def test_what_goes_wrong_ends_no_request(caplog):
     assert runner.drafter.propose([[1], [2]], lengths, runner.input_batch.token_ids_cpu) == [[], []]
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1"])
+def test_tested_versions_are_taken(monkeypatch, version):
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version))
+    assert proposer().depth == DEPTH
+
+
 def test_an_untested_version_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.99.1"))
-    with pytest.raises(HostVersionError, match=r"vLLM 0\.99\.1 was not tested; 0\.32 to"):
+    with pytest.raises(HostVersionError, match=r"vLLM 0\.99\.1 was not tested; 0\.32 to 0\.33 were"):
         proposer()
