@@ -60,46 +60,65 @@ class Pace:
 LOOK_MS, EACH_MS = 0.2, 0.04
 """What a look into a store of 80 M tokens takes, and what for every sequence in it, on a CPU whose caches a pass has filled with weights.
 Constants, so that who drafts without a clock decides the same."""
-LEAST, MOST = 0.03, 0.1
+LEAST, MOST = 0.03, 0.2
 """Tokens that an answer must bring on the average where nobody says what a millisecond is worth, and the most that are asked for."""
-LONGEST = 31
-"""Passes for which a sequence is not asked about at the most."""
+WORTH = 3.0
+"""Tokens that a store vouched for most, for one that would not have come without it: others vouch for half of them, too."""
+LONGEST = 32
+"""Passes from one question about a sequence to the next at the most; a power of two, as all such periods are."""
 _OWN, _FADE_ALL = 6.0, 0.995
 """How many of a sequence's own answers its predecessors' count for, and how fast theirs are forgotten."""
 
 
 class Turns:
     """Of one drafter: the sequences that it is asked about in a step. Where it brings nothing the passes between two questions double;
-    where an answer was right it is asked every time. What a sequence begins with is what came of those before it."""
+    where an answer was right it is asked every time. What a sequence begins with is what came of those before it. Sequences that are asked
+    about every so many passes are asked about in the same ones: one question about several costs little more, and what lies between costs
+    nothing."""
 
     def __init__(self, n_slots: int) -> None:
-        self._left, self._rest = np.zeros((2, n_slots), np.int64)
+        self._period = np.full(n_slots, LONGEST)
+        self._due = np.zeros(n_slots, np.bool_)  # its turn came, and has not been taken
         self._gained, self._answers = np.zeros((2, n_slots))
-        self._asked = np.zeros(n_slots, np.bool_)
+        self._step, self._shortest = 0, LONGEST
         self._least = LEAST
         self._all_gained, self._all_answers, self._n_begun = 2.0 * MOST * _OWN, _OWN, 0
+        self._asked: np.ndarray | None = None  # the slots of the last step about which it was asked
 
     def begin(self, slot: int) -> bool:
         """A new sequence uses this slot. Whether to spend anything on it beforehand."""
         pays = self._all_gained >= self._least * self._all_answers
-        self._left[slot] = self._gained[slot] = self._answers[slot] = 0
-        self._rest[slot] = 0 if pays else 1
+        self._gained[slot] = self._answers[slot] = 0
+        self._period[slot], self._due[slot] = (1, True) if pays else (2, False)
+        self._shortest = min(self._shortest, int(self._period[slot]))
         self._n_begun += 1
         return pays or self._n_begun % WINDOW == 0
 
-    def asks(self, slots: np.ndarray, wanted: np.ndarray, price: float = 0.0) -> np.ndarray:
-        """[B] bool: for which slots [B] it is asked, of those where an answer is `wanted` [B] bool. `price`: what a millisecond is worth
-        in tokens, 0 where that is not known."""
-        asked = wanted & (self._left[slots] <= 0)
+    def end(self, slot: int) -> None:
+        """The sequence is over."""
+        self._period[slot], self._due[slot] = LONGEST, False
+
+    def asks(self, slots: np.ndarray, wanted: np.ndarray, price: float = 0.0) -> np.ndarray | None:
+        """[B] bool: for which slots [B] it is asked in this step, of those where an answer is `wanted` [B] bool; None: for none. `price`:
+        what a millisecond is worth in tokens, 0 where that is not known."""
+        self._step += 1
+        self._asked = None
+        if self._step % self._shortest:
+            return None
+        due = self._due[slots] | (self._step % self._period[slots] == 0)
+        asked = wanted & due
+        self._due[slots] = due & ~asked
+        self._shortest = 1 if self._due.any() else int(self._period.min())
+        if not asked.any():
+            return None
         if price > 0:
-            self._least = min(price * (LOOK_MS / max(int(np.count_nonzero(asked)), 1) + EACH_MS), MOST)
-        self._left[slots] -= wanted
-        self._asked[slots] = asked
+            self._least = min(WORTH * price * (LOOK_MS / int(np.count_nonzero(asked)) + EACH_MS), MOST)
+        self._asked = slots[asked]
         return asked
 
-    def asked(self, slots: np.ndarray) -> np.ndarray:
-        """[B] bool: for which of the slots it was asked in the last step."""
-        return self._asked[slots]
+    def asked(self, slots: np.ndarray) -> np.ndarray | None:
+        """[B] bool: for which of the slots [B] it was asked in the last step; None: for none."""
+        return None if self._asked is None else np.isin(slots, self._asked)
 
     def made(self, slots: np.ndarray, gained: np.ndarray) -> None:
         """It was asked about these slots [B], and its answers brought so many tokens [B]."""
@@ -109,4 +128,5 @@ class Turns:
         self._all_answers = self._all_answers * _FADE_ALL ** len(slots) + len(slots)
         before = self._all_gained / self._all_answers
         pays = (self._gained[slots] + _OWN * before >= self._least * (self._answers[slots] + _OWN)) | (gained > 0)
-        self._left[slots] = self._rest[slots] = np.where(pays, 0, np.minimum(2 * self._rest[slots] + 1, LONGEST))
+        self._period[slots] = np.where(pays, 1, np.minimum(2 * self._period[slots], LONGEST))
+        self._shortest = 1 if self._due.any() else int(self._period.min())

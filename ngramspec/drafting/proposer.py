@@ -283,6 +283,7 @@ class Proposer(Speculator):
         self._last_trees.pop(slot, None)
         if self.datastore is not None:
             self.datastore.end(slot)
+            self._turns.end(slot)
         for d in range(len(self.drafters)):
             self._ask(d, "end", slot)
 
@@ -350,10 +351,10 @@ class Proposer(Speculator):
     def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, price: float) -> Drafts | None:
         """What the datastore has for those of the slots [B] whose turn it is, and nothing for the others; None where it is nobody's."""
         turn = self._turns.asks(slots, np.asarray(max_depth) > 0, price)
+        if turn is None:
+            return None
         if turn.all():
             return datastore.propose(slots)
-        if not turn.any():
-            return None
         drafts = datastore.propose(slots[turn])
         start = np.zeros(len(slots) + 1, np.int64)
         start[1:][turn] = np.diff(drafts.start)
@@ -362,11 +363,12 @@ class Proposer(Speculator):
     def _settle_turns(self, slots: np.ndarray, path_start: np.ndarray, path: np.ndarray) -> None:
         """Tell what the datastore's answers brought: accepted nodes for which it, or a file that is like the request, vouched most."""
         turn = self._turns.asked(slots)
-        if turn.any():
-            of = np.repeat(np.arange(len(slots)), np.diff(path_start))
-            R = len(self._nodes.token) // len(self._states)
-            its = (path >= 0) & (self._nodes.source[slots[of] * R + 1 + path] >= len(SOURCES) - 1)
-            self._turns.made(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
+        if turn is None or not turn.any():
+            return
+        of = np.repeat(np.arange(len(slots)), np.diff(path_start))
+        R = len(self._nodes.token) // len(self._states)
+        its = (path >= 0) & (self._nodes.source[slots[of] * R + 1 + path] >= len(SOURCES) - 1)
+        self._turns.made(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
 
     def _ask(self, d: int, what: str, *args: object) -> object:
         """Call drafter d; one that raises is switched off."""
