@@ -185,6 +185,11 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[P
     return prompts
 
 
+def spread(prompts: list[Prompt], n: int) -> list[Prompt]:
+    """n of them, evenly over all: a file may be sorted by what it asks for."""
+    return prompts if n >= len(prompts) else [prompts[i * len(prompts) // n] for i in range(n)]
+
+
 def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
     row = json.loads(line)
     if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):

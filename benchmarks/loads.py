@@ -5,10 +5,12 @@
         [--log F.jsonl]
 
 Every set of prompts is completed at every temperature with so many requests under way, the next one coming as one ends, with speculation
-off and on, in turns: one at a time prompt by prompt, else the whole set. Requests of a run know each other's answers, nobody else's. With
-`--datastore`, also with drafts from that datastore, and with `--unrelated`, also where answers to those prompts are known: neither has to
-do with the prompts, so what counts is that nothing is lost (`against_on`). With `--disturbed`, also with what a first start believed passes
-to cost while every core computed something else, and what `SETTLED` passes taught it since.
+off and on, in turns: one at a time prompt by prompt, else the whole set, of which there are `WAVES` times as many as are under way. Rates
+are those until the last request begins: from there on fewer and fewer run, without drafts all to the same end (`speedup_to_the_end` has
+all of it). Requests of a run know each other's answers, nobody else's. With `--datastore`, also with drafts from that datastore, and with
+`--unrelated`, also where answers to those prompts are known: neither has to do with the prompts, so what counts is that nothing is lost
+(`against_on`). With `--disturbed`, also with what a first start believed passes to cost while every core computed something else, and what
+`SETTLED` passes taught it since.
 
 Progress goes to standard error, a table and a last line of JSON to standard output. `host_ms`: the median of what steps took beyond their
 passes, which is waited for here. `passes`: by rows, how many steps lately, what they
@@ -27,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ from ngramspec.model.runner import Output
 
 LEAST_NODES = 200
 """Of a source, that its probabilities are worth a comparison with."""
+WAVES = 3
+"""Prompts of a set are so many times those under way, as far as its file has them."""
 SETTLED = 200
 """Passes in which a disturbed start is to be made up for."""
 
@@ -55,6 +59,8 @@ class Runs:
     """What one contender did of a cell."""
 
     seconds: list[float] = field(default_factory=list)
+    full: list[tuple[int, float]] = field(default_factory=list)
+    """Of each portion, the tokens and the seconds while as many requests as may be were under way."""
     host_ms: list[float] = field(default_factory=list)
     """Of each step, what it took beyond its pass."""
     outputs: list[list[int]] = field(default_factory=list)
@@ -72,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         progress=say,
         **common.engine_options(args),
     ) as engine:
-        sets = {path.stem: common.read_prompts(path, engine.tokenizer, args.limit) for path in args.prompts}
+        sets = {path.stem: common.read_prompts(path, engine.tokenizer) for path in args.prompts}
         if args.random_prompts:
-            sets["random"] = common.random_prompts(engine.tokenizer, args.limit)
-        unrelated = common.read_prompts(args.unrelated, engine.tokenizer, args.limit) if args.unrelated else []
+            sets["random"] = common.random_prompts(engine.tokenizer, max(args.limit, WAVES * max(args.concurrency)))
+        unrelated = common.spread(common.read_prompts(args.unrelated, engine.tokenizer), args.limit) if args.unrelated else []
         rows = []
         timings = {name: Timing(copy.deepcopy(engine.core.cost)) for name in ("off", "on", "store", "unrelated")}
         if disturbed is not None:
@@ -94,10 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     }
                     row = log.get(key)
                     if row is None:
-                        row = {
-                            "key": key,
-                            **cell(engine, Cell(fitting, unrelated, concurrency), temperature, args, timings),
-                        }
+                        some = common.spread(fitting, max(args.limit, WAVES * concurrency if concurrency > 1 else 0))
+                        row = {"key": key, **cell(engine, Cell(some, unrelated, concurrency), temperature, args, timings)}
                         log.add(row)
                     rows.append(row)
                     say(
@@ -115,7 +119,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--prompts", type=common.file, action="append", default=[], metavar="F.jsonl", help="a set of prompts; may be repeated")
     add("--random-prompts", action="store_true", help="also a set of prompts of random words")
-    add("--limit", type=common.positive, default=32, metavar="N", help="prompts of each set (32)")
+    add(
+        "--limit",
+        type=common.positive,
+        default=32,
+        metavar="N",
+        help="prompts of each set, evenly over its file, if not more are under way (32)",
+    )
     add("--max-tokens", type=common.positive, default=96, metavar="K", help="96")
     add("--temperatures", type=numbers, default=[0.0, 0.8], metavar="T,T,...", help="with a seed; default 0,0.8")
     add("--concurrency", type=common.counts, default=[1, 8, 32], metavar="C,C,...", help="requests under way; default 1,8,32")
@@ -202,24 +212,29 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
             for name in contenders[:: 1 if i % 2 == 0 else -1]:
                 engine.use(speculator=drafts[name])
                 engine.core.timing = timings[name]  # nobody's steps teach another what steps cost
+                made, begun = list[tuple[float, int]](), list[float]()
                 start = time.perf_counter()
-                with watched(engine, runs[name].host_ms):
-                    done = flow(engine, portion, params, what.concurrency, speculation=name != "off")
-                runs[name].seconds.append(time.perf_counter() - start)
+                with watched(engine, runs[name].host_ms, made):
+                    done = flow(engine, portion, params, what.concurrency, begun, speculation=name != "off")
+                end = time.perf_counter()
+                runs[name].seconds.append(end - start)
+                last = max(begun) if what.concurrency > 1 and len(portion) > what.concurrency else end
+                runs[name].full.append((sum(n for at, n in made if at <= last), last - start))
                 for completion in done:
                     runs[name].outputs.append(completion.token_ids)
                     runs[name].stats.add(completion.stats)
     on, tokens = runs["on"], sum(map(len, runs["off"].outputs))
-    speedups = [a / b for a, b in zip(runs["off"].seconds, on.seconds, strict=True)]
+    speedups = [rate([b]) / rate([a]) for a, b in zip(runs["off"].full, on.full, strict=True)]
     return {
         "prompts": len(what.prompts) * rounds,
         "tokens": tokens,
         "identical": sum(all(run.outputs[i] == text for run in runs.values()) for i, text in enumerate(runs["off"].outputs)),
-        "tok_s_off": round(tokens / sum(runs["off"].seconds), 1),
-        "tok_s_on": round(tokens / sum(on.seconds), 1),
-        "speedup": round(sum(runs["off"].seconds) / sum(on.seconds), 3),
+        "tok_s_off": round(rate(runs["off"].full), 1),
+        "tok_s_on": round(rate(on.full), 1),
+        "speedup": round(rate(on.full) / rate(runs["off"].full), 3),
         "speedup_median": round(statistics.median(speedups), 3),
-        "against_on": {name: round(sum(on.seconds) / sum(runs[name].seconds), 3) for name in contenders if name not in ("off", "on")},
+        "speedup_to_the_end": round(sum(runs["off"].seconds) / sum(on.seconds), 3),
+        "against_on": {name: round(rate(runs[name].full) / rate(on.full), 3) for name in contenders if name not in ("off", "on")},
         "tokens_per_pass": round(on.stats.tokens_per_pass, 3),
         "rows_per_pass": round(on.stats.rows_per_pass, 3),
         "host_ms": {name: round(statistics.median(run.host_ms), 3) for name, run in runs.items()},
@@ -227,11 +242,20 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
     }
 
 
+def rate(full: list[tuple[int, float]]) -> float:
+    """Tokens a second."""
+    return sum(n for n, _ in full) / max(sum(seconds for _, seconds in full), 1e-9)
+
+
 @contextmanager
-def watched(engine: Engine, host_ms: list[float]) -> Iterator[None]:
-    """Adds what each step takes beyond its pass. The engine is idle before and after."""
-    core, runner = engine.core, engine.runner
-    step, forward, passes_ms = core.step, runner.forward, []
+def watched(engine: Engine, host_ms: list[float], made: list[tuple[float, int]]) -> Iterator[None]:
+    """Adds what each step takes beyond its pass, and when it was over with how many tokens. The engine is idle before and after."""
+    core, runner, timing = engine.core, engine.runner, engine.core.timing
+    step, forward, count, passes_ms = core.step, runner.forward, timing.made, []
+
+    def counted(n_tokens: int) -> None:
+        made.append((time.perf_counter(), n_tokens))
+        count(n_tokens)
 
     def timed_forward(batch: Batch) -> Output:
         started = time.perf_counter()
@@ -249,14 +273,25 @@ def watched(engine: Engine, host_ms: list[float]) -> Iterator[None]:
             if passes_ms:
                 host_ms.append((time.perf_counter() - started) * 1e3 - sum(passes_ms))
 
-    with mock.patch.object(core, "step", timed_step), mock.patch.object(runner, "forward", timed_forward):
+    patches = (core, "step", timed_step), (runner, "forward", timed_forward), (timing, "made", counted)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
         yield
 
 
-def flow(engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, **hints: Any) -> list[Completion]:
-    """The completions of prompts, so many at a time."""
+def flow(
+    engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, begun: list[float] | None = None, **hints: Any
+) -> list[Completion]:
+    """The completions of prompts, so many at a time. Adds to `begun` when each began, by `time.perf_counter`."""
+
+    def complete(prompt: Prompt) -> Completion:
+        if begun is not None:
+            begun.append(time.perf_counter())
+        return engine.complete(prompt.ids, params, prefix_cache=False, **hints)
+
     with ThreadPoolExecutor(concurrency) as threads:
-        return list(threads.map(lambda prompt: engine.complete(prompt.ids, params, prefix_cache=False, **hints), prompts))
+        return list(threads.map(complete, prompts))
 
 
 def by_source(stats: Stats) -> dict[str, tuple[int, float, int]]:

@@ -330,7 +330,8 @@ def test_loads(folder: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
     loads.main(["--model", str(folder), "--prompts", str(prompts_file), "--unrelated", str(prompts_file), "--disturbed", *options])
     document = last_document(capsys)
     assert document["identical"]
-    assert [(row["key"]["concurrency"], row["prompts"]) for row in document["cells"]] == [(1, 3), (3, 6)]
+    assert [(row["key"]["concurrency"], row["prompts"]) for row in document["cells"]] == [(1, 3), (3, 2 * min(len(TEXTS), 9))]
+    assert all(row["speedup"] > 0 and row["speedup_to_the_end"] > 0 for row in document["cells"])
     assert all(row["against_on"].keys() == {"unrelated", "disturbed"} for row in document["cells"])
     assert all(0 < ms < 1000 for row in document["cells"] for ms in row["host_ms"].values())
     assert document["means"].keys() == {"1", "3"}
