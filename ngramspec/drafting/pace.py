@@ -63,7 +63,8 @@ Constants, so that who drafts without a clock decides the same."""
 LEAST, MOST = 0.03, 0.2
 """Tokens that an answer must bring on the average where nobody says what a millisecond is worth, and the most that are asked for."""
 WORTH = 3.0
-"""Tokens that a store vouched for most, for one that would not have come without it: others vouch for half of them, too."""
+"""Tokens that a store vouched for most, for one that would not have come without it: most of them others vouch for, too. Of foreign code,
+HumanEval took 19 for which it did, and 5 tokens more than without it."""
 LONGEST = 32
 """Passes from one question about a sequence to the next at the most; a power of two, as all such periods are."""
 _OWN, _FADE_ALL = 6.0, 0.995
@@ -108,13 +109,17 @@ class Turns:
         due = self._due[slots] | (self._step % self._period[slots] == 0)
         asked = wanted & due
         self._due[slots] = due & ~asked
-        self._shortest = 1 if self._due.any() else int(self._period.min())
+        self._shortest = self._next_period()
         if not asked.any():
             return None
         if price > 0:
             self._least = min(WORTH * price * (LOOK_MS / int(np.count_nonzero(asked)) + EACH_MS), MOST)
         self._asked = slots[asked]
         return asked
+
+    def _next_period(self) -> int:
+        """In which steps a turn comes: in those that it divides."""
+        return 1 if self._due.any() else int(self._period.min())
 
     def asked(self, slots: np.ndarray) -> np.ndarray | None:
         """[B] bool: for which of the slots [B] it was asked in the last step; None: for none."""
@@ -129,4 +134,4 @@ class Turns:
         before = self._all_gained / self._all_answers
         pays = (self._gained[slots] + _OWN * before >= self._least * (self._answers[slots] + _OWN)) | (gained > 0)
         self._period[slots] = np.where(pays, 1, np.minimum(2 * self._period[slots], LONGEST))
-        self._shortest = 1 if self._due.any() else int(self._period.min())
+        self._shortest = self._next_period()

@@ -283,7 +283,7 @@ class Proposer(Speculator):
         self._last_trees.pop(slot, None)
         if self.datastore is not None:
             self.datastore.end(slot)
-            self._turns.end(slot)
+        self._turns.end(slot)  # also where the stores have gone since it began
         for d in range(len(self.drafters)):
             self._ask(d, "end", slot)
 

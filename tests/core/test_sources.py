@@ -21,6 +21,7 @@ from ngramspec.cli import screen
 from ngramspec.datastore import Datastore, DatastoreNotFoundError, TokenizerMismatchError
 from ngramspec.datastore import tokens as store_tokens
 from ngramspec.drafting import ngram, suffix
+from ngramspec.drafting.pace import LONGEST
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.engine import Engine
 from ngramspec.model.runner import Output
@@ -321,3 +322,27 @@ def test_files_like_a_request_come_from_stores_that_it_may_use(tmp_path: Path, t
             engine.complete(prompt, SamplingParams(max_tokens=2), datastores=chosen)
     assert seen[0] == seen[1] > 1000
     assert seen[2] == 0
+
+
+def test_a_sequence_that_ended_while_there_was_no_store_wakes_none_later(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that brings nothing is asked once in many passes, whoever was there before it."""
+    opened, drafts, cost = Datastore.open(store), Proposer(vocab_size=tiny.VOCAB, max_seqs=2), np.arange(1.0, 10.0)
+    slots, depth, nothing = np.array([1], np.int32), np.array([4], np.int32), np.empty(0, np.int32)
+    foreign = np.array([200, 201, 202], np.int32)
+    drafts.use_datastores({"store": opened}, [])
+    drafts.begin(0, foreign)
+    drafts.use_datastores({}, [])
+    drafts.end(0)
+    drafts.use_datastores({"store": opened}, [])
+    drafts.begin(1, foreign)
+    asked: list[int] = []
+    monkeypatch.setattr(drafts._turns, "_next_period", lambda: asked.append(1) or type(drafts._turns)._next_period(drafts._turns))
+    for _ in range(2000):
+        drafts.propose(slots, depth, cost, 1, 4)
+        drafts.observe(slots, [foreign[:1]], [nothing])
+    asked.clear()
+    for _ in range(10 * LONGEST):
+        drafts.propose(slots, depth, cost, 1, 4)
+        drafts.observe(slots, [foreign[:1]], [nothing])
+    assert 10 <= len(asked) <= 20, "in other passes than those of a question no sequence is looked at"
+    opened.close()
