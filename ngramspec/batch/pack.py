@@ -108,7 +108,7 @@ def joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def _fill(spans, tokens, node_parents, tables, rows_per_item):
+def fill(spans, tokens, node_parents, tables, rows_per_item):
     """The arrays of a `Batch` in their order, from spans [B, 5] (slot, start, tokens, nodes, logits rows among the tokens), their tokens
     and nodes one after the other, and the nodes' parents."""
     B, n_rows, n_logits, n_items, n_nodes, length = spans.shape[0], 0, 0, 0, 0, 0
@@ -181,4 +181,4 @@ def pack(spans: list[Span], tables: BlockTables, rows_per_item: int = ROWS_PER_I
         row += n + m
         logits_row += span.logits + m if span.logits else 0
     lines = np.array(table, np.int64)
-    return Batch(*_fill(lines, joined(tokens, np.int32), joined(parents, np.int32), tables.tables, rows_per_item), spans)  # type: ignore[call-arg]  # mypy knows no compiled function
+    return Batch(*fill(lines, joined(tokens, np.int32), joined(parents, np.int32), tables.tables, rows_per_item), spans)  # type: ignore[call-arg]  # mypy knows no compiled function

@@ -447,9 +447,10 @@ class Sampler:
 def draws(samplers: Sequence[Sampler], positions: Sequence[int]) -> Draws:
     """Of samplers that adjust no logits, at positions in their outputs."""
     floats = np.array([each.params.temperature for each in samplers], np.float32)
-    whole = np.array([(each.params.top_k, each.share, each.least, p) for each, p in zip(samplers, positions, strict=True)], np.int64)
-    keys = np.array([(each.seed, each.index) for each in samplers], np.uint64)
-    return Draws(floats, whole[:, 0], whole[:, 1], whole[:, 2], keys[:, 0], keys[:, 1], whole[:, 3])
+    rows = [(each.params.top_k, each.share, each.least, p) for each, p in zip(samplers, positions, strict=True)]
+    top_k, share, least, position = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    seed, sample = np.array([(each.seed, each.index) for each in samplers], np.uint64).reshape(-1, 2).T.copy()
+    return Draws(floats, top_k, share, least, seed, sample, position)
 
 
 def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:

@@ -67,32 +67,32 @@ def runs(batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None, pic
         return [None] * len(how)
     tokens, nodes = np.empty((2, len(batch.input_ids)), np.int32)
     tree = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
-    ends = _follow_all(np.array(how, np.int8), *tree, greedy, tokens, nodes)
-    if _DRAWN in how:
-        which = [b for b, each in enumerate(how) if each == _DRAWN]
+    ends = follow_all(np.array(how, np.int8), *tree, greedy, tokens, nodes)
+    if DRAWN in how:
+        which = [b for b, each in enumerate(how) if each == DRAWN]
         spans = [batch.spans[b] for b in which]
         drawn = draws([span.sampler for span in spans if span.sampler], [span.start + len(span.tokens) - span.n_prompt for span in spans])
-        _draw_all(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
+        draw_all(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
     return [
         (tokens[root:end], nodes[root : end - 1]) if each else None
         for each, root, end in zip(how, batch.roots.tolist(), ends.tolist(), strict=True)
     ]
 
 
-_ALONE, _FOLLOWED, _DRAWN = range(3)
+_ALONE, FOLLOWED, DRAWN = range(3)
 
 
 def _how(span: Span, *, draws: bool) -> int:
     """A span's sequence is walked along the tokens that were picked after all rows, or drawing them on the way; others by themselves."""
-    return _DRAWN if draws and span.sampler is not None and not span.sampler.greedy else _FOLLOWED
+    return DRAWN if draws and span.sampler is not None and not span.sampler.greedy else FOLLOWED
 
 
 @njit(cache=True, nogil=True)
-def _follow_all(how, input_ids, parents, roots, ends, root_logits, picked, tokens, nodes):
+def follow_all(how, input_ids, parents, roots, ends, root_logits, picked, tokens, nodes):
     """Walks where the tokens picked after all rows are known -> where each ends; sequence b's begins at roots[b] in tokens and nodes."""
     to = roots.copy()
     for b in range(how.shape[0]):
-        if how[b] == _FOLLOWED:
+        if how[b] == FOLLOWED:
             at = root = here = np.int64(roots[b])
             token = picked[root_logits[b]]
             for r in range(root + 1, ends[b]):  # a child comes after its parent, and siblings differ in token
@@ -107,7 +107,7 @@ def _follow_all(how, input_ids, parents, roots, ends, root_logits, picked, token
 
 
 @njit(cache=True, nogil=True)
-def _draw_all(which, input_ids, parents, roots, ends, root_logits, greedy, logits, draws, tokens, nodes, to):
+def draw_all(which, input_ids, parents, roots, ends, root_logits, greedy, logits, draws, tokens, nodes, to):
     """The same where tokens are drawn, row by row of the path: sequence which[i] as `draws` has it at i. Fills in where they end."""
     for i in range(which.shape[0]):
         b = which[i]

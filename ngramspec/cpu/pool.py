@@ -37,7 +37,7 @@ def _move(keys, values, tables, slots, starts, ends, paths):
 
 
 @njit(cache=True, nogil=True)
-def _move_all(keys, values, tables, slots, starts, ends, paths):
+def move_all(keys, values, tables, slots, starts, ends, paths):
     """The same in all layers. Not shared out: where the other cores are busy, waiting for them takes longer."""
     for layer in range(keys.shape[0]):
         _move(keys[layer], values[layer], tables, slots, starts, ends, paths)
@@ -98,7 +98,7 @@ class KVPool(BlockTables):
         ends = np.cumsum([len(path) for path in paths])
         which = self.tables, np.array(slots, np.int64), np.array(starts, np.int64), ends, np.concatenate(paths, dtype=np.int64)
         if self.all_keys is not None:
-            _move_all(self.all_keys, self.all_values, *which)
+            move_all(self.all_keys, self.all_values, *which)
         else:
             for keys, values in zip(self.keys, self.values, strict=True):
                 _move(keys, values, *which)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.experimental import structref
 
 from ngramspec.batch.likeliest import NOBODY, insert, look, settle
 from ngramspec.batch.pack import Batch
@@ -55,6 +56,45 @@ class Computed(NamedTuple):
     greedy: np.ndarray  # [N] int32: the likeliest token; -1 where the greatest logit is infinite, or one is not a number
     tokens: np.ndarray  # [N, n_best] int32: the likeliest ones, as `batch.likeliest` has it
     values: np.ndarray  # [N, n_best] float32: their logits
+
+
+@structref.register
+class ModelType(types.StructRef):
+    pass
+
+
+class Model(structref.StructRefProxy):
+    """A stack as compiled code sees it, with its pool and its memory. One argument: dozens of arrays would be looked up at every call."""
+
+
+structref.define_proxy(Model, ModelType, ["weights", "pool", "work"])
+
+
+@structref.register
+class PassType(types.StructRef):
+    pass
+
+
+class Pass(structref.StructRefProxy):
+    """A pass as compiled code sees it: layers `first` to `last`, after the embedding or not; the rows, as `pack.Batch` has them, with
+    counters for its parts; and what it leaves, as `Computed` has it, `tokens` and `values` of every thread, and whether its logits are
+    finite."""
+
+
+_ROWS = ("input_ids", "wanted", "items", "tables", "positions", "bases", "paths", "blocks", "offsets")
+_LEFT = ("logits", "states", "tokens", "values", "fine", "greedy")
+structref.define_proxy(Pass, PassType, ["first", "last", "embed", "vocab_size", "state", *_ROWS, *_LEFT])
+
+
+@njit(cache=True, nogil=True)
+def _new_model(*members):
+    """One that is made by Python is compiled anew in every process."""
+    return Model(*members)
+
+
+@njit(cache=True, nogil=True)
+def _new_pass(*members):
+    return Pass(*members)
 
 
 class _Work(NamedTuple):
@@ -98,6 +138,10 @@ class Stack:
         self._functions = np.array([kernels.quantise() if products.int8 else 0, kernels.silu(), unpack], np.int64)
         self._cos, self._sin = (np.zeros((0, head_dim), np.float32) for _ in range(2))
         self._work: _Work | None = None
+        self._model: Model | None = None
+        self._model_of: tuple[object, ...] = ()
+        """The pool and the arrays that it is made of."""
+        self._pass: Pass | None = None
         self._logits = np.zeros((0, 0), np.float32)
 
     def run(
@@ -109,29 +153,50 @@ class Stack:
         """
         n_rows, wanted = len(batch.input_ids), batch.logits_rows
         last = len(self.layers) if n_layers is None else first + n_layers
-        assert pool.all_keys is not None
-        assert pool.all_values is not None
-        work = self._room(n_rows)
-        self._have_angles(int(batch.positions.max()) + 1)
-        logits = self._logits_of(len(wanted))
+        model = self.model(pool, n_rows, int(batch.positions.max()) + 1)
+        assert self._work is not None
         if x is not None:
-            work.arrays[0][:n_rows] = x
+            self._work.arrays[0][:n_rows] = x
+        logits = self.logits(len(wanted))
         kept = np.empty((n_rows if states else 0, self.hidden), np.float32)
-        weights = (
-            self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._numbers, self._functions, self._cos,
-            self._sin,
-        )  # fmt: skip
+        tokens, values = np.empty((threads, len(wanted), n_best), np.int32), np.empty((threads, len(wanted), n_best), np.float32)
+        fine, greedy = np.empty((threads, len(wanted)), np.bool_), np.empty(len(wanted), np.int32)
         rows = (
             batch.input_ids, wanted, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, batch.blocks, batch.offsets,
         )  # fmt: skip
-        state = counters(PARTS * (last - first) + 4)
-        tokens, values = np.empty((threads, len(wanted), n_best), np.int32), np.empty((threads, len(wanted), n_best), np.float32)
-        greedy = np.empty(len(wanted), np.int32)
-        best = self.vocab_size, tokens, values, np.empty((threads, len(wanted)), np.bool_), greedy
-        _pass(threads, state, first, last, x is None, weights, (pool.all_keys, pool.all_values), rows, work.arrays, logits, kept, best)
+        left = logits, kept, tokens, values, fine, greedy
+        if self._pass is None:
+            self._pass = self.empty_pass()
+        _fill_in(self._pass, first, last, x is None, counters(n_parts(last - first)), rows, left)
+        compute(threads, model, self._pass)
         return Computed(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
 
-    def _room(self, n_rows: int) -> _Work:
+    def empty_pass(self) -> Pass:
+        """One through all layers, which somebody fills in."""
+        n_layers, none = len(self.layers), np.empty((0, 0), np.int32)
+        ids, line, logits, cube = np.empty(0, np.int64), np.empty(0, np.int32), np.empty((0, 0), np.float32), np.empty((0, 0, 0), np.int32)
+        rows = ids, ids, none, none, line, line, none, line, line
+        left = logits, np.empty((0, self.hidden), np.float32), cube, cube.astype(np.float32), none.astype(np.bool_), line
+        new: Pass = _new_pass(0, n_layers, True, self.vocab_size, counters(n_parts(n_layers)), *rows, *left)
+        return new
+
+    def model(self, pool: KVPool, n_rows: int, n_positions: int) -> Model:
+        """For passes of up to so many rows, over positions below so many."""
+        assert pool.all_keys is not None
+        assert pool.all_values is not None
+        self._room(n_rows)
+        self._have_angles(n_positions)
+        of = pool, self._work, self._cos
+        if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
+            assert self._work is not None
+            weights = (
+                self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._numbers, self._functions,
+                self._cos, self._sin,
+            )  # fmt: skip
+            self._model, self._model_of = _new_model(weights, (pool.all_keys, pool.all_values), self._work.arrays), of
+        return self._model
+
+    def _room(self, n_rows: int) -> None:
         if self._work is None or self._work.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
             layer = self.layers[0].matrices
@@ -151,18 +216,22 @@ class Stack:
                 zeros(_whole(inner), dtype=np.int8), zeros(_whole(inner) // DEPTH, 4),
             )  # fmt: skip
             self._work = _Work(n, arrays)
-        return self._work
 
     def _have_angles(self, n_positions: int) -> None:
         while len(self._cos) < n_positions:
             cos, sin = self._angles(len(self._cos), ANGLES)
             self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
 
-    def _logits_of(self, n: int) -> np.ndarray:
+    def logits(self, n: int) -> np.ndarray:
         """[n, 16 · panels]: the last pass's memory where nobody holds it any more, as new pages take as long as a good part of a pass."""
         if len(self._logits) < n or sys.getrefcount(self._logits) > 2:
             self._logits = np.empty((max(n, 8), -(-self.vocab_size // WIDTH) * WIDTH), np.float32)
         return self._logits[:n]
+
+
+def n_parts(n_layers: int) -> int:
+    """Of a pass."""
+    return PARTS * n_layers + 4
 
 
 def _whole(n: int) -> int:
@@ -301,8 +370,25 @@ def _best_of_all(best):
         greedy[r] = settle(fine[0, r], tokens[0, r], values[0, r])
 
 
+@njit(cache=True, nogil=True)
+def _fill_in(p, first, last, embed, state, rows, left):
+    p.first, p.last, p.embed, p.state = first, last, embed, state
+    p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets = rows
+    p.logits, p.states, p.tokens, p.values, p.fine, p.greedy = left
+
+
+@njit(cache=True, nogil=True)
+def _laid_out(model, p):
+    """What every thread needs."""
+    batch = p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets
+    best = p.vocab_size, p.tokens, p.values, p.fine, p.greedy
+    return p.state, p.first, p.last, p.embed, model.weights, model.pool, batch, model.work, p.logits, p.states, best
+
+
 @njit(cache=True, nogil=True, parallel=True)
-def _pass(threads, state, first, last, embed, weights, pool, batch, work, logits, states, best):
+def compute(threads, model, p):
+    """A pass."""
+    state, first, last, embed, weights, pool, batch, work, logits, states, best = _laid_out(model, p)
     _, tokens, values, fine, _ = best
     tokens[:], values[:], fine[:] = NOBODY, -np.inf, True
     for thread in prange(threads):

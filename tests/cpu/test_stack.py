@@ -161,10 +161,11 @@ def test_threads_that_come_late_or_never(bind: Bind, monkeypatch: pytest.MonkeyP
     runner = bind("llama")
     alone = logits_of(runner)
 
-    def one_of_four(_threads: int, *arguments: Any) -> None:
-        stack_module._work(0, 4, *arguments)
+    def one_of_four(_threads: int, *whole: Any) -> None:
+        stack_module._work(0, 4, *stack_module._laid_out(*whole))
 
-    def late(threads: int, *arguments: Any) -> None:
+    def late(threads: int, *whole: Any) -> None:
+        arguments = stack_module._laid_out(*whole)
         first = threading.Thread(target=stack_module._work, args=(1, threads, *arguments))
         first.start()
         stack_module._work(0, threads, *arguments)
@@ -172,7 +173,7 @@ def test_threads_that_come_late_or_never(bind: Bind, monkeypatch: pytest.MonkeyP
         stack_module._work(0, threads, *arguments)
 
     for how in (one_of_four, late):
-        monkeypatch.setattr(stack_module, "_pass", how)
+        monkeypatch.setattr(stack_module, "compute", how)
         assert torch.equal(logits_of(runner), alone)
 
 
