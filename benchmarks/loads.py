@@ -40,6 +40,7 @@ from benchmarks.common import Prompt, say
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
+from ngramspec.batch.multi_step import MADE, PASS_MS, Gained
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import Completion
 from ngramspec.core.timing import Timing
@@ -249,9 +250,10 @@ def rate(full: list[tuple[int, float]]) -> float:
 
 @contextmanager
 def watched(engine: Engine, host_ms: list[float], made: list[tuple[float, int]]) -> Iterator[None]:
-    """Adds what each step takes beyond its pass, and when it was over with how many tokens. The engine is idle before and after."""
+    """Adds what each step takes beyond its pass (of several in one call, their mean), and when it was over with how many tokens. The engine
+    is idle before and after."""
     core, runner, timing = engine.core, engine.runner, engine.core.timing
-    step, forward, count, passes_ms = core.step, runner.forward, timing.made, []
+    step, forward, several, count, passes_ms = core.step, runner.forward, runner.multi_step, timing.made, list[float]()
 
     def counted(n_tokens: int) -> None:
         made.append((time.perf_counter(), n_tokens))
@@ -264,6 +266,13 @@ def watched(engine: Engine, host_ms: list[float], made: list[tuple[float, int]])
         passes_ms.append((time.perf_counter() - started) * 1e3)
         return output
 
+    def timed_several(*args: Any) -> Gained | None:
+        gained = several(*args)
+        if gained is not None:
+            passes_ms.extend(gained.marks[:, PASS_MS].tolist())
+            made.append((time.perf_counter(), int(gained.marks[:, MADE].sum())))
+        return gained
+
     def timed_step(*args: Any) -> Any:
         passes_ms.clear()
         started = time.perf_counter()
@@ -271,9 +280,12 @@ def watched(engine: Engine, host_ms: list[float], made: list[tuple[float, int]])
             return step(*args)
         finally:
             if passes_ms:
-                host_ms.append((time.perf_counter() - started) * 1e3 - sum(passes_ms))
+                of_each = ((time.perf_counter() - started) * 1e3 - sum(passes_ms)) / len(passes_ms)
+                host_ms.extend([of_each] * len(passes_ms))
 
-    patches = (core, "step", timed_step), (runner, "forward", timed_forward), (timing, "made", counted)
+    patches = (
+        (core, "step", timed_step), (runner, "forward", timed_forward), (runner, "multi_step", timed_several), (timing, "made", counted),
+    )  # fmt: skip
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from ngramspec.batch import sampling, verify
+from ngramspec.batch import counts, sampling, verify
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError, MissingPackageError
 from ngramspec.batch.types import BLOCK
 from ngramspec.config import EngineConfig
-from ngramspec.core import observers
 from ngramspec.cpu.recipe import Recipe
 from ngramspec.cpu.stack_runner import StackRunner, needed_bytes
 from ngramspec.drafting import proposer
@@ -300,4 +299,4 @@ def warm_up() -> None:
     proposer.warmup()
     sampling.warmup()
     verify.warmup()
-    observers.warmup()
+    counts.warmup()

@@ -255,10 +255,12 @@ class Engine:
             request.cancel()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver | None = None, **hints: Unpack[Hints]
-    ) -> Request:
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver | None = None, final_only: bool = False,
+        **hints: Unpack[Hints],
+    ) -> Request:  # fmt: skip
         """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
-        must not call the engine, but may cancel the request. Without one the result is all there is.
+        must not call the engine, but may cancel the request. Without one the result is all there is. `final_only`: it is called once, with
+        the last delta or the error; as nobody waits for pieces, the engine need not stop for them after every pass.
 
         Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
         """
@@ -280,7 +282,7 @@ class Engine:
         )
         seqs = self._sequences(ids, params, completion, hints)
         completion.choices.extend(seq.choice for seq in seqs)
-        request = Request(completion, params, seqs, deliver, self._thread)
+        request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only)
         self._thread.add(request)
         return request
 

@@ -543,7 +543,7 @@ def test_the_cost_of_a_step_is_all_of_its_time_and_none_of_the_idleness_behind_i
             time.sleep(0.3)
         assert len(seen) == 8
         assert max(seen) < 200
-        core.step = lambda meanwhile: step(lambda: (time.sleep(0.2), meanwhile()))  # type: ignore[method-assign, assignment, misc, return-value]
+        core.step = lambda meanwhile, _: step(lambda: (time.sleep(0.2), meanwhile()))  # type: ignore[method-assign, assignment, misc, return-value]
         engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False)
         assert min(seen[8:]) >= 200
     finally:

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.block_tables import BlockTables
+from ngramspec.batch.counts import FIELDS, columns, count
 from ngramspec.batch.likeliest import likeliest
+from ngramspec.batch.multi_step import UNAIDED, Counting
 from ngramspec.batch.pack import Batch, Span, joined
 from ngramspec.batch.types import BLOCK, Stats
 from ngramspec.core import foresight
@@ -55,8 +56,21 @@ class Observers:
             self._tell_states(accepted, output)
         if len(accepted.tokens):
             self._tell_sources(accepted)
+        self.covered(seq)
+
+    def gained(self, seq: Sequence, sources: np.ndarray) -> None:
+        """Several steps have given it tokens from these sources [n] uint8, which `counting` has counted."""
+        seq.choice.draft_sources += [self._names[source] if source != UNAIDED else None for source in sources.tolist()]
+        self.covered(seq)
+
+    def counting(self, seqs: Iterable[Sequence]) -> tuple[Counting, list[int]]:
+        """The table in which whoever makes several steps counts them, and the sequences' rows in it."""
+        return self._counts.counting(seqs)
+
+    def covered(self, seq: Sequence) -> None:
+        """Blocks that are full of committed tokens may be taken over by others."""
         n_full = seq.computed // BLOCK
-        if seq.block_hashes is not None and n_full > self._pool.registered[seq.slot]:  # others may take the blocks over
+        if seq.block_hashes is not None and n_full > self._pool.registered[seq.slot]:
             seq.block_hashes.extend(seq.tokens)
             self._pool.register(seq.slot, seq.block_hashes.hashes[:n_full])
 
@@ -95,9 +109,8 @@ class Counts:
     """What speculation did for each sequence, in one table until somebody wants to see it: counting is one call for all sequences."""
 
     def __init__(self, names: list[str], spec_length: int) -> None:
-        self._names, self._depths = names, spec_length
-        widths = (len(_FIELDS), len(names), len(names), spec_length, spec_length, spec_length + 1)
-        self._columns = np.cumsum([0, *widths])
+        self._names = names
+        self._columns = columns(len(names), spec_length)
         self._table = np.zeros((1, int(self._columns[-1])), np.int64)
         self._expected = np.zeros((1, len(names)))
         self._free = [0]
@@ -111,6 +124,10 @@ class Counts:
             if len(self._passes) >= TOGETHER:
                 self._count_passes()
 
+    def counting(self, seqs: Iterable[Sequence]) -> tuple[Counting, list[int]]:
+        rows = [self._row(seq) for seq in seqs]
+        return Counting(self._table, self._expected, self._columns), rows
+
     def _count_passes(self) -> None:
         for counted, batch in self._passes:
             self._count_pass(counted, batch)
@@ -121,7 +138,7 @@ class Counts:
         trees = [a.span.tree for a in counted if a.span.tree is not None]
         sources, probs = joined([tree.sources for tree in trees], np.uint8), joined([tree.probs for tree in trees], np.float32)
         path = joined([a.path for a in counted], np.int32)
-        _count(self._table, self._expected, self._columns, lines, sources, probs, path, batch.positions, batch.roots, batch.ends)
+        count(self._table, self._expected, self._columns, lines, sources, probs, path, batch.positions, batch.roots, batch.ends)
 
     def settle(self, seq: Sequence) -> None:
         """Put what was counted into the sequence's statistics."""
@@ -133,7 +150,7 @@ class Counts:
         drafted, accepted, drafted_by_depth, accepted_by_depth, lengths = parts
         seq.choice.stats.add(
             Stats(
-                **dict(zip(_FIELDS, ones, strict=True)),
+                **dict(zip(FIELDS, ones, strict=True)),
                 drafted_by_source={name: n for name, n in zip(self._names, drafted, strict=True) if n},
                 accepted_by_source={name: n for name, n in zip(self._names, accepted, strict=True) if n},
                 expected_by_source={name: p for name, p in zip(self._names, self._expected[row].tolist(), strict=True) if p},
@@ -156,46 +173,9 @@ class Counts:
         return row
 
 
-_FIELDS = ("passes", "tokens", "drafted", "accepted", "drafts")
-
-
 def _trimmed(counts: list[int]) -> list[int]:
     """Without zeros at the end."""
     n = len(counts)
     while n and counts[n - 1] == 0:
         n -= 1
     return counts[:n]
-
-
-@njit(cache=True, nogil=True)
-def _count(table, expected, columns, lines, sources, probs, paths, positions, roots, ends):
-    """Add a pass to the tables: lines [B, 4] are the sequence's row in it, its index in the batch, its tokens, the length of its path."""
-    drafted, accepted, drafted_depth, accepted_depth, lengths = columns[1:6]
-    node = at = 0
-    for i in range(lines.shape[0]):
-        line, b, n_path = table[lines[i, 0]], lines[i, 1], lines[i, 3]
-        root = roots[b]
-        n_nodes = ends[b] - root - 1
-        line[0] += 1
-        line[1] += lines[i, 2]
-        if n_nodes:
-            line[2] += n_nodes
-            line[3] += n_path
-            line[4] += 1
-            line[lengths + n_path] += 1
-        for j in range(n_nodes):
-            line[drafted + sources[node + j]] += 1
-            expected[lines[i, 0], sources[node + j]] += probs[node + j]
-            line[drafted_depth + min(positions[root + 1 + j] - positions[root], accepted_depth - drafted_depth) - 1] += 1
-        for j in range(n_path):
-            line[accepted + sources[node + paths[at + j]]] += 1
-            line[accepted_depth + j] += 1
-        node += n_nodes
-        at += n_path
-
-
-def warmup() -> None:
-    """Compile, or load from disk, everything here."""
-    none, rows = np.empty(0, np.int32), np.zeros((0, 4), np.int64)
-    sources, probs = np.empty(0, np.uint8), np.empty(0, np.float32)
-    _count(np.zeros((1, 8), np.int64), np.zeros((1, 1)), np.arange(7), rows, sources, probs, none, none, none, none)

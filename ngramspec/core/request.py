@@ -54,14 +54,19 @@ class Request:
     """A submitted prompt. Made by `Engine.submit`; `result()` waits, `cancel()` frees what it holds."""
 
     def __init__(
-        self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: Owner
-    ) -> None:
-        """One of `seqs` per choice; `deliver` is called in the thread that steps. None: nobody wants pieces."""
+        self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: Owner, *,
+        final_only: bool = False,
+    ) -> None:  # fmt: skip
+        """One of `seqs` per choice; `deliver` is called in the thread that steps, of pieces with the last one where it is `final_only`.
+        None: nobody wants pieces."""
         self.params = params
         self.completion = completion
         self.seqs = seqs
         self._deliver, self._thread = deliver, thread
         self._n_unfinished = len(seqs)
+        self._streams = deliver is not None and not final_only
+        for seq in seqs:
+            seq.streams = self._streams
         self._begun = False
         self._started = time.perf_counter()
         self._done = threading.Event()
@@ -89,7 +94,7 @@ class Request:
 
     def emit(self, seq: Sequence) -> None:
         """Deliver what the sequence gained since the last time, where anybody waits for it. Raises what its text raises."""
-        if self._deliver is None and self._begun and not seq.finished and seq.n_untold < MANY:
+        if not self._streams and self._begun and not seq.finished and seq.n_untold < MANY:
             return
         delta = seq.delta()
         completion, now = self.completion, time.perf_counter() - self._started
@@ -114,7 +119,7 @@ class Request:
         self._done.set()
 
     def _hand(self, piece: Delta | Exception) -> None:
-        if self._deliver is None:
+        if self._deliver is None or (not self._streams and isinstance(piece, Delta) and piece.completion is None):
             return
         try:
             self._deliver(piece)

@@ -42,6 +42,10 @@ class Sequence:
     tree: DraftTree | None = None
     drafting_paused = False
     """No draft in this pass: the text is not to be foreseen, and looking costs time."""
+    streams = False
+    """Somebody waits for what each pass adds."""
+    is_plain: bool
+    """Its tokens are functions of a row, the seed and the position alone, end it alone, and are all that is wanted of a pass."""
     rest = last_rest = 0
     """Passes for which none will be looked for, and for how many none was the last time."""
 
@@ -74,7 +78,8 @@ class Sequence:
         self.buffer = np.empty(self.limit, np.int32)
         self.buffer[: self.n_prompt] = prompt
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
-        self._is_plain = not params.stop and sampler.is_plain  # nothing but the tokens themselves is to be looked after
+        self._appends = not params.stop and sampler.is_plain  # nothing but the tokens themselves is to be looked after
+        self.is_plain = self._appends and sampler.on_device
         self._n_wordless = 0  # 1 where the last token is one that ended the text
         self._closed = False
         self._new_text = ""  # not yet in a delta
@@ -128,7 +133,7 @@ class Sequence:
         Raises NotFiniteError or InvalidInputError at -1: none could be picked.
         """
         tokens = run.tolist()
-        if self._is_plain and tokens[-1] >= 0 and self.n_tokens + len(tokens) <= self.limit and self.stop_ids.isdisjoint(tokens):
+        if self._appends and tokens[-1] >= 0 and self.n_tokens + len(tokens) <= self.limit and self.stop_ids.isdisjoint(tokens):
             self.buffer[self.n_tokens : self.n_tokens + len(tokens)] = run
             self.n_tokens += len(tokens)
             self.choice.token_ids += tokens

@@ -18,6 +18,7 @@ from ngramspec.batch.types import DraftTree, TokenLogprob
 from ngramspec.batch.verify import Run
 from ngramspec.core import foresight
 from ngramspec.core.acceptance import Acceptance, Walk
+from ngramspec.core.multi_step import MultiStep
 from ngramspec.core.observers import Accepted, Observers, seen
 from ngramspec.core.scheduler import ScheduledRows, Scheduler
 from ngramspec.core.sequence import Sequence
@@ -25,13 +26,12 @@ from ngramspec.core.timing import Plan, Timing
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index
 from ngramspec.drafting.base import Speculator, Text
+from ngramspec.drafting.pace import rest
 from ngramspec.model.runner import Output, Runner, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
 _NOTHING = np.empty(0, np.int32)
-LONGEST_REST = 7
-"""Passes in a row for which no draft of a sequence is looked for."""
 
 
 class Core:
@@ -75,6 +75,7 @@ class Core:
         self.speculator = speculator
         self.scheduler.has_room = speculator.has_room
         self._observers = Observers(speculator, self.runner.pool)
+        self._multi_step = MultiStep(self.runner, speculator, self._observers)
 
     def use_datastores(self, stores: Mapping[str, Datastore], ready: list[Index] | None = None) -> None:
         """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
@@ -92,16 +93,22 @@ class Core:
             self.speculator.end(slot)
         self._observers.ended(seq)
 
-    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Sequence]:
-        """One pass of the model; returns the sequences that got tokens. Finished ones have been removed.
+    def step(self, meanwhile: Callable[[], None] = lambda: None, interrupt: np.ndarray | None = None) -> list[Sequence]:
+        """One pass of the model, or several; returns the sequences that got tokens. Finished ones have been removed.
 
-        `meanwhile` is called while the pass is under way, or where there is none.
+        `meanwhile` is called while the pass is under way, or where there is none. Several are made while `interrupt` [1] int64 is 0; None:
+        only one.
         """
         self.timing.start()
         rows = self._schedule()
         if not rows:
             meanwhile()
             return []
+        if interrupt is not None and self._multi_step.takes(rows, self.acceptance):
+            changed = self._step_several([each.seq for each in rows], interrupt)
+            if changed is not None:
+                meanwhile()
+                return changed
         self._draft(rows)
         batch = self._pack(rows)
         try:
@@ -114,9 +121,40 @@ class Core:
         accepted = self._accept(rows, batch, output)
         changed = self._commit(accepted, batch, output)
         self.timing.made(sum(len(each.tokens) for each in accepted))
+        self._rest()
+        return changed
+
+    def _rest(self) -> None:
+        """The step is over, and idleness follows where there is nothing to do."""
         if not self.scheduler.has_work:
             self.timing.finish()
             self.timing.tell()
+
+    def _step_several(self, seqs: list[Sequence], interrupt: np.ndarray) -> list[Sequence] | None:
+        """Several steps in one call; None where it takes a single one."""
+        try:
+            steps = self._multi_step.run(seqs, self.timing, self._most_rows, interrupt)
+        except MemoryError:  # single passes find out what is too much
+            return None
+        if steps is None:
+            return None
+        self.n_passes += len(steps.gained.marks)
+        gained = list[tuple[Sequence, np.ndarray]]()
+        for b, seq in enumerate(seqs):
+            if seq.slot < 0:  # another text of its request has failed
+                continue
+            try:
+                gained.append((seq, self._multi_step.take(b, seq, steps)))
+            except Exception as e:
+                self._fail(seq, e)
+        changed = [seq for seq, _ in gained if seq.slot >= 0]
+        for seq in changed:
+            if seq.finished:
+                self._finish(seq)
+            else:
+                self.runner.pool.truncate_to(seq.slot, seq.computed)
+        self._multi_step.over(steps, [each for each in gained if each[0].slot >= 0 and each[0].speculation])
+        self._rest()
         return changed
 
     def _halve(self, rows: list[ScheduledRows], n_rows: int) -> bool:
@@ -200,14 +238,8 @@ class Core:
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
-        if seq.rest > 0:
-            seq.rest -= 1
-            return True
-        if not self.speculator.is_unpredictable(seq.slot):
-            seq.last_rest = 0
-            return False
-        seq.rest = seq.last_rest = min(2 * seq.last_rest + 1, LONGEST_REST)
-        return False
+        seq.rest, seq.last_rest, rests = rest(seq.rest, seq.last_rest, self.speculator.is_unpredictable(seq.slot))
+        return rests
 
     def _pack(self, rows: list[ScheduledRows]) -> Batch:
         return pack([self._span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)

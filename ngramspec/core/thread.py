@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import numpy as np
+
 from ngramspec.batch.errors import CallbackError, EngineClosedError, NgramspecError, OutOfMemoryError
 from ngramspec.core.request import Request
 from ngramspec.core.sequence import Sequence
@@ -39,6 +41,8 @@ class StepThread:
         self._gained: list[tuple[Request, Sequence]] = []  # what the last pass added and nobody was told yet
         self._n_arriving = 0  # sequences of requests that the thread has not seen
         self._wake = threading.Condition()
+        self._interrupt = np.zeros(1, np.int64)
+        """1 where the thread is wanted before it goes on."""
         self._closed = False
         self._process = os.getpid()
         ready: Future[None] = Future()
@@ -114,6 +118,7 @@ class StepThread:
             return
         with self._wake:
             self._closed = True
+            self._interrupt[0] = 1
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -143,6 +148,7 @@ class StepThread:
         with self._wake:
             if not self._closed:
                 self._inbox.append(message)
+                self._interrupt[0] = 1
                 self._wake.notify()
             return not self._closed
 
@@ -182,13 +188,14 @@ class StepThread:
                 return False
             messages = list(self._inbox)
             self._inbox.clear()
+            self._interrupt[0] = 0
         for message in messages:
             message()
         return True
 
     def _step(self) -> None:
         try:
-            changed = self.core.step(self._flush)
+            changed = self.core.step(self._flush, self._interrupt)
         except (NgramspecError, MemoryError, RuntimeError, ValueError) as e:
             log.exception("a pass failed; its requests end")
             cause: Exception = e

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ngramspec.batch.cost import CostModel, Load
+from ngramspec.batch.multi_step import ROWS, STEP_MS
 from ngramspec.drafting.price import Foretold, Price
 
 LOOK = 128
@@ -56,14 +57,20 @@ class Timing:
         self.finish()
         self._started, self._load = self._clock(), Load(0)
 
-    def plan(self, rows: int, n_seqs: int, keys: int, looked: int) -> Plan:
-        """A draft is to be looked for, for `looked` of `n_seqs` sequences with `keys` tokens, in a pass with so many rows as yet."""
+    def plan(self, rows: int, n_seqs: int, keys: int, looked: int, *, drafts: bool = True) -> Plan:
+        """A draft is to be looked for, for `looked` of `n_seqs` sequences with `keys` tokens, in a pass with so many rows as yet. Not
+        `drafts`: none is."""
         load = Load(rows, n_seqs, keys, looked)
         price = self.price.of(n_seqs, self.cost.predict(Load(n_seqs, n_seqs, keys)))
-        if self._since_drafts >= self._boldness:
+        if drafts and self._since_drafts >= self._boldness:
             self._boldness = min(2 * self._boldness, LOOK)
             self._since_drafts, price = 0, price / 2
         return Plan(self.cost.curve(load), price)
+
+    @property
+    def n_alike(self) -> int:
+        """How many steps from this one on can be made by one plan, before one is to look at something."""
+        return max(min(self._patience - self._since_plain, self._boldness - self._since_drafts), 1)
 
     def wants_plain(self) -> bool:
         """Whether this pass had better have no drafts, to see what it takes."""
@@ -77,8 +84,31 @@ class Timing:
         them drafts may be made."""
         self._load, self._base = Load(rows, n_seqs, keys, looked), Load(rows - nodes, n_seqs, keys)
         self._nodes, self._has_prompt, self._speculates, self._made = nodes, has_prompt, speculates, 0
+        self._looked_at(nodes, has_prompt=has_prompt)
+
+    def _looked_at(self, nodes: int, *, has_prompt: bool) -> None:
         self._since_plain = 0 if nodes == 0 and not has_prompt else self._since_plain + 1
         self._since_drafts = 0 if nodes else self._since_drafts + 1
+
+    def made_several(self, marks: np.ndarray, n_seqs: int, *, speculates: bool) -> None:
+        """The step was several, without parts of prompts, for so many sequences; marks [n, MARKS] as `batch.multi_step` has them, the last
+        of a step that goes on until it is over."""
+        assert self._started is not None
+        ms = (self._clock() - self._started) * 1e3
+        before = max(ms - float(marks[:, STEP_MS].sum()), 0.0)  # until the first of them began
+        for i, mark in enumerate(marks.tolist()):
+            rows, nodes, looked, made, keys = (int(x) for x in mark[ROWS:])
+            load, base = Load(rows, n_seqs, keys, looked), Load(rows - nodes, n_seqs, keys)
+            self._looked_at(nodes, has_prompt=False)
+            if i < len(marks) - 1:
+                took = mark[STEP_MS] + before
+                self._over.append(_Step(took, load, base, nodes, made, has_prompt=False, speculates=speculates))
+                self._unheard_ms += took
+                ms, before = ms - took, 0.0
+            else:
+                self._load, self._base, self._nodes, self._made = load, base, nodes, made
+        self._has_prompt, self._speculates = False, speculates
+        self._started = self._clock() - ms / 1e3
 
     def made(self, n_tokens: int) -> None:
         """The step has made so many tokens."""

@@ -25,6 +25,7 @@ from ngramspec.cpu import attention, fused
 from ngramspec.cpu.binding import Binder
 from ngramspec.cpu.linear import PackedEmbedding, PackedLinear, SharedPart
 from ngramspec.cpu.matmul import Products
+from ngramspec.cpu.multi_step import MultiStep
 from ngramspec.cpu.recipe import LayerRecipe, Recipe
 from ngramspec.cpu.stack import Computed
 from ngramspec.cpu.stack_runner import HostOutput, StackRunner, is_quantised, new_pool, policies_of, settled
@@ -100,6 +101,8 @@ class CpuRunner(StackRunner):
             self._products.switch(self.precision == "int8")
             self._build(source, binder)
         self.prove()
+        if self.stack is not None:
+            MultiStep(self.stack, self.pool, self.rows_per_item).compile()
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]

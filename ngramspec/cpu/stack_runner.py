@@ -16,11 +16,14 @@ import numba
 import numpy as np
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.batch.multi_step import Compiled, Counting, Gained, Spending
 from ngramspec.batch.pack import Batch
+from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, KEPT, TokenLogprob
 from ngramspec.batch.verify import Run, runs
 from ngramspec.cpu.formats import Blocks
 from ngramspec.cpu.matmul import Matrix, Products
+from ngramspec.cpu.multi_step import MultiStep
 from ngramspec.cpu.packing import packed_bytes
 from ngramspec.cpu.pool import KVPool
 from ngramspec.cpu.recipe import Recipe
@@ -130,6 +133,7 @@ class StackRunner(Runner):
     """What the model is made of, where it is computed in one call."""
     device, dtype = "cpu", "float32"
     _n_best = 1
+    _several: MultiStep | None = None
 
     def __init__(
         self,
@@ -184,6 +188,18 @@ class StackRunner(Runner):
             batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
         )
         return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
+
+    def multi_step(
+        self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,
+        spending: Spending, counting: Counting, interrupt: np.ndarray,
+    ) -> Gained | None:  # fmt: skip
+        if self.stack is None or self._keep_states:
+            return None
+        if self._several is None or self._several.stack is not self.stack:
+            self._several = MultiStep(self.stack, self.pool, self.rows_per_item)
+        return self._several(
+            numba.get_num_threads(), self._n_best, lines, stops, samplers, positions, drafting, spending, counting, interrupt
+        )
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
         if not 1 <= n_layers <= len(self.shapes):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from ngramspec.batch.multi_step import Compiled
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import DraftTree, Reliability
@@ -145,6 +146,14 @@ class Speculator:
         itself makes in it).
         """
         return [NO_TREE] * len(slots)
+
+    def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
+        """What drafts for slots [B] int32 by itself until one of them has so many tokens more, instead of `propose` and `observe`; then
+        comes `went_on`. None: no such thing, this time."""
+        return None
+
+    def went_on(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
+        """So many steps were made with `compiled`, and appended[b] [k] int32 to the sequences that go on, slots [B] int32."""
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""

@@ -397,6 +397,15 @@ def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_leng
 
 
 @njit(cache=True, nogil=True)
+def cramped(states, slots, contexts, history, n):
+    """The first b whose slot has no room for n more tokens in its tables, or B."""
+    for b in range(len(slots)):
+        if not fits(states[slots[b]], contexts, history, n):
+            return b
+    return len(slots)
+
+
+@njit(cache=True, nogil=True)
 def settle(
     desk, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters,
     heard, input_ids, parents, roots, ends, root_logits, likely, logits,

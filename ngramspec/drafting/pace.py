@@ -57,6 +57,34 @@ class Pace:
         self._pass_ms *= FADE
 
 
+LONGEST_REST = 7
+"""Passes in a row for which no draft of a text is looked for."""
+
+
+def is_unpredictable(hits: int) -> bool:
+    """Whether next to nothing of a text's latest tokens was foreseen: of 32 or more, one at the most. `hits`: as in `evidence.Nodes`."""
+    if hits < 1 << 32:
+        return False
+    n = 0
+    while hits and n < 3:
+        hits &= hits - 1
+        n += 1
+    return n <= 2
+
+
+def rest(left: int, last: int, unpredictable: bool) -> tuple[int, int, bool]:
+    """Whether no draft of a text is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at.
+
+    left: passes for which none will be looked for, last: for how many none was the last time -> (left, last, whether).
+    """
+    if left > 0:
+        return left - 1, last, True
+    if not unpredictable:
+        return left, 0 * last, False
+    last = min(2 * last + 1, LONGEST_REST)
+    return last, last, True
+
+
 LOOK_MS, EACH_MS = 0.2, 0.04
 """What a look into a store of 80 M tokens takes, and what for every sequence in it, on a CPU whose caches a pass has filled with weights.
 Constants, so that who drafts without a clock decides the same."""
@@ -116,6 +144,16 @@ class Turns:
             self._least = min(WORTH * price * (LOOK_MS / int(np.count_nonzero(asked)) + EACH_MS), MOST)
         self._asked = slots[asked]
         return asked
+
+    @property
+    def quiet(self) -> int:
+        """How many steps follow in which it is asked for none."""
+        return self._shortest - 1 - self._step % self._shortest
+
+    def pass_by(self, n_steps: int) -> None:
+        """So many steps were made without a question, no more than are `quiet`."""
+        self._step += n_steps
+        self._asked = None
 
     def _next_period(self) -> int:
         """In which steps a turn comes: in those that it divides."""

@@ -5,9 +5,11 @@ Committed tokens come in (`begin`, `observe`), draft trees go out (`propose`), e
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import likeliest
 from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
+from ngramspec.batch.multi_step import ROOM, Compiled
 from ngramspec.batch.pack import Span, joined, pack
 from ngramspec.batch.types import KEPT, DraftTree, Reliability
 from ngramspec.datastore.reader import Datastore
@@ -41,7 +44,7 @@ from ngramspec.drafting.base import (
 from ngramspec.drafting.calibration import new_calibration, reliability
 from ngramspec.drafting.evidence import ExternalTrees, Nodes
 from ngramspec.drafting.merge import NOBODY, Desk, Guard, Speakers, Weights
-from ngramspec.drafting.pace import Pace, Turns
+from ngramspec.drafting.pace import Pace, Turns, is_unpredictable
 from ngramspec.drafting.suffix import NAME as DATASTORE
 from ngramspec.drafting.suffix import Drafts, SuffixDrafter
 from ngramspec.drafting.weights import WEIGHTS, cold_weights, load_weights
@@ -198,7 +201,8 @@ class Proposer(Speculator):
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])
                 kept = np.concatenate([similar[-room:], kept])
-        self._own.allocate(slot, cap=len(kept) + 64, entries=(len(kept) + 64) * (len(self._contexts) + 1))
+        cap = len(kept) + ROOM
+        self._own.allocate(slot, cap=cap, entries=cap * (len(self._contexts) + 1))
         state = self._states[slot]
         ngram.seed(state, self._contexts, kept, self.history)
         state[ngram.OUTPUT_CACHE] = self._tenants.get(tenant, 0) if tenant is not None else 0
@@ -311,8 +315,22 @@ class Proposer(Speculator):
         ngram.extend(self._output_cache.states[row], self._contexts, answer, self._output_cache.history)
 
     def is_unpredictable(self, slot: int) -> bool:
-        hits = int(self._states[slot, ngram.HITS])
-        return hits.bit_length() > 32 and hits.bit_count() <= 2
+        return is_unpredictable(int(self._states[slot, ngram.HITS]))
+
+    def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
+        if any(drafter is not None for drafter in self.drafters) or self.needs_hidden_states:
+            return None
+        n_steps = self._turns.quiet if self.datastore is not None else sys.maxsize
+        if not n_steps:
+            return None
+        while (b := merge.cramped(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
+            self._own.grow(int(slots[b]), n_tokens, self._contexts)
+        return Compiled(self._desk, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
+
+    def went_on(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
+        if self.datastore is not None:
+            self._turns.pass_by(n_steps)
+            self.datastore.observe(slots, *_concatenate(appended))
 
     def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """What the model holds likely behind `last` [n] int32, each of which follows `before` [n] int32 (-1: nothing), whoever's they are:
@@ -387,7 +405,7 @@ class Proposer(Speculator):
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
         self._n_external = 1 + len(self.drafters) if active else int(stored is not None)
         if not active:
-            return _NO_EXTERNAL if stored is None else ExternalTrees(
+            return NO_EXTERNAL if stored is None else ExternalTrees(
                 stored.start, stored.tokens, stored.parents, stored.codes
             ), self._n_external
         D, seqs = self._n_external, slots.tolist()
@@ -515,12 +533,21 @@ _NOTHING_SEEN = (
     np.empty((0, 3), np.int64), np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(4)), np.empty((0, KEPT), np.int32),
     np.empty((0, KEPT), np.float32),
 )  # fmt: skip
-_NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
+NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     start = np.array([0, *itertools.accumulate(map(len, arrays))], np.int64)
     return start, joined([np.ascontiguousarray(a, np.int32) for a in arrays], np.int32)
+
+
+@functools.cache
+def idle() -> Compiled:
+    """For sequences without drafts."""
+    proposer = Proposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=cold_weights())
+    drafting = proposer.compiled(np.empty(0, np.int32), 0)
+    assert drafting is not None
+    return drafting
 
 
 def warmup() -> None:

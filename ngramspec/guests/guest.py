@@ -19,6 +19,7 @@ from ngramspec.batch.limits import ANSWERS, MAX_HISTORY
 from ngramspec.batch.types import DraftTree, Stats
 from ngramspec.datastore.reader import Datastore
 from ngramspec.drafting.base import NO_TREE
+from ngramspec.drafting.pace import rest
 from ngramspec.drafting.proposer import Proposer, warmup
 from ngramspec.guests.count import count_pass
 from ngramspec.guests.spending import Spending
@@ -30,8 +31,6 @@ TAIL = 16
 """Tokens that are compared at the end of a text of which its host says whose it is."""
 _NODES = np.arange(MAX_DEPTH, dtype=np.int32)
 """Of a chain."""
-LONGEST_REST = 7
-"""Steps for which a text is not looked at, at most, that nothing has foreseen of late."""
 SLOPE = 0.06
 """What a row is believed to take at first, as a share of a step: a CPU of few cores with float32 weights."""
 
@@ -338,14 +337,8 @@ class Guest:
 
     def _rests(self, text: _Text) -> bool:
         """Whether no draft is looked for in this step: the longer the text has not been foreseen, the fewer steps are looked at."""
-        if text.rest > 0:
-            text.rest -= 1
-            return True
-        if not self._drafts.is_unpredictable(text.slot):
-            text.last_rest = 0
-            return False
-        text.rest = text.last_rest = min(2 * text.last_rest + 1, LONGEST_REST)
-        return False
+        text.rest, text.last_rest, rests = rest(text.rest, text.last_rest, self._drafts.is_unpredictable(text.slot))
+        return rests
 
     def _ids(self, tokens: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
         """[n] int32. Raises InvalidInputError."""

@@ -18,7 +18,9 @@ import numpy as np
 
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.batch.multi_step import Compiled, Counting, Gained, Spending
 from ngramspec.batch.pack import ROWS_PER_ITEM, Batch, Span, pack
+from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, DraftTree, TokenLogprob
 from ngramspec.batch.verify import Run
 
@@ -130,6 +132,18 @@ class Runner(ABC):
 
     def keep_candidates(self, wanted: bool) -> None:  # noqa: B027  # a device that does not tell has them computed by whoever wants them
         """Whether outputs from now on should have candidates."""
+
+    def multi_step(
+        self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,
+        spending: Spending, counting: Counting, interrupt: np.ndarray,
+    ) -> Gained | None:  # fmt: skip
+        """Steps of sequences that have one row each, until one of them ends, or its slots or ROOM do, or `interrupt` [1] int64 is not 0.
+
+        lines [B, COLUMNS] int64, as `batch.multi_step` has them, brought up to date; stops [n] int32: all their stop tokens; samplers and
+        output positions of those that are drawn above temperature 0; `drafting`: None where no drafts are made. Keys and values of what
+        was accepted are in place. None, with nothing done: this runner makes single passes. Raises MemoryError before the first.
+        """
+        return None
 
     def run(self, spans: list[Span]) -> torch.Tensor:
         """A pass over these spans; logits [N, V] float32 on the host, which no other pass writes."""

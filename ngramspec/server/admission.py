@@ -205,8 +205,7 @@ class Admission:
 
         def deliver(index: int) -> Callable[[Delta | Exception], None]:
             def from_engine(what: Delta | Exception) -> None:  # in the engine's thread
-                if not (final_only and isinstance(what, Delta) and what.completion is None):
-                    self._mailbox.post(receive, (index, what))
+                self._mailbox.post(receive, (index, what))
 
             return from_engine
 
@@ -226,7 +225,9 @@ class Admission:
 
         try:
             for i, work in enumerate(works):
-                reservation.requests.append(self.engine.submit(work.prompt, work.params, deliver=deliver(i), **work.hints))
+                reservation.requests.append(
+                    self.engine.submit(work.prompt, work.params, deliver=deliver(i), final_only=final_only, **work.hints)
+                )
         except Exception as error:
             reservation.close()
             known = of_engine(error, submitting=True)
