@@ -47,11 +47,7 @@ class MultiStep:
 
     def takes(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
         """Whether nobody need look at these rows between their pass and the next one."""
-        return (
-            self._can
-            and rule.walks_by_pass
-            and all(each.n_rows == 1 and each.seq.is_plain and each.samples and rule.samples_on_device(each.seq) for each in rows)
-        )
+        return self._can and rule.walks_by_pass and all(_is_plain(each) and rule.samples_on_device(each.seq) for each in rows)
 
     def run(self, seqs: list[Sequence], timing: Timing, most_rows: int, interrupt: np.ndarray) -> Steps | None:
         """Make as many steps as may be; None, with nothing done, where single ones must be made. Raises MemoryError before the first."""
@@ -106,6 +102,11 @@ class MultiStep:
             n = min(trees, most - seq.n_tokens)
             while n > 0 and not pool.reserve(seq.slot, seq.n_tokens + n):
                 n //= 2
+
+
+def _is_plain(rows: ScheduledRows) -> bool:
+    seq = rows.seq
+    return rows.n_rows == 1 and seq.is_plain and rows.samples and not seq.lacks_prompt_logprobs
 
 
 def _lines(seqs: list[Sequence], rows: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,9 @@
 """Several steps in one compiled call, for sequences of which nothing is asked but their tokens: draft, pack, pass, walk, commit, and again.
 
 What runs right behind a pass finds the caches full of weights: a line of Python takes five times as long there as in a loop, and what one
-step does beside its pass took a tenth of it. Here it is machine code from one end to the other. It ends where a sequence does, where
-somebody calls, and after some steps or milliseconds (`batch.multi_step`), so that whoever steps is not kept waiting.
+step does beside its pass took a tenth of it. Here one call of compiled code stands between two passes. It ends where a sequence does, where
+somebody calls, and after some steps or milliseconds (`batch.multi_step`), so that nobody is kept waiting. The pass is not part of
+that code: it would be compiled again with it, which takes a hundred seconds instead of twelve.
 
 Knows `stack`, the pool, and compiled drafting (`merge`); no requests. Every part is what single steps do, too.
 """
@@ -351,17 +352,19 @@ class MultiStep:
 
     def __init__(self, stack: Stack, pool: KVPool, rows_per_item: int) -> None:
         self.stack, self._pool, self._rows_per_item = stack, pool, rows_per_item
-        self._pass = stack.empty_pass()
+        self._pass, self._logits = stack.empty_pass(), stack.room_for_logits(0)
         self._table: Table | None = None  # its like takes half a millisecond to make, and is used again
 
     def __call__(
         self, threads: int, n_best: int, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int],
         drafting: Compiled | None, spending: Spending, counting: Counting, interrupt: np.ndarray,
     ) -> Gained:  # fmt: skip
-        stack, p, n_rows = self.stack, self._pass, len(lines) + spending.most_nodes
-        model, logits = stack.model(self._pool, n_rows, int(lines[:, N_TOKENS].max()) + ROOM + n_rows), stack.logits(n_rows)
+        p, n_rows = self._pass, len(lines) + spending.most_nodes
+        model = self.stack.model(self._pool, n_rows, int(lines[:, N_TOKENS].max()) + ROOM + n_rows)
+        if len(self._logits) < n_rows:
+            self._logits = self.stack.room_for_logits(n_rows)
         drawn = tuple(draws(samplers, positions)) if samplers else _NOBODY_DRAWS
-        table, (out, sources, marks) = self._begun(threads, n_best, lines, stops, drawn, drafting, spending, counting, logits)
+        table, (out, sources, marks) = self._begun(threads, n_best, lines, stops, drawn, drafting, spending, counting)
         began, times = time.perf_counter(), list[float]()
         _prepare(table, p)
         over = False
@@ -381,20 +384,20 @@ class MultiStep:
         """Or load from disk."""
         lines, counting = np.zeros((0, COLUMNS), np.int64), Counting(np.zeros((1, 1), np.int64), np.zeros((1, 1)), _WHOLE)
         spending = Spending(1, np.zeros(2), 1.0, 1, plain=False)
-        table, _ = self._begun(1, 1, lines, _IDS, _NOBODY_DRAWS, None, spending, counting, self.stack.logits(1))
+        table, _ = self._begun(1, 1, lines, _IDS, _NOBODY_DRAWS, None, spending, counting)
         of = numba.typeof(table), numba.typeof(self._pass)
         _prepare.compile(of)
         _advance.compile((*of, types.boolean))
 
     def _begun(
         self, threads: int, n_best: int, lines: np.ndarray, stops: np.ndarray, drawn: tuple[np.ndarray, ...], drafting: Compiled | None,
-        spending: Spending, counting: Counting, logits: np.ndarray,
+        spending: Spending, counting: Counting,
     ) -> tuple[Table, tuple[np.ndarray, np.ndarray, np.ndarray]]:  # fmt: skip
         """The table for a call, and what the call fills in."""
         pool, drafts = self._pool, drafting or idle()
         given = (
             lines, stops, drafts.desk, (drafts.spec_length, drafts.spec_rows, drafts.history, drafts.chains, drafts.recycles),
-            spending.cost_ms, pool.tables, pool.n_blocks_of, logits,
+            spending.cost_ms, pool.tables, pool.n_blocks_of, self._logits,
             (threads, n_best, self._rows_per_item, spending.most_nodes, spending.plain, spending.price),
         )  # fmt: skip
         if self._table is None:

@@ -157,7 +157,7 @@ class Stack:
         assert self._work is not None
         if x is not None:
             self._work.arrays[0][:n_rows] = x
-        logits = self.logits(len(wanted))
+        logits = self._logits_of(len(wanted))
         kept = np.empty((n_rows if states else 0, self.hidden), np.float32)
         tokens, values = np.empty((threads, len(wanted), n_best), np.int32), np.empty((threads, len(wanted), n_best), np.float32)
         fine, greedy = np.empty((threads, len(wanted)), np.bool_), np.empty(len(wanted), np.int32)
@@ -169,6 +169,7 @@ class Stack:
             self._pass = self.empty_pass()
         _fill_in(self._pass, first, last, x is None, counters(n_parts(last - first)), rows, left)
         compute(threads, model, self._pass)
+        _let_go(self._pass, _NO_LOGITS)
         return Computed(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
 
     def empty_pass(self) -> Pass:
@@ -222,11 +223,15 @@ class Stack:
             cos, sin = self._angles(len(self._cos), ANGLES)
             self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
 
-    def logits(self, n: int) -> np.ndarray:
+    def _logits_of(self, n: int) -> np.ndarray:
         """[n, 16 · panels]: the last pass's memory where nobody holds it any more, as new pages take as long as a good part of a pass."""
         if len(self._logits) < n or sys.getrefcount(self._logits) > 2:
-            self._logits = np.empty((max(n, 8), -(-self.vocab_size // WIDTH) * WIDTH), np.float32)
+            self._logits = self.room_for_logits(max(n, 8))
         return self._logits[:n]
+
+    def room_for_logits(self, n: int) -> np.ndarray:
+        """[n, 16 · panels] float32: of so many rows."""
+        return np.empty((n, -(-self.vocab_size // WIDTH) * WIDTH), np.float32)
 
 
 def n_parts(n_layers: int) -> int:
@@ -375,6 +380,15 @@ def _fill_in(p, first, last, embed, state, rows, left):
     p.first, p.last, p.embed, p.state = first, last, embed, state
     p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets = rows
     p.logits, p.states, p.tokens, p.values, p.fine, p.greedy = left
+
+
+@njit(cache=True, nogil=True)
+def _let_go(p, nothing):
+    """Of the logits, which are used again where nobody holds them."""
+    p.logits = nothing
+
+
+_NO_LOGITS = np.empty((0, 0), np.float32)
 
 
 @njit(cache=True, nogil=True)
