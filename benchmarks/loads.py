@@ -6,15 +6,17 @@
 
 Every set of prompts is completed at every temperature with so many requests under way, the next one coming as one ends, with speculation
 off and on, in turns: one at a time prompt by prompt, else the whole set, of which there are `WAVES` times as many as are under way. Rates
-are those until the last request begins: from there on fewer and fewer run, without drafts all to the same end (`speedup_to_the_end` has
-all of it). Requests of a run know each other's answers, nobody else's. With `--datastore`, also with drafts from that datastore, and with
-`--unrelated`, also where answers to those prompts are known: neither has to do with the prompts, so what counts is that nothing is lost
-(`against_on`). With `--disturbed`, also with what a first start believed passes to cost while every core computed something else, and what
-`SETTLED` passes taught it since.
+are those from when as many texts have ended as run at a time until the last request begins (`steady`): in between one begins for each that
+ends, with drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and
+fewer run, without drafts all to the same end (`speedup_to_the_end` has all of it, and stands for sets that are too small). Requests of a
+run know each other's answers, nobody else's. With `--datastore`, also with drafts from that datastore, and with `--unrelated`, also where
+answers to those prompts are known: neither has to do with the prompts, so what counts is that nothing is lost (`against_on`). With
+`--disturbed`, also with what a first start believed passes to cost while every core computed something else, and what `SETTLED` passes
+taught it since.
 
 Progress goes to standard error, a table and a last line of JSON to standard output. `host_ms`: the median of what steps took beyond their
-passes, which is waited for here. `passes`: by rows, how many steps lately, what they
-were foretold to take, and took. `by_source`: draft nodes, the sum of their probabilities, and those that were accepted.
+passes, which is waited for here. `passes`: by rows, how many steps lately, what they were foretold to take, and took. `by_source`: draft
+nodes, the sum of their probabilities, and those that were accepted.
 """
 
 from __future__ import annotations
@@ -219,8 +221,8 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
                     done = flow(engine, portion, params, what.concurrency, begun, speculation=name != "off")
                 end = time.perf_counter()
                 runs[name].seconds.append(end - start)
-                last = max(begun) if what.concurrency > 1 and len(portion) > what.concurrency else end
-                runs[name].full.append((sum(n for at, n in made if at <= last), last - start))
+                first, last = steady(begun, what.concurrency, start, end)
+                runs[name].full.append((sum(n for at, n in made if first < at <= last), last - first))
                 for completion in done:
                     runs[name].outputs.append(completion.token_ids)
                     runs[name].stats.add(completion.stats)
@@ -241,6 +243,16 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
         "host_ms": {name: round(statistics.median(run.host_ms), 3) for name, run in runs.items()},
         "by_source": {name: by_source(run.stats) for name, run in runs.items() if name != "off"},
     }
+
+
+def steady(begun: list[float], concurrency: int, start: float, end: float) -> tuple[float, float]:
+    """From when as many texts have ended as run at a time, until the last one begins; all of the time where these are few. `begun`: when
+    each began, which behind the first ones is when another has ended."""
+    first = 2 * concurrency - 1
+    if concurrency == 1 or len(begun) < first + 1 + concurrency // 2:
+        return start, end
+    times = sorted(begun)
+    return times[first], times[-1]
 
 
 def rate(full: list[tuple[int, float]]) -> float:

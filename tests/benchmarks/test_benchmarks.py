@@ -324,6 +324,14 @@ def test_weight_bytes_count_a_tied_table_once(tiny_model: Callable[..., Any]) ->
     assert step.weight_bytes(tied) == sum(p.numel() for p in tied.parameters()) * 4
 
 
+def test_rates_are_of_a_load_that_stays_the_same() -> None:
+    begun = [0.0, 0.1, 4.0, 4.1, 8.0, 8.1]  # two at a time, which end together
+    assert loads.steady(begun, 2, -1.0, 12.0) == (4.1, 8.1)
+    assert loads.steady(begun[::-1], 2, -1.0, 12.0) == (4.1, 8.1)
+    assert loads.steady(begun[:4], 2, -1.0, 8.0) == (-1.0, 8.0), "too few"
+    assert loads.steady(begun, 1, -1.0, 12.0) == (-1.0, 12.0)
+
+
 def test_loads(folder: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(loads, "SETTLED", 3)
     options = ["--limit", "3", "--max-tokens", "4", "--temperatures", "0", "--concurrency", "1,3", "--threads", "1"]
