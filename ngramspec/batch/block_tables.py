@@ -116,6 +116,12 @@ class BlockTables:
         self.n_blocks_of[slot] = wanted
         return True
 
+    def reserve_behind(self, slot: int, length: int, n: int) -> int:
+        """Make up to n slots behind the first `length`, which are there, writable -> how many: n, or as often half of it as it takes."""
+        while n > 0 and not self.reserve(slot, length + n):
+            n //= 2
+        return max(n, 0)
+
     def evict(self) -> int:
         """Forget the contents of the block that was last used longest ago."""
         block = next(iter(self.cached))

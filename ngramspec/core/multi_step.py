@@ -51,16 +51,16 @@ class MultiStep:
 
     def run(self, seqs: list[Sequence], timing: Timing, most_rows: int, interrupt: np.ndarray) -> Steps | None:
         """Make as many steps as may be; None, with nothing done, where single ones must be made. Raises MemoryError before the first."""
-        slots = np.array([seq.slot for seq in seqs], np.int32)
-        drafting = None
-        if speculates := any(seq.max_depth > 0 for seq in seqs):
-            drafting = self._speculator.compiled(slots[[seq.speculation for seq in seqs]], ROOM)
+        heard, drafting = [seq.slot for seq in seqs if seq.speculation], None
+        if heard:
+            drafting = self._speculator.compiled(np.array(heard, np.int32), ROOM)
             if drafting is None:
                 return None
         n_steps = 1 if any(seq.streams for seq in seqs) else MOST_STEPS
         n_keys = sum(seq.n_tokens for seq in seqs)
+        speculates = any(seq.max_depth > 0 for seq in seqs)
         plain = speculates and timing.wants_plain()
-        if speculates and drafting is not None:
+        if drafting is not None:
             n_steps = 1 if plain else min(n_steps, drafting.n_steps, timing.n_alike)
         plan = timing.plan(len(seqs), len(seqs), n_keys, 0, drafts=speculates and not plain)
         most = max(min(timing.cost.max_rows, most_rows) - len(seqs), 0)
@@ -99,9 +99,7 @@ class MultiStep:
         pool, trees = self._runner.pool, self._speculator.spec_rows + BLOCK
         most = pool.max_blocks * BLOCK
         for seq in seqs:
-            n = min(trees, most - seq.n_tokens)
-            while n > 0 and not pool.reserve(seq.slot, seq.n_tokens + n):
-                n //= 2
+            pool.reserve_behind(seq.slot, seq.n_tokens, min(trees, most - seq.n_tokens))
 
 
 def _is_plain(rows: ScheduledRows) -> bool:

@@ -121,10 +121,10 @@ class Core:
         accepted = self._accept(rows, batch, output)
         changed = self._commit(accepted, batch, output)
         self.timing.made(sum(len(each.tokens) for each in accepted))
-        self._rest()
+        self._over()
         return changed
 
-    def _rest(self) -> None:
+    def _over(self) -> None:
         """The step is over, and idleness follows where there is nothing to do."""
         if not self.scheduler.has_work:
             self.timing.finish()
@@ -154,7 +154,7 @@ class Core:
             else:
                 self.runner.pool.truncate_to(seq.slot, seq.computed)
         self._multi_step.over(steps, [each for each in gained if each[0].slot >= 0 and each[0].speculation])
-        self._rest()
+        self._over()
         return changed
 
     def _halve(self, rows: list[ScheduledRows], n_rows: int) -> bool:
@@ -216,9 +216,7 @@ class Core:
             if seq.sampler.constraint is not None and tree.drawn_from is None and not seq.drafting_paused:
                 given, tree = tree, self._follow_grammar(seq, tree, plan, base, room)
                 room -= len(tree) - len(given)
-            n = len(tree)
-            while n and not pool.reserve(seq.slot, seq.n_tokens + n):  # a full pool: fewer guesses
-                n //= 2
+            n = pool.reserve_behind(seq.slot, seq.n_tokens, len(tree))  # a full pool: fewer guesses
             seq.tree = tree.first(n) if n else None
 
     def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: Plan, base: int, room: int) -> DraftTree:
@@ -238,7 +236,7 @@ class Core:
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
-        seq.rest, seq.last_rest, rests = rest(seq.rest, seq.last_rest, self.speculator.is_unpredictable(seq.slot))
+        seq.rest, seq.last_rest, rests = rest(seq.rest, seq.last_rest, seq.rest > 0 or self.speculator.is_unpredictable(seq.slot))
         return rests
 
     def _pack(self, rows: list[ScheduledRows]) -> Batch:

@@ -102,7 +102,8 @@ class CpuRunner(StackRunner):
             self._build(source, binder)
         self.prove()
         if self.stack is not None:
-            MultiStep(self.stack, self.pool, self.rows_per_item).compile()
+            self._several = MultiStep(self.stack, self.pool, self.rows_per_item)
+            self._several.compile()
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]

@@ -80,7 +80,7 @@ def rest(left: int, last: int, unpredictable: bool) -> tuple[int, int, bool]:
     if left > 0:
         return left - 1, last, True
     if not unpredictable:
-        return left, 0 * last, False
+        return left, 0, False
     last = min(2 * last + 1, LONGEST_REST)
     return last, last, True
 

@@ -337,7 +337,7 @@ class Guest:
 
     def _rests(self, text: _Text) -> bool:
         """Whether no draft is looked for in this step: the longer the text has not been foreseen, the fewer steps are looked at."""
-        text.rest, text.last_rest, rests = rest(text.rest, text.last_rest, self._drafts.is_unpredictable(text.slot))
+        text.rest, text.last_rest, rests = rest(text.rest, text.last_rest, text.rest > 0 or self._drafts.is_unpredictable(text.slot))
         return rests
 
     def _ids(self, tokens: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
