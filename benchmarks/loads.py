@@ -42,7 +42,7 @@ from benchmarks.common import Prompt, say
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
-from ngramspec.batch.multi_step import MADE, PASS_MS, Gained
+from ngramspec.batch.multi_step import PASS_MS, Gained
 from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import Completion
 from ngramspec.core.timing import Timing
@@ -290,7 +290,6 @@ def watched(engine: Engine, host_ms: list[float], made: list[tuple[float, int]])
         gained = several(*args)
         if gained is not None:
             passes_ms.extend(gained.marks[:, PASS_MS].tolist())
-            made.append((time.perf_counter(), int(gained.marks[:, MADE].sum())))
         return gained
 
     def timed_step(*args: Any) -> Any:

@@ -260,7 +260,8 @@ class Engine:
     ) -> Request:  # fmt: skip
         """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
         must not call the engine, but may cancel the request. Without one the result is all there is. `final_only`: it is called once, with
-        the last delta or the error; as nobody waits for pieces, the engine need not stop for them after every pass.
+        the last delta, whose completion has all of the text, or with the error; as nobody waits for pieces, the engine need not stop for
+        them after every pass.
 
         Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
         """
@@ -272,6 +273,8 @@ class Engine:
         for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
             if max(tokens, default=0) >= self.vocab_size:
                 raise InvalidInputError(f"{name} must be for token ids 0 to {self.vocab_size - 1}, got {max(tokens)}")
+        if not isinstance(final_only, bool):
+            raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
         self._check_hints(hints)
         completion = Completion(
             ids.tolist(),

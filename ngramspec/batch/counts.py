@@ -46,16 +46,6 @@ def count(table, expected, columns, lines, sources, probs, paths, positions, roo
 
 def warmup() -> None:
     """Compile, or load from disk, everything here."""
-    none, rows = np.empty(0, np.int32), np.zeros((0, 4), np.int64)
-    count(
-        np.zeros((1, 8), np.int64),
-        np.zeros((1, 1)),
-        np.arange(7),
-        rows,
-        np.empty(0, np.uint8),
-        np.empty(0, np.float32),
-        none,
-        none,
-        none,
-        none,
-    )
+    none, table, expected = np.empty(0, np.int32), np.zeros((1, 8), np.int64), np.zeros((1, 1))
+    sources, probs = np.empty(0, np.uint8), np.empty(0, np.float32)
+    count(table, expected, np.arange(7), np.zeros((0, 4), np.int64), sources, probs, none, none, none, none)

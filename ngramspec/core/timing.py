@@ -84,9 +84,6 @@ class Timing:
         them drafts may be made."""
         self._load, self._base = Load(rows, n_seqs, keys, looked), Load(rows - nodes, n_seqs, keys)
         self._nodes, self._has_prompt, self._speculates, self._made = nodes, has_prompt, speculates, 0
-        self._looked_at(nodes, has_prompt=has_prompt)
-
-    def _looked_at(self, nodes: int, *, has_prompt: bool) -> None:
         self._since_plain = 0 if nodes == 0 and not has_prompt else self._since_plain + 1
         self._since_drafts = 0 if nodes else self._since_drafts + 1
 
@@ -96,18 +93,14 @@ class Timing:
         assert self._started is not None
         ms = (self._clock() - self._started) * 1e3
         before = max(ms - float(marks[:, STEP_MS].sum()), 0.0)  # until the first of them began
-        for i, mark in enumerate(marks.tolist()):
+        for i, mark in enumerate(marks.tolist(), 1):
             rows, nodes, looked, made, keys = (int(x) for x in mark[ROWS:])
-            load, base = Load(rows, n_seqs, keys, looked), Load(rows - nodes, n_seqs, keys)
-            self._looked_at(nodes, has_prompt=False)
-            if i < len(marks) - 1:
+            self.carries(rows, nodes=nodes, n_seqs=n_seqs, keys=keys, looked=looked, has_prompt=False, speculates=speculates)
+            self.made(made)
+            if i < len(marks):
                 took = mark[STEP_MS] + before
-                self._over.append(_Step(took, load, base, nodes, made, has_prompt=False, speculates=speculates))
-                self._unheard_ms += took
+                self._took(took)
                 ms, before = ms - took, 0.0
-            else:
-                self._load, self._base, self._nodes, self._made = load, base, nodes, made
-        self._has_prompt, self._speculates = False, speculates
         self._started = self._clock() - ms / 1e3
 
     def made(self, n_tokens: int) -> None:
@@ -118,13 +111,16 @@ class Timing:
         """The step is over."""
         if self._started is None:
             return
-        ms, load = (self._clock() - self._started) * 1e3, self._load
+        ms = (self._clock() - self._started) * 1e3
         self._started = None
-        if load.rows and load.n_seqs:
-            self._over.append(_Step(ms, load, self._base, self._nodes, self._made, self._has_prompt, self._speculates))
-            self._unheard_ms += ms
+        if self._load.rows and self._load.n_seqs:
+            self._took(ms)
         if len(self._over) >= TOGETHER or self._unheard_ms >= TOGETHER_MS:
             self.tell()
+
+    def _took(self, ms: float) -> None:
+        self._over.append(_Step(ms, self._load, self._base, self._nodes, self._made, self._has_prompt, self._speculates))
+        self._unheard_ms += ms
 
     def tell(self) -> None:
         """Have what was learned of steps so far in the curve and the price."""

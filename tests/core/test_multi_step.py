@@ -12,7 +12,7 @@ import pytest
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.batch.cost import Load
-from ngramspec.batch.errors import NgramspecError
+from ngramspec.batch.errors import InvalidInputError, NgramspecError
 from ngramspec.batch.multi_step import MADE, NODES, ROOM, ROWS, STEP_MS, Gained
 from ngramspec.core.timing import Timing
 from ngramspec.drafting.pace import LONGEST_REST, Turns, is_unpredictable, rest
@@ -124,6 +124,8 @@ def test_the_last_piece_alone_where_nobody_waits_for_others(build: Callable[...,
     request = engine.submit(PROMPT, GREEDY, deliver=pieces.append, final_only=True)
     assert request.result(30).token_ids == engine.complete(PROMPT, GREEDY).token_ids
     assert [piece.completion for piece in pieces] == [request.completion]
+    with pytest.raises(InvalidInputError, match="final_only must be True or False, got 'yes'"):
+        engine.submit(PROMPT, GREEDY, deliver=pieces.append, final_only="yes")  # type: ignore[arg-type]
     assert any(len(gained.marks) > 1 for gained in record)
 
 
