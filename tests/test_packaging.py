@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import ngramspec
 from ngramspec.cli.common import missing_packages
@@ -34,6 +36,20 @@ def test_every_package_is_installed() -> None:
     assert sorted(listed) == sorted(names), "packages in pyproject.toml and folders with code differ"
     for folder in code:
         assert (ROOT / folder / "__init__.py").is_file(), f"{folder} has no __init__.py"
+
+
+@pytest.mark.parametrize(
+    ("guest", "extra", "package"), [("transformers", "transformers", "transformers"), ("llama_cpp", "llama-cpp", "llama-cpp-python")]
+)
+def test_a_guests_extra_installs_versions_that_it_runs_in(guest: str, extra: str, package: str) -> None:
+    tree = ast.parse((ROOT / "ngramspec" / "guests" / f"{guest}.py").read_text())
+    (tested,) = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "TESTED"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    (allowed,) = [Requirement(each).specifier for each in listed if Requirement(each).name == package]
+    *before, last = (int(number) for number in tested[1].split("."))
+    assert tested[0] in allowed
+    assert tested[1] in allowed
+    assert ".".join(str(number) for number in (*before, last + 1)) not in allowed
 
 
 def test_the_installed_version_is_that_of_the_source() -> None:

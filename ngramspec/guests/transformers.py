@@ -30,7 +30,7 @@ from ngramspec.guests.guest import SLOPE, Guest
 from ngramspec.guests.hosts import check_version, compile_drafting, open_stores, prediction_ids
 from ngramspec.text.encoding import Prompt
 
-TESTED = ("5.19", "5.23")
+TESTED = ("5.19", "5.24")
 """The first and the last version that the tests ran with."""
 DEPTH = 20
 _DEVICE_SLOPE = 0.005

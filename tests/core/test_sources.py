@@ -22,6 +22,7 @@ from ngramspec.datastore import Datastore, DatastoreNotFoundError, TokenizerMism
 from ngramspec.datastore import tokens as store_tokens
 from ngramspec.drafting import ngram, suffix
 from ngramspec.drafting.pace import LONGEST
+from ngramspec.drafting.price import Price
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.engine import Engine
 from ngramspec.model.runner import Output
@@ -39,7 +40,9 @@ def truth() -> list[int]:
 
 @pytest.fixture
 def store(tmp_path: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two documents, of which the second holds the first half of what the model writes."""
+    """Two documents, of which the second holds the first half of what the model writes. How often a store is asked does not depend on
+    how long a pass of this machine takes."""
+    monkeypatch.setattr(Price, "of", lambda *_: 0.0)
     monkeypatch.setattr(store_tokens, "fingerprint", lambda tokenizer: tiny_store.FINGERPRINT)
     monkeypatch.setattr(suffix, "REFRESH_S", 0.0)
     tiny_store.write_store(tmp_path / "store", [[[1, 2, 3, 4], [*PROMPT[-4:], *truth[:30]]]], tiny.VOCAB)
