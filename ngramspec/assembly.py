@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from ngramspec.batch import counts, sampling, verify
+from ngramspec.batch import cost, counts, sampling, verify
 from ngramspec.batch.cost import CostModel
 from ngramspec.batch.errors import InvalidInputError, MissingPackageError
 from ngramspec.batch.types import BLOCK
@@ -300,3 +300,4 @@ def warm_up() -> None:
     sampling.warmup()
     verify.warmup()
     counts.warmup()
+    cost.warmup()
