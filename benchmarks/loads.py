@@ -4,15 +4,15 @@
         [--temperatures T,T] [--concurrency C,C] [--rounds R] [--datastore FOREIGN] [--unrelated F.jsonl] [--disturbed]
         [--log F.jsonl]
 
-Every set of prompts is completed at every temperature with so many requests under way, the next one coming as one ends, with speculation
-off and on, in turns: one at a time prompt by prompt, else the whole set, of which there are `WAVES` times as many as are under way. Rates
-are those from when as many texts have ended as run at a time until the last request begins (`steady`): in between one begins for each that
-ends, with drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and
-fewer run, without drafts all to the same end (`speedup_to_the_end` has all of it, and stands for sets that are too small). Requests of a
-run know each other's answers, nobody else's. With `--datastore`, also with drafts from that datastore, and with `--unrelated`, also where
-answers to those prompts are known: neither has to do with the prompts, so what counts is that nothing is lost (`against_on`). With
-`--disturbed`, also with what a first start believed passes to cost while every core computed something else, and what `SETTLED` passes
-taught it since.
+Every set of prompts is completed at every temperature with so many requests under way, the next one coming as one ends, by an engine that
+drafts and by one that does not, which take turns of half a second (`in_turns`): what disturbs the machine disturbs both. Rates are those
+from when as many texts have ended as run at a time until the last request begins (`steady`): in between one begins for each that ends, with
+drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and fewer run,
+without drafts all to the same end (`speedup_to_the_end` has all of it, and stands for sets that are too small). `rounds` has the speedup of
+each round. Requests of a round know each other's answers, nobody else's. With `--datastore`, also with drafts from that datastore, and with
+`--unrelated`, also where answers to those prompts are known: neither has to do with the prompts, so what counts is that nothing is lost
+(`against_on`). With `--disturbed`, also with what a first start believed passes to cost while every core computed something else, and what
+`SETTLED` passes taught it since.
 
 Progress goes to standard error, a table and a last line of JSON to standard output. `host_ms`: the median of what steps took beyond their
 passes, which is waited for here. `passes`: by rows, how many steps lately, what they were foretold to take, and took. `by_source`: draft
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ from unittest import mock
 
 from benchmarks import common, decode
 from benchmarks.common import Prompt, say
+from benchmarks.in_turns import InTurns
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.batch.cost import CostModel
@@ -52,7 +53,7 @@ from ngramspec.model.runner import Output
 LEAST_NODES = 200
 """Of a source, that its probabilities are worth a comparison with."""
 WAVES = 3
-"""Prompts of a set are so many times those under way, as far as its file has them."""
+"""With several requests under way so many times the prompts, and at least so many times those under way, as far as a file has them."""
 SETTLED = 200
 """Passes in which a disturbed start is to be made up for."""
 
@@ -63,35 +64,110 @@ class Runs:
 
     seconds: list[float] = field(default_factory=list)
     full: list[tuple[int, float]] = field(default_factory=list)
-    """Of each portion, the tokens and the seconds while as many requests as may be were under way."""
+    """Of each round, the tokens and the seconds while as many requests begin as end."""
     host_ms: list[float] = field(default_factory=list)
     """Of each step, what it took beyond its pass."""
     outputs: list[list[int]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
 
+class Contender:
+    """An engine with a way of drafting."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine = name, engine
+        self._turns: InTurns | None = None
+
+    def learn(self, cost: CostModel) -> None:
+        """Go on from this cost of passes; what a pass takes is measured while it is its turn."""
+        self.engine.core.timing = Timing(cost, self.clock)
+
+    def clock(self) -> float:
+        """Seconds."""
+        return time.perf_counter() if self._turns is None else self._turns.clock(self.name)
+
+    def run(self, prompts: list[Prompt], params: SamplingParams, concurrency: int, turns: InTurns, runs: Runs) -> None:
+        """Complete these prompts, so many at a time."""
+        self._turns = turns
+        made, begun = list[tuple[float, int]](), list[float]()
+        try:
+            with self._watched(turns, runs.host_ms, made):
+                speculation = self.name != "off"
+                done = flow(self.engine, prompts, params, concurrency, lambda: begun.append(self.clock()), speculation=speculation)
+        finally:
+            turns.leave(self.name)
+            end, self._turns = self.clock(), None
+        runs.seconds.append(end)
+        first, last = steady(begun, concurrency, 0.0, end)
+        runs.full.append((sum(n for at, n in made if first < at <= last), last - first))
+        for completion in done:
+            runs.outputs.append(completion.token_ids)
+            runs.stats.add(completion.stats)
+
+    @contextmanager
+    def _watched(self, turns: InTurns, host_ms: list[float], made: list[tuple[float, int]]) -> Iterator[None]:
+        """Steps wait for their turn. Adds what each takes beyond its pass (of several in one call, their mean), and when it was over with
+        how many tokens. The engine is idle before and after."""
+        core, runner, timing = self.engine.core, self.engine.runner, self.engine.core.timing
+        step, forward, several, count, passes_ms = core.step, runner.forward, runner.multi_step, timing.made, list[float]()
+
+        def counted(n_tokens: int) -> None:
+            made.append((self.clock(), n_tokens))
+            turns.made(self.name, n_tokens)
+            count(n_tokens)
+
+        def timed_forward(batch: Batch) -> Output:
+            started = time.perf_counter()
+            output = forward(batch)
+            output.wait()
+            passes_ms.append((time.perf_counter() - started) * 1e3)
+            return output
+
+        def timed_several(*args: Any) -> Gained | None:
+            gained = several(*args)
+            if gained is not None:
+                passes_ms.extend(gained.marks[:, PASS_MS].tolist())
+            return gained
+
+        def timed_step(*args: Any) -> Any:
+            with turns.step(self.name):
+                passes_ms.clear()
+                started = time.perf_counter()
+                try:
+                    return step(*args)
+                finally:
+                    if passes_ms:
+                        of_each = ((time.perf_counter() - started) * 1e3 - sum(passes_ms)) / len(passes_ms)
+                        host_ms.extend([of_each] * len(passes_ms))
+
+        with (
+            mock.patch.object(core, "step", timed_step),
+            mock.patch.object(runner, "forward", timed_forward),
+            mock.patch.object(runner, "multi_step", timed_several),
+            mock.patch.object(timing, "made", counted),
+        ):
+            yield
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     log = common.Kept(args.log)
     disturbed = disturbed_cost(args) if args.disturbed else None
-    with Engine(
-        args.model,
-        max_seqs=max(64, *args.concurrency),
-        datastore=[args.datastore] if args.datastore else [],
-        progress=say,
-        **common.engine_options(args),
-    ) as engine:
-        sets = {path.stem: common.read_prompts(path, engine.tokenizer) for path in args.prompts}
+    with ExitStack() as stack:
+        contenders = [Contender(name, stack.enter_context(opened(name, args))) for name in names(args)]
+        off, on = contenders[:2]
+        sets = {path.stem: common.read_prompts(path, off.engine.tokenizer) for path in args.prompts}
         if args.random_prompts:
-            sets["random"] = common.random_prompts(engine.tokenizer, max(args.limit, WAVES * max(args.concurrency)))
-        unrelated = common.spread(common.read_prompts(args.unrelated, engine.tokenizer), args.limit) if args.unrelated else []
+            sets["random"] = common.random_prompts(off.engine.tokenizer, most_prompts(args, max(args.concurrency)))
+        unrelated = common.spread(common.read_prompts(args.unrelated, off.engine.tokenizer), args.limit) if args.unrelated else []
+        for each in contenders:
+            each.learn(copy.deepcopy(off.engine.core.cost))
+            if each.name == "disturbed" and disturbed is not None:
+                each.learn(disturbed)
+                settle(each, [prompt for prompts in sets.values() for prompt in prompts])
         rows = []
-        timings = {name: Timing(copy.deepcopy(engine.core.cost)) for name in ("off", "on", "store", "unrelated")}
-        if disturbed is not None:
-            timings["disturbed"] = Timing(disturbed)
-            settle(engine, timings["disturbed"], [prompt for prompts in sets.values() for prompt in prompts])
         for name, prompts in sets.items():
-            fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
+            fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= off.engine.max_model_len]
             for temperature in args.temperatures:
                 for concurrency in args.concurrency:
                     key = {"set": name, "temperature": temperature, "concurrency": concurrency, "model": args.model, "limit": args.limit}
@@ -103,18 +179,38 @@ def main(argv: Sequence[str] | None = None) -> None:
                     }
                     row = log.get(key)
                     if row is None:
-                        some = common.spread(fitting, max(args.limit, WAVES * concurrency if concurrency > 1 else 0))
-                        some = mixed(some, concurrency)
-                        row = {"key": key, **cell(engine, Cell(some, unrelated, concurrency), temperature, args, timings)}
+                        some = mixed(common.spread(fitting, most_prompts(args, concurrency)), concurrency)
+                        row = {"key": key, **cell(contenders, Cell(some, unrelated, concurrency), temperature, args)}
                         log.add(row)
                     rows.append(row)
-                    say(
-                        f"{name} at {temperature}, {concurrency} at a time: {row['speedup']}, {row['identical']}/{row['prompts']} identical"
-                    )
-        document = {"model": args.model, **summary(rows), "passes": timings["on"].cost.foretold(), **described(engine)}
+                    say(f"{name} at {temperature}, {concurrency} at a time: {row['rounds']}, {row['identical']}/{row['prompts']} identical")
+        document = {"model": args.model, **summary(rows), "passes": on.engine.core.cost.foretold(), **described(on.engine)}
+        threads = on.engine.threads
     show(document)
     settings = {"limit": args.limit, "max_tokens": args.max_tokens, "datastore": args.datastore and Path(args.datastore).name}
-    common.print_document(document | {"settings": settings} | common.environment(args.device, engine.threads))
+    common.print_document(document | {"settings": settings} | common.environment(args.device, threads))
+
+
+def names(args: argparse.Namespace) -> list[str]:
+    """Of the contenders."""
+    others = {"store": args.datastore, "unrelated": args.unrelated, "disturbed": args.disturbed}
+    return ["off", "on", *(name for name, wanted in others.items() if wanted)]
+
+
+def opened(name: str, args: argparse.Namespace) -> Engine:
+    """A contender's."""
+    stores = [args.datastore] if name == "store" else []
+    return Engine(args.model, max_seqs=max_seqs(args), datastore=stores, progress=say, **common.engine_options(args))
+
+
+def max_seqs(args: argparse.Namespace) -> int:
+    """Of every engine."""
+    return max(64, *args.concurrency)
+
+
+def most_prompts(args: argparse.Namespace, concurrency: int) -> int:
+    """Of a set, in a cell with so many requests under way."""
+    return args.limit if concurrency == 1 else WAVES * max(args.limit, concurrency)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -128,7 +224,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=common.positive,
         default=32,
         metavar="N",
-        help="prompts of each set, evenly over its file, if not more are under way (32)",
+        help=f"prompts of each set, evenly over its file, {WAVES} times as many with several at a time (32)",
     )
     add("--max-tokens", type=common.positive, default=96, metavar="K", help="96")
     add("--temperatures", type=numbers, default=[0.0, 0.8], metavar="T,T,...", help="with a seed; default 0,0.8")
@@ -179,10 +275,10 @@ def busy() -> Iterator[None]:
             other.wait()
 
 
-def settle(engine: Engine, timing: Timing, prompts: list[Prompt]) -> None:
+def settle(contender: Contender, prompts: list[Prompt]) -> None:
     """Let `SETTLED` passes with drafts teach it what they take."""
+    engine = contender.engine
     engine.use(speculator=Proposer(vocab_size=engine.vocab_size))
-    engine.core.timing = timing
     before = engine.core.n_passes
     for prompt in prompts:
         if engine.core.n_passes - before >= SETTLED:
@@ -197,38 +293,27 @@ class Cell:
     concurrency: int
 
 
-def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespace, timings: dict[str, Timing]) -> dict[str, Any]:
+def cell(contenders: list[Contender], what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
     """A row of the JSON document."""
     params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
-    others = {"store": args.datastore, "unrelated": what.unrelated, "disturbed": args.disturbed}
-    contenders = ["off", "on", *(name for name, wanted in others.items() if wanted)]
+    runs = {each.name: Runs() for each in contenders}
     rounds = 1 if what.concurrency == 1 else args.rounds
-    portions = decode.in_groups(what.prompts, 1) if what.concurrency == 1 else [what.prompts]
-    runs = {name: Runs() for name in contenders}
     for n in range(rounds):
-        drafts = {name: Proposer(vocab_size=engine.vocab_size, max_seqs=max(64, *args.concurrency)) for name in contenders}
-        if args.datastore:
-            drafts["store"].use_datastores(engine.datastores, [])
-        if what.unrelated:
-            engine.use(speculator=drafts["unrelated"])
-            flow(engine, what.unrelated, params, 16)
-        for i, portion in enumerate(portions, n):
-            for name in contenders[:: 1 if i % 2 == 0 else -1]:
-                engine.use(speculator=drafts[name])
-                engine.core.timing = timings[name]  # nobody's steps teach another what steps cost
-                made, begun = list[tuple[float, int]](), list[float]()
-                start = time.perf_counter()
-                with watched(engine, runs[name].host_ms, made):
-                    done = flow(engine, portion, params, what.concurrency, begun, speculation=name != "off")
-                end = time.perf_counter()
-                runs[name].seconds.append(end - start)
-                first, last = steady(begun, what.concurrency, start, end)
-                runs[name].full.append((sum(n for at, n in made if first < at <= last), last - first))
-                for completion in done:
-                    runs[name].outputs.append(completion.token_ids)
-                    runs[name].stats.add(completion.stats)
+        for each in contenders:
+            engine = each.engine
+            speculator = Proposer(vocab_size=engine.vocab_size, max_seqs=max_seqs(args))
+            if each.name == "store":
+                speculator.use_datastores(engine.datastores, [])
+            engine.use(speculator=speculator)
+            if each.name == "unrelated":
+                flow(engine, what.unrelated, params, 16)
+        begin = n * len(what.prompts) // rounds
+        prompts = what.prompts[begin:] + what.prompts[:begin]
+        turns = InTurns(each.name for each in contenders)
+        with ThreadPoolExecutor(len(contenders)) as threads:
+            for done in [threads.submit(each.run, prompts, params, what.concurrency, turns, runs[each.name]) for each in contenders]:
+                done.result()
     on, tokens = runs["on"], sum(map(len, runs["off"].outputs))
-    speedups = [rate([b]) / rate([a]) for a, b in zip(runs["off"].full, on.full, strict=True)]
     return {
         "prompts": len(what.prompts) * rounds,
         "tokens": tokens,
@@ -236,9 +321,9 @@ def cell(engine: Engine, what: Cell, temperature: float, args: argparse.Namespac
         "tok_s_off": round(rate(runs["off"].full), 1),
         "tok_s_on": round(rate(on.full), 1),
         "speedup": round(rate(on.full) / rate(runs["off"].full), 3),
-        "speedup_median": round(statistics.median(speedups), 3),
+        "rounds": [round(rate([b]) / rate([a]), 3) for a, b in zip(runs["off"].full, on.full, strict=True)],
         "speedup_to_the_end": round(sum(runs["off"].seconds) / sum(on.seconds), 3),
-        "against_on": {name: round(rate(runs[name].full) / rate(on.full), 3) for name in contenders if name not in ("off", "on")},
+        "against_on": {name: round(rate(run.full) / rate(on.full), 3) for name, run in runs.items() if name not in ("off", "on")},
         "tokens_per_pass": round(on.stats.tokens_per_pass, 3),
         "rows_per_pass": round(on.stats.rows_per_pass, 3),
         "host_ms": {name: round(statistics.median(run.host_ms), 3) for name, run in runs.items()},
@@ -268,57 +353,13 @@ def rate(full: list[tuple[int, float]]) -> float:
     return sum(n for n, _ in full) / max(sum(seconds for _, seconds in full), 1e-9)
 
 
-@contextmanager
-def watched(engine: Engine, host_ms: list[float], made: list[tuple[float, int]]) -> Iterator[None]:
-    """Adds what each step takes beyond its pass (of several in one call, their mean), and when it was over with how many tokens. The engine
-    is idle before and after."""
-    core, runner, timing = engine.core, engine.runner, engine.core.timing
-    step, forward, several, count, passes_ms = core.step, runner.forward, runner.multi_step, timing.made, list[float]()
-
-    def counted(n_tokens: int) -> None:
-        made.append((time.perf_counter(), n_tokens))
-        count(n_tokens)
-
-    def timed_forward(batch: Batch) -> Output:
-        started = time.perf_counter()
-        output = forward(batch)
-        output.wait()
-        passes_ms.append((time.perf_counter() - started) * 1e3)
-        return output
-
-    def timed_several(*args: Any) -> Gained | None:
-        gained = several(*args)
-        if gained is not None:
-            passes_ms.extend(gained.marks[:, PASS_MS].tolist())
-        return gained
-
-    def timed_step(*args: Any) -> Any:
-        passes_ms.clear()
-        started = time.perf_counter()
-        try:
-            return step(*args)
-        finally:
-            if passes_ms:
-                of_each = ((time.perf_counter() - started) * 1e3 - sum(passes_ms)) / len(passes_ms)
-                host_ms.extend([of_each] * len(passes_ms))
-
-    patches = (
-        (core, "step", timed_step), (runner, "forward", timed_forward), (runner, "multi_step", timed_several), (timing, "made", counted),
-    )  # fmt: skip
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(mock.patch.object(*patch))
-        yield
-
-
 def flow(
-    engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, begun: list[float] | None = None, **hints: Any
+    engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, begins: Callable[[], None] = lambda: None, **hints: Any
 ) -> list[Completion]:
-    """The completions of prompts, so many at a time. Adds to `begun` when each began, by `time.perf_counter`."""
+    """The completions of prompts, so many at a time. `begins` is called when one begins, in any thread."""
 
     def complete(prompt: Prompt) -> Completion:
-        if begun is not None:
-            begun.append(time.perf_counter())
+        begins()
         return engine.complete(prompt.ids, params, prefix_cache=False, **hints)
 
     with ThreadPoolExecutor(concurrency) as threads:

@@ -1,0 +1,58 @@
+"""Engines that take turns of half a second on one machine, so that what disturbs it disturbs all of them.
+
+Each goes on only while it is its turn, which ends between two steps, and its clock stands still meanwhile. The next turn is that of the
+engine that has made the fewest tokens: they come through the same texts side by side, and end together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+TURN_S = 0.5
+
+
+class InTurns:
+    """For the engines with these names. Thread-safe."""
+
+    def __init__(self, names: Iterable[str], turn_s: float = TURN_S) -> None:
+        self._turn_s = turn_s
+        self._made = dict.fromkeys(names, 0)
+        self._seconds = dict.fromkeys(self._made, 0.0)
+        self._changed = threading.Condition()
+        self._whose: str | None = next(iter(self._made))
+        self._since = time.perf_counter()
+
+    def clock(self, name: str) -> float:
+        """Seconds that this engine has had."""
+        with self._changed:
+            return self._seconds[name] + (time.perf_counter() - self._since if self._whose == name else 0.0)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A step of this engine, which waits for its turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: name not in self._made or self._whose == name)
+        yield
+        with self._changed:
+            if self._whose == name and time.perf_counter() - self._since >= self._turn_s:
+                self._pass_on()
+
+    def made(self, name: str, n_tokens: int) -> None:
+        """This engine made so many tokens more."""
+        self._made[name] += n_tokens
+
+    def leave(self, name: str) -> None:
+        """This engine has nothing more to do; what it does nevertheless waits for nobody."""
+        with self._changed:
+            del self._made[name]
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        now = time.perf_counter()
+        if self._whose is not None:
+            self._seconds[self._whose] += now - self._since
+        self._whose, self._since = min(self._made, key=self._made.__getitem__, default=None), now
+        self._changed.notify_all()
