@@ -309,7 +309,7 @@ def cell(contenders: list[Contender], what: Cell, temperature: float, args: argp
                 flow(engine, what.unrelated, params, 16)
         begin = n * len(what.prompts) // rounds
         prompts = what.prompts[begin:] + what.prompts[:begin]
-        turns = InTurns(each.name for each in contenders)
+        turns = InTurns(each.name for each in contenders[:: 1 if n % 2 == 0 else -1])
         with ThreadPoolExecutor(len(contenders)) as threads:
             for done in [threads.submit(each.run, prompts, params, what.concurrency, turns, runs[each.name]) for each in contenders]:
                 done.result()
