@@ -69,6 +69,8 @@ from ngramspec.drafting.pace import is_unpredictable, rest
 from ngramspec.drafting.proposer import NO_EXTERNAL, idle
 
 _rest, _is_unpredictable = njit(rest), njit(is_unpredictable)
+_FIRST = _NO_DRAFTERS = np.int64(0)
+"""A number that stands in the call itself is a type of its own, for which `merge` would be compiled once more: half a minute."""
 
 
 @structref.register
@@ -126,7 +128,7 @@ def _draft(lines, wanted, n_wanted, room, desk, drafting, external, cost_ms, pri
             slots[k], depths[k] = lines[b, SLOT], lines[b, LIMIT] - lines[b, N_TOKENS] - 1
             k += 1
     start, tokens, parents, probs, sources = merge.grow(
-        desk, slots, depths, cost_ms, B, most_nodes, price, spec_length, chains, external, 0
+        desk, slots, depths, cost_ms, B, most_nodes, price, spec_length, chains, external, _NO_DRAFTERS
     )
     k = to = 0
     for b in range(B):
@@ -246,7 +248,7 @@ def _learn(lines, before, taken, paths, run, nodes, desk, drafting, input_ids, p
     if not going_on and not heard:
         return
     settled = merge.settle(
-        desk, slots[:going_on], 0, new_start[: going_on + 1], new, path_start[: going_on + 1], path, history, 0,
+        desk, slots[:going_on], _FIRST, new_start[: going_on + 1], new, path_start[: going_on + 1], path, history, _NO_DRAFTERS,
         seen[:heard], input_ids, parents, roots, ends, root_logits, likely, logits,
     )  # fmt: skip
     if settled < going_on:
