@@ -160,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.random_prompts:
             sets["random"] = common.random_prompts(off.engine.tokenizer, most_prompts(args, max(args.concurrency)))
         unrelated = common.spread(common.read_prompts(args.unrelated, off.engine.tokenizer), args.limit) if args.unrelated else []
+        first = next(prompts[0] for prompts in sets.values() if prompts)
         for each in contenders:
+            for speculation in (False, True):  # what is loaded at first is not in anybody's time
+                each.engine.complete(first.ids[:64], SamplingParams(max_tokens=16, temperature=1.0), speculation=speculation)
             each.learn(copy.deepcopy(off.engine.core.cost))
             if each.name == "disturbed" and disturbed is not None:
                 each.learn(disturbed)
