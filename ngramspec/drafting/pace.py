@@ -95,9 +95,6 @@ WORTH = 3.0
 HumanEval took 19 for which it did, and 5 tokens more than without it."""
 LONGEST = 32
 """Passes from one question about a sequence to the next at the most; a power of two, as all such periods are."""
-DOUBTED = 8
-"""Passes to the first question about a sequence whose predecessors' answers brought too little: where eight texts were under way, each of
-which began with a question every other pass, hardly a pass was left without one."""
 _OWN, _FADE_ALL = 6.0, 0.995
 """How many of a sequence's own answers its predecessors' count for, and how fast theirs are forgotten."""
 
@@ -121,7 +118,7 @@ class Turns:
         """A new sequence uses this slot. Whether to spend anything on it beforehand."""
         pays = self._all_gained >= self._least * self._all_answers
         self._gained[slot] = self._answers[slot] = 0
-        self._period[slot], self._due[slot] = (1, True) if pays else (DOUBTED, False)
+        self._period[slot], self._due[slot] = (1, True) if pays else (2, False)
         self._shortest = min(self._shortest, int(self._period[slot]))
         self._n_begun += 1
         return pays or self._n_begun % WINDOW == 0
