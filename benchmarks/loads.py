@@ -164,9 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for each in contenders:
             for speculation in (False, True):  # what is loaded at first is not in anybody's time
                 each.engine.complete(first.ids[:64], SamplingParams(max_tokens=16, temperature=1.0), speculation=speculation)
-            each.learn(copy.deepcopy(off.engine.core.cost))
-            if each.name == "disturbed" and disturbed is not None:
-                each.learn(disturbed)
+            each.learn(disturbed if disturbed is not None and each.name == "disturbed" else copy.deepcopy(off.engine.core.cost))
+            if each.name == "disturbed":
                 settle(each, [prompt for prompts in sets.values() for prompt in prompts])
         rows = []
         for name, prompts in sets.items():
