@@ -79,9 +79,13 @@ def vllm(
 
 
 def llama(
-    gguf: str, *, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], lookup: int | None
+    gguf: str, *, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int] | None, lookup: int | None
 ) -> tuple[str, Handle]:
-    """llama.cpp through llama-cpp-python, with its prompt lookup of `lookup` tokens or without. Nothing is kept between prompts."""
+    """llama.cpp through llama-cpp-python, with its prompt lookup of `lookup` tokens or without. Nothing is kept between prompts.
+
+    `eos` None: texts end at the end-of-generation tokens that llama.cpp finds in the file. Two further requests: `{"eog": true}` ->
+    `{"eog": [ids]}`, those tokens, and `{"tokenize": [texts]}` -> `{"ids": [[ids], ...]}`, with control tokens parsed.
+    """
     import llama_cpp
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -91,16 +95,31 @@ def llama(
         gguf, n_ctx=max_len, n_batch=n_batch, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=drafts, verbose=False
     )
 
+    def end_tokens() -> list[int]:
+        vocab = llama_cpp.llama_model_get_vocab(model.model)
+        return [token for token in range(model.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token)]
+
+    ends = set(end_tokens() if eos is None else eos)
+
     def complete(prompt: list[int]) -> list[int]:
         model.reset()
         output: list[int] = []
         for token in model.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
             output.append(token)
-            if token in eos or len(output) == max_tokens:
+            if token in ends or len(output) == max_tokens:
                 break
         return output
 
-    return llama_cpp.__version__, generating(lambda prompts: [complete(prompt) for prompt in prompts])
+    generate = generating(lambda prompts: [complete(prompt) for prompt in prompts])
+
+    def handle(request: dict) -> dict:
+        if "eog" in request:
+            return {"eog": end_tokens()}
+        if "tokenize" in request:
+            return {"ids": [model.tokenize(text.encode(), add_bos=True, special=True) for text in request["tokenize"]]}
+        return generate(request)
+
+    return llama_cpp.__version__, handle
 
 
 def passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = False) -> tuple[str, Handle]:
