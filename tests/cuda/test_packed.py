@@ -47,6 +47,12 @@ def decoded(runner: CudaRunner, how: dict[str, Any], drafted: list[int] | None =
     return text
 
 
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are written have one layer, for the interpreter takes seconds for each."""
+    monkeypatch.setattr(tiny_gguf, "LAYERS", dict.fromkeys(tiny_gguf.LAYERS, 1) | {"llama": 1})
+
+
 @pytest.mark.parametrize(
     ("family", "options", "decoder"),
     [
@@ -114,6 +120,7 @@ def test_products_are_proved_as_others_are(device: str, tmp_path: Path, monkeypa
         pytest.param({"kind": "Q4_K", "kinds": MEDIUM}, marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.usefixtures("one_layer")
 def test_the_device_keeps_what_the_file_has(options: dict[str, Any], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.take_on_trust(monkeypatch)
     path = tiny_gguf.write(tmp_path / "m.gguf", std=0.1, **options)
@@ -147,6 +154,7 @@ def test_the_memory_that_is_asked_for_is_what_is_held(kind: str, device: str, tm
     assert asked[-1] == pytest.approx(held, rel=0.2 if packed else 0)
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_blocks_that_are_joined_with_numbers_are_kept_once(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.take_on_trust(monkeypatch)
     model = load(tiny_gguf.write(tmp_path / "m.gguf", kind="Q8_0", kinds={"attn_k": "F16"}, std=0.1), torch.bfloat16, device)
@@ -160,6 +168,7 @@ def test_blocks_that_are_joined_with_numbers_are_kept_once(device: str, tmp_path
     assert torch.equal(attn.q_proj.weight, before)
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_the_vendors_products_take_blocks_too(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.take_on_trust(monkeypatch)
     path = tiny_gguf.write(tmp_path / "m.gguf", kind="Q5_K", std=0.1)
