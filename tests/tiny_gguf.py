@@ -33,20 +33,24 @@ def write(
     tied: bool = False,
     std: float = 0.3,
     per_part: int = 0,
-    metadata: dict[str, str | int | float] | None = None,
+    metadata: dict[str, str | int | float | None] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     kinds: dict[str, str] | None = None,
+    tokens: dict[str, gguf.TokenType] | None = None,
 ) -> Path:
     """Write a model; its matrices are of the kind, its vectors F32. `std`: of weights; at 0.3 attention sees one key, at 0.1 many.
 
-    `per_part`: tensors in one file, if there are to be several, named from `path` as llama.cpp does. `metadata`, `extra`: further keys,
-    further tensors in F32. `kinds`: those of matrices whose names contain a word. Returns the path of the only or first file.
+    `per_part`: tensors in one file, if there are to be several, named from `path` as llama.cpp does. `metadata`, `extra`: further keys
+    (None: without that key), further tensors in F32. `kinds`: those of matrices whose names contain a word. `tokens`: further ones, which
+    begin at id 256 (Gemma's: 285). Returns the path of the only or first file.
     """
     writer = gguf.GGUFWriter(path, "llama" if family == "mistral" else family, split_max_tensors=per_part)
-    write_common(writer, family)
+    write_common(writer, family, tokens)
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
-        add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        if value is None:
+            continue
+        add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}[type(value)]
         add(key, value)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
@@ -126,7 +130,7 @@ def _random(name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
-def write_common(writer: gguf.GGUFWriter, family: str) -> None:
+def write_common(writer: gguf.GGUFWriter, family: str, tokens: dict[str, gguf.TokenType] | None = None) -> None:
     """Everything but tensors."""
     head_dim = HEAD_DIM.get(family, HIDDEN // HEADS)
     writer.add_name("Mistral v0.3" if family == "mistral" else "Tiny")
@@ -149,10 +153,10 @@ def write_common(writer: gguf.GGUFWriter, family: str) -> None:
     if family in ("llama", "mistral", "phi3"):
         writer.add_rope_dimension_count(head_dim)
         writer.add_vocab_size(VOCAB)
-    _write_tokenizer(writer, family)
+    _write_tokenizer(writer, family, tokens or {})
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, family: str) -> None:
+def _write_tokenizer(writer: gguf.GGUFWriter, family: str, further: dict[str, gguf.TokenType]) -> None:
     kinds = gguf.TokenType
     if family in ("gemma2", "gemma3"):  # letters, and what is none in bytes
         letters = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -165,12 +169,14 @@ def _write_tokenizer(writer: gguf.GGUFWriter, family: str) -> None:
         merged = ["▁a", "th"]
         writer.add_tokenizer_model("llama")
         writer.add_add_bos_token(True)
+        writer.add_add_space_prefix(False)
     else:  # bytes
         letters, special, merged = tiny.byte_letters(), {}, ["Ġa", "th"]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("default")
         writer.add_token_merges([" ".join(token) for token in merged])
     tokens = dict.fromkeys(letters, kinds.NORMAL if not special else kinds.BYTE) | special
+    tokens |= further
     tokens |= {f"<unused{i}>": kinds.NORMAL for i in range(BOS - len(merged) - len(tokens))}
     tokens |= dict.fromkeys(merged, kinds.NORMAL) | {"<bos>": kinds.CONTROL, "<eos>": kinds.CONTROL}
     assert len(tokens) == VOCAB

@@ -22,6 +22,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ngramspec.batch.errors import NgramspecError, TokenizerError, UnsupportedModelError
+from ngramspec.model import vocabulary
 from ngramspec.model.gguf import Gguf, Tensor, skeleton
 from ngramspec.model.kept import NAMES, ROPE_FACTORS, RULES, plain_of, stored_of
 from ngramspec.model.random_weights import empty_model
@@ -38,9 +39,8 @@ def derive(gguf: Gguf, folder: Path) -> None:
         tokenizer = _read_tokenizer(gguf, Path(scratch))
     model = empty_model(config, torch.float32)
     names = _names(gguf, config, model)
-    ends = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     generation: Any = model.generation_config
-    generation.eos_token_id = sorted({end for end in ends if end is not None}) or generation.eos_token_id
+    generation.eos_token_id = sorted(vocabulary.end_token_ids_of(gguf))
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
@@ -146,9 +146,9 @@ def _left_out(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
-    """The tokenizer that a GGUF carries, split into words as its `tokenizer.ggml.pre` says."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
+    """The tokenizer that a GGUF file carries; it makes the ids that llama.cpp makes."""
+    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
+        return vocabulary.byte_pair_tokenizer(gguf)
     path = scratch / "tokenizer.gguf"
     path.write_bytes(skeleton(gguf, lambda key: True))
     try:
@@ -159,9 +159,7 @@ def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
             f"{gguf.path}: transformers {transformers.__version__} does not read the tokenizer of this GGUF, model "
             f"{gguf.metadata.get('tokenizer.ggml.model')!r} ({error}); accepted: another model's, as a tokenizer= argument"
         ) from error
-    if gguf.metadata.get("tokenizer.ggml.pre") in ("smollm", "starcoder"):
-        # transformers ignores `pre`; these two split digits first, which decides how blanks before a number are cut.
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    vocabulary.complete(tokenizer.backend_tokenizer, gguf)
     return tokenizer
 
 

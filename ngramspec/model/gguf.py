@@ -178,6 +178,24 @@ def skeleton(gguf: Gguf, keep: Callable[[str], bool]) -> bytes:
     return head + bytes(-len(head) % alignment) + bytes(alignment)
 
 
+def read_array(gguf: Gguf, key: str) -> list[Any]:
+    """The strings or numbers of an array in the metadata; none if there is no such array."""
+    header = gguf.headers[0]
+    if key not in header.spans or header.metadata[key] is not None:
+        return []
+    raw, (start, _) = header.raw, header.spans[key]
+    at = start + 8 + len(key.encode()) + 4
+    item, count = struct.unpack_from("<IQ", raw, at)
+    at += 12
+    if item != _STRING:
+        return list(struct.unpack_from(f"<{count}{_SCALARS[item]}", raw, at))
+    values = []
+    for _ in range(count):
+        value, at = _string(raw, at)
+        values.append(value)
+    return values
+
+
 def _damaged(path: Path, why: str) -> ModelNotFoundError:
     return ModelNotFoundError(f"{path} is not a whole GGUF file: {why}")
 

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from ngramspec.model.gguf import Gguf
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"
 """The manifest of a whole model in float32, which earlier versions kept."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +38,13 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     template = folder / "chat_template.jinja"
     config["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **config)
+
+
+def end_token_ids(folder: Path, given: Any = None) -> tuple[int, ...]:
+    """The ids that end a text, as `derive` has written them, and that of a tokenizer that was given in the place of the file's own."""
+    generation = json.loads((folder / "generation_config.json").read_bytes())
+    own = getattr(given, "eos_token_id", None)
+    return tuple(sorted({*generation["eos_token_id"], *([own] if isinstance(own, int) else [])}))
 
 
 def read_source(gguf: Gguf, folder: Path) -> Source:

@@ -30,7 +30,7 @@ from ngramspec.batch.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from ngramspec.model import families, folders, gguf, grouped, kept, random_weights
+from ngramspec.model import families, folders, gguf, grouped, kept, random_weights, vocabulary
 from ngramspec.model.cache_dir import cache_dir as default_cache_dir
 from ngramspec.model.gguf_cache import Progress, derived, remove_converted
 from ngramspec.model.memory import check_memory
@@ -39,6 +39,7 @@ from ngramspec.model.random_weights import PREFIX as RANDOM
 from ngramspec.model.random_weights import SHAPES, empty_model, parameter_bytes, read_shape
 from ngramspec.model.smollm2 import smollm2_gguf
 from ngramspec.model.stored import Source, quantised_source
+from ngramspec.text.encoding import added_tokens
 
 DEQUANTISED = ("fp8", "mxfp4")
 """Ways of quantising that transformers takes back while it loads, without another package."""
@@ -60,7 +61,7 @@ class LoadedModel:
     """transformers' own kind, a PreTrainedTokenizerBase; None: there is none, and prompts are token ids."""
     name: str
     eos_token_ids: tuple[int, ...]
-    """Ids that end a text, from generation config, config and tokenizer together."""
+    """Ids that end a text, by what the model's files state and by the names of its control tokens (`vocabulary.end_token_ids`)."""
 
 
 @dataclass(slots=True)
@@ -143,12 +144,14 @@ def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTok
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Ids that end a text, from wherever the model states them."""
-    found: set[int] = set()
+    """Ids that end a text of a model that came from no GGUF file: those that generation config, config and tokenizer state, and control
+    tokens whose names say so, as in llama.cpp. A word of the vocabulary ends no text here: Qwen's </s> is HTML to transformers."""
+    stated: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or ())
-    return tuple(sorted(found))
+        stated.update([ids] if isinstance(ids, int) else ids or ())
+    added = {str(token): number for number, token in added_tokens(tokenizer).items()}
+    return tuple(sorted(vocabulary.end_token_ids(added, stated)))
 
 
 def _no_progress(message: str) -> None:
@@ -218,7 +221,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         config = _read_config(folder, spec)
         _check_kind(config, spec)
         tensors = folders.read(folder, spec) if file is None else {}
-        tokenizer = tokenizer or _read_tokenizer(folder, spec)
+        given, tokenizer = tokenizer, tokenizer or _read_tokenizer(folder, spec)
         source: Source | None = None
         if file:
             model = empty_model(config, torch.float32)
@@ -238,8 +241,9 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             source = params_source(model)
         elif (folder / "generation_config.json").is_file():
             model.generation_config = _read_generation_config(folder, spec)
+        ends = kept.end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)
     model = model.eval().requires_grad_(False)
-    return OpenModel(model, tokenizer, file.name if file else spec, eos_token_ids(model, tokenizer), source)
+    return OpenModel(model, tokenizer, file.name if file else spec, ends, source)
 
 
 def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress) -> PreTrainedModel:

@@ -76,12 +76,9 @@ def reopen(file: gguf.Gguf, tokenizer: Any, cache_dir: Path) -> Reopened | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = json.loads((entry / "config.json").read_bytes())
-        generation = json.loads((entry / "generation_config.json").read_bytes())
+        ends = kept.end_token_ids(entry, tokenizer)
         tokenizer = tokenizer or kept.read_tokenizer(entry)
-        ends: set[int] = set()
-        for ids in (generation.get("eos_token_id"), config.get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)):
-            ends.update([ids] if isinstance(ids, int) else ids or ())
-        return Reopened(kept.read_source(file, entry), tokenizer, file.name, config, tuple(sorted(ends)))
+        return Reopened(kept.read_source(file, entry), tokenizer, file.name, config, ends)
     return None
 
 

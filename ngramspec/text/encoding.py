@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from ngramspec.batch.errors import InvalidInputError, TokenizerError
 from ngramspec.datastore import tokens
@@ -60,6 +60,12 @@ class Encoding:
         return tokens.plain(backend, max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1)
 
     @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The control tokens that are no part of a decoded text: each one's id by its own text."""
+        added = added_tokens(self.tokenizer).items()
+        return {str(token): number for number, token in added if token.special and number < self.vocab_size}
+
+    @cached_property
     def fingerprint(self) -> str:
         """What a datastore must have been made with. Raises TokenizerError."""
         return tokens.fingerprint(self.backend("a datastore"))
@@ -70,6 +76,14 @@ class Encoding:
         if backend is None:
             raise TokenizerError(f"{what} needs the model's tokenizer, one of the `tokenizers` library")
         return backend
+
+
+def added_tokens(tokenizer: Any) -> dict[int, AddedToken]:
+    """What a tokenizer of transformers has beside its words, by id; nothing for None, or one that does not tell (Mistral's own)."""
+    try:
+        return dict(getattr(tokenizer, "added_tokens_decoder", {}))
+    except NotImplementedError:
+        return {}
 
 
 def check_unicode(text: object, what: str) -> None:

@@ -486,7 +486,7 @@ def test_smollm2_is_whole(smollm2: LoadedModel) -> None:
     config = smollm2.model.config
     assert (config.model_type, config.num_hidden_layers, config.hidden_size, config.vocab_size) == ("llama", 30, 576, 49152)
     assert smollm2.model.get_output_embeddings().weight is smollm2.model.get_input_embeddings().weight
-    assert [smollm2.tokenizer.decode(t) for t in smollm2.eos_token_ids] == ["<|im_end|>"]
+    assert [smollm2.tokenizer.decode(t) for t in smollm2.eos_token_ids] == ["<|endoftext|>", "<|im_end|>", "<reponame>"]
     assert smollm2.model.dtype == torch.float32
 
 
