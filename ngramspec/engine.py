@@ -297,7 +297,9 @@ class Engine:
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
         constraint = None if params.grammar is None else self.compile_grammar(params.grammar)
         bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_token_ids))
+        special = self._encoding.special_tokens
+        stop_tokens = {special[text]: text for text in params.stop if text in special}
+        stop_ids = frozenset({*params.stop_token_ids, *stop_tokens, *(() if params.ignore_eos else self.eos_token_ids)})
         seqs = [
             sequence.Sequence(
                 ids,
@@ -324,6 +326,7 @@ class Engine:
                 ),
                 index=index,
                 stop_ids=stop_ids,
+                stop_tokens=stop_tokens,
                 max_len=self.max_model_len,
                 speculation=hints.get("speculation", True),
                 prediction=prediction,
@@ -338,9 +341,12 @@ class Engine:
         return seqs
 
     def _spellings(self, word: str) -> list[list[int]]:
-        """The tokens of a word, and those behind a blank, as vLLM has it: where they are as many and begin otherwise."""
+        """The tokens of a word, and those behind a blank, as vLLM has it: where they are as many and begin otherwise. A control token's
+        text is that token, too."""
         bare, behind = self.encode_text(word), self.encode_text(" " + word.lstrip())
-        return [bare, behind] if bare and len(behind) == len(bare) and behind[0] != bare[0] else [bare]
+        spelled = [bare, behind] if bare and len(behind) == len(bare) and behind[0] != bare[0] else [bare]
+        number = self._encoding.special_tokens.get(word)
+        return spelled if number is None else [*spelled, [number]]
 
     def _check_hints(self, hints: Hints) -> None:
         """Raises TypeError for unknown ones, InvalidInputError for wrong ones."""
@@ -446,11 +452,14 @@ class Engine:
             )
         return ids
 
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text in which nothing is a control token: "<|im_end|>" in it is spelled out. Nothing is put before or behind it.
+    def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text with nothing put before or behind it. "<|im_end|>" in it is spelled out, or with `parse_special` the control
+        token.
 
-        From any thread. Raises TokenizerError.
+        From any thread. Raises InvalidInputError, TokenizerError.
         """
+        if parse_special:
+            return self._encoding.ids(text, "text", add_special_tokens=False).tolist()
         return self._encoding.plain(text)
 
     def compile_grammar(self, grammar: Grammar) -> Constraint:

@@ -138,6 +138,8 @@ class Choice:
     stats: Stats = field(default_factory=Stats)
     texts: list[str] = field(default_factory=list)
     """The text of each token: what could be shown once it was there. They add up to `text`."""
+    stop_reason: int | str | None = None
+    """The stop string, or the one of `stop_token_ids`, that ended the text. None: the model's own end did, or none."""
 
 
 @dataclass(slots=True)

@@ -128,7 +128,7 @@ class View:
         """The delta's text token by token, each piece with the source of the token that completed it."""
         stream = self._streams[delta.index]
         for token, source in zip(delta.token_ids, delta.draft_sources, strict=True):
-            if stream.stopped:
+            if stream.stopped_by is not None:
                 return
             yield stream.push(token), source
 

@@ -6,6 +6,8 @@ so a stop token or stop string in the middle of an accepted run ends the text ex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +21,7 @@ from ngramspec.batch.types import Choice, Delta, DraftTree, TokenLogprob
 class TextSink(Protocol):
     """What a sequence needs of `text.TextStream`."""
 
-    stopped: bool
+    stopped_by: str | None
 
     def push(self, token_id: int) -> str: ...
 
@@ -58,6 +60,7 @@ class Sequence:
         *,
         index: int,
         stop_ids: frozenset[int],
+        stop_tokens: Mapping[int, str] = MappingProxyType({}),
         max_len: int,
         speculation: bool,
         prediction: np.ndarray | None = None,
@@ -65,13 +68,14 @@ class Sequence:
         datastores: frozenset[str] | None = None,
         block_hashes: BlockHashes | None = None,
     ) -> None:
-        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text.
+        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text,
+        and those of `stop_tokens` are stop strings, which may be part of it.
 
         `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not;
         `datastores`: names of those that drafts may come from, None: all; `block_hashes`: of the prompt's blocks, None: no prefix cache.
         """
         self.params, self.sampler, self.text = params, sampler, text
-        self.stop_ids, self.speculation = stop_ids, speculation
+        self.stop_ids, self.stop_tokens, self.speculation = stop_ids, stop_tokens, speculation
         self.prediction, self.tenant, self.datastores, self.block_hashes = prediction, tenant, datastores, block_hashes
         self.n_prompt = self.n_tokens = len(prompt)
         self.limit = min(self.n_prompt + params.max_tokens, max_len)
@@ -160,12 +164,14 @@ class Sequence:
             choice.logprobs.append(logprob)
         if token in self.stop_ids and self.n_output > self.params.min_tokens:
             self._n_wordless = 1
+            choice.stop_reason = self.stop_tokens.get(token, token if token in self.params.stop_token_ids else None)
             self.finish("stop")
             return True
         if self.params.stop:
             self.show()
         constraint = self.sampler.constraint
-        if self.text.stopped or (constraint is not None and constraint.complete):
+        if self.text.stopped_by is not None or (constraint is not None and constraint.complete):
+            choice.stop_reason = self.text.stopped_by
             self.finish("stop")
         elif self.n_tokens == self.limit:
             self.finish("length")
@@ -175,8 +181,8 @@ class Sequence:
         self.choice.finish_reason = reason
         if self.params.stop:
             self.show()
-            if self.text.stopped and reason == "length":  # held-back text completed a stop string
-                self.choice.finish_reason = "stop"
+            if self.text.stopped_by is not None and reason == "length":  # held-back text completed a stop string
+                self.choice.finish_reason, self.choice.stop_reason = "stop", self.text.stopped_by
 
     def show(self) -> None:
         """Bring the text up to date. Without stop strings nothing waits for it: it can be done while the next pass is under way."""
@@ -188,6 +194,8 @@ class Sequence:
             self._closed = True
             choice.texts.extend([""] * self._n_wordless)
             self._give(self.text.finish())
+            if self._n_wordless and self.params.include_stop_str_in_output:
+                self._give(self.stop_tokens.get(choice.token_ids[-1], ""))
 
     def delta(self) -> Delta:
         """What the sequence gained since the last delta, its text brought up to date."""

@@ -60,18 +60,18 @@ class TextStream:
         self._min_tokens, self._with_stop = min_tokens, with_stop
         self._held = ""
         self.n_tokens = 0
-        self.stopped = False
-        """A stop string is complete; what `push` returned with it ends the text."""
+        self.stopped_by: str | None = None
+        """The stop string that is complete; what `push` returned with it ends the text."""
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that may be shown now, often empty."""
-        assert not self.stopped, "push after a stop string"
+        assert self.stopped_by is None, "push after a stop string"
         self.n_tokens += 1
         return self._until_stop(self._pieces.push(token_id))
 
     def finish(self) -> str:
         """No more tokens follow: return what was held back. Nothing is left after a stop string."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         rest = self._until_stop(self._pieces.finish())
         rest, self._held = rest + self._held, ""
@@ -83,11 +83,11 @@ class TextStream:
         text = self._held + piece
         counts = self.n_tokens > self._min_tokens
         for end, char in enumerate(piece, len(self._held) + 1):
-            complete = [len(matcher.stop) for matcher in self._stops if matcher.push(char)]
+            complete = [matcher.stop for matcher in self._stops if matcher.push(char)]
             if complete and counts:
-                self.stopped = True
+                self.stopped_by = max(complete, key=len)
                 self._held = ""
-                return text[: end if self._with_stop else end - max(complete)]
+                return text[: end if self._with_stop else end - len(self.stopped_by)]
         shown = len(text) - max(matcher.matched for matcher in self._stops)
         self._held = text[shown:]
         return text[:shown]
@@ -96,7 +96,7 @@ class TextStream:
 class NoText:
     """Stands in for a `TextStream` where there is no tokenizer."""
 
-    stopped = False
+    stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
         return ""

@@ -45,7 +45,7 @@ def run(stream: TextStream, output: Sequence[int]) -> list[str]:
     pieces = []
     for token in output:
         pieces.append(stream.push(token))
-        if stream.stopped:
+        if stream.stopped_by is not None:
             break
     return [*pieces, stream.finish()]
 
@@ -57,15 +57,15 @@ def check(tokenizer: Any, prompt: Sequence[int], output: Sequence[int], stops: S
     stream = TextStream(tokenizer, prompt, stops, min_tokens)
     pieces = run(stream, output)
     assert "".join(pieces) == (whole[: stop[0]] if stop else whole)
-    assert stream.stopped == (stop is not None)
+    assert stream.stopped_by == (whole[slice(*stop)] if stop else None)
     if stop:
         assert stream.n_tokens == next((n for n, text in enumerate(known) if len(text) >= stop[1]), len(output))
     shown = ""
     for piece, text in zip(pieces, known[1:], strict=False):
         shown += piece
-        assert text.startswith(shown) or stream.stopped
+        assert text.startswith(shown) or stream.stopped_by is not None
         held = len(text) - len(shown)
-        assert stream.stopped or held == max((n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
+        assert stream.stopped_by is not None or held == max((n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
 
 
 @given(output=TEXT, prompt=TEXT, stops=STOPS, min_tokens=st.integers(0, 20))

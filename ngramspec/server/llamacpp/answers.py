@@ -17,7 +17,6 @@ from ngramspec.server.llamacpp.cutting import Answer, shown
 from ngramspec.server.llamacpp.schemas import Generation
 from ngramspec.server.llamacpp.tokens import Tokens
 from ngramspec.server.token_texts import finite
-from ngramspec.text.decoding import Special
 
 
 class Answers:
@@ -81,18 +80,10 @@ class Answers:
 
     def _end(self, answer: Answer, completion: Completion) -> tuple[str, str]:
         """(stop_type, stopping_word)"""
-        params, choice = answer.work.params, completion.choices[0]
+        choice = completion.choices[0]
         if answer.is_cut or choice.finish_reason != "stop":
             return "limit", ""
-        if choice.token_ids[-1] in {*params.stop_token_ids, *(() if params.ignore_eos else self.engine.eos_token_ids)}:
-            return "eos", ""
-        if params.include_stop_str_in_output:
-            return "word", max(filter(answer.text.endswith, params.stop), key=len, default="")
-        special = Special.of(params.skip_special_tokens, params.spaces_between_special_tokens)
-        written = "".join(self.tokens.texts.running(choice.token_ids, special))
-        behind = written[max(len(answer.text) - 1, 0) :]  # - 1: alone, a text may lack its first blank
-        words = [word for word in params.stop if word in behind]
-        return "word", min(words, key=lambda word: (behind.find(word) + len(word), -len(word)), default="")
+        return ("word", choice.stop_reason) if isinstance(choice.stop_reason, str) else ("eos", "")
 
     def _probabilities(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
