@@ -37,7 +37,7 @@ class Integer:
 
     @property
     def accepted(self) -> str:
-        bounds = f"an integer from {self.low}" + (f" to {self.high}" if self.high < MAX_INT or not self.low else "")
+        bounds = f"an integer from {self.low}" + (f" to {self.high}" if self.high != MAX_INT or not self.low else "")
         return f"None or {bounds}" if self.optional else bounds
 
     def accepts(self, value: object) -> bool:
@@ -52,19 +52,16 @@ class Number:
     high: float
     above: bool = False
     """The lower bound itself is out of bounds."""
-    or_zero: bool = False
-    """0 is accepted, whatever the lower bound."""
 
     @property
     def accepted(self) -> str:
-        bounds = f"a number in {'(' if self.above else '['}{self.low}, {self.high}]"
-        return f"0, or {bounds}" if self.or_zero else bounds
+        return f"a number in {'(' if self.above else '['}{self.low}, {self.high}]"
 
     def accepts(self, value: object) -> bool:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
         inside = bool(self.low <= value <= self.high)  # type: ignore[operator]  # numbers.Real declares no order; a NaN is in no bounds
-        return (self.or_zero and value == 0) or (inside and not (self.above and value == self.low))
+        return inside and not (self.above and value == self.low)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from ngramspec.batch.errors import InvalidInputError
 from ngramspec.batch.grammar import Grammar, GrammarKind
-from ngramspec.batch.options import Flag, Integer, Number, Texts, TokenIds, TokenNumbers, check, option
+from ngramspec.batch.options import MAX_INT, Flag, Integer, Number, Texts, TokenIds, TokenNumbers, check, option
 
-MAX_SEED = 2**64 - 1
+MAX_SEED, MAX_NEGATIVE_SEED = 2**64 - 1, 2**63
 MAX_STOPS = 64
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 100
@@ -31,12 +31,16 @@ class SamplingParams:
     min_tokens: int = option(0, Integer(0), "Fewest tokens before a stop token or stop string may end the text.")
     temperature: float = option(
         0.0,
-        Number(LEAST_TEMPERATURE, 100, or_zero=True),
-        "0 takes the most likely token (ties: the lowest id); above, samples.",
+        Number(0, 100),
+        "0, or less than 1e-6, takes the most likely token (ties: the lowest id); above, samples.",
         flags=("--temperature", "-t"),
     )
-    top_k: int = option(0, Integer(-1), "Sample among the k most likely tokens; 0 or -1: all.")
-    top_p: float = option(1.0, Number(0, 1, above=True), "Sample among the fewest tokens that hold this share of the probability.")
+    top_k: int = option(0, Integer(-MAX_INT), "Sample among the k most likely tokens; 0 or less: all.")
+    top_p: float = option(
+        1.0,
+        Number(0, 1),
+        "Sample among the fewest tokens that hold this share of the probability; 0: the most likely token, as temperature 0.",
+    )
     min_p: float = option(0.0, Number(0, 1), "Drop tokens less likely than this share of the most likely one.")
     repetition_penalty: float = option(
         1.0,
@@ -49,7 +53,9 @@ class SamplingParams:
         dict, TokenNumbers(-100, 100), "Token id to a number added to its logit; -100 bans the token.", flags=None
     )
     seed: int | None = option(
-        None, Integer(0, MAX_SEED, optional=True), "The same seed gives the same text. Default: a fresh one, reported."
+        None,
+        Integer(-MAX_NEGATIVE_SEED, MAX_SEED, optional=True),
+        "The same seed gives the same text. Default, or -1: a fresh one, reported. Less than that: counted down from 2**64.",
     )
     n: int = option(1, Integer(1, 128), "How many samples to write; sample i uses its own stream of the seed.", flags=("--n",))
     stop: tuple[str, ...] = option(
@@ -97,3 +103,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", tuple(int(token) for token in self.allowed_token_ids))
         put(self, "top_k", max(int(self.top_k), 0))
+        if self.top_p == 0 or self.temperature < LEAST_TEMPERATURE:
+            put(self, "temperature", 0.0)
+        if self.seed is not None and self.seed < 0:
+            put(self, "seed", None if self.seed == -1 else int(self.seed) % (MAX_SEED + 1))

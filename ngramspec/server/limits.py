@@ -18,6 +18,9 @@ from ngramspec.server.settings import Limits
 
 _UNREAD = 8  # times the limit: so much of a body that is too long is read and dropped, for most clients listen only when they have sent it
 _BOXES = 1 << 16  # lists and objects of a body; to check the 700,000 that fit in it would take everybody's seconds
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)  # of a string of JSON; every one is read, for a backslash can be escaped itself
 _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
@@ -63,6 +66,13 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
 
 def _too_long(limit: int) -> ApiError:
     return ApiError(413, f"the body is longer than {limit} bytes", headers={"Connection": "close"})
+
+
+def replace_lone_surrogates(raw: bytes) -> bytes:
+    """JSON in which halves of surrogate pairs, which are no characters, are U+FFFD: what is left of an emoji that a client cut in two."""
+    if b"\\ud" not in raw and b"\\uD" not in raw:
+        return raw
+    return _ESCAPE.sub(lambda found: rb"\ufffd" if found["lone"] else found[0], raw)
 
 
 def check_body(scope: Scope, body: bytes, limits: Limits) -> None:

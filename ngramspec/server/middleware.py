@@ -71,7 +71,7 @@ class RequestMiddleware:
         try:
             try:
                 self._check_head(scope)
-                body = await limits.read_body(scope, receive, self.limits)
+                body = limits.replace_lone_surrogates(await limits.read_body(scope, receive, self.limits))
                 if not len(self.keyring) or self.keyring.knows(scope["headers"]):
                     self._check_room(scope)
                     limits.check_body(scope, body, self.limits)

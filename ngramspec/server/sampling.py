@@ -25,13 +25,12 @@ SHARED = {name: option for name, option in options_of(SamplingParams).items() if
 
 
 def strict_type(kind: Kind) -> Any:
-    """The pydantic type of what an option takes. What a type cannot say (0, or from 1e-6 on), `SamplingParams` refuses."""
+    """The pydantic type of what an option takes."""
     match kind:
         case Integer(low, high):
             return Annotated[int, Field(ge=low, le=high)]
-        case Number(low, high, above, or_zero):
-            least = min(low, 0) if or_zero else low
-            return Annotated[float, Field(gt=least, le=high) if above and not or_zero else Field(ge=least, le=high)]
+        case Number(low, high, above):
+            return Annotated[float, Field(gt=low, le=high) if above else Field(ge=low, le=high)]
         case Flag():
             return bool
         case Choice(values):

@@ -109,7 +109,7 @@ def test_the_prompt_may_come_from_a_pipe_or_file(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["x", "--temperature", "-1"], "temperature must be 0, or a number in [1e-06, 100], got -1.0"),
+        (["x", "--temperature", "-1"], "temperature must be a number in [0, 100], got -1.0"),
         (["x", "--max-tokens", "0"], "max_tokens"),
         (["x", "--spec-length", "0"], "--spec-length"),
         (["x", "--temperature", "101"], "--temperature: temperature must be"),

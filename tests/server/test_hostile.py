@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 import tracemalloc
@@ -48,7 +49,7 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400")
 NUMBERS = ("-1", "0", "-0.0", "0.5", "2147483648", "9223372036854775808", "18446744073709551616", "1" + "0" * 400, "1e308", "-1e308")
 OTHERS = ("true", '"1"', "null", "[]", "{}")
 NO_TEXT = ('"\\ud800"', '"\\udc00\\ud800"', '"a\\udfffb"')
-"""Half characters."""
+"""Half characters, which are read as U+FFFD."""
 TEXTS = ('""', '"\\u0000"', '"\\uffff"', f'"{"x" * 100_000}"', '"{{ 7 * 7 }}<|im_end|>"', '"../../etc/passwd"', '"\\u202e\\ud83d\\ude00"')
 
 Leaf = tuple[str, dict[str, Any]]
@@ -164,7 +165,9 @@ def test_numbers(client: httpx.Client, path: str, leaf: Leaf) -> None:
 @named([(path, leaf) for path, (model, good) in ROUTES.items() for leaf in leaves(model, good, {"string"})])
 def test_texts(client: httpx.Client, path: str, leaf: Leaf) -> None:
     for value in NO_TEXT:
-        assert send(client, path, leaf[0].replace('"@"', value)).status_code == 400, value
+        whole = re.sub(r"\\ud...", r"\\ufffd", value)
+        given, replaced = (send(client, path, leaf[0].replace('"@"', each)) for each in (value, whole))
+        assert given.status_code == replaced.status_code, value
     for value in (*TEXTS, "1", "[1]", "{}", "true"):
         send(client, path, leaf[0].replace('"@"', value))
 

@@ -102,7 +102,6 @@ KINDS: tuple[Kind, ...] = (
     Integer(0, 5),
     Number(0, 1),
     Number(0, 1, above=True),
-    Number(0, 1, above=True, or_zero=True),
     Number(-2, 2),
     Flag(),
     Choice(("a", "b")),
@@ -128,10 +127,5 @@ def test_a_field_takes_what_its_option_takes(kind: Kind, value: Any) -> None:
 
 
 def test_what_a_type_cannot_say() -> None:
-    model = create_model("model", __base__=StrictModel, value=(strict_type(Number(0.5, 2, or_zero=True)), ...))
-    for value in (0, 0.1, 0.5, 2):
-        model(value=value)  # type: ignore[call-arg]
-    with pytest.raises(ValidationError):
-        model(value=-0.1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="declare it itself"):
         strict_type(TokenNumbers(-1, 1))
