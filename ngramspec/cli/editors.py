@@ -27,8 +27,6 @@ models:
     provider: llama.cpp
     model: qwen2.5-coder
     apiBase: $url/
-    requestOptions:
-      extraBodyProperties: {parse_special: true}
     roles: [autocomplete]""")
 
 ZED = Template("""{

@@ -107,6 +107,15 @@ def serve(
     receive_timeout: Annotated[
         float | None, option(_LOAD, "Seconds that a client may take to send a request. Default: 30.", metavar="S")
     ] = None,
+    parse_special: Annotated[
+        bool | None,
+        option(
+            _LOAD,
+            "Control tokens such as <|fim_prefix|> are spelled out in prompts of /v1/completions and /completion, unless a request says "
+            "parse_special. Default: they are control tokens, as in llama.cpp and vLLM; in messages they never are.",
+            "--parse-special/--no-parse-special",
+        ),
+    ] = None,
     pad_stream: Annotated[
         float | None,
         option(
@@ -143,6 +152,7 @@ def serve(
         drain_timeout=drain_timeout,
         send_timeout=send_timeout,
         receive_timeout=receive_timeout,
+        parse_special=parse_special,
         pad_stream=pad_stream,
         log_format=log_format,
     )

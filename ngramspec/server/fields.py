@@ -106,7 +106,9 @@ _ROWS = (
     _done(LLAMAS, "return_tokens", "token ids in the answer"),
     _done(LLAMAS, "response_fields", "which fields the answer has"),
     _done(LLAMAS, "cache_prompt", "false: computed without the prefix cache, with the same text"),
-    _done((LLAMA,), "parse_special", "control tokens in the prompt's text are control tokens"),
+    _done(
+        (COMPLETIONS, LLAMA), "parse_special", "false: control tokens in the prompt's text are spelled out; default: the server's setting"
+    ),
     _done(
         ROUTES,
         "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar grammar json_schema",
@@ -176,7 +178,7 @@ _ROWS = (
     _refused((CHAT,), "add_special_tokens", "the template has them", False),
     _refused((COMPLETIONS,), "add_special_tokens", "the tokenizer's own beginning; send token ids for another", True),
     _refused((COMPLETIONS,), "prompt_embeds", "text and token ids only"),
-    _refused((INFILL, *OPENAI), "parse_special", "text of users is never a control token; /completion has it", False),
+    _refused((INFILL, CHAT, RESPONSES), "parse_special", "here text is never a control token; /completion has it", False),
     _refused((LLAMA,), "image_data multimodal_data", _TEXT_ONLY, []),
     _refused((CHAT,), "audio web_search_options moderation", "text of the model alone"),
     _refused((CHAT,), "modalities", _TEXT_ONLY, ["text"]),

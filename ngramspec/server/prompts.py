@@ -1,7 +1,8 @@
-"""From what a request says to the token ids of its prompt; a user's text never becomes a control token.
+"""From what a request says to the token ids of its prompt; text in messages and tools never becomes a control token.
 
 Texts, messages and tools enter, lists of ids leave. Control tokens are all that the tokenizer's vocabulary was extended with, special or
-not; they come from the chat template and the beginning of a text alone. Knows the engine's tokenizer; nothing of HTTP or of sampling.
+not; in a chat they come from the template alone, and in a text to be continued from the text itself, if it is to be parsed. Knows the
+engine's tokenizer; nothing of HTTP or of sampling.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer
 from ngramspec.datastore.tokens import plain
 from ngramspec.engine import Engine
 from ngramspec.server.errors import ApiError
+from ngramspec.server.limits import replace_lone_surrogates
 from ngramspec.server.tool_turns import ASSISTANT, SYSTEM, TOOL, USER, Turn, in_text
 from ngramspec.text.tool_calls import HERMES, CallFormat, learn
 
@@ -65,9 +67,9 @@ class Prompts:
     def has_chat_template(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
-    def plain(self, text: str) -> list[int]:
-        """A text to be continued: its ids, behind the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
-        return self._bos + self._engine.encode_text(text)
+    def to_continue(self, text: str, *, parse_special: bool) -> list[int]:
+        """The ids of a text to be continued, behind the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
+        return self._bos + self._engine.encode_text(text, parse_special=parse_special)
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -214,7 +216,7 @@ class Prompts:
 
     def _arguments(self, given: str, hide: Hide) -> Any:
         try:
-            parsed = json.loads(given or "{}")
+            parsed = json.loads(replace_lone_surrogates((given or "{}").encode()))
         except (ValueError, RecursionError):
             parsed = given
         if self.calls.arguments_as_text or not isinstance(parsed, dict):

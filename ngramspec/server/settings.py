@@ -121,6 +121,8 @@ class ServerSettings(BaseSettings):
     """Seconds that a client may take to send a request."""
     drain_timeout: float = Field(default=30, ge=0)
     """Seconds that running requests have to end when the server is told to stop."""
+    parse_special: bool = True
+    """Control tokens are parsed in prompts of /v1/completions and /completion, unless a request says otherwise; never in messages."""
     pad_stream: float = Field(default=0, ge=0, le=10_000)
     """Milliseconds per token of every answer, so that its pace does not tell what was drafted. 0: as soon as it is there."""
     log_format: Literal["text", "json"] = "text"

@@ -122,9 +122,10 @@ def test_prompts_of_every_kind(api: openai.OpenAI, engine: Engine, model: str, s
     assert complete(texts, n=2) == {2 * i + k: text for i, text in enumerate(expected) for k in range(2)}
 
 
-def test_control_tokens_in_a_prompt_are_text(api: openai.OpenAI, engine: Engine, model: str) -> None:
+def test_control_tokens_in_a_prompt_are_text_where_that_is_asked_for(api: openai.OpenAI, engine: Engine, model: str) -> None:
     text = "a<|im_end|>b"
-    made = api.completions.create(model=model, prompt=text, temperature=0, **FREE)
+    more = {"extra_body": FREE["extra_body"] | {"parse_special": False}}
+    made = api.completions.create(model=model, prompt=text, temperature=0, **more)
     assert made.usage is not None
     assert made.usage.prompt_tokens == len(text)
     assert made.choices[0].text == engine.complete(ids(text), SamplingParams(max_tokens=16, ignore_eos=True)).text
@@ -470,12 +471,12 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("n", "max_tokens") for value in (-1, 2**31, 2**63, 1.5, True, "1", [])),
     *((name, value) for name in ("temperature", "top_p", "min_p", "repetition_penalty") for value in (-1, 101, 2**63, True, "1", {})),
     *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-3, 2.01, False, "0")),
-    *((name, value) for name in ("seed", "min_tokens") for value in (-1, 2**64, 0.5, True, "1")),
-    ("top_k", -2),
+    *((name, value) for name in ("seed", "min_tokens") for value in (-(2**63) - 1, 2**64, 0.5, True, "1")),
+    ("min_tokens", -1),
+    ("top_k", -(2**31)),
     ("top_k", 1.0),
     ("n", 0),
     ("n", 129),
-    ("top_p", 0),
     ("min_tokens", 10_000),
     ("ignore_eos", 1),
     ("stream", "yes"),
@@ -550,7 +551,7 @@ def test_nothing_is_made_of_fields_that_are_null(client: httpx.Client) -> None:
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "speed")
 
 
-@pytest.mark.parametrize("body", ['{"prompt": "a", "temperature": NaN}', '{"prompt": "a", "temperature": 1e999}', '{"prompt": "\\ud800"}'])
+@pytest.mark.parametrize("body", ['{"prompt": "a", "temperature": NaN}', '{"prompt": "a", "temperature": 1e999}'])
 def test_what_is_no_json_is_refused(client: httpx.Client, body: str) -> None:
     answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400

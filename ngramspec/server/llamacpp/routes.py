@@ -63,11 +63,12 @@ def router(state: State) -> APIRouter:
     async def completion(body: LlamaCompletionBody, http: Request, identity: Who) -> Any:
         """Continue a prompt: text, token ids, or a list of both; a list of prompts is answered by a list.
 
-        Control tokens are parsed in text only with `parse_special`.
+        Control tokens are parsed in text unless `parse_special` is false, here or in the server's settings.
         """
         given = list(body.prompts())
+        parse = state.settings.parse_special if body.parse_special is None else body.parse_special
         with state.admission.reserve(len(given) * body.n_cmpl) as reservation:
-            ids = await asyncio.to_thread(lambda: [tokens.encode(each, bos=True, parse=body.parse_special) for each in given])
+            ids = await asyncio.to_thread(lambda: [tokens.encode(each, bos=True, parse=parse) for each in given])
             return await handler.answer(reservation, http, identity, body, ids, several=body.has_several)
 
     @routes.post("/tokenize")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, Field, Strict, field_validator, model_validator
 
 from ngramspec.batch.options import MAX_INT
-from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
+from ngramspec.batch.params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
 from ngramspec.server import sampling
 from ngramspec.server.fields import INFILL, LLAMA
 from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
@@ -40,7 +40,7 @@ class Generation(Structured):
         default_factory=list
     )
     """[[id, bias], …] or {"id": bias, …}; false instead of a number bans the token."""
-    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] = -1
+    seed: Annotated[int, Field(ge=-MAX_NEGATIVE_SEED, le=MAX_SEED)] = -1
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] = ""
     n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     n_indent: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
@@ -79,7 +79,7 @@ class Generation(Structured):
             given["stop_token_ids"] = [*stop_ids, *given.get("stop_token_ids", ())]
         return SamplingParams(
             max_tokens=max(self.n_predict, 1) if self.n_predict >= 0 else room,
-            seed=None if self.seed < 0 else (self.seed + i) % (MAX_SEED + 1),
+            seed=None if self.seed == -1 else (self.seed + i) % (MAX_SEED + 1),
             stop=tuple(word for word in ([self.stop] if isinstance(self.stop, str) else self.stop) if word),
             logit_bias=self.bias(),
             logprobs=self.n_probs or None,
@@ -120,8 +120,8 @@ class LlamaCompletionBody(Generation):
     route = LLAMA
 
     prompt: TextOrTokens | Items[TextOrTokens]
-    parse_special: bool = False
-    """Control tokens in the prompt's text are control tokens."""
+    parse_special: bool | None = None
+    """False: control tokens in the prompt's text are spelled out. Default: what the server's settings say."""
 
     @property
     def has_several(self) -> bool:

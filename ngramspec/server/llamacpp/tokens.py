@@ -43,10 +43,10 @@ class Tokens:
             for at, part in enumerate(parts):
                 if isinstance(part, int):
                     ids.append(part)
-                elif parse:
-                    ids += self.tokenizer(part, add_special_tokens=bos and at == 0)["input_ids"]
+                elif bos and at == 0:
+                    ids += self.prompts.to_continue(part, parse_special=parse)
                 else:
-                    ids += self.prompts.plain(part) if bos and at == 0 else self.engine.encode_text(part)
+                    ids += self.engine.encode_text(part, parse_special=parse)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

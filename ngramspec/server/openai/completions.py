@@ -69,6 +69,7 @@ class _TextHandler(CompletionHandler):
         super().__init__(state, body, identity, "cmpl")
         self._engine, self._bounds = state.engine, state.bounds
         self._prompts, self._texts, self._body = prompts, texts, body
+        self._parse_special = state.settings.parse_special if body.parse_special is None else body.parse_special
         self.prompts = _several(body.prompt)
         self.n = 1 if body.n is None else body.n
         best_of = self.n if body.best_of is None else body.best_of
@@ -105,7 +106,7 @@ class _TextHandler(CompletionHandler):
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            ids = self._prompts.plain(prompt) if self._fim is None else self._fim.prompt(prompt, self._body.suffix or "")
+            ids = self._continued(prompt) if self._fim is None else self._fim.prompt(prompt, self._body.suffix or "")
         else:
             ids = prompt
             last = self._engine.vocab_size - 1
@@ -114,6 +115,9 @@ class _TextHandler(CompletionHandler):
         _refuse(not ids, "prompt", "is empty, and this model's tokenizer begins texts with nothing")
         self._bounds.check_prompt(len(ids))
         return ids
+
+    def _continued(self, prompt: str) -> list[int]:
+        return self._prompts.to_continue(prompt, parse_special=self._parse_special)
 
     # ------------------------------------------------------------------ answers
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from ngramspec.batch.options import MAX_INT
-from ngramspec.batch.params import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, SamplingParams
+from ngramspec.batch.params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
 from ngramspec.server import sampling
 from ngramspec.server.errors import ApiError, bad_request
 from ngramspec.server.fields import CHAT, COMPLETIONS
@@ -36,7 +36,7 @@ class Sampled(Structured):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_NEGATIVE_SEED, le=MAX_SEED)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Few] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -85,6 +85,8 @@ class CompletionRequest(Sampled):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    parse_special: bool | None = None
+    """False: control tokens in the prompt's text are spelled out. Default: what the server's settings say."""
     prediction: str | None = None
     """The output that is expected, such as an edited file's old text."""
 
