@@ -59,7 +59,10 @@ class SamplingParams:
     )
     n: int = option(1, Integer(1, 128), "How many samples to write; sample i uses its own stream of the seed.", flags=("--n",))
     stop: tuple[str, ...] = option(
-        (), Texts(MAX_STOPS), "Text that ends the output and is no part of it; may be given several times.", flags=("--stop", "-s")
+        (),
+        Texts(MAX_STOPS),
+        "Text, or a control token's name, that ends the output and is no part of it; may be given several times.",
+        flags=("--stop", "-s"),
     )
     stop_token_ids: tuple[int, ...] = option((), TokenIds(), "Ids that end the text, beside the model's own.", flags=None)
     include_stop_str_in_output: bool = option(False, Flag(), "The stop string that ends the text is part of it.", flags=None)

@@ -213,6 +213,8 @@ class Delta:
     """The text of each token of `token_ids`. They add up to `text`, but where cancelling gives out what an earlier token held back."""
     logprobs: list[TokenLogprob] | None = None
     """One per token of `token_ids`, where `SamplingParams.logprobs` asked for them."""
+    stop_reason: int | str | None = None
+    """The choice's, in its last piece."""
 
 
 @dataclass(frozen=True, slots=True)

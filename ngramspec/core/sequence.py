@@ -209,6 +209,7 @@ class Sequence:
             choice.finish_reason,
             texts=choice.texts[n:],
             logprobs=choice.logprobs[n:] if choice.logprobs is not None else None,
+            stop_reason=choice.stop_reason,
         )
         self._new_text, self._n_told = "", len(choice.token_ids)
         return delta

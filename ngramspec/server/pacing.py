@@ -69,5 +69,5 @@ def single_tokens(delta: Delta) -> list[Delta]:
         for i in range(n)
     ] or [Delta(delta.index, "", [], [], logprobs=delta.logprobs)]
     pieces[-1].text += rest
-    pieces[-1].finish_reason = delta.finish_reason
+    pieces[-1].finish_reason, pieces[-1].stop_reason = delta.finish_reason, delta.stop_reason
     return pieces

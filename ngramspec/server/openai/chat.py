@@ -97,12 +97,16 @@ class _ChatHandler(CompletionHandler):
         message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.calls:
             message |= {"content": reply.content or None, "tool_calls": [_call(call) for call in reply.calls]}
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": listener.finish_reason(choice.finish_reason),
-        } | self.told_sources(choice)
+        return (
+            {
+                "index": choice.index,
+                "message": message,
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": listener.finish_reason(choice.finish_reason),
+            }
+            | self.told_sources(choice)
+            | self.told_stop(choice)
+        )
 
     async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
         """The pieces of a stream: for each choice who speaks, what it says and calls, and why it ends."""
@@ -123,7 +127,8 @@ class _ChatHandler(CompletionHandler):
             if not told:
                 yield head | {"choices": [_piece(delta.index, {"content": ""}) | extras]}
             if delta.finish_reason is not None:
-                yield head | {"choices": [_piece(delta.index, {}, listener.finish_reason(delta.finish_reason))]}
+                last = _piece(delta.index, {}, listener.finish_reason(delta.finish_reason)) | self.told_stop(delta)
+                yield head | {"choices": [last]}
             if delta.completion is not None:
                 completions.append(delta.completion)
         for last in self.closing(CHUNK, completions):

@@ -143,7 +143,7 @@ class _TextHandler(CompletionHandler):
             "text": before if self.silent else before + choice.text,
             "logprobs": None if self._body.logprobs is None else legacy(self._texts, tokens, 0),
             "finish_reason": "length" if self.silent else choice.finish_reason,
-        } | ({} if self.silent else self.told_sources(choice))
+        } | ({} if self.silent else self.told_sources(choice) | self.told_stop(choice))
 
     async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
         """The pieces of a stream. With `echo` each text begins with its prompt, whose log-probabilities are known at the end only."""
@@ -178,7 +178,8 @@ class _TextHandler(CompletionHandler):
             logprobs = legacy(self._texts, list(zip(delta.token_ids, delta.logprobs or [], delta.texts, strict=True)), offset)
         if not (delta.text or delta.finish_reason or logprobs or (self.sources and delta.token_ids)):
             return None
-        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason} | self.told_sources(delta)
+        piece = {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return piece | self.told_sources(delta) | self.told_stop(delta)
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.prompts[number]

@@ -73,6 +73,10 @@ class CompletionHandler:
         """What a choice says of its tokens, where it was asked for."""
         return {"ngramspec": {"tokens": stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
 
+    def told_stop(self, part: Choice | Delta) -> dict[str, Any]:
+        """vLLM's `stop_reason`: the stop string, or the one of `stop_token_ids`, that ended a text."""
+        return {} if part.stop_reason is None else {"stop_reason": part.stop_reason}
+
     def closing(self, kind: str, completions: Sequence[Completion], *, silent: bool = False) -> list[dict[str, Any]]:
         """The last piece of a stream, where there is something to say."""
         extras = self.extras(completions)

@@ -206,6 +206,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: LegacyLogprobs | None
     finish_reason: str
+    stop_reason: int | str | None = None
     ngramspec: Sources | None = None
 
 
@@ -252,6 +253,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: int | str | None = None
     ngramspec: Sources | None = None
 
 
