@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from .code_cache import njit
 from .format import PLACE_BITS
 from .pointers import load_i32, load_i64, pointer, prefetch
 from .reader import Location, Snapshot

@@ -10,8 +10,6 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from . import code_cache  # noqa: F401  # before anything is compiled
-
 
 def _loader(bits, signed):
     @intrinsic

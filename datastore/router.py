@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 
-from . import code_cache  # noqa: F401  # before anything is compiled
+from .code_cache import njit
 from .format import Segment, vector_dtype
 
 if TYPE_CHECKING:

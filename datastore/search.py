@@ -9,8 +9,8 @@ The last two functions are for people's look-ups.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .code_cache import njit
 from .format import PLACE_BITS
 from .pointers import load_i32, load_i64, load_u8, load_u16, load_u32, prefetch
 

@@ -6,9 +6,8 @@ A mapped segment enters, nothing leaves but DatastoreCorruptError, which names t
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from . import code_cache  # noqa: F401  # before anything is compiled
+from .code_cache import njit
 from .errors import DatastoreCorruptError
 from .format import Segment, check_bodies, separator
 

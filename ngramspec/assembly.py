@@ -23,11 +23,11 @@ from ngramspec.batch.types import BLOCK
 from ngramspec.config import EngineConfig
 from ngramspec.cpu.recipe import Recipe
 from ngramspec.cpu.stack_runner import StackRunner, needed_bytes
+from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.drafting import proposer
 from ngramspec.drafting.base import Drafter, Speculator
 from ngramspec.drafting.single import SingleDrafter
 from ngramspec.model import starts
-from ngramspec.model.cache_dir import cache_dir
 from ngramspec.model.memory import available_memory, check_memory
 from ngramspec.model.runner import Runner
 from ngramspec.model.stored import quantised_source

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from ngramspec.datastore.code_cache import njit
 
 NOISE = 0.06
 """Of a step's time, one standard deviation: how far it is off what it takes on the average."""

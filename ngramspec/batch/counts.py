@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from ngramspec.datastore.code_cache import njit
 
 FIELDS = ("passes", "tokens", "drafted", "accepted", "drafts")
 """The table's first columns, as `types.Stats` has them. Then nodes and accepted ones by source, the same by depth, passes by length."""

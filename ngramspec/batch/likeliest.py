@@ -6,9 +6,9 @@ Rows, or parts of them as they are computed, go in; tokens with their logits com
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.types import KEPT
+from ngramspec.datastore.code_cache import njit
 
 NOBODY = np.int32(2**31 - 1)
 """A place that no token has yet."""

@@ -7,8 +7,10 @@ bits are the same, which an optimiser free to contract or a vendor's libm would 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from ngramspec.datastore.code_cache import njit
 
 _F = np.float32
 LOG2E, LN2_HI, LN2_LO = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, DraftTree
+from ngramspec.datastore.code_cache import njit
 
 ROWS_PER_ITEM = 4
 """Rows of one sequence that share loads of keys in attention; scheduling only, no bit depends on it."""

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.errors import GrammarError, InvalidInputError, NgramspecError
 from ngramspec.batch.grammar import Constraint
 from ngramspec.batch.numeric import bits_of_float, exp
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.types import KEPT, TokenLogprob
+from ngramspec.datastore.code_cache import njit
 
 WEIGHT_BITS = 40
 """The most likely token weighs 2**40. One that is e**-28 times as likely weighs nothing."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.likeliest import ranked
@@ -20,6 +19,7 @@ from ngramspec.batch.pack import Batch, Span, pack
 from ngramspec.batch.params import SamplingParams
 from ngramspec.batch.sampling import Sampler, draws, pick
 from ngramspec.batch.types import BLOCK, DraftTree
+from ngramspec.datastore.code_cache import njit
 
 
 def walk(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple[int, int]]:

@@ -226,7 +226,7 @@ def _run(model: str, engine: dict[str, Any], settings: ServerSettings, paths: di
     engine |= {"datastore": {name: common.open_store(folder) for name, folder in engine["datastore"].items()}}
 
     from ngramspec.cli import editors
-    from ngramspec.model.cache_dir import cache_dir
+    from ngramspec.datastore.cache_dir import cache_dir
     from ngramspec.server import logs
     from ngramspec.server.fim import Fim
     from ngramspec.server.repositories import Repositories

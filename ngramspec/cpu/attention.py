@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import get_num_threads, prange
 
 from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.batch.numeric import fma
@@ -26,6 +26,7 @@ from ngramspec.batch.pack import Batch
 from ngramspec.batch.types import BLOCK
 from ngramspec.cpu.formats import WIDTH
 from ngramspec.cpu.simd import CHAINS, LOWEST, STEP, exponentials, kept, multiply_add, number
+from ngramspec.datastore.code_cache import njit
 
 if TYPE_CHECKING:
     import torch

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import get_num_threads, njit, prange
+from numba import get_num_threads, prange
 from torch import nn
 
 from ngramspec.batch.numeric import exp
 from ngramspec.cpu.attention import PARALLEL
 from ngramspec.cpu.linear import PackedLinear, Shared, SharedPart
 from ngramspec.cpu.stack import norm_row
+from ngramspec.datastore.code_cache import njit
 from ngramspec.model.hf_modules import rms_norm
 
 _ONE = np.float32(1.0)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import get_num_threads, prange
 
 from ngramspec.cpu.formats import DEPTH, WIDTH, Blocks, Format
 from ngramspec.cpu.kernels import Kernels
 from ngramspec.cpu.packing import Arena, PackedWeight
 from ngramspec.cpu.threads import call
+from ngramspec.datastore.code_cache import njit
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numba
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.experimental import structref
 
 from ngramspec.batch.counts import count
@@ -63,6 +63,7 @@ from ngramspec.batch.verify import DRAWN as HOW_DRAWN
 from ngramspec.batch.verify import FOLLOWED, draw_all, follow_all
 from ngramspec.cpu.pool import KVPool, move_all
 from ngramspec.cpu.stack import Stack, compute
+from ngramspec.datastore.code_cache import njit
 from ngramspec.drafting import merge, ngram
 from ngramspec.drafting.evidence import ExternalTrees
 from ngramspec.drafting.pace import is_unpredictable, rest

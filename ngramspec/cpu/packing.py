@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from ngramspec.cpu.formats import DEPTH, LINE, SUPER, WIDTH, Blocks, Format, Plain, format_of, panel_bytes
+from ngramspec.datastore.code_cache import njit
 
 PIECE = 16 << 20
 """Bytes that are read at a time."""

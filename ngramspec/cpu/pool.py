@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.block_tables import BlockTables
 from ngramspec.batch.errors import OutOfMemoryError
 from ngramspec.batch.types import BLOCK
+from ngramspec.datastore.code_cache import njit
 
 
 @njit(cache=True, nogil=True)

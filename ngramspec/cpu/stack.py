@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.experimental import structref
 
 from ngramspec.batch.likeliest import NOBODY, insert, look, settle
@@ -24,6 +24,7 @@ from ngramspec.cpu.formats import DEPTH, WIDTH
 from ngramspec.cpu.matmul import BLOCKS, CODES_AT, PANEL_BYTES, PANELS, SUPER_AT, Matrix, Products, multiply, panels_a_piece
 from ngramspec.cpu.pool import KVPool
 from ngramspec.cpu.threads import call, counters, done, take, wait
+from ngramspec.datastore.code_cache import njit
 
 _F = np.float32
 Q, K, V, OUT, GATE, UP, DOWN = range(7)

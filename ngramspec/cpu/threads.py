@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ngramspec.cpu.kernels import N_ARGUMENTS
+from ngramspec.datastore.code_cache import njit
 
 SPINS = 4000
 """Looks at a counter before the thread lets others run."""

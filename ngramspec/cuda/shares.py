@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
+
+from ngramspec.datastore.code_cache import njit
 
 WORDS = 8
 """int32 numbers of a share: first and last + 1 row, row of the block tables, first and last + 1 split, place of what is kept for merging

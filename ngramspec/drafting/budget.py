@@ -10,7 +10,8 @@ hull of the cost allows any later prefix to be better, and the tree is cut back 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from ngramspec.datastore.code_cache import njit
 
 
 @njit(cache=True, nogil=True)

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.types import Reliability
+from ngramspec.datastore.code_cache import njit
 
 LEVELS = (0.0025, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
 """Bounds of the levels of a probability."""

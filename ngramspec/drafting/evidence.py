@@ -23,9 +23,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ngramspec.batch.types import KEPT
+from ngramspec.datastore.code_cache import njit
 from ngramspec.drafting.ngram import GAP_REACH, LADDER, LENGTH, REACH, START, look_up, look_up_gap
 
 DATASTORE = 0  # the external drafter whose weights are shipped

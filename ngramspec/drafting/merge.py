@@ -17,9 +17,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.experimental import structref
 
+from ngramspec.datastore.code_cache import njit
 from ngramspec.drafting.budget import lower_hull, pass_costs, worth
 from ngramspec.drafting.calibration import Calibration, judge, odds_against, verify
 from ngramspec.drafting.evidence import BIAS, EXTERNAL, WIDTH, ExternalTrees, Nodes, Recycled, Scratch, gather, hit_into, keep_rows

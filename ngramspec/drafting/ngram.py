@@ -21,8 +21,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.pointers import pointer
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ngramspec.datastore import DatastoreError, Matcher
+from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.lookup import ALL_STORES
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, Router, indices

@@ -30,8 +30,8 @@ from ngramspec.batch.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from ngramspec.datastore.cache_dir import cache_dir as default_cache_dir
 from ngramspec.model import families, folders, gguf, grouped, kept, random_weights, vocabulary
-from ngramspec.model.cache_dir import cache_dir as default_cache_dir
 from ngramspec.model.gguf_cache import Progress, derived, remove_converted
 from ngramspec.model.memory import check_memory
 from ngramspec.model.parameters import fill, params_source
@@ -83,7 +83,7 @@ def open_model(
 ) -> OpenModel:
     """Open the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
 
-    What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: that of `model.cache_dir`). `quantize`, None or
+    What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: that of `datastore.cache_dir`). `quantize`, None or
     "q8_0": the source makes 8-bit blocks of matrices that are not in blocks.
 
     Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError; InvalidInputError for `quantize`.

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from ngramspec.cpu.kernels import Kernels, Target, targets
-from ngramspec.model.cache_dir import cache_dir
+from ngramspec.datastore.cache_dir import cache_dir
 
 TARGETS = targets()
 if TARGETS[0].dot == "vnni512":  # what a processor with AVX-512 of the first generation takes

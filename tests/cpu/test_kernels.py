@@ -30,7 +30,7 @@ from ngramspec.cpu import kernels as module
 from ngramspec.cpu.formats import DEPTH, QUANTISED, WIDTH, Blocks, Plain
 from ngramspec.cpu.kernels import FLOAT_ROWS, INT8_ROWS, Code, Kernels, Target, host_target, targets
 from ngramspec.cpu.matmul import Product, Products
-from ngramspec.model.cache_dir import cache_dir
+from ngramspec.datastore.cache_dir import cache_dir
 
 N, K = 37, 768
 MOST = max(INT8_ROWS)

@@ -27,7 +27,7 @@ from ngramspec.cpu.formats import WIDTH
 from ngramspec.cpu.recipe import Recipe
 from ngramspec.cpu.runner import CpuRunner
 from ngramspec.cpu.stack_runner import HostOutput, StackRunner, is_quantised, needed_bytes
-from ngramspec.model.cache_dir import cache_dir
+from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.model.loading import load_model, open_model
 from ngramspec.model.stored import quantised_source
 

@@ -1,48 +1,169 @@
-"""Processes that share a cache of machine code never run another function's in one's place."""
+"""Machine code on disk is run only if it is what was written; where it cannot be kept, functions run all the same."""
 
 from __future__ import annotations
 
-import importlib
+import errno
+import importlib.util
 import pkgutil
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numba
 import pytest
-from numba.core.caching import IndexDataCacheFile
+from numba.core.caching import FunctionCache
 from numba.core.dispatcher import Dispatcher
 
 import ngramspec
-from ngramspec.datastore import code_cache  # noqa: F401
+from ngramspec.datastore import code_cache
+
+SOURCE = """
+from ngramspec.datastore.code_cache import njit
+
+@njit(cache=True)
+def add(a, b):
+    return a + b
+"""
 
 
-def test_two_processes_that_save_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (IndexDataCacheFile(str(tmp_path), "module.function-1.py311", 0) for _ in range(2))
-    real = first._save_index
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
+    """`load()`: a module with a compiled function, as a new process would import it."""
+    path = tmp_path / "compiled" / "summing.py"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
 
-    def early(overloads: dict[str, str]) -> None:
-        """The other process, which looked at the index before, saves its entry between our index and our code."""
-        real(overloads)
-        second.save("of the second", "its code")
+    def load() -> ModuleType:
+        spec = importlib.util.spec_from_file_location("summing", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
-    monkeypatch.setattr(first, "_save_index", early)
-    monkeypatch.setattr(second, "_load_index", dict)
-    first.save("of the first", "our code")
-    third = IndexDataCacheFile(str(tmp_path), "module.function-1.py311", 0)
-    assert third.load("of the second") == "its code"
-    assert third.load("of the first") in (None, "our code")
+    return load
 
 
-def test_compiled_functions_have_names_of_their_own() -> None:
+@pytest.fixture
+def compiled(load: Callable[[], ModuleType]) -> list[Path]:
+    module = load()
+    assert module.add(1, 2) == 3
+    assert module.add(1.5, 2) == 3.5
+    return sorted(Path(str(module.__file__)).parent.rglob("*.nb?"))
+
+
+def _hits(function: Any) -> int:
+    return sum(function.stats.cache_hits.values())
+
+
+def test_code_is_loaded_again(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
+    module = load()
+    assert (module.add(3, 4), module.add(1.5, 2)) == (7, 3.5)
+    assert _hits(module.add) == len(compiled) == 2
+
+
+def test_code_of_another_source_is_not_loaded(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
+    path = Path(str(load().__file__))
+    path.write_text(SOURCE.replace("a + b", "a - b"))
+    module = load()
+    assert (module.add(3, 4), _hits(module.add)) == (-1, 0)
+    assert sorted(path.parent.rglob("*.nb?")) == compiled, "its place was taken"
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_altered_code_is_never_run(load: Callable[[], ModuleType], compiled: list[Path], part: int) -> None:
+    """24 bytes anywhere in a file, among them those of its digest, or the file cut off there."""
+    for path in compiled:
+        whole = path.read_bytes()
+        at = min(len(whole) * part // 8, len(whole) - 24)
+        path.write_bytes(whole[:at] if part % 2 else whole[:at] + bytes(b ^ 0x5A for b in whole[at : at + 24]) + whole[at + 24 :])
+    module = load()
+    assert (module.add(3, 4), module.add(1.5, 2), _hits(module.add)) == (7, 3.5, 0)
+    again = load()
+    assert (again.add(3, 4), _hits(again.add)) == (7, 1), "it was compiled and kept again"
+
+
+def test_code_of_another_function_in_ones_place(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
+    """A whole file under another variant's name, as after a collision of names."""
+    first, second = compiled
+    first.write_bytes(second.read_bytes())
+    module = load()
+    assert (module.add(3, 4), module.add(1.5, 2)) == (7, 3.5)
+
+
+def test_cleared_code_is_compiled_again(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
+    code_cache.clear_folder(compiled[0].parent)
+    assert not any(path.exists() for path in compiled)
+    module = load()
+    assert (module.add(3, 4), _hits(module.add)) == (7, 0)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    code_cache.report_unusable.cache_clear()
+    yield caplog
+    code_cache.report_unusable.cache_clear()
+
+
+def test_without_a_folder_that_can_be_written(
+    load: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_locator: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("numba.core.caching._CacheLocator.ensure_cache_path", refuse)
+    for _ in range(2):
+        module = load()
+        assert module.add(1, 2) == 3
+    assert not list(Path(str(module.__file__)).parent.rglob("*.nb?"))
+    assert len(said.records) == 1
+    assert "cannot be kept" in said.records[0].getMessage()
+
+
+def test_on_a_full_disk(load: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture) -> None:
+    def fill(path: Path, data: bytes) -> int:
+        path.open("wb").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    module = load()
+    assert (module.add(1, 2), module.add(1.5, 2)) == (3, 3.5)
+    assert not [path for path in Path(str(module.__file__)).parent.rglob("summing.add*") if path.is_file()]
+    assert len(said.records) == 1
+
+
+def test_the_users_folder_if_the_packages_is_read_only(
+    load: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr("numba.core.caching.InTreeCacheLocator.from_function", refuse)
+    monkeypatch.setenv("NGRAMSPEC_CACHE", str(tmp_path / "cache"))
+    assert load().add(1, 2) == 3
+    module = load()
+    assert (module.add(3, 4), _hits(module.add)) == (7, 1)
+    assert len(list((tmp_path / "cache").rglob("*.nbc"))) == 1
+    assert not said.records
+
+
+def test_compiled_functions_have_checked_code_and_names_of_their_own() -> None:
     """numba tells two functions of one name apart by how many its process had compiled before each: code that processes compiled at
     different times can have one symbol, and whoever calls both gets one of them twice."""
     named: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    unchecked = []
     for info in pkgutil.walk_packages(ngramspec.__path__, "ngramspec."):
         if info.name.endswith("__main__"):
             continue
         module: Any = importlib.import_module(info.name)
-        for found in vars(module).values():
+        for name, found in vars(module).items():
             if isinstance(found, Dispatcher):
                 named[found.py_func.__module__, found.py_func.__qualname__].add(id(found))
+                if isinstance(vars(found)["_cache"], FunctionCache):
+                    unchecked.append(f"{info.name}.{name}")
     assert len(named) > 50
     assert [name for name, functions in named.items() if len(functions) > 1] == []
+    assert unchecked == []
