@@ -163,13 +163,14 @@ def _again(
     found: dict[str, Any], kept: starts.Kept, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
 ) -> tuple[StackRunner, _About] | None:
     """A model that an earlier start has checked, from its file and what was kept; None where that is not enough."""
-    try:
-        recipe = Recipe.of_json(found["recipe"])
-    except (KeyError, TypeError, ValueError):
-        return None
     if (opened := starts.reopen(kept.file, tokenizer, cache_dir())) is None:
         return None
     source = quantised_source(opened.source) if config.quantize == "q8_0" else opened.source
+    try:
+        recipe = Recipe.of_json(found["recipe"])
+        recipe.check(source)
+    except (KeyError, TypeError, ValueError):
+        return None
     about = _About(opened.name, opened.tokenizer, opened.eos_token_ids, int(opened.config.get("max_position_embeddings") or 4096))
     check_memory(needed_bytes(source, plain=False), "cpu", about.name)
 

@@ -55,6 +55,32 @@ class Recipe:
         weight, bias = found["head"]
         return cls(**{**found, "layers": layers, "head": (weight, bias)})
 
+    def check(self, source: Source) -> None:
+        """Raise ValueError or KeyError unless every weight has the shape in which a pass uses it: the pass reads addresses unchecked."""
+        vocab, hidden = source[self.embedding].shape
+        mixed, kv = self.n_heads * self.head_dim, self.n_kv * self.head_dim
+        wanted: list[tuple[str | None, tuple[int, ...]]] = [(self.norm, (hidden,))]
+
+        def want(matrix: tuple[str, str | None], n_out: int, n_in: int) -> None:
+            wanted.extend([(matrix[0], (n_out, n_in)), (matrix[1], (n_out,))])
+
+        want(self.head, source[self.head[0]].shape[0], hidden)
+        for layer in self.layers:
+            q, k, v, out, gate, up, down = layer.matrices
+            inner = source[gate[0]].shape[0]
+            for matrix, n_out in ((q, mixed), (k, kv), (v, kv), (gate, inner), (up, inner)):
+                want(matrix, n_out, hidden)
+            want(out, hidden, mixed)
+            want(down, hidden, inner)
+            wanted.extend((name, (hidden,)) for name in layer.norms)
+            wanted.extend((name, (self.head_dim,)) for name in layer.head_norms or ())
+        for name, shape in wanted:
+            if name is not None and source[name].shape != shape:
+                raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
+        pairs = [len(layer.norms) == 2 and (layer.head_norms is None or len(layer.head_norms) == 2) for layer in self.layers]
+        if not all(pairs) or 2 * len(self.frequencies) != self.head_dim or self.n_heads % self.n_kv or vocab < 1:
+            raise ValueError("numbers of norms, frequencies or heads do not fit each other")
+
     def shapes(self) -> list[tuple[int, int]]:
         """Per layer (n_kv_heads, head_dim)."""
         return [(self.n_kv, self.head_dim)] * len(self.layers)

@@ -185,6 +185,9 @@ class CpuRunner(StackRunner):
         if not found < tolerance:
             raise self.mismatch(found)
 
+    def self_test(self) -> bool:
+        return self.rows_are_independent(self._logits_of, 20)
+
     def _layer_error(self, small: PreTrainedModel, layer: int) -> float:
         """Largest difference of a model of one layer from ours with that layer alone, over its size."""
         words = small.config.get_text_config().vocab_size

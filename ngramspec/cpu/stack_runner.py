@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from ngramspec.batch.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.batch.multi_step import Compiled, Counting, Gained, Spending
-from ngramspec.batch.pack import Batch
+from ngramspec.batch.pack import Batch, Span, pack
 from ngramspec.batch.sampling import Sampler
 from ngramspec.batch.types import BLOCK, KEPT, TokenLogprob
 from ngramspec.batch.verify import Run, runs
@@ -150,7 +152,7 @@ class StackRunner(Runner):
         make_model: Callable[[], PreTrainedModel] | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """A model that was checked, and whose exactness was proved, by this version on this machine. `kv_bytes`: memory for the pool.
+        """A model that an earlier start has compared with transformers, by this version on this machine. `kv_bytes`: memory for the pool.
         `precision`: "int8" for activations of 8 bits where weights are in blocks, "float32", or "auto" for the first where there are such
         weights. `kv_dtype`: "float32", "float16", or "auto" for float16 with int8. `code`: a folder that keeps compiled code.
         `make_model`: transformers' model, without weights.
@@ -168,7 +170,7 @@ class StackRunner(Runner):
         self.vocab_size = self.stack.vocab_size
         self.policies = policies_of(self.stack.matrices)
         self.pool = new_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
-        self.exactness = "bitwise"
+        self.prove()
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]
@@ -188,6 +190,35 @@ class StackRunner(Runner):
             batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
         )
         return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
+
+    def self_test(self) -> bool:
+        """Test one layer of each kind and the head instead of the whole model, so that every start has time for it."""
+        assert self.stack is not None
+        kinds: dict[object, int] = {}
+        for i, layer in enumerate(self.stack.layers):
+            parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in layer.matrices)
+            kinds.setdefault((parts, layer.window, layer.head_norms is None), i)
+        return all(self.rows_are_independent(partial(self._states_of, i), 6) for i in kinds.values()) and self._head_is_independent()
+
+    def _states_of(self, layer: int, spans: list[Span]) -> np.ndarray:
+        """[T, H] of a pass through one layer."""
+        assert self.stack is not None
+        batch = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item)
+        states = self.stack.run(batch, self.pool, numba.get_num_threads(), first=layer, n_layers=1, states=True).states
+        assert states is not None
+        return states
+
+    def _head_is_independent(self) -> bool:
+        tokens = np.arange(9, dtype=np.int32)
+        slot = self.slot_for_tests(len(tokens))
+        try:
+            logits = []
+            for n in (9, 4, 1):
+                batch = pack([Span(slot, tokens[:n], 0, logits=n)], self.pool, self.rows_per_item)
+                logits.append(self._layers(batch, 0, 1).logits(0, n).copy())
+            return all(np.array_equal(logits[0][: len(some)], some) for some in logits)
+        finally:
+            self.pool.release(slot)
 
     def multi_step(
         self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,

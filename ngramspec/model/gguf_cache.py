@@ -59,6 +59,7 @@ def is_whole(entry: Path, gguf: Gguf) -> bool:
         return (
             manifest == _made_by(gguf) | {"files": files}
             and "config.json" in files
+            and {path.name for path in entry.iterdir()} == {*files, MANIFEST}
             and all([path.stat().st_size, zlib.crc32(path.read_bytes())] == files[path.name] for path in map(entry.joinpath, files))
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -83,7 +83,7 @@ def open_model(
 ) -> OpenModel:
     """Open the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
 
-    What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: that of `datastore.cache_dir`). `quantize`, None or
+    What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: `datastore.cache_dir`). `quantize`, None or
     "q8_0": the source makes 8-bit blocks of matrices that are not in blocks.
 
     Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError; InvalidInputError for `quantize`.

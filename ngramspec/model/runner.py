@@ -149,8 +149,11 @@ class Runner(ABC):
         """A pass over these spans; logits [N, V] float32 on the host, which no other pass writes."""
         import torch
 
+        return torch.from_numpy(self._logits_of(spans))
+
+    def _logits_of(self, spans: list[Span]) -> np.ndarray:
         batch = pack(spans, self.pool, self.rows_per_item)
-        return torch.from_numpy(self.forward(batch).logits(0, len(batch.logits_rows)).copy())
+        return self.forward(batch).logits(0, len(batch.logits_rows)).copy()
 
     # ------------------------------------------------------------------ proofs and measurements
 
@@ -202,26 +205,33 @@ class Runner(ABC):
         return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
     def self_test(self) -> bool:
-        """A prompt in chunks, a chain and a tree against the same tokens one by one: bitwise equal logits?"""
+        """Whether the logits of a prompt in chunks, a chain and a tree are bitwise those of the same tokens one by one."""
+        return self.rows_are_independent(self._logits_of, 20)
+
+    def rows_are_independent(self, compute: Callable[[list[Span]], np.ndarray], n_prompt: int) -> bool:
+        """Whether rows of a prompt in chunks, a chain and a tree are bitwise those of the same tokens one by one.
+
+        `compute` makes a pass over spans and returns rows [N, any], the last of which belong to the root and the nodes of the last span.
+        """
         rng = np.random.default_rng(0)
-        n = min(20, self.pool.max_blocks * BLOCK - 12)
+        n = min(n_prompt, self.pool.max_blocks * BLOCK - 12)
         tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
         parents = np.array([-1, -1, 0, 1, 3, 2, 4, 6], np.int32)
         tree = DraftTree(tokens[n:], parents, np.ones(8, np.float32), np.zeros(8, np.uint8))
         slot = self.slot_for_tests(n + 8)
         try:
-            self.run([Span(slot, tokens[: n // 2], 0, logits=0)])
-            whole = self.run([Span(slot, tokens[n // 2 : n], n // 2, tree)])
+            compute([Span(slot, tokens[: n // 2], 0, logits=0)])
+            whole = compute([Span(slot, tokens[n // 2 : n], n // 2, tree)])[-9:]
             for i in range(n):
-                last = self.run([Span(slot, tokens[i : i + 1], i)])
-            same = bool((last[0] == whole[0]).all())
+                last = compute([Span(slot, tokens[i : i + 1], i)])
+            same = bool((last[-1] == whole[0]).all())
             for leaf in sorted(set(range(8)) - set(parents.tolist())):
                 path = [leaf]
                 while parents[path[0]] >= 0:
                     path.insert(0, int(parents[path[0]]))
                 for depth, node in enumerate(path):
-                    last = self.run([Span(slot, tree.tokens[node : node + 1], n + depth)])
-                    same = same and bool((last[0] == whole[1 + node]).all())
+                    last = compute([Span(slot, tree.tokens[node : node + 1], n + depth)])
+                    same = same and bool((last[-1] == whole[1 + node]).all())
             return same
         finally:
             self.pool.release(slot)

@@ -21,20 +21,24 @@ from ngramspec.model import gguf, gguf_cache, kept
 from ngramspec.model.smollm2 import smollm2_gguf
 from ngramspec.model.stored import Source
 
-FORMAT = 1
+FORMAT = 2
+_DIGEST = 2 * hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A document about a file, in a folder; where that cannot be written, nothing is kept."""
+    """A document about a file, in a folder: the hexadecimal SHA-256 of what follows, then JSON. If the folder cannot be written, nothing is
+    kept."""
 
     path: Path
     file: gguf.Gguf
 
     def read(self) -> dict[str, Any] | None:
+        """Return the document as it was written; None if there is none, or it is not whole."""
         try:
-            found = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
+            raw = self.path.read_bytes()
+            found = json.loads(raw[_DIGEST:]) if raw[:_DIGEST] == _digest(raw[_DIGEST:]) else None
+        except (OSError, ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
 
@@ -42,7 +46,8 @@ class Kept:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(document))
+            text = json.dumps(document).encode()
+            partial.write_bytes(_digest(text) + text)
             partial.replace(self.path)
 
 
@@ -80,6 +85,10 @@ def reopen(file: gguf.Gguf, tokenizer: Any, cache_dir: Path) -> Reopened | None:
         tokenizer = tokenizer or kept.read_tokenizer(entry)
         return Reopened(kept.read_source(file, entry), tokenizer, file.name, config, ends)
     return None
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
 
 
 def _processor() -> list[str]:

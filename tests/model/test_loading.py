@@ -22,10 +22,10 @@ import torch
 import transformers
 
 from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
+from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.model import families, gguf_cache, loading, memory
 from ngramspec.model import gguf as gguf_files
 from ngramspec.model import smollm2 as smollm2_package
-from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.model.gguf import Gguf
 from ngramspec.model.loading import LoadedModel, load_model, load_tokenizer
 
