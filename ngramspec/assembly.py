@@ -189,7 +189,7 @@ def _first_time(
     """A model by transformers' modules, which are then replaced."""
     import torch
 
-    from ngramspec.model.loading import LoadedModel, eos_token_ids, load_model, open_model
+    from ngramspec.model.loading import LoadedModel, eos_token_ids, load_model, open_model, quiet
 
     torch.set_num_threads(device.threads)
     loaded: LoadedModel
@@ -206,7 +206,8 @@ def _first_time(
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
     about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained)
-    return _runner(loaded, config, device, _longest(config, trained), progress), about
+    with quiet():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them
+        return _runner(loaded, config, device, _longest(config, trained), progress), about
 
 
 def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress) -> Runner:

@@ -198,7 +198,7 @@ class StackRunner(Runner):
         for i, layer in enumerate(self.stack.layers):
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in layer.matrices)
             kinds.setdefault((parts, layer.window, layer.head_norms is None), i)
-        return all(self.rows_are_independent(partial(self._states_of, i), 6) for i in kinds.values()) and self._head_is_independent()
+        return all(self.rows_are_independent(partial(self._states_of, i), 4) for i in kinds.values()) and self._head_is_independent()
 
     def _states_of(self, layer: int, spans: list[Span]) -> np.ndarray:
         """[T, H] of a pass through one layer."""

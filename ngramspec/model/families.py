@@ -23,10 +23,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ngramspec.batch.errors import NgramspecError, TokenizerError, UnsupportedModelError
 from ngramspec.model import vocabulary
-from ngramspec.model.gguf import Gguf, Tensor, skeleton
+from ngramspec.model.gguf import Gguf, Tensor, array_length, skeleton
 from ngramspec.model.kept import NAMES, ROPE_FACTORS, RULES, plain_of, stored_of
 from ngramspec.model.random_weights import empty_model
 from ngramspec.model.stored import File, Source, Stored, interleaved_rows
+
+_LONGEST = 4096
+"""Most values of an array that is no vocabulary: those that a config needs have one a layer. transformers takes 700 bytes for each."""
+_PER_TOKEN = 8
+"""Most values of a vocabulary's arrays, such as merges, for each token, of which there are as many as a tensor has rows."""
 
 
 def derive(gguf: Gguf, folder: Path) -> None:
@@ -97,7 +102,8 @@ def _read_config(gguf: Gguf, scratch: Path) -> dict[str, Any]:
     # Llama's architecture for Mistral's, whose tensors it then does not find.
     path = scratch / "config.gguf"
     plain = {key for key, value in gguf.metadata.items() if value is not None or not key.startswith("tokenizer.")}
-    path.write_bytes(skeleton(gguf, (plain - {"general.name"}).__contains__))
+    long = {key for key in plain if array_length(gguf.headers[0], key) > _LONGEST}
+    path.write_bytes(skeleton(gguf, (plain - long - {"general.name"}).__contains__))
     with _told(gguf, "GGUF models"):
         config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
         if "vocab_size" not in config:
@@ -147,10 +153,15 @@ def _left_out(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
     """The tokenizer that a GGUF file carries; it makes the ids that llama.cpp makes."""
+    most = max(_LONGEST, _PER_TOKEN * max((n for tensor in gguf.tensors.values() for n in tensor.shape), default=0))
+    lengths = {key: array_length(gguf.headers[0], key) for key in gguf.metadata}
+    for key, length in lengths.items():
+        if length > most and key.startswith("tokenizer."):
+            raise TokenizerError(f"{gguf.path}: {key} has {length} values; accepted: up to {most}, by its tensors")
     if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
         return vocabulary.byte_pair_tokenizer(gguf)
     path = scratch / "tokenizer.gguf"
-    path.write_bytes(skeleton(gguf, lambda key: True))
+    path.write_bytes(skeleton(gguf, lambda key: lengths.get(key, 0) <= (most if key.startswith("tokenizer.") else _LONGEST)))
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file=path.name, local_files_only=True)
     except Exception as error:

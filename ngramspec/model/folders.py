@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
+from ngramspec.model import limits
 from ngramspec.model.stored import KINDS, File, InFile, Source, Stored
 
 
@@ -42,6 +43,8 @@ def read(folder: Path, spec: str) -> dict[str, Tensor]:
     """
     tensors = {}
     for path in weight_files(folder, spec):
+        if not path.is_file():
+            raise ModelNotFoundError(f"{spec}: {path.name} is missing or no regular file")
         try:
             with safe_open(path, "pt"):  # checks the whole header
                 pass
@@ -63,10 +66,13 @@ def weight_files(folder: Path, spec: str) -> list[Path]:
     if (single := folder / "model.safetensors").is_file():
         return [single]
     if index.is_file():
-        try:
-            return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelNotFoundError(f"{spec}: {index.name} cannot be read: {error}") from error
+        names = limits.read_object(index, spec).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ModelNotFoundError(f"{spec}: {index.name} has no weight_map")
+        for name in names.values():
+            if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+                raise ModelNotFoundError(f"{spec}: {index.name} names {name!r}; accepted: safetensors files in the same folder")
+        return [folder / name for name in sorted(set(names.values()))]
     pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
     if pickled:
         raise UnsupportedModelError(f"{spec}: its weights are pickled ({pickled[0]}) and could run code when read; accepted: safetensors")

@@ -39,6 +39,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _HEADER_SIZES = (1 << 21, 1 << 23, 1 << 25, 1 << 27)
 """Bytes in which a header is looked for, one after the other: vocabularies of 50,000 tokens take 2 MB."""
+_MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 18
+"""Each takes memory of its own once it is read; the largest models have some 100 keys and 2,000 tensors."""
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 _u32 = struct.Struct("<I")
@@ -168,6 +170,14 @@ def read_header(path: Path) -> Header:
     raise _damaged(path, f"its header has more than {_HEADER_SIZES[-1]} bytes")
 
 
+def array_length(header: Header, key: str) -> int:
+    """How many values the array of a key has; 0 for a single value."""
+    if header.metadata[key] is not None:
+        return 0
+    (count,) = _u64.unpack_from(header.raw, header.spans[key][0] + 8 + len(key.encode()) + 4 + 4)
+    return int(count)
+
+
 def skeleton(gguf: Gguf, keep: Callable[[str], bool]) -> bytes:
     """A GGUF file with general.alignment, the metadata that `keep` says by key, and the same names of tensors, each a single number."""
     header = gguf.headers[0]
@@ -217,6 +227,8 @@ def _parse_fields(path: Path, raw: bytes, size: int) -> Header:
         raise _damaged(path, f"version {version}; 2 and 3 are read, in little endian")
     if n_keys * 13 + n_tensors * 33 > size:
         raise _damaged(path, f"it has {size} bytes, too few for {n_keys} keys and {n_tensors} tensors")
+    if n_keys > _MOST_KEYS or n_tensors > _MOST_TENSORS:
+        raise _damaged(path, f"it has {n_keys} keys and {n_tensors} tensors; accepted: up to {_MOST_KEYS} and {_MOST_TENSORS}")
     metadata: dict[str, Any] = {}
     spans: dict[str, tuple[int, int]] = {}
     at = 24

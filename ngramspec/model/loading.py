@@ -9,7 +9,6 @@ business.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from ngramspec.batch.errors import (
     UnsupportedModelError,
 )
 from ngramspec.datastore.cache_dir import cache_dir as default_cache_dir
-from ngramspec.model import families, folders, gguf, grouped, kept, random_weights, vocabulary
+from ngramspec.model import families, folders, gguf, grouped, kept, limits, random_weights, vocabulary
 from ngramspec.model.gguf_cache import Progress, derived, remove_converted
 from ngramspec.model.memory import check_memory
 from ngramspec.model.parameters import fill, params_source
@@ -132,7 +131,7 @@ def load_model(
 
 def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that `spec` names, without its weights. Raises as `open_model` does."""
-    with _quiet(), contextlib.ExitStack() as stack:
+    with quiet(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
         path = _resolve(spec)
@@ -140,6 +139,7 @@ def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTok
             path = _download(path, HUB_TOKENIZER, _no_progress)
         if path.is_file():
             path = derived(gguf.read(path), families.derive, cache_dir or default_cache_dir(), _no_progress, stack)
+        limits.check_files(path, spec)
         return _read_tokenizer(path, spec)
 
 
@@ -206,7 +206,7 @@ def _download(name: str, patterns: list[str], progress: Progress) -> Path:
 
 def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: Progress, cache_dir: Path) -> OpenModel:
     """`dtype`, `device`: of models that have weights already."""
-    with _quiet(), contextlib.ExitStack() as stack:
+    with quiet(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             model = _random_model(spec, dtype, device, progress)
             return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), params_source(model))
@@ -218,9 +218,12 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         if file:
             remove_converted(cache_dir, progress)
             folder = derived(file, families.derive, cache_dir, progress, stack)
-        config = _read_config(folder, spec)
+        limits.check_files(folder, spec)
+        config = limits.read_object(folder / "config.json", spec)
         _check_kind(config, spec)
         tensors = folders.read(folder, spec) if file is None else {}
+        if file is None:
+            limits.check_sizes(config, spec, [tensor.shape for tensor in tensors.values()])
         given, tokenizer = tokenizer, tokenizer or _read_tokenizer(folder, spec)
         source: Source | None = None
         if file:
@@ -248,6 +251,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
 
 def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress) -> PreTrainedModel:
     config = read_shape(spec)
+    limits.check_sizes(config, spec)
     _check_kind(config, spec)
     model = empty_model(config, dtype)
     check_memory(parameter_bytes(model), device, spec)
@@ -256,20 +260,10 @@ def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress
         return random_weights.fill(model, device)
 
 
-def _read_config(folder: Path, spec: str) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{spec}: config.json cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelNotFoundError(f"{spec}: config.json holds {type(config).__name__}, not an object")
-    return config
-
-
 def _read_generation_config(folder: Path, spec: str) -> Any:
     try:
         return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelNotFoundError(f"{spec}: generation_config.json cannot be read: {error}") from error
 
 
@@ -359,7 +353,7 @@ def _memory(spec: str, device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers' bars and warnings off, then as they were."""
     log = transformers.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()

@@ -7,7 +7,6 @@ many, and logits are as peaked as a trained model's, so that tokens vary with th
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, init
 from transformers.pytorch_utils import Conv1D
 
 from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
+from ngramspec.model.limits import read_object
 
 PREFIX = "random:"
 _LLAMA: dict[str, Any] = {
@@ -162,13 +162,9 @@ def read_shape(spec: str) -> dict[str, Any]:
         return dict(SHAPES[name])
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"there is no shape {name!r}; accepted: {', '.join(SHAPES)}, or the path of a config.json") from error
-    if not isinstance(config, dict):
-        raise ModelNotFoundError(f"{path} holds {type(config).__name__}, not an object")
-    return config
+    if not path.is_file():
+        raise ModelNotFoundError(f"there is no shape {name!r}; accepted: {', '.join(SHAPES)}, or the path of a config.json")
+    return read_object(path, spec)
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
