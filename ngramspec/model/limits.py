@@ -18,7 +18,7 @@ from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
 CONFIG_BYTES, TEXT_BYTES = 1 << 24, 1 << 28
 """Most bytes of a config, and of any other file that is parsed as a whole; the largest tokenizers take some 35 MB."""
 MOST_LAYERS = 4096
-"""Layers, experts and the like, if no tensors bound them; the deepest models have some 130 layers, the widest 512 experts."""
+"""Layers, experts and the like, if no tensors bound them, and values of a list; the deepest models have some 130 layers, the widest 512 experts."""
 MOST_POSITIONS = 1 << 25
 """Longest text that a config may name; the longest today is 10 million tokens."""
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"}
@@ -77,6 +77,9 @@ def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]]
     """
     widest = _ACCOUNT * max((n for shape in shapes for n in shape), default=0) if shapes is not None else 1 << 20
     layers = len(shapes) if shapes is not None else MOST_LAYERS
+    for key, value in _values(config):
+        if isinstance(value, (list, str)) and len(value) > MOST_LAYERS:
+            raise UnsupportedModelError(f"{spec}: {key} has a length of {len(value)} in its config; accepted: up to {MOST_LAYERS}")
     for key, value in _numbers(config):
         least, most, why = -(1 << 31), float(1 << 31), ""
         if key in _LAYERS:
@@ -97,12 +100,18 @@ def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]]
 
 def _numbers(found: Any) -> Iterator[tuple[str, int | float]]:
     """Every number of a config, with the key that it or the list around it has."""
+    for key, value in _values(found):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield key, value
+
+
+def _values(found: Any) -> Iterator[tuple[str, Any]]:
+    """Every value of a config, lists and objects among them, with the key that it or the list around it has."""
     left = [("", found)]
     while left:
         key, value = left.pop()
+        yield key, value
         if isinstance(value, dict):
             left.extend((str(name), each) for name, each in value.items())
         elif isinstance(value, list):
             left.extend((key, each) for each in value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield key, value
