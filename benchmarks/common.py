@@ -79,7 +79,7 @@ class Words:
 
 def model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`--model` or `--random-weights`, either as `args.model`, where it runs, and how. See `settle_dtype` and `engine_options`."""
-    from ngramspec.model.random_weights import PREFIX, SHAPES  # with it comes transformers, which most benchmarks do without
+    from ngramspec.model.shapes import PREFIX, SHAPES
 
     model = parser.add_mutually_exclusive_group(required=required)
     model.add_argument("--model", help="folder, hub name, GGUF file, smollm2, or random:CONFIG")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from ngramspec.batch.types import BLOCK
 from ngramspec.config import EngineConfig
 from ngramspec.cpu.recipe import Recipe
 from ngramspec.cpu.stack_runner import StackRunner, needed_bytes
+from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.drafting import proposer
 from ngramspec.drafting.base import Drafter, Speculator
 from ngramspec.drafting.single import SingleDrafter
-from ngramspec.model import starts
+from ngramspec.model import crashes, starts
 from ngramspec.model.memory import available_memory, check_memory
 from ngramspec.model.runner import Runner
 from ngramspec.model.stored import quantised_source
@@ -112,6 +114,20 @@ def bind(
 
     Raises what `loading.load_model` and the device's runner raise (see `batch.errors`).
     """
+
+    def clear() -> None:
+        log.warning("an earlier start crashed: compiling everything anew")
+        code_cache.clear()
+        for folder in ("code", "starts"):
+            shutil.rmtree(cache_dir() / folder, ignore_errors=True)
+
+    with crashes.watch_start(cache_dir() / "crashes", clear):
+        return _bind(model, tokenizer, config, device, progress, modules)
+
+
+def _bind(
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool
+) -> BoundModel:
     numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
     warmer = threading.Thread(target=warm_up, daemon=True)
     warmer.start()

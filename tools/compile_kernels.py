@@ -29,7 +29,8 @@ from ngramspec.cuda.packed import PackedEmbedding
 from ngramspec.cuda.pool import CudaPool
 from ngramspec.cuda.quantised import FORMATS, UNIT, Packed, QuantisedProduct
 from ngramspec.cuda.shares import Sharing
-from ngramspec.model.random_weights import SHAPES, empty_model, read_shape
+from ngramspec.model.random_weights import empty_model
+from ngramspec.model.shapes import SHAPES, read_shape
 from tools.aot import SHARED_LIMIT, CompiledKernel, check_limits, compile_kernel
 
 PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}

@@ -33,7 +33,8 @@ from ngramspec.batch.types import Completion
 from ngramspec.drafting.base import Candidates, Text
 from ngramspec.drafting.single import SingleDrafter
 from ngramspec.model.loading import load_model, load_tokenizer
-from ngramspec.model.random_weights import PREFIX, empty_model, read_shape
+from ngramspec.model.random_weights import empty_model
+from ngramspec.model.shapes import PREFIX, read_shape
 from ngramspec.model.smollm2 import SMOLLM2_PACKAGE
 
 STATIC, LOOKUP = {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 10}

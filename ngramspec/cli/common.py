@@ -120,11 +120,19 @@ def open_store(folder: Path | str) -> Datastore:
         raise BadInputError(f"--datastore: {error}") from error
 
 
+def check_model(model: str) -> None:
+    """Look a model's name up, before anything is imported that takes time. Raises ModelNotFoundError."""
+    from ngramspec.model.names import check_name
+
+    check_name(model)
+
+
 def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False, **settings: Any) -> Engine:
     """`Engine`, but for `drafters` by their names, see `drafters.names`; `alone`: there is one, and nothing beside it.
 
     Raises BadInputError for what is out of bounds, and what `Engine` raises.
     """
+    check_model(model)
     from ngramspec.drafters.names import make_drafter
     from ngramspec.engine import Engine
 

@@ -223,6 +223,7 @@ def working_trees(given: Sequence[str], stores: Collection[str], most: int | Non
 
 
 def _run(model: str, engine: dict[str, Any], settings: ServerSettings, paths: dict[str, str], with_installed: bool) -> None:
+    common.check_model(model)
     engine |= {"datastore": {name: common.open_store(folder) for name, folder in engine["datastore"].items()}}
 
     from ngramspec.cli import editors

@@ -18,7 +18,8 @@ from ngramspec.batch.errors import ModelNotFoundError, UnsupportedModelError
 CONFIG_BYTES, TEXT_BYTES = 1 << 24, 1 << 28
 """Most bytes of a config, and of any other file that is parsed as a whole; the largest tokenizers take some 35 MB."""
 MOST_LAYERS = 4096
-"""Layers, experts and the like, if no tensors bound them, and values of a list; the deepest models have some 130 layers, the widest 512 experts."""
+"""Layers, experts and the like, if no tensors bound them, and values of a list; the deepest models have some 130 layers, and the widest
+512 experts in one."""
 MOST_POSITIONS = 1 << 25
 """Longest text that a config may name; the longest today is 10 million tokens."""
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,22 +32,17 @@ from ngramspec.datastore.cache_dir import cache_dir as default_cache_dir
 from ngramspec.model import families, folders, gguf, grouped, kept, limits, random_weights, vocabulary
 from ngramspec.model.gguf_cache import Progress, derived, remove_converted
 from ngramspec.model.memory import check_memory
+from ngramspec.model.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
 from ngramspec.model.parameters import fill, params_source
-from ngramspec.model.random_weights import PREFIX as RANDOM
-from ngramspec.model.random_weights import SHAPES, empty_model, parameter_bytes, read_shape
-from ngramspec.model.smollm2 import smollm2_gguf
+from ngramspec.model.random_weights import empty_model, parameter_bytes
+from ngramspec.model.shapes import PREFIX as RANDOM
+from ngramspec.model.shapes import read_shape
 from ngramspec.model.stored import Source, quantised_source
 from ngramspec.text.encoding import added_tokens
 
 DEQUANTISED = ("fp8", "mxfp4")
 """Ways of quantising that transformers takes back while it loads, without another package."""
-ACCEPTED = (
-    "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, smollm2, "
-    f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
-)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
-HUB_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
-HUB_MODEL = [*HUB_TOKENIZER, "*.safetensors"]
 
 
 @dataclass(slots=True)
@@ -80,7 +74,7 @@ def open_model(
     cache_dir: Path | None = None,
     quantize: str | None = None,
 ) -> OpenModel:
-    """Open the model that `spec` names (see ACCEPTED), with `tokenizer` or else its own; random weights have none of their own.
+    """Open the model that `spec` names (see `names.ACCEPTED`), with `tokenizer` or else its own; random weights have none of their own.
 
     What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: `datastore.cache_dir`). `quantize`, None or
     "q8_0": the source makes 8-bit blocks of matrices that are not in blocks.
@@ -134,9 +128,9 @@ def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTok
     with quiet(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
-        path = _resolve(spec)
+        path = resolve(spec)
         if isinstance(path, str):
-            path = _download(path, HUB_TOKENIZER, _no_progress)
+            path = download(path, HUB_TOKENIZER)
         if path.is_file():
             path = derived(gguf.read(path), families.derive, cache_dir or default_cache_dir(), _no_progress, stack)
         limits.check_files(path, spec)
@@ -158,61 +152,15 @@ def _no_progress(message: str) -> None:
     pass
 
 
-def _resolve(spec: str) -> Path | str:
-    """A folder or GGUF file as a path, a hub repository as its name."""
-    if spec == "smollm2":
-        return smollm2_gguf()
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return path
-        inside = sorted(p.name for p in path.glob("*.gguf"))
-        hint = f"; name one of its GGUF files: {', '.join(inside)}" if inside else ""
-        raise ModelNotFoundError(f"the folder {spec!r} has no config.json, so it holds no model{hint}")
-    if path.is_file():
-        if path.suffix.lower() == ".gguf":
-            return path
-        raise ModelNotFoundError(f"the file {spec!r} is not a model; accepted: {ACCEPTED}")
-    if spec.lower().endswith(".gguf") or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", spec):
-        raise ModelNotFoundError(f"there is no file or folder {spec!r}; accepted: {ACCEPTED}")
-    return spec
-
-
-def _download(name: str, patterns: list[str], progress: Progress) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors as hub_errors
-
-    progress(f"looking up {name} on the hub")
-    bars = not huggingface_hub.utils.are_progress_bars_disabled()
-    huggingface_hub.utils.disable_progress_bars()
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
-    except hub_errors.GatedRepoError as error:
-        raise ModelNotFoundError(
-            f"the hub gives {name!r} only to accounts that its owners accepted; log in with `hf auth login`"
-        ) from error
-    except hub_errors.RepositoryNotFoundError as error:
-        raise ModelNotFoundError(f"{name!r} is neither a local folder nor a model on the hub; accepted: {ACCEPTED}") from error
-    except Exception as error:
-        # The hub client raises its HTTP library's errors as they are, and which library that is has changed before.
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelNotFoundError(
-            f"{name!r} is not a local folder, and the hub could not be asked for it (offline?): {reason}; accepted: {ACCEPTED}"
-        ) from error
-    finally:
-        if bars:
-            huggingface_hub.utils.enable_progress_bars()
-
-
 def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: Progress, cache_dir: Path) -> OpenModel:
     """`dtype`, `device`: of models that have weights already."""
     with quiet(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             model = _random_model(spec, dtype, device, progress)
             return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), params_source(model))
-        path = _resolve(spec)
+        path = resolve(spec)
         if isinstance(path, str):
-            path = _download(path, HUB_MODEL, progress)
+            path = download(path, HUB_MODEL, progress)
         file = gguf.read(path) if path.is_file() else None
         folder = path
         if file:

@@ -49,14 +49,23 @@ def test_drafts_are_coloured_in_a_terminal(
 
 
 def test_options_reach_the_engine_and_the_request(engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = "--model M --no-spec --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 --seed 3 --n 2"
+    model = "random:SmolLM2-135M"
+    options = f"--model {model} --no-spec --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 --seed 3 --n 2"
     options += " --stop a --stop b --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --ignore-eos --logprobs 2"
     options += " --spec-length 4 --spec-rows 8 --max-order 5 --history 99 --threads 1 --device cpu --dtype bfloat16 --max-model-len 77"
     assert run(monkeypatch, "complete", "x", *options.split()) == 0
     assert engine.made["params"] == SamplingParams(
         9, 2, 0.5, 5, 0.9, 0.1, 1.1, 0.2, 0.3, seed=3, n=2, stop=("a", "b"), ignore_eos=True, logprobs=2
     )
-    wanted = {"model": "M", "speculation": False, "spec_length": 4, "spec_rows": 8, "max_order": 5, "history": 99, "threads": 1}
+    wanted = {
+        "model": "random:SmolLM2-135M",
+        "speculation": False,
+        "spec_length": 4,
+        "spec_rows": 8,
+        "max_order": 5,
+        "history": 99,
+        "threads": 1,
+    }
     wanted |= {"device": "cpu", "dtype": "bfloat16", "max_model_len": 77}
     assert wanted.items() <= engine.made.items()
 
@@ -333,3 +342,17 @@ def test_what_is_no_form_is_told(
     assert said in printed
     assert options[0] in printed
     assert not engine.made, "no model is loaded"
+
+
+@pytest.mark.parametrize("command", [["complete", "x"], ["serve"], ["beam", "x"]])
+@pytest.mark.parametrize("model", ["./nosuch", "none.gguf", "random:none", __file__, "a b"])
+def test_a_wrong_model_is_one_line_before_anything_is_imported(command: list[str], model: str) -> None:
+    code = (
+        "import sys, runpy\nsys.argv[0] = 'ngramspec'\ntry: runpy.run_module('ngramspec', run_name='__main__')\n"
+        "finally: print(sorted({'torch', 'transformers', 'numba', 'fastapi'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command, "--model", model], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
+    assert done.stderr.startswith("ngramspec: ")
+    assert done.stderr.count("\n") == 1
+    assert model.removeprefix("random:") in done.stderr

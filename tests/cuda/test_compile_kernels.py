@@ -8,7 +8,7 @@ from aot import run_aot
 def compiled() -> None:
     import torch
 
-    from ngramspec.model.random_weights import read_shape
+    from ngramspec.model.shapes import read_shape
     from tools import compile_kernels
 
     for dtype, shape in ((torch.bfloat16, "Qwen2.5-Coder-7B"), (torch.float32, "SmolLM2-135M")):

@@ -12,7 +12,7 @@ import torch
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.batch.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
-from ngramspec.model import loading, memory, random_weights
+from ngramspec.model import loading, memory, random_weights, shapes
 from ngramspec.model.loading import load_model, load_tokenizer
 
 CONFIG: dict[str, Any] = {
@@ -47,16 +47,16 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", random_weights.SHAPES)
+@pytest.mark.parametrize("name", shapes.SHAPES)
 def test_a_named_shape_has_the_published_number_of_parameters(name: str) -> None:
-    model = random_weights.empty_model(random_weights.read_shape(f"random:{name}"), torch.bfloat16)
+    model = random_weights.empty_model(shapes.read_shape(f"random:{name}"), torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
     assert random_weights.parameter_bytes(model) == 2 * PARAMETERS[name]
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
 def test_angles_are_those_of_the_published_scaling() -> None:
-    model = random_weights.empty_model(random_weights.read_shape("random:Llama-3.1-8B"), torch.bfloat16)
+    model = random_weights.empty_model(shapes.read_shape("random:Llama-3.1-8B"), torch.bfloat16)
     angles = model.base_model.rotary_emb.inv_freq
     plain = 500000.0 ** -(torch.arange(0, 128, 2) / 128)
     assert angles.dtype == torch.float32

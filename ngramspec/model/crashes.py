@@ -1,0 +1,63 @@
+"""A start that ends by a signal in compiled code is noticed by the next one, which compiles everything anew, once.
+
+While a model is loaded, faulthandler writes the stack of a segmentation fault, an abort or an illegal instruction into a small file in the
+cache. Checksums find code that has changed since it was written; this is for code that was wrong when it was written, as by another
+processor or a compiler's fault. A process that is killed from outside leaves an empty file, which means nothing. The module does not know
+what is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+FORGOTTEN_S = 86400
+"""Age after which an empty file belongs to a process that was killed."""
+
+
+@contextlib.contextmanager
+def watch_start(folder: Path, clear: Callable[[], None]) -> Iterator[None]:
+    """Record a crash of what is done within in `folder`; call `clear` first if an earlier start crashed, unless that had cleared as well.
+
+    Nothing is recorded if the folder cannot be written, or if faulthandler is in use already.
+    """
+    crashed = [path for path in _records(folder) if path.stat().st_size]
+    cleared = bool(crashed) and not any(path.name.endswith(".cleared") for path in crashed)
+    if cleared:
+        clear()
+    for path in crashed:
+        path.unlink(missing_ok=True)
+    record = folder / f"{os.getpid()}-{time.time_ns()}{'.cleared' if cleared else '.start'}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = record.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        ours = not faulthandler.is_enabled()
+        if ours:
+            faulthandler.enable(file)
+        try:
+            yield
+        finally:
+            if ours:
+                faulthandler.disable()
+            record.unlink(missing_ok=True)
+
+
+def _records(folder: Path) -> list[Path]:
+    """The files of other starts; those that were forgotten are removed."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in [*folder.glob("*.start"), *folder.glob("*.cleared")]:
+            status = path.stat()
+            if not status.st_size and time.time() - status.st_mtime > FORGOTTEN_S:
+                path.unlink(missing_ok=True)
+            else:
+                found.append(path)
+    return found
