@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny_gguf
+import transformers
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.cpu.kernels import Kernels
@@ -118,3 +120,20 @@ def test_a_kernel_that_is_wrong_at_a_later_start_is_told(
     _, exactness, kept = start()
     assert (exactness, kept) == ("numerical", True)
     monkeypatch.undo()
+
+
+def test_a_first_start_is_without_warnings_of_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check against transformers makes models of a few tokens, and ids that end a text lie beyond them."""
+    monkeypatch.setenv("NGRAMSPEC_CACHE", str(tmp_path))
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    transformers.logging.set_verbosity_warning()
+    transformers.utils.logging.warning_once.cache_clear()  # what was said once is not said again
+    transformers.logging.add_handler(handler)
+    try:
+        with Engine(str(model), max_seqs=2, kv_memory=1 << 22, threads=1):
+            pass
+    finally:
+        transformers.logging.remove_handler(handler)
+    assert said == []
