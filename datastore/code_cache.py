@@ -32,7 +32,7 @@ _folders: set[Path] = set()
 """Where this process looks for machine code."""
 
 
-def njit(*function: Callable[..., Any], cache: bool = False, **options: Any) -> Any:
+def njit(*function: Callable[..., Any], cache: Any = False, **options: Any) -> Any:
     """Do as `numba.njit`; `cache`: keep the machine code in checked files."""
 
     def compile_lazily(py_func: Callable[..., Any]) -> Any:

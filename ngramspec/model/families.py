@@ -22,7 +22,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ngramspec.batch.errors import NgramspecError, TokenizerError, UnsupportedModelError
-from ngramspec.model import vocabulary
+from ngramspec.model import limits, vocabulary
 from ngramspec.model.gguf import Gguf, Tensor, array_length, skeleton
 from ngramspec.model.kept import NAMES, ROPE_FACTORS, RULES, plain_of, stored_of
 from ngramspec.model.random_weights import empty_model
@@ -109,6 +109,7 @@ def _read_config(gguf: Gguf, scratch: Path) -> dict[str, Any]:
         if "vocab_size" not in config:
             config["vocab_size"] = gguf.tensors["token_embd.weight"].shape[0]
         _check_sizes(gguf, config)
+        limits.check_sizes(config, str(gguf.path), [tensor.shape for tensor in gguf.tensors.values()])
         return config | _left_out(gguf, config)
 
 
