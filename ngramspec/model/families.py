@@ -30,8 +30,9 @@ from ngramspec.model.stored import File, Source, Stored, interleaved_rows
 
 _LONGEST = 4096
 """Most values of an array that is no vocabulary: those that a config needs have one a layer. transformers takes 700 bytes for each."""
-_PER_TOKEN = 8
-"""Most values of a vocabulary's arrays, such as merges, for each token, of which there are as many as a tensor has rows."""
+_VOCABULARY, _PER_TOKEN = 1 << 18, 4
+"""Most values of a vocabulary's arrays, such as merges: so many, or for each row of the largest matrix. Llama 3 has 2.2 merges
+for a token."""
 
 
 def derive(gguf: Gguf, folder: Path) -> None:
@@ -154,7 +155,7 @@ def _left_out(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
     """The tokenizer that a GGUF file carries; it makes the ids that llama.cpp makes."""
-    most = max(_LONGEST, _PER_TOKEN * max((n for tensor in gguf.tensors.values() for n in tensor.shape), default=0))
+    most = max(_VOCABULARY, _PER_TOKEN * max((t.shape[0] for t in gguf.tensors.values() if len(t.shape) > 1), default=0))
     lengths = {key: array_length(gguf.headers[0], key) for key in gguf.metadata}
     for key, length in lengths.items():
         if length > most and key.startswith("tokenizer."):

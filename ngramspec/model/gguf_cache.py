@@ -62,7 +62,7 @@ def is_whole(entry: Path, gguf: Gguf) -> bool:
             and {path.name for path in entry.iterdir()} == {*files, MANIFEST}
             and all([path.stat().st_size, zlib.crc32(path.read_bytes())] == files[path.name] for path in map(entry.joinpath, files))
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gguf
@@ -13,7 +14,7 @@ import transformers
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.cpu.kernels import Kernels
-from ngramspec.model import starts
+from ngramspec.model import gguf, starts
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
 
@@ -96,6 +97,33 @@ def test_a_document_is_read_as_it_was_written_or_not_at_all(model: Path, cache: 
         assert known.read() in (None, document)
     known.path.write_text("[" * 100_000)
     assert known.read() is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda recipe: recipe.update(n_heads=2 * recipe["n_heads"]),
+        lambda recipe: recipe.update(head_dim=recipe["head_dim"] // 2),
+        lambda recipe: recipe["layers"][1].update(matrices=recipe["layers"][0]["matrices"][::-1]),
+        lambda recipe: recipe["layers"][0].update(norms=[]),
+        lambda recipe: recipe.update(embedding="nothing"),
+        lambda recipe: recipe.pop("eps"),
+        dict.clear,
+    ],
+)
+def test_a_document_that_does_not_fit_the_file(
+    start: Callable[[], tuple[str, str, bool]], expected: str, model: Path, cache: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    """Its checksum is right, and a pass would read beyond the weights."""
+    assert start() == (expected, "bitwise", True)
+    (path,) = (cache / "starts").glob("*.json")
+    known = starts.Kept(path, gguf.read(model))
+    document = known.read()
+    assert document is not None
+    change(document["recipe"])
+    known.write(document)
+    assert start() == (expected, "bitwise", False)
+    assert start() == (expected, "bitwise", True)
 
 
 def test_files_that_nobody_wrote_are_not_read(start: Callable[[], tuple[str, str, bool]], expected: str, cache: Path) -> None:
