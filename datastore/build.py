@@ -225,13 +225,15 @@ def summarize(manifest: Manifest, skipped: Skipped, seconds: dict[str, float]) -
         segments=len(manifest.segments),
         bytes=sum(entry.bytes for entry in manifest.segments) + manifest.vocabulary.bytes + manifest.tokenizer.bytes,
         skipped=skipped.counts,
+        secrets=skipped.secrets,
         named=skipped.named,
         seconds=seconds,
     )
 
 
 def options_as_json(options: CorpusOptions) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()}
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()}
+    return given | {"rules": corpus.RULES}
 
 
 def nothing_found(sources: Sequence[Source], skipped: Skipped) -> str:

@@ -24,9 +24,11 @@ from typing import BinaryIO
 
 from pathspec import GitIgnoreSpec, Pattern
 
-from . import containers, filters
+from . import containers, filters, secret_scan
 from .errors import DatastoreError
 
+RULES = 2
+"""Of what belongs into a corpus and how its text is read. A store that was built by other rules is read anew by its next update."""
 MAX_FILE_SIZE = 1 << 20
 TEXT_FIELDS = ("text", "content", "code")
 MAX_PATTERN = 4096
@@ -105,7 +107,7 @@ class Document:
     mtime_ns: int
     """-1 where the file was so new that its time says nothing (RACY_NS)."""
     hash: bytes
-    """blake2b of its bytes, 16 bytes."""
+    """blake2b of its text in UTF-8, 16 bytes."""
 
 
 @dataclass(slots=True)
@@ -115,11 +117,17 @@ class Skipped:
     counts: Counter[str] = field(default_factory=Counter)
     named: list[tuple[str, str]] = field(default_factory=list)
     """(path, why) of what should have been readable and was not; at most MAX_NAMED."""
+    secrets: Counter[str] = field(default_factory=Counter)
+    """By the rule that found one: the texts that `counts` has as secrets because of what is in them."""
 
     def add(self, reason: str, path: str = "", why: str = "") -> None:
         self.counts[reason] += 1
         if why and len(self.named) < MAX_NAMED:
             self.named.append((path, why))
+
+    def add_secret(self, rule: str) -> None:
+        self.add(filters.SECRET)
+        self.secrets[rule] += 1
 
 
 def sources_of(paths: Iterable[str | os.PathLike[str]]) -> list[Source]:
@@ -369,16 +377,23 @@ def _git_files(root: str, untracked: bool) -> list[str] | None:
 
 
 def _document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, *, code: bool = True) -> Document | None:
-    reason = filters.content_reason(data, code=code)
-    if reason is None:
-        try:
-            text = data.decode("utf-8-sig")
-            mtime_ns = status.st_mtime_ns if time.time_ns() - status.st_mtime_ns > RACY_NS else -1
-            return Document(path, text, status.st_size, mtime_ns, hashlib.blake2b(data, digest_size=16).digest())
-        except UnicodeDecodeError:
-            reason = filters.NOT_UTF8
-    skipped.add(reason)
-    return None
+    text = filters.decode_text(data)
+    if text is None:
+        skipped.add(filters.BINARY if b"\0" in data else filters.NOT_UTF8)
+        return None
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, in a row of a .jsonl or in UTF-16
+        skipped.add(filters.NOT_UTF8)
+        return None
+    if (reason := filters.content_reason(data, code=code)) is not None:
+        skipped.add(reason)
+        return None
+    if (rule := secret_scan.find_secret(data, path)) is not None:
+        skipped.add_secret(rule)
+        return None
+    mtime_ns = status.st_mtime_ns if time.time_ns() - status.st_mtime_ns > RACY_NS else -1
+    return Document(path, text, status.st_size, mtime_ns, hashlib.blake2b(data, digest_size=16).digest())
 
 
 @contextlib.contextmanager

@@ -69,6 +69,8 @@ class Summary:
     merged: int = 0
     """Segments that were merged into fewer."""
     skipped: Counter[str] = field(default_factory=Counter)
+    secrets: Counter[str] = field(default_factory=Counter)
+    """By the rule that found one: the texts that were left out for a secret in them."""
     named: list[tuple[str, str]] = field(default_factory=list)
     """(path, why) of what could not be read."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         document = asdict(self)
         document["skipped"] = dict(self.skipped.most_common())
+        document["secrets"] = dict(self.secrets.most_common())
         document["named"] = [list(item) for item in self.named]
         document["seconds"] = {stage: round(value, 4) for stage, value in self.seconds.items()}
         return document

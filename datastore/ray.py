@@ -89,6 +89,7 @@ def build(
         results.sort(key=lambda result: result["block"])
         for result in results:
             skipped.counts.update(result["skipped"])
+            skipped.secrets.update(result["secrets"])
             skipped.named += [(path, why) for path, why in result["named"]]
         entries = [SegmentEntry(**result["entry"]) for result in results if result["entry"]]
         entries = without_duplicates(folder, entries, skipped)
@@ -105,7 +106,12 @@ def _task(row: dict[str, Any], folder: Path, encoder: Any, options: CorpusOption
     result: dict[str, Any] = {"block": int(row["block"]), "files": len(files), "bytes": sum(file.size for file in files)}
     try:
         entry, skipped = segment_of(files, options, ray.get(encoder[0]), folder, vectors)
-        result |= {"skipped": dict(skipped.counts), "named": skipped.named, "tokens": entry.tokens if entry else 0}
+        result |= {
+            "skipped": dict(skipped.counts),
+            "secrets": dict(skipped.secrets),
+            "named": skipped.named,
+            "tokens": entry.tokens if entry else 0,
+        }
         result["entry"] = dataclasses.asdict(entry) if entry else None
     except (DatastoreError, OSError) as error:
         # as a result and not raised: Ray would try again, and wrap it so that its kind is lost

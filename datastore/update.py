@@ -95,7 +95,8 @@ def update(
         before = options_of(old)
         walked = options or before
         found = corpus.find(sources, walked, skipped, omit=os.path.realpath(folder))
-        to_read = _changed(found, known_documents(folder, old), walked == before, changes)
+        anew = old.options.get("rules") != corpus.RULES
+        to_read = _changed(found, known_documents(folder, old), changes, members=walked != before, anew=anew)
         seconds["looking"] = time.perf_counter() - clock
         documents = _new_documents(to_read, walked, skipped, changes, progress, tell)
         recipe, limit = _recipe(old, vectors), segment_limit(old.vocab_size, max_memory)
@@ -290,10 +291,12 @@ def _with_sources(manifest: Manifest, added: Iterable[Source]) -> list[Source]:
     return sources + [source for source in added if source.path not in present]
 
 
-def _changed(found: Iterable[Found], known: Iterable[Known], same_rules: bool, changes: _Changes) -> list[tuple[Found, list[Known]]]:
+def _changed(
+    found: Iterable[Found], known: Iterable[Known], changes: _Changes, *, members: bool, anew: bool
+) -> list[tuple[Found, list[Known]]]:
     """Files that must be read, each with the documents that the store has of it. Documents of files that are gone are marked dead.
 
-    Without `same_rules`, files that hold many documents are read again: other members may be wanted now.
+    `members`: files that hold many documents are read again, for other members may be wanted now. `anew`: all files are.
     """
     by_file: dict[str, list[Known]] = {}
     for document in known:
@@ -302,7 +305,7 @@ def _changed(found: Iterable[Found], known: Iterable[Known], same_rules: bool, c
     for file in found:
         documents = by_file.pop(file.name, [])
         as_before = bool(documents) and all((d.size, d.mtime_ns) == (file.size, file.mtime_ns) for d in documents)
-        if as_before and (same_rules or file.kind is None):
+        if as_before and not anew and not (members and file.kind is not None):
             changes.unchanged += len(documents)
             changes.kept.update(d.hash for d in documents)
         else:

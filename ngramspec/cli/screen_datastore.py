@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -87,8 +88,11 @@ def print_summary(summary: Summary) -> None:
     )
     stages = ", ".join(f"{stage} {value:.1f}" for stage, value in summary.seconds.items() if stage != "total" and value >= 0.05)
     table.add_row("seconds", f"{seconds:.1f}", f"{stages}{rate}")
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.most_common())
-    table.add_row("left out", f"{summary.skipped.total():,}", Text(left_out))
+    table.add_row("left out", f"{summary.skipped.total():,}", Text(_counts(summary.skipped)))
+    if summary.secrets:
+        table.add_row(
+            "secrets", f"{summary.secrets.total():,}", Text(f"files left out whole, by what is in them: {_counts(summary.secrets)}")
+        )
     screen = _console(stderr=True)
     screen.print(table)
     for path, why in summary.named[:_NAMED]:
@@ -146,6 +150,10 @@ def print_outcome(outcome: Summary | Exception) -> None:
             f"generation {outcome.generation} after {outcome.seconds.get('total', 0.0):.2f} s"
         )
     print(f"{clock} {text}", file=sys.stderr, flush=True)
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counter.most_common())
 
 
 def _grid(justify: Sequence[Any] = ("left", "right", "left")) -> Table:

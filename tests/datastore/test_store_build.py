@@ -279,6 +279,21 @@ def test_an_update_reads_only_what_changed(corpus: Path, tmp_path: Path, backend
     assert stored.read_manifest(store).segments[0].dead == (1, 3)
 
 
+def test_a_store_of_older_rules_is_read_anew(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules about secrets and line ends change: what older ones let in must not stay because its file is as it was."""
+    fill(corpus, {"key.py": "-" * 5 + "BEGIN RSA PRIVATE KEY" + "-" * 5 + "\n", "crlf.py": "x = 1\r\n"})
+    with monkeypatch.context() as older:
+        older.setattr("ngramspec.datastore.corpus.RULES", 1)
+        older.setattr("ngramspec.datastore.secret_scan.find_secret", lambda *_: None)
+        older.setattr("ngramspec.datastore.filters.decode_text", bytes.decode)
+        build([corpus], tmp_path / "store", backend, "bytes")
+    assert texts(tmp_path / "store")[f"{corpus}/crlf.py"] == "x = 1\r\n"
+    done = update(tmp_path / "store")
+    assert (done.added, done.removed, done.unchanged, done.skipped[filters.SECRET]) == (1, 2, 10, 1)
+    assert texts(tmp_path / "store")[f"{corpus}/crlf.py"] == "x = 1\n"
+    assert not update(tmp_path / "store").committed
+
+
 def test_a_file_too_new_to_tell_is_read_again(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     """Two edits of the same size within one tick of the file system's clock."""
     path = corpus / "0.py"

@@ -77,7 +77,7 @@ def test_what_a_file_holds_decides(tmp_path: Path) -> None:
     assert texts == {
         "bom.py": "y = 1\n",
         "copy_of_good.py": "x = 1\n",
-        "crlf.py": "a = 1\r\nb = 2\r\n",
+        "crlf.py": "a = 1\nb = 2\n",
         "late_mark.py": "x = 1\n" * 20 + "# DO NOT EDIT\n",
     }
     assert skipped.counts == {
@@ -90,6 +90,37 @@ def test_what_a_file_holds_decides(tmp_path: Path) -> None:
         filters.DUPLICATE: 1,
         filters.TOO_LARGE: 1,
     }
+
+
+LINES = "def f():\n    return 'é'\n\n\nx = f()\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        LINES.replace("\n", "\r\n").encode(),
+        LINES.replace("\n", "\r").encode(),
+        LINES.replace("\n", "\r\n", 2).encode(),
+        ("\ufeff" + LINES.replace("\n", "\r\n")).encode(),
+        ("\ufeff" + LINES.replace("\n", "\r\n")).encode("utf-16-le"),
+        ("\ufeff" + LINES).encode("utf-16-be"),
+    ],
+    ids=["CRLF", "CR", "mixed", "UTF-8 with BOM", "UTF-16 LE", "UTF-16 BE"],
+)
+def test_text_is_kept_with_line_feeds_whatever_its_file_has(tmp_path: Path, data: bytes) -> None:
+    write(tmp_path, {"a.py": data, "b.py": LINES})
+    texts, skipped = walk(tmp_path)
+    assert texts == {"a.py": LINES}
+    assert skipped.counts == {filters.DUPLICATE: 1}
+
+
+def test_odd_line_ends_and_damaged_encodings(tmp_path: Path) -> None:
+    odd = "a = 1\u0085b = 2\u2028c = 3\x0cd = 4\n"  # no editor takes these for line ends of a file
+    write(tmp_path, {"odd.py": odd, "half.py": b"\xff\xfea\0b", "lone.py": b"\xff\xfe\0\xd8", "wide.py": "a = 1".encode("utf-32")})
+    write(tmp_path, {"rows.jsonl": json.dumps({"text": "a\r\nb"}) + "\n" + json.dumps({"text": "lone \ud800"}) + "\n"})
+    texts, skipped = walk(tmp_path)
+    assert texts == {"odd.py": odd, "rows.jsonl#1": "a\nb"}
+    assert skipped.counts == {filters.BINARY: 3, filters.BAD_ROW: 1}
 
 
 @pytest.mark.parametrize(
