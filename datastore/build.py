@@ -135,13 +135,11 @@ def segment_limit(vocab_size: int, max_memory: int | None) -> int:
 
 def read_all(found: Sequence[Found], options: CorpusOptions, skipped: Skipped, progress: Progress, tell: Tell) -> Iterator[Document]:
     """The documents of files, with progress."""
-    progress.stage = "reading"
-    progress.n_files += len(found)
-    progress.n_bytes += sum(file.size for file in found)
+    progress.start_reading(len(found), sum(file.size for file in found))
+    tell(progress)
     for file in found:
         yield from corpus.read(file, options, skipped)
-        progress.files += 1
-        progress.bytes += file.size
+        progress.count_read(1, file.size)
         tell(progress)
 
 

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+ESTIMATE_S, ESTIMATE_SHARE = 3.0, 0.05
+"""Seconds of reading, and the share of all bytes, after which the time that is left can be told: by the first file's rate, 20 s of work
+looked like hours."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -21,19 +25,39 @@ class Progress:
     """Of the files read so far."""
     n_bytes: int = 0
     tokens: int = 0
-    started: float = field(default_factory=time.monotonic)
+    reading_since: float = 0.0
+    """By `time.monotonic`; 0 before reading begins."""
+    first: tuple[float, int] | None = None
+    """When the first file was read, and its bytes: what it waited for says nothing about the others."""
+
+    def start_reading(self, n_files: int, n_bytes: int) -> None:
+        """Begin the stage `reading`, of so many files more."""
+        self.stage = "reading"
+        self.n_files += n_files
+        self.n_bytes += n_bytes
+        self.reading_since = time.monotonic()
+
+    def count_read(self, n_files: int, n_bytes: int) -> None:
+        """So many files more have been read."""
+        self.files += n_files
+        self.bytes += n_bytes
+        if self.first is None:
+            self.first = time.monotonic(), self.bytes
 
     @property
     def mb_s(self) -> float:
-        elapsed = time.monotonic() - self.started
+        elapsed = time.monotonic() - self.reading_since if self.reading_since else 0.0
         return self.bytes / 1e6 / elapsed if elapsed > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """Of reading and tokenizing, at the mean rate so far."""
-        if not self.bytes:
+        """Of reading and tokenizing, at the mean rate since the first file; None before there is one to go by."""
+        if self.stage != "reading" or self.first is None:
             return None
-        return (self.n_bytes - self.bytes) * (time.monotonic() - self.started) / self.bytes
+        elapsed, n_bytes = time.monotonic() - self.first[0], self.bytes - self.first[1]
+        if elapsed < ESTIMATE_S or n_bytes < ESTIMATE_SHARE * self.n_bytes:
+            return None
+        return max(self.n_bytes - self.bytes, 0) * elapsed / n_bytes
 
 
 Tell = Callable[[Progress], None]

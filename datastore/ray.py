@@ -61,18 +61,18 @@ def build(
     folder = Path(os.path.realpath(store))
     with writing(folder, create=True) as writer_:
         found = corpus.find(sources, options, skipped, omit=str(folder))
-        progress.n_files, progress.n_bytes = len(found), sum(file.size for file in found)
+        n_bytes = sum(file.size for file in found)
         seconds["looking"] = time.perf_counter() - clock
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False)
         encoder = Encoder(tokenizer, name)
         arguments = {"folder": folder, "encoder": [ray.put(encoder)], "options": options, "vectors": vectors or vectors_for(router)}
-        n_blocks = blocks or max(int(ray.cluster_resources().get("CPU", 1)), -(-progress.n_bytes // BLOCK_BYTES))
+        n_blocks = blocks or max(int(ray.cluster_resources().get("CPU", 1)), -(-n_bytes // BLOCK_BYTES))
         rows = [
             {"block": n, "files": json.dumps([dataclasses.asdict(file) for file in block])}
             for n, block in enumerate(split(found, n_blocks))
         ]
-        progress.stage = "reading"
+        progress.start_reading(len(found), n_bytes)
         tell(progress)
         results: list[dict[str, Any]] = []
         task: Any = _task  # Ray's declarations know no further arguments
@@ -81,8 +81,7 @@ def build(
             for row in ray.data.from_items(rows, override_num_blocks=len(rows)).map(task, fn_kwargs=arguments).iter_rows():
                 results.append(json.loads(row["result"]))
                 _raise(results[-1])
-                progress.files += results[-1]["files"]
-                progress.bytes += results[-1]["bytes"]
+                progress.count_read(results[-1]["files"], results[-1]["bytes"])
                 progress.tokens += results[-1]["tokens"]
                 tell(progress)
         seconds["segments"] = time.perf_counter() - clock - seconds["looking"]

@@ -6,8 +6,10 @@ name that an error tells. Imports nothing that takes time until it is needed.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
     from ngramspec.datastore.reader import Datastore
     from ngramspec.engine import Engine
+
+
+LINE_S = 10.0
+"""Seconds between two lines about the same stage of something that takes long, where there is no terminal."""
 
 
 class BadInputError(Exception):
@@ -53,6 +59,27 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 def printable(text: object) -> str:
     """A text for a terminal: control characters, lone surrogates and what else is invisible as escapes, such as \\x1b."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: `45 s`, `12 min`, `3.5 h`."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+class Lines:
+    """Passes on the first message of each stage, and one every LINE_S seconds within it. A stage is a message up to a comma or a bracket:
+    `packing weights, 31 %` and `capturing passes (8 of 40)` belong to stages that tell how far they are."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._stage = ""
+        self._written_s = 0.0
+
+    def __call__(self, message: str) -> None:
+        stage, now = re.split(r", | \(", message, maxsplit=1)[0], time.monotonic()
+        if stage != self._stage or now - self._written_s >= LINE_S:
+            self._stage, self._written_s = stage, now
+            self._write(message)
 
 
 def check_text(value: Any, what: str) -> None:

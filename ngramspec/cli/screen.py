@@ -29,7 +29,7 @@ _VISIBLE = (
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is going on: one line that changes, or a line each where there is no terminal."""
+    """A function that shows what is going on: one line that changes, or a few lines where there is no terminal."""
     console = Console(stderr=True)
     if quiet:
         yield lambda message: None
@@ -37,7 +37,7 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         with console.status("starting") as status:
             yield lambda message: status.update(Text(printable(message)))
     else:
-        yield lambda message: print(f"ngramspec: {printable(message)}", file=sys.stderr)
+        yield common.Lines(lambda message: print(f"ngramspec: {printable(message)}", file=sys.stderr))
 
 
 def verbatim(sources: Sequence[str | None]) -> list[tuple[str, int]]:

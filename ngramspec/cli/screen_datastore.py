@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from ngramspec.cli import common
 from ngramspec.cli.common import console, printable
 from ngramspec.datastore import progress as datastore_progress
 from ngramspec.datastore.progress import Summary, Tell
@@ -26,7 +27,7 @@ _NAMED = 10  # unreadable files that a summary names
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Tell]:
-    """A function to hand to a build: a bar in a terminal, elsewhere a line per stage and one every ten seconds."""
+    """A function to hand to a build: a bar in a terminal, elsewhere a line per stage and one every LINE_S seconds."""
     screen = Console(stderr=True)
     if quiet:
         yield datastore_progress.silent
@@ -41,7 +42,7 @@ def progress(quiet: bool) -> Iterator[Tell]:
                 0.1,
             )
     else:
-        yield _sparing(lambda p: print(f"ngramspec: {p.stage} {_rates(p)}".rstrip(), file=sys.stderr), 10.0)
+        yield _sparing(lambda p: print(f"ngramspec: {_line(p)}", file=sys.stderr) if p.stage != "done" else None, common.LINE_S)
 
 
 def _sparing(draw: Tell, seconds: float) -> Tell:
@@ -58,19 +59,24 @@ def _sparing(draw: Tell, seconds: float) -> Tell:
     return tell
 
 
+def _line(p: datastore_progress.Progress) -> str:
+    """A line where there is no terminal."""
+    if p.stage == "looking":
+        return "looking for files"
+    if p.stage == "reading" and not p.files:
+        return f"reading {p.n_files:,} files, {p.n_bytes / 1e6:,.1f} MB"
+    return f"{p.stage}, {_rates(p)}"
+
+
 def _rates(p: datastore_progress.Progress) -> str:
     if p.stage == "looking":
         return ""
-    parts = [f"{p.files}/{p.n_files} files", f"{p.tokens / 1e6:.1f} M tokens"]
+    parts = [f"{p.files:,} of {p.n_files:,} files", f"{p.tokens / 1e6:.1f} M tokens"]
     if p.stage == "reading":
         parts.append(f"{p.mb_s:.1f} MB/s")
-        if p.seconds_left is not None:
-            parts.append(f"{_duration(p.seconds_left)} left")
+        if p.seconds_left is not None and p.seconds_left >= 1:
+            parts.append(f"about {common.duration(p.seconds_left)} left")
     return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def print_summary(summary: Summary) -> None:

@@ -236,7 +236,7 @@ def _run(model: str, engine: dict[str, Any], settings: ServerSettings, paths: di
     log = logs.configure(settings.log_format)
 
     def make_engine() -> Engine:
-        return common.open_engine(model, progress=lambda stage: logs.event("loading", stage), **engine)
+        return common.open_engine(model, progress=common.Lines(lambda stage: logs.event("loading", stage)), **engine)
 
     def ready(url: str, engine: Engine) -> None:
         if paths:

@@ -212,9 +212,11 @@ class _Keeper(threading.Thread):
             progress.files, progress.n_files, progress.seconds_left = facts["files"], facts["n_files"], facts["seconds_left"]
             progress.message = facts["stage"]
             progress.state = "building"
-            if (now := time.monotonic()) - self._logged_s > LOG_S:
+            now = time.monotonic()
+            if facts["stage"] == "reading" and facts["n_files"] and now - self._logged_s > LOG_S:
+                left = facts["seconds_left"]
                 self._logged_s = now
-                self._log(f"{facts['stage']}, {facts['files']:,} of {facts['n_files']:,} files")
+                self._log(f"{facts['files']:,} of {facts['n_files']:,} files are read" + (f", about {left:.0f} s left" if left else ""))
         elif kind == "problem":
             progress.state, progress.message = ("waiting" if facts["waits"] else "failed"), facts["text"]
             self._log(facts["text"])

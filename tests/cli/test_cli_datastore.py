@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from ngramspec import __version__
 from ngramspec.cli import main as cli
-from ngramspec.cli import screen_datastore
+from ngramspec.cli import screen, screen_datastore
 from ngramspec.cli.common import parse_size
 from ngramspec.datastore import Datastore, DatastoreCorruptError, Progress, Summary
 from ngramspec.datastore.commit import writing
@@ -194,15 +195,69 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text, "--x") == size
 
 
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
 def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(monkeypatch)
     monkeypatch.setattr(screen_datastore, "Console", lambda **more: Console(**more, force_terminal=True, width=120))
     with screen_datastore.progress(quiet=False) as tell:
-        tell(Progress("looking"))
-        p = Progress("reading", files=3, n_files=10, bytes=5_000_000, n_bytes=10_000_000, tokens=1_500_000)
-        p.started -= 2.0
+        p = Progress()
+        tell(p)
+        p.start_reading(10, 20_000_000)
+        p.count_read(1, 1_000_000)
+        clock.now += 4
+        p.count_read(2, 4_000_000)
+        p.tokens = 1_500_000
         tell(p)
     text = capsys.readouterr().err
-    assert "3/10 files, 1.5 M tokens, 2.5 MB/s, 2 s left" in text
+    assert "3 of 10 files, 1.5 M tokens, 1.2 MB/s, about 15 s left" in text
+
+
+@pytest.mark.parametrize("seconds", [1, 20, 95])
+def test_progress_without_a_terminal_is_a_few_lines(
+    seconds: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A build of 1,000 files, of which the first comes late: every estimate is about right, and there is a line every ten seconds."""
+    clock = Clock(monkeypatch)
+    with screen_datastore.progress(quiet=False) as tell:
+        p = Progress()
+        tell(p)
+        p.start_reading(1000, 10_000_000)
+        tell(p)
+        for n in range(1, 1001):
+            clock.now += seconds / 5 if n == 1 else seconds * 0.8 / 999
+            p.count_read(1, 10_000)
+            tell(p)
+        p.stage = "sorting"
+        tell(p)
+        p.stage = "done"
+        tell(p)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 4 + seconds // 10
+    assert lines[:2] == ["ngramspec: looking for files", "ngramspec: reading 1,000 files, 10.0 MB"]
+    assert lines[-1].startswith("ngramspec: sorting, 1,000 of 1,000 files")
+    left = [line.split("about ")[1] for line in lines if "about " in line]
+    assert all(text.endswith(" s left") and int(text.split()[0]) <= 1.25 * seconds for text in left)
+    assert (seconds < 20) == (not left)
+
+
+def test_loading_without_a_terminal_is_a_line_a_stage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(monkeypatch)
+    with screen.progress(quiet=False) as show:
+        for percent in range(100):
+            show(f"packing weights, {percent} %")
+            clock.now += 0.25
+        for i in range(0, 40, 8):
+            show(f"capturing passes ({i} of 40)")
+        show("measuring what a pass costs")
+    lines = [line.removeprefix("ngramspec: ") for line in capsys.readouterr().err.splitlines()]
+    assert lines == [*(f"packing weights, {n} %" for n in (0, 40, 80)), "capturing passes (0 of 40)", "measuring what a pass costs"]
 
 
 def test_names_with_control_characters_are_printed_escaped(
@@ -254,6 +309,7 @@ def test_watching_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 WITHOUT_A_MODEL = """
 import sys
+import time
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("torch", "transformers", "huggingface_hub", "safetensors", "faiss", *sys.argv[1].split(",")):
@@ -316,6 +372,7 @@ def test_a_damaged_tokenizer_is_named(
 
 BUILD = """
 import sys
+import time
 from ngramspec.cli import datastore
 from ngramspec.cli import main as cli
 from ngramspec.datastore import pieces
