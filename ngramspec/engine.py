@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import numpy as np
@@ -211,6 +211,12 @@ class Engine:
             raise
         return results if several else results[0]
 
+    @overload
+    async def acomplete(self, prompt: str | list[int], params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion: ...
+    @overload
+    async def acomplete(
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **hints: Unpack[Hints]
+    ) -> list[Completion]: ...
     async def acomplete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
         """`complete` for asyncio."""
 
@@ -230,7 +236,7 @@ class Engine:
         pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
         return Stream(self.submit(prompt, params, deliver=pieces.put, **hints), pieces)
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> AsyncIterator[Delta]:
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> AsyncGenerator[Delta]:
         """`stream` for asyncio. The request is submitted with the first piece that is asked for; leaving the loop over it, or cancelling
         the task, cancels it."""
         loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ parameter that is added here and in `batch.sampling` is there everywhere. Knows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ngramspec.batch.errors import InvalidInputError
@@ -58,18 +59,18 @@ class SamplingParams:
         "The same seed gives the same text. Default, or -1: a fresh one, reported. Less than that: counted down from 2**64.",
     )
     n: int = option(1, Integer(1, 128), "How many samples to write; sample i uses its own stream of the seed.", flags=("--n",))
-    stop: tuple[str, ...] = option(
+    stop: Sequence[str] = option(
         (),
         Texts(MAX_STOPS),
         "Text, or a control token's name, that ends the output and is no part of it; may be given several times.",
         flags=("--stop", "-s"),
     )
-    stop_token_ids: tuple[int, ...] = option((), TokenIds(), "Ids that end the text, beside the model's own.", flags=None)
+    stop_token_ids: Sequence[int] = option((), TokenIds(), "Ids that end the text, beside the model's own.", flags=None)
     include_stop_str_in_output: bool = option(False, Flag(), "The stop string that ends the text is part of it.", flags=None)
-    allowed_token_ids: tuple[int, ...] | None = option(
+    allowed_token_ids: Sequence[int] | None = option(
         None, TokenIds(optional=True), "No other tokens are written, not even those that end a text.", flags=None
     )
-    bad_words: tuple[str, ...] = option(
+    bad_words: Sequence[str] = option(
         (),
         Texts(MAX_BAD_WORDS),
         "Texts of which the last token is not written behind the others, with or without a blank before.",

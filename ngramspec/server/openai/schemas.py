@@ -58,7 +58,7 @@ class Sampled(Structured):
                 max_tokens=max_tokens,
                 n=n,
                 seed=self.seed,
-                stop=self.stop or (),  # type: ignore[arg-type]
+                stop=self.stop or (),
                 logit_bias=_bias(self.logit_bias or {}),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
