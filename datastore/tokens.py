@@ -85,10 +85,14 @@ class Encoder:
         owner = np.cumsum(ends) - ends
         return tokens[~bad], lengths - np.bincount(owner[bad], minlength=len(lengths))
 
+    def texts(self) -> list[str]:
+        """The text of each token by itself."""
+        found: list[str] = self._full.decode_batch([[token] for token in range(self.vocab_size)], skip_special_tokens=False)
+        return found
+
     def line_ends(self) -> np.ndarray:
         """How many line ends each token's text has, u8 [vocab_size]; more than 255 count as 255."""
-        texts = self._full.decode_batch([[token] for token in range(self.vocab_size)], skip_special_tokens=False)
-        return np.fromiter((min(text.count("\n"), 255) for text in texts), np.uint8, self.vocab_size)
+        return np.fromiter((min(text.count("\n"), 255) for text in self.texts()), np.uint8, self.vocab_size)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, control tokens included."""

@@ -2,23 +2,29 @@
 
 Committed tokens go in; one flat tree per sequence comes out, each node with a code for how sure the store is and the place that it was
 read from. It opens no store and knows no weights: `ngramspec.datastore` looks up, the mix decides what a code is worth. A store that has
-changed on disk is picked up between two steps; one that has become unreadable keeps its last generation.
+changed on disk is picked up between two steps; one that has become unreadable keeps its last generation. Stores have LF for every line
+end: a sequence with CRLF is looked up with LF, and its drafts are written with CRLF.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ngramspec.datastore import DatastoreError, Matcher
 from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.line_ends import BEGUN, CRLF, LF, LineEnds
 from ngramspec.datastore.lookup import ALL_STORES
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.router import Index, Router, indices
+from ngramspec.datastore.tokens import stored_encoder
 from ngramspec.drafting.evidence import MAX_CODE
 
 log = logging.getLogger(__name__)
@@ -79,6 +85,15 @@ def _append(recent, fresh, slots, start, tokens):
             recent[slot, i] = tokens[start[b + 1] - 1 - i]
 
 
+def _find_line_ends(store: Datastore, found: Future[LineEnds | None]) -> None:
+    """Make what translates line ends for a store's tokenizer."""
+    try:
+        found.set_result(LineEnds(stored_encoder(Path(store.path), store.snapshot.manifest)))
+    except Exception as error:  # whatever it is: CRLF is looked up as it is then
+        log.warning("datastore %s: its line ends cannot be translated: %s", store.path, error)
+        found.set_result(None)
+
+
 class SuffixDrafter:
     """The stores' drafts for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
 
@@ -100,6 +115,9 @@ class SuffixDrafter:
         self._unheard: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._asked_s = time.monotonic()
         self._unreadable: set[str] = set()
+        self._crlf = np.zeros(max_seqs, bool)
+        self.line_ends: Future[LineEnds | None] | None = None
+        """Made in a thread of its own with the first store: a second for a large vocabulary. Sequences that begin earlier do without."""
         if similar and ready is None:
             ready = indices([store.snapshot for store in stores.values()])
         self.use(stores, ready or ())
@@ -110,6 +128,10 @@ class SuffixDrafter:
         self.stores = dict(stores)
         self._unreadable &= self.stores.keys()
         self._changed(ready)
+        if self.stores and self.line_ends is None:
+            self.line_ends = Future()
+            store = next(iter(self.stores.values()))
+            threading.Thread(target=_find_line_ends, args=(store, self.line_ends), name="ngramspec-line-ends", daemon=True).start()
 
     def _changed(self, ready: Sequence[Index] = ()) -> None:
         """The matcher has other snapshots: so has the router, and what a sequence may use stands elsewhere."""
@@ -133,14 +155,18 @@ class SuffixDrafter:
         self._recent[slot, : len(latest)] = latest
         self._fresh[slot] = -1
         self._may[slot] = may
+        self._crlf[slot] = self._with_crlf(tokens) is not None
         self._matcher.begin(slot, self._bits(may))
 
     def similar(self, prompt: np.ndarray, may: frozenset[str] | None = None) -> np.ndarray | None:
         """Tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None where there are none."""
         if self._router is None:
             return None
+        line_ends = self._with_crlf(prompt)
         try:
-            return self._router.similar(prompt, stores=self._bits(may))
+            if line_ends is None:
+                return self._router.similar(prompt, stores=self._bits(may))
+            return line_ends.to_crlf(self._router.similar(line_ends.to_lf(prompt)[0], stores=self._bits(may)))
         except DatastoreError as error:
             log.error("similar files: %s; requests go without", error)
             self._router, self._similar = None, False
@@ -150,11 +176,38 @@ class SuffixDrafter:
         """slots [B] int32."""
         self.refresh()
         self._hear()
-        trees = self._matcher.propose(slots, self._recent[slots], self._fresh[slots])
+        contexts, fresh = self._recent[slots], self._fresh[slots]
+        line_ends = self._line_ends() if self._crlf[slots].any() else None
+        kinds = None if line_ends is None else self._put_lf(line_ends, slots, contexts, fresh)
+        trees = self._matcher.propose(slots, contexts, fresh)
         self._fresh[slots] = 0
         codes = np.empty(len(trees.tokens), np.int16)
         _codes(trees.start, trees.parents, trees.counts, trees.match, _LENGTHS, _SHARES, _COUNTS, codes)
-        return Drafts(trees.start, trees.tokens, trees.parents, codes, trees.place)
+        if line_ends is None or kinds is None:
+            return Drafts(trees.start, trees.tokens, trees.parents, codes, trees.place)
+        made = line_ends.translate(trees.start, trees.tokens, trees.parents, kinds)
+        return Drafts(made.start, made.tokens, made.parents, codes[made.origins], trees.place[made.origins])
+
+    def _line_ends(self) -> LineEnds | None:
+        return self.line_ends.result() if self.line_ends is not None and self.line_ends.done() else None
+
+    def _with_crlf(self, tokens: np.ndarray) -> LineEnds | None:
+        """What translates a text [n] int32, if it has CRLF."""
+        line_ends = self._line_ends()
+        return line_ends if line_ends is not None and line_ends.is_crlf(tokens) else None
+
+    def _put_lf(self, line_ends: LineEnds, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> np.ndarray:
+        """Put LF for CRLF in the contexts [B, MAX_MATCH], newest token first, of sequences that have it. They are searched for anew: what
+        was appended may have changed the tokens before it. Returns what they go on from [B] int8, see `LineEnds.translate`."""
+        kinds = np.full(len(slots), LF, np.int8)
+        for b in np.flatnonzero(self._crlf[slots]).tolist():
+            context = contexts[b]
+            text, begun = line_ends.to_lf(context[context >= 0][::-1])
+            text = text[-MAX_MATCH:]
+            context[:] = -1
+            context[: len(text)] = text[::-1]
+            fresh[b], kinds[b] = -1, BEGUN if begun else CRLF
+        return kinds
 
     def observe(self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray) -> None:
         """tokens [N] int32 were appended, those of sequence b at start[b] .. start[b + 1]."""
