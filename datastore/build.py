@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from . import corpus, pieces
 from .commit import Writer, writing
-from .corpus import CorpusOptions, Document, Found, Skipped, Source
-from .errors import EmptyCorpusError
+from .corpus import Contents, CorpusOptions, Document, Found, Skipped, Source
+from .errors import ContentsChangedError, EmptyCorpusError
 from .format import Manifest, SegmentEntry, token_dtype, write_tokenizer, write_vocabulary
 from .pieces import Gate, Piece, Recipe, Vectors
 from .progress import Progress, Summary, Tell, silent
@@ -52,13 +52,16 @@ def build(
     max_memory: int | None = None,
     writer: str = "ngramspec",
     tell: Tell = silent,
+    contents: str = "",
 ) -> Summary:
     """Make a store of a corpus, or the next generation of one that is there, whatever it held.
 
     `name` is what users call the tokenizer. `router`: with records for the router, made by `vectors`, by default `router.embed`; kept in
     the manifest for updates and merges. `jobs`: batches tokenized at a time. `max_memory`: bytes for gathering and sorting, by default
-    half of what is free; larger corpora become several segments.
-    Raises CorpusError, EmptyCorpusError, DatastoreLockedError, DatastoreFullError, and DatastoreError for a folder that is no store.
+    half of what is free; larger corpora become several segments. `contents`: the digest that what is read must have (see
+    `corpus.Contents`).
+    Raises ContentsChangedError where it has not, CorpusError, EmptyCorpusError, DatastoreLockedError, DatastoreFullError, and
+    DatastoreError for a folder that is no store.
     """
     clock = time.perf_counter()
     options = options or CorpusOptions()
@@ -72,10 +75,13 @@ def build(
         found = corpus.find(sources, options, skipped, omit=os.path.realpath(folder))
         seconds["looking"] = time.perf_counter() - clock
         encoder = Encoder(tokenizer, name)
-        documents = unique(read_all(found, options, skipped, progress, tell), skipped, set())
+        read = Contents()
+        documents = unique(read_all(found, options, skipped, progress, tell, read), skipped, set())
         recipe = Recipe(encoder.vocab_size, encoder.fingerprint, vectors or vectors_for(router))
         limit = segment_limit(encoder.vocab_size, max_memory)
         entries = write_segments(documents, encoder, folder, recipe, limit, jobs, progress, tell, seconds)
+        if contents and read.digest() != contents:
+            raise ContentsChangedError(f"{', '.join(source.path for source in sources)}: files were changed while they were read")
         manifest = commit_anew(writer_, encoder, entries, sources, options, router, writer, skipped, seconds)
     return done(manifest, skipped, progress, tell, clock, seconds)
 
@@ -133,12 +139,14 @@ def segment_limit(vocab_size: int, max_memory: int | None) -> int:
     return pieces.most_tokens(max_memory or free_memory() // 2, token_dtype(vocab_size).itemsize)
 
 
-def read_all(found: Sequence[Found], options: CorpusOptions, skipped: Skipped, progress: Progress, tell: Tell) -> Iterator[Document]:
+def read_all(
+    found: Sequence[Found], options: CorpusOptions, skipped: Skipped, progress: Progress, tell: Tell, contents: Contents | None = None
+) -> Iterator[Document]:
     """The documents of files, with progress."""
     progress.start_reading(len(found), sum(file.size for file in found))
     tell(progress)
     for file in found:
-        yield from corpus.read(file, options, skipped)
+        yield from corpus.read(file, options, skipped, contents)
         progress.count_read(1, file.size)
         tell(progress)
 

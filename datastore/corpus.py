@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import json
 import os
 import re
 import stat
@@ -130,6 +131,24 @@ class Skipped:
         self.secrets[rule] += 1
 
 
+class Contents:
+    """What the files of a corpus hold: their names within their sources, and a hash of the bytes that were read."""
+
+    def __init__(self) -> None:
+        self._files: list[tuple[str, str]] = []
+
+    def add(self, file: Found, data: bytes) -> None:
+        self._files.append((file.relative, hashlib.blake2b(data, digest_size=32).hexdigest()))
+
+    @property
+    def n_files(self) -> int:
+        return len(self._files)
+
+    def digest(self) -> str:
+        """One digest of all, whatever order they were read in."""
+        return hashlib.sha256(json.dumps(sorted(self._files)).encode()).hexdigest()
+
+
 def sources_of(paths: Iterable[str | os.PathLike[str]]) -> list[Source]:
     """Sources by the paths that a user gave, each once. Raises CorpusError for one that does not exist."""
     found: dict[str, Source] = {}
@@ -184,8 +203,23 @@ def listed(root: str, options: CorpusOptions) -> Iterator[str]:
             yield relative
 
 
-def read(file: Found, options: CorpusOptions, skipped: Skipped) -> Iterator[Document]:
-    """The documents of a file. A failure is counted and named, what was read before it stands."""
+def hash_contents(files: Iterable[Found], options: CorpusOptions, skipped: Skipped) -> Contents:
+    """Read plain files, none of them a container, for what they hold."""
+    contents = Contents()
+    for file in files:
+        try:
+            with open_regular(file.path) as stream:
+                data = stream.read(options.max_file_size + 1)
+        except OSError as error:
+            skipped.add(filters.UNREADABLE, file.name, error.strerror or str(error))
+            continue
+        if len(data) <= options.max_file_size:
+            contents.add(file, data)
+    return contents
+
+
+def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Contents | None = None) -> Iterator[Document]:
+    """The documents of a file. A failure is counted and named, what was read before it stands. `contents`: gets what plain files hold."""
     try:
         with open_regular(file.path) as stream:
             status = os.fstat(stream.fileno())
@@ -193,7 +227,10 @@ def read(file: Found, options: CorpusOptions, skipped: Skipped) -> Iterator[Docu
                 data = stream.read(options.max_file_size + 1)
                 if len(data) > options.max_file_size:
                     skipped.add(filters.TOO_LARGE)
-                elif (document := _document(file.name, data, status, skipped)) is not None:
+                    return
+                if contents is not None:
+                    contents.add(file, data)
+                if (document := _document(file.name, data, status, skipped)) is not None:
                     yield document
                 return
             rules = _Rules(options)

@@ -36,3 +36,7 @@ class DatastoreLockedError(DatastoreError):
 
 class DatastoreFullError(DatastoreError):
     """The disk has no room. The old generation is as it was, and nothing half-written is left."""
+
+
+class ContentsChangedError(DatastoreError):
+    """Files that a store is named by were changed before they were read again."""

@@ -7,20 +7,22 @@ closed, also because the process that held it was killed; what it has begun to w
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import DatastoreCorruptError, DatastoreError, DatastoreFormatError, DatastoreLockedError
+from .corpus import Skipped
+from .errors import ContentsChangedError, DatastoreCorruptError, DatastoreError, DatastoreFormatError, DatastoreLockedError
 from .format import MANIFEST, read_manifest
 from .progress import Progress, Summary
-from .trees import Kept
+from .trees import Kept, installed
 
 TELL_S = 0.5
 RETRY_S = 2.0
@@ -48,8 +50,8 @@ class Job:
 
 
 Told = tuple[Literal["progress", "problem", "done", "following"], dict[str, Any]]
-"""progress: a `Progress`. problem: `text`, and `waits` where another process is at it; it is tried again. done: a `Summary` of what was
-written, or of what was there. following: files are watched."""
+"""progress: a `Progress`. problem: `text`, and `waits` where another process is at it; it is tried again, unless it is `final`. done: a
+`Summary` of what was written, or of what was there. following: files are watched."""
 Say = Callable[[Told], None]
 
 
@@ -64,17 +66,50 @@ def run(job: Job, pipe: Connection) -> None:
         {"build": bring_up_to_date, "follow": follow}[job.stage](job, pipe.send)
 
 
+def find_installed(path: str, cache: Path, fingerprint: str) -> Kept | None:
+    """`trees.installed`, in a process of its own, for it reads every file of the packages. Raises DatastoreError."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_find_installed, args=(path, cache, fingerprint, theirs), daemon=True)
+    try:
+        process.start()
+        theirs.close()
+        found: Kept | DatastoreError | None = ours.recv()
+    except (EOFError, OSError) as error:
+        raise DatastoreError(f"the packages of {path} cannot be read: {error or 'the process that reads them has ended'}") from error
+    finally:
+        ours.close()
+    process.join()
+    if isinstance(found, DatastoreError):
+        raise found
+    return found
+
+
+def _find_installed(path: str, cache: Path, fingerprint: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, 0, NICE["build"])
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            pipe.send(installed(path, cache, fingerprint))
+        except (DatastoreError, OSError) as error:
+            pipe.send(DatastoreError(str(error)))
+
+
 def bring_up_to_date(job: Job, say: Say) -> None:
     """Build the store, or update the one that is there. What is in the way (another writer, a tree that is gone, a full disk) is told once
     and waited for."""
     told = ""
     while True:
         try:
-            say(("done", asdict(_build_or_update(job, _teller(say)))))
+            say(("done", _facts(_build_or_update(job, _teller(say)))))
             return
         except (DatastoreError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise
+            if isinstance(error, ContentsChangedError):
+                say(("problem", {"text": f"{error}; they are looked at again at the next start", "waits": False, "final": True}))
+                return
             if str(error) != told:
                 told = str(error)
                 say(("problem", {"text": told, "waits": isinstance(error, DatastoreLockedError)}))
@@ -84,22 +119,27 @@ def bring_up_to_date(job: Job, say: Say) -> None:
 def _build_or_update(job: Job, tell: Callable[[Progress], None]) -> Summary:
     from tokenizers import Tokenizer
 
-    from .build import build
+    from .build import build, summarize
     from .update import update
 
     kept, folder = job.kept, Path(job.kept.store)
     try:
-        read_manifest(folder)
+        manifest = read_manifest(folder)
     except DatastoreError:  # none, damaged, or of another format
         pass
     else:
+        if kept.contents:  # it is what it is called by, whatever the tree holds now
+            return replace(summarize(manifest, Skipped(), {}), committed=False)
         with contextlib.suppress(DatastoreCorruptError, DatastoreFormatError):
             return update(folder, options=kept.options, max_memory=MEMORY, writer=job.writer, tell=tell)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds the tree's text
     tokenizer = Tokenizer.from_str(job.tokenizer.decode())
-    return build(
-        kept.paths, folder, tokenizer, job.name, options=kept.options, router=True, max_memory=MEMORY, writer=job.writer, tell=tell
-    )
+    how: dict[str, Any] = {"options": kept.options, "router": True, "max_memory": MEMORY, "writer": job.writer, "tell": tell}
+    return build(kept.paths, folder, tokenizer, job.name, contents=kept.contents, **how)
+
+
+def _facts(summary: Summary) -> dict[str, Any]:
+    return asdict(summary) | {"skipped": dict(summary.skipped), "secrets": dict(summary.secrets)}  # `asdict` breaks a Counter
 
 
 def _teller(say: Say) -> Callable[[Progress], None]:
@@ -128,7 +168,7 @@ def follow(job: Job, say: Say) -> None:
 
     def outcome(what: Summary | Exception) -> None:
         if isinstance(what, Summary):
-            say(("done", asdict(what)))
+            say(("done", _facts(what)))
         elif not isinstance(what, DatastoreLockedError):  # another server's process, which is at the same files; `watch` tries again
             say(("problem", {"text": str(what), "waits": False}))
             stop.set()

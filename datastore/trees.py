@@ -1,21 +1,25 @@
 """What a working tree's store is: where it lies, which files belong into it, the packages that the tree's own environment holds, and
 which stores are nobody's any more.
 
-Paths enter; folders of a cache, options of a corpus and counts leave. Nothing is built here, and nothing of a tree is run.
+Paths enter; folders of a cache, options of a corpus and counts leave. Nothing is built here, nothing of a tree is run, and nothing that
+lies outside it is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import stat
 import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import corpus
+from .beneath import Beneath
 from .commit import writing
 from .corpus import CorpusError, CorpusOptions
 from .errors import DatastoreError
@@ -28,6 +32,10 @@ COUNT_S = 5.0
 """For counting on beyond the limit, so that the message says how far it is off."""
 GONE_DAYS = 30
 """A store is kept for so long after its tree was found to be gone: it may be on a disk that is not there today."""
+MAX_INSTALLED = 300_000
+"""Files of text in an environment. One with the largest packages there are has 40,000."""
+PACKAGES = CorpusOptions(languages=("python",), exclude=("*.zip", "*.whl", "*.tar.gz", "*.tgz", "*.jsonl", "*.jsonl.gz"))
+"""What is taken of packages: files, and nothing out of archives."""
 _DEPENDENCIES = (".venv/", "node_modules/", "__pycache__/")
 
 
@@ -42,6 +50,8 @@ class Kept:
     options: CorpusOptions
     follow: bool = True
     """Its files change, and it follows them. False: it is complete once it is there."""
+    contents: str = ""
+    """The digest that the contents of its files have (see `corpus.Contents`), for a store that several trees share; "": any."""
 
 
 def tree(path: str, cache: Path, fingerprint: str) -> Kept:
@@ -49,7 +59,7 @@ def tree(path: str, cache: Path, fingerprint: str) -> Kept:
 
     Files that git does not track yet are taken too, unless it ignores them: what is being written is what a completion repeats.
     """
-    folder = f"{Path(path).name or 'root'}-{_digest(path, fingerprint)}"
+    folder = f"{Path(path).name or 'root'}-{_digest(path, fingerprint)[:16]}"
     return Kept((path,), str(cache / "trees" / folder), options_of(path))
 
 
@@ -116,47 +126,81 @@ def _is_gone(path: str) -> bool:
 
 
 def installed(path: str, cache: Path, fingerprint: str) -> Kept | None:
-    """The store of the packages in a tree's own environment: one per set of names and versions, whatever tree they are installed for.
+    """The store of the packages in a tree's own environment: one for all trees whose packages' files are alike, name by name and byte by
+    byte. What metadata say of them (RECORD, versions) is not asked, for a tree may say anything.
 
-    None where there is no environment, or nothing in it.
+    Reads all files of the packages. None where there is no environment beneath the tree, or no text in it. Raises CorpusError for more
+    than MAX_INSTALLED files.
     """
-    environment = environment_of(Path(path))
-    folders = [] if environment is None else site_packages(environment)
-    versions = sorted({version for folder in folders for version in versions_in(folder)})
-    if not versions:
+    folders = [] if (environment := environment_of(Path(path))) is None else site_packages(Path(path), environment)
+    skipped = corpus.Skipped()
+    files = corpus.find(corpus.sources_of(folders), PACKAGES, skipped)
+    if len(files) > MAX_INSTALLED:
+        raise CorpusError(f"{environment} holds {len(files):,} files of text; at most {MAX_INSTALLED:,} are read")
+    contents = corpus.hash_contents(files, PACKAGES, skipped)
+    if not contents.n_files:
         return None
-    folder = f"packages-{_digest(*versions, fingerprint)}"
-    return Kept(tuple(map(str, folders)), str(cache / "packages" / folder), CorpusOptions(languages=("python",)), follow=False)
+    folder = f"packages-{_digest(contents.digest(), str(corpus.RULES), repr(PACKAGES), fingerprint)[:32]}"
+    return Kept(tuple(map(str, folders)), str(cache / "packages" / folder), PACKAGES, follow=False, contents=contents.digest())
 
 
 def environment_of(path: Path) -> Path | None:
-    """The virtual environment of a tree: .venv, venv, or the one that its pyproject.toml names to type checkers."""
-    for folder in (path / ".venv", path / "venv", *_named_in(path / "pyproject.toml")):
-        if (folder / "pyvenv.cfg").is_file():
-            return folder.resolve()
+    """The virtual environment of a tree: .venv, venv, or the one that its pyproject.toml names to type checkers. It lies beneath the tree,
+    and no link leads to it: a tree may link to, or name, what is not its own.
+    """
+    try:
+        with Beneath(path) as tree:
+            for folder in (".venv", "venv", *_named_in(tree)):
+                if _type_in(tree, f"{folder}/pyvenv.cfg") == stat.S_IFREG or _type_in(tree, f"{folder}/conda-meta") == stat.S_IFDIR:
+                    return path / folder
+    except OSError:
+        pass
     return None
 
 
-def _named_in(pyproject: Path) -> list[Path]:
-    """`venvPath` and `venv` of Pyright's settings."""
+def _named_in(tree: Beneath) -> list[str]:
+    """`venvPath` and `venv` of Pyright's settings, relative to the tree."""
     try:
-        tools = tomllib.loads(pyproject.read_text("utf-8")).get("tool", {})
+        with tree.open("pyproject.toml") as file:
+            text = file.read(corpus.MAX_FILE_SIZE + 1)
+        if len(text) > corpus.MAX_FILE_SIZE:
+            return []
+        tools = tomllib.loads(text.decode()).get("tool", {})
         settings = [tools[name] for name in ("pyright", "basedpyright") if name in tools]
-        return [pyproject.parent / Path(each.get("venvPath", ".")).expanduser() / each["venv"] for each in settings if "venv" in each]
-    except (OSError, ValueError, TypeError, AttributeError):  # not there, or not what it should be
+        return [os.path.normpath(f"{each.get('venvPath', '.')}/{each['venv']}") for each in settings if "venv" in each]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # not there, or not what it should be
         return []
 
 
-def site_packages(environment: Path) -> list[Path]:
-    """Where an environment has its packages, links resolved."""
-    found = [*environment.glob("lib*/python3*/site-packages"), *environment.glob("Lib/site-packages")]
-    return sorted({folder.resolve() for folder in found if folder.is_dir()})
+def _type_in(tree: Beneath, relative: str) -> int:
+    """What stands at a path of the tree, as `stat.S_IFMT` has it; 0 where it cannot be told without following a link."""
+    try:
+        return stat.S_IFMT(tree.lstat(relative).st_mode)
+    except OSError:
+        return 0
 
 
-def versions_in(folder: Path) -> list[str]:
-    """`name-version` of each package that is installed in a folder, as its metadata is called."""
-    return sorted(each.name.removesuffix(".dist-info").lower().replace("_", "-") for each in folder.glob("*.dist-info"))
+def site_packages(path: Path, environment: Path) -> list[Path]:
+    """Where an environment of a tree has its packages, no links followed."""
+    found = []
+    try:
+        with Beneath(path) as tree:
+            inner = environment.relative_to(path).as_posix()
+            for lib in _folders_in(tree, inner, r"lib\w*|Lib"):
+                for place in (lib, *_folders_in(tree, lib, r"(?:python|pypy)3[\w.]*")):
+                    found += _folders_in(tree, place, "site-packages")
+    except OSError:
+        pass
+    return [path / each for each in sorted(found)]
+
+
+def _folders_in(tree: Beneath, folder: str, names: str) -> list[str]:
+    try:
+        entries = tree.list_folder(folder)
+    except OSError:
+        return []
+    return [f"{folder}/{name}" for name, kind in entries if kind == stat.S_IFDIR and re.fullmatch(names, name)]
 
 
 def _digest(*parts: str) -> str:
-    return hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()

@@ -76,6 +76,7 @@ class Repositories:
         self.trees = {name: Repository(name, path, [name]) for name, path in (paths or {}).items()}
         self._cache, self._with_installed = cache, with_installed
         self._keepers: list[_Keeper] = []
+        self._lock, self._closed = threading.Lock(), False
 
     def __len__(self) -> int:
         return len(self.trees)
@@ -86,24 +87,41 @@ class Repositories:
             return
         tokenizer = canonical(engine.tokenizer.backend_tokenizer)
         fingerprint = digest_of(tokenizer)
-        wanted: dict[str, trees.Kept] = {}
         for each in self.trees.values():
-            wanted[each.name] = trees.tree(each.path, self._cache, fingerprint)
-            packages = trees.installed(each.path, self._cache, fingerprint) if self._with_installed else None
-            if packages is not None:
-                name = Path(packages.store).name
-                wanted[name] = packages
-                each.stores.append(name)
-            elif self._with_installed:
-                logs.event("repository", f"{each.name}: {each.path} has no virtual environment (.venv, venv) with packages in it")
-        for name, kept in wanted.items():
-            made = _Keeper(engine, name, kept, tokenizer)
-            for each in self.trees.values():
-                if name in each.stores:
-                    each.progress[name] = made.progress
-            self._keepers.append(made)
-            made.start()
+            self._keep(engine, each, each.name, trees.tree(each.path, self._cache, fingerprint), tokenizer)
+        if self._with_installed:
+            arguments = engine, tokenizer, fingerprint
+            threading.Thread(target=self._keep_packages, args=arguments, name="ngramspec-repositories-packages", daemon=True).start()
         threading.Thread(target=self._clear, name="ngramspec-repositories-clear", daemon=True).start()
+
+    def _keep(self, engine: Engine, tree: Repository, name: str, kept: trees.Kept, tokenizer: bytes) -> None:
+        """Keep one of a tree's stores, which may be another tree's already."""
+        with self._lock:
+            if self._closed:
+                return
+            keeper_ = next((each for each in self._keepers if each.name == name), None)
+            if is_new := keeper_ is None:
+                keeper_ = _Keeper(engine, name, kept, tokenizer)
+                self._keepers.append(keeper_)
+            tree.progress[name] = keeper_.progress
+            if name not in tree.stores:
+                tree.stores.append(name)
+            if is_new:
+                keeper_.start()
+
+    def _keep_packages(self, engine: Engine, tokenizer: bytes, fingerprint: str) -> None:
+        """Keep the stores of the packages that are installed for the trees. Their files are read first, to know them by what they hold."""
+        for each in self.trees.values():
+            try:
+                packages = keeper.find_installed(each.path, self._cache, fingerprint)
+            except DatastoreError as error:
+                logs.event("repository", f"{each.name}: {error}")
+                continue
+            if packages is not None:
+                self._keep(engine, each, Path(packages.store).name, packages, tokenizer)
+            else:
+                where = "in it (.venv, venv), with packages; one that is linked or named elsewhere is not read"
+                logs.event("repository", f"{each.name}: {each.path} has no virtual environment {where}")
 
     def _clear(self) -> None:
         """Delete what is left of trees that are long gone."""
@@ -112,6 +130,8 @@ class Repositories:
 
     def close(self) -> None:
         """End what runs beside the server."""
+        with self._lock:
+            self._closed = True
         for each in self._keepers:
             each.end()
         for each in self._keepers:
@@ -132,13 +152,14 @@ class _Keeper(threading.Thread):
     """Runs the processes that keep one store, and has the engine draft from it."""
 
     def __init__(self, engine: Engine, name: str, kept: trees.Kept, tokenizer: bytes) -> None:
-        super().__init__(name=f"ngramspec-repository-{name}", daemon=True)
+        super().__init__(name=name, daemon=True)
         self.progress = Progress()
         self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
         self._ended = threading.Event()
         self._running: tuple[BaseProcess, Connection] | None = None
         self._lock = threading.Lock()  # around the process that runs
         self._logged_s = 0.0
+        self._is_final = False  # trying again would not help
 
     def run(self) -> None:
         with contextlib.suppress(DatastoreError):
@@ -153,6 +174,8 @@ class _Keeper(threading.Thread):
                     return
                 self._process("follow")
                 self.progress.state, pause_s = "ready", RESTART_S
+            if self._is_final:
+                return
             self._ended.wait(pause_s)
 
     def end(self) -> None:
@@ -179,7 +202,7 @@ class _Keeper(threading.Thread):
         context = multiprocessing.get_context("spawn")
         job = keeper.Job(self._kept, stage, self._tokenizer, self._engine.name, f"ngramspec {__version__}")
         ours, theirs = context.Pipe()
-        process = context.Process(target=keeper.run, args=(job, theirs), name=self.name, daemon=True)
+        process = context.Process(target=keeper.run, args=(job, theirs), name=f"ngramspec-repository-{self.name}", daemon=True)
         try:
             process.start()
         except OSError as error:
@@ -219,6 +242,7 @@ class _Keeper(threading.Thread):
                 self._log(f"{facts['files']:,} of {facts['n_files']:,} files are read" + (f", about {left:.0f} s left" if left else ""))
         elif kind == "problem":
             progress.state, progress.message = ("waiting" if facts["waits"] else "failed"), facts["text"]
+            self._is_final = facts.get("final", False)
             self._log(facts["text"])
         elif kind == "following":
             progress.state, progress.message = "followed", ""
@@ -238,6 +262,7 @@ class _Keeper(threading.Thread):
             self._log(
                 f"{facts['added']:,} files read, {facts['removed']:,} dropped in {facts['seconds'].get('total', 0):.1f} s; "
                 f"{facts['files']:,} files, {facts['tokens']:,} tokens"
+                + (f"; left out: {left_out}" if (left_out := ", ".join(f"{n:,} {why}" for why, n in facts["skipped"].items())) else "")
             )
 
     def _draft(self) -> None:

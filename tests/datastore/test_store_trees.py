@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 
@@ -41,15 +42,53 @@ def environment(folder: Path, *packages: str) -> Path:
     site.mkdir(parents=True)
     (folder / "pyvenv.cfg").touch()
     for package in packages:
-        name = package.partition("-")[0]
+        name, _, version = package.partition("-")
         (site / f"{package}.dist-info").mkdir()
-        (site / f"{name}.py").write_text(f"def {name}():\n    return 1\n")
+        (site / f"{name}.py").write_text(f"def {name}():\n    return {version}\n")
     return folder
 
 
 def documents(store: str) -> set[str]:
     with Datastore.open(store) as opened:
         return {Path(document.path).name for document in opened.snapshot.documents()}
+
+
+class Process:
+    """A keeper's process, and what it told."""
+
+    def __init__(self, kept: trees.Kept, stage: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        job = keeper.Job(kept, stage, canonical(BACKEND), "bytes", "test")
+        self.process = context.Process(target=keeper.run, args=(job, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def told(self, kind: str) -> dict[str, Any]:
+        """What it tells of this kind next."""
+        while self.pipe.poll(WAIT_S):
+            what, facts = self.pipe.recv()
+            if what == kind:
+                return facts  # type: ignore[no-any-return]
+        raise AssertionError(f"it never told of {kind}")
+
+    def end(self) -> int | None:
+        self.pipe.close()
+        self.process.join(WAIT_S)
+        return self.process.exitcode
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def begin(kept: trees.Kept, stage: str) -> Process:
+        started.append(Process(kept, stage))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        assert each.end() == 0
 
 
 # ------------------------------------------------------------------ which stores
@@ -146,7 +185,7 @@ def test_too_large_a_tree_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch
         trees.check_size(str(tree), 2)
 
 
-def test_packages_are_one_store_for_all_trees_with_the_same_versions(tmp_path: Path) -> None:
+def test_packages_are_one_store_for_all_trees_with_the_same_files(tmp_path: Path) -> None:
     for name, packages in (("a", ["one-1.0", "two-2.0"]), ("b", ["two-2.0", "one-1.0"]), ("c", ["one-1.1", "two-2.0"])):
         environment(tmp_path / name / ".venv", *packages)
     a, b, c = (trees.installed(str(tmp_path / name), tmp_path / "cache", PRINT) for name in "abc")
@@ -155,63 +194,148 @@ def test_packages_are_one_store_for_all_trees_with_the_same_versions(tmp_path: P
     assert c is not None
     assert a.store == b.store != c.store
     assert not a.follow
+    other = trees.installed(str(tmp_path / "a"), tmp_path / "cache", "another tokenizer")
+    assert other is not None
+    assert other.store != a.store
+
+
+SITE = Path(".venv/lib/python3.11/site-packages")
+
+
+def build_here(kept: trees.Kept) -> keeper.Told:
+    """What a keeper's process tells last of building a store, in this process."""
+    told: list[keeper.Told] = []
+    keeper.bring_up_to_date(keeper.Job(kept, "build", canonical(BACKEND), "bytes", "test"), told.append)
+    return told[-1]
+
+
+@pytest.mark.parametrize("changed", ["a byte", "a name", "one more", "one less"])
+def test_a_tree_cannot_pass_its_files_off_as_a_package(tmp_path: Path, changed: str) -> None:
+    """Two trees whose metadata say that they have the same packages; what they draft from is their own."""
+    for name in ("hostile", "mine"):
+        environment(tmp_path / name / ".venv", "fake-1.0", "other-1.0")
+        (tmp_path / name / SITE / "fake-1.0.dist-info" / "RECORD").write_text(
+            "fake.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0\n"
+        )
+    file = tmp_path / "hostile" / SITE / "fake.py"
+    if changed == "a byte":
+        file.write_bytes(file.read_bytes().replace(b"1", b"2"))
+    elif changed == "a name":
+        file.rename(file.with_name("fake2.py"))
+    elif changed == "one more":
+        file.with_name("more.py").write_text("import os\n")
+    else:
+        file.unlink()
+    hostile, mine = (trees.installed(str(tmp_path / name), tmp_path / "cache", PRINT) for name in ("hostile", "mine"))
+    assert hostile is not None
+    assert mine is not None
+    assert hostile.store != mine.store
+    assert build_here(hostile)[0] == build_here(mine)[0] == "done"
+    assert documents(mine.store) == {"fake.py", "other.py"}
+    with Datastore.open(mine.store) as store:
+        (fake,) = [document for document in store.snapshot.documents() if document.path.endswith("fake.py")]
+        text = bytes(store.snapshot.text_tokens(fake.segment, fake.number).astype(np.uint8)).decode()
+    assert text == (tmp_path / "mine" / SITE / "fake.py").read_text()
+
+
+def test_files_that_change_after_they_were_looked_at_are_in_no_store(tmp_path: Path) -> None:
+    """A store is named by what its files held: others would draft from what took their place."""
+    environment(tmp_path / "mine" / ".venv", "fake-1.0")
+    kept = trees.installed(str(tmp_path / "mine"), tmp_path / "cache", PRINT)
+    assert kept is not None
+    before = (tmp_path / "mine" / SITE / "fake.py").read_text()
+    (tmp_path / "mine" / SITE / "fake.py").write_text("import os\n")
+    kind, problem = build_here(kept)
+    assert (kind, problem["final"]) == ("problem", True)
+    assert "changed while they were read" in problem["text"]
+    assert not (Path(kept.store) / "MANIFEST").exists()
+    (tmp_path / "mine" / SITE / "fake.py").write_text(before)
+    assert build_here(kept)[0] == "done"
+    (tmp_path / "mine" / SITE / "fake.py").write_text("import os\n")
+    assert not build_here(kept)[1]["committed"], "what is there stays what it is called by"
+    assert documents(kept.store) == {"fake.py"}
+
+
+def test_packages_never_leave_the_trees_environment(tmp_path: Path) -> None:
+    """Links to other folders and files, paths in metadata, devices and pipes; and what environments legitimately link to."""
+    secret = tmp_path / "secret"
+    environment(secret / "env", "private-1.0")
+    (secret / "outside.py").write_text("outside = 1\n")
+    environment(tmp_path / "tree" / ".venv", "one-1.0")
+    site = tmp_path / "tree" / SITE
+    (tmp_path / "tree" / ".venv" / "lib64").symlink_to("lib")
+    (tmp_path / "tree" / ".venv" / "bin").mkdir()
+    (tmp_path / "tree" / ".venv" / "bin" / "python").symlink_to("/usr/bin/python3")
+    (site / "linked.py").symlink_to(secret / "outside.py")
+    (site / "linked").symlink_to(secret)
+    (site / "one").mkdir()
+    (site / "one" / "inner").symlink_to(secret)
+    (site / "zero.py").symlink_to("/dev/zero")
+    (site / "paths.pth").write_text(f"{secret}\nimport os\n")
+    (site / "one-1.0.dist-info" / "RECORD").write_text(f"{secret}/outside.py,,\n../../../../../secret/outside.py,,\n")
+    (site / "one-1.0.dist-info" / "top_level.txt").symlink_to("/dev/zero")
+    os.mkfifo(site / "pipe.py")
+    os.mkfifo(site / "one-1.0.dist-info" / "METADATA")
+    kept = keeper.find_installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT)
+    assert kept is not None
+    assert kept.paths == (str(site),)
+    _, done = build_here(kept)
+    assert documents(kept.store) == {"one.py"}
+    assert (done["skipped"]["link"], done["skipped"]["not a regular file"]) == (5, 1)
+
+
+@pytest.mark.parametrize("linked", [".venv", ".venv/lib", ".venv/lib/python3.11", ".venv/lib/python3.11/site-packages", ".venv/pyvenv.cfg"])
+def test_an_environment_behind_a_link_is_not_the_trees_own(tmp_path: Path, linked: str) -> None:
+    environment(tmp_path / "elsewhere" / ".venv", "private-1.0")
+    environment(tmp_path / "tree" / ".venv", "one-1.0")
+    assert trees.installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT) is not None
+    place = tmp_path / "tree" / linked
+    place.rename(tmp_path / "moved")
+    place.symlink_to(tmp_path / "elsewhere" / linked)
+    assert trees.installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT) is None
+
+
+@pytest.mark.parametrize("hostile", ["nested", "long", "zero", "pipe", "folder", "outside", "absolute"])
+def test_a_hostile_pyproject_is_passed_over(tmp_path: Path, hostile: str) -> None:
+    environment(tmp_path / "envs" / "mine", "private-1.0")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    file = tree / "pyproject.toml"
+    if hostile == "nested":
+        file.write_text("a = " + "[" * 10_000 + "]" * 10_000)
+    elif hostile == "long":
+        file.write_text("[tool.pyright]\nvenv = 'mine'\n#" + "x" * (1 << 20))
+    elif hostile == "zero":
+        file.symlink_to("/dev/zero")
+    elif hostile == "pipe":
+        os.mkfifo(file)
+    elif hostile == "folder":
+        file.mkdir()
+    else:
+        file.write_text(f"[tool.pyright]\nvenvPath = '{'../envs' if hostile == 'outside' else tmp_path / 'envs'}'\nvenv = 'mine'\n")
+    assert trees.environment_of(tree) is None
+    assert trees.installed(str(tree), tmp_path / "cache", PRINT) is None
 
 
 def test_where_an_environment_is_found(tree: Path, tmp_path: Path) -> None:
     assert trees.environment_of(tree) is None
     assert trees.installed(str(tree), tmp_path, PRINT) is None
-    made = environment(tmp_path / "envs" / "mine", "one-1.0")
+    made = environment(tree / "envs" / "mine", "one-1.0")
     for text in ("[tool.pyright]\nvenvPath = 3", "[tool.pyright]\nvenv = 'absent'", "[tool", "tool = 3", "[tool]\npyright = 3", "\x00"):
         (tree / "pyproject.toml").write_text(text)
         assert trees.environment_of(tree) is None, text
-    (tree / "pyproject.toml").write_text("[tool.pyright]\nvenvPath = '../envs'\nvenv = 'mine'\n")
+    (tree / "pyproject.toml").write_text("[tool.pyright]\nvenvPath = './envs'\nvenv = 'mine'\n")
     assert trees.environment_of(tree) == made
     (tree / "venv").mkdir()
     assert trees.environment_of(tree) == made, "a folder of that name alone is no environment"
+    (tree / "venv" / "conda-meta").mkdir()
+    assert trees.environment_of(tree) == tree / "venv"
     assert trees.environment_of(tree.parent) is None
     assert trees.environment_of(environment(tree / ".venv").parent) == tree / ".venv"
     assert trees.installed(str(tree), tmp_path, PRINT) is None, "it holds no package"
 
 
 # ------------------------------------------------------------------ the process
-
-
-class Process:
-    """A keeper's process, and what it told."""
-
-    def __init__(self, kept: trees.Kept, stage: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        job = keeper.Job(kept, stage, canonical(BACKEND), "bytes", "test")
-        self.process = context.Process(target=keeper.run, args=(job, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def told(self, kind: str) -> dict[str, Any]:
-        """What it tells of this kind next."""
-        while self.pipe.poll(WAIT_S):
-            what, facts = self.pipe.recv()
-            if what == kind:
-                return facts  # type: ignore[no-any-return]
-        raise AssertionError(f"it never told of {kind}")
-
-    def end(self) -> int | None:
-        self.pipe.close()
-        self.process.join(WAIT_S)
-        return self.process.exitcode
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def begin(kept: trees.Kept, stage: str) -> Process:
-        started.append(Process(kept, stage))
-        return started[-1]
-
-    yield begin
-    for each in started:
-        assert each.end() == 0
 
 
 def ended(pipe: Connection) -> bool:
