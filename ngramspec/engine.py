@@ -298,7 +298,9 @@ class Engine:
     def _sequences(self, ids: np.ndarray, params: SamplingParams, completion: Completion, hints: Hints) -> list[sequence.Sequence]:
         """One per sample."""
         expected, chosen, tenant = hints.get("prediction"), hints.get("datastores"), hints.get("tenant", "")
-        prediction = None if expected is None else self._encoding.ids(expected, "prediction", add_special_tokens=False)
+        prediction = None
+        if expected is not None:
+            prediction = self._encoding.with_line_ends_of(ids, self._encoding.ids(expected, "prediction", add_special_tokens=False))
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
         constraint = None if params.grammar is None else self.compile_grammar(params.grammar)

@@ -93,8 +93,9 @@ def build_datastore(
     """Build a datastore: text that the model is likely to repeat, for drafts.
 
     In a git repository the files that git tracks are taken, elsewhere what no .gitignore excludes. Left out, and counted in the
-    summary: binaries, generated and minified files, duplicates, secrets (.env, key files), links, and what is not UTF-8. Text that looks
-    like a control token is tokenized as text. A store that is there is replaced when the new one is complete; Ctrl-C leaves it as it was.
+    summary: binaries, generated and minified files, duplicates, files with secrets (keys, tokens, passwords), links, and what is not text.
+    Text that looks like a control token is tokenized as text. A store that is there is replaced when the new one is complete; Ctrl-C
+    leaves it as it was.
 
     Examples:
 

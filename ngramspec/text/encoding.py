@@ -17,6 +17,8 @@ from ngramspec.batch.errors import InvalidInputError, TokenizerError
 from ngramspec.datastore import tokens
 
 Prompt: TypeAlias = str | Sequence[int]
+LOOK_BACK = 1024
+"""Tokens at a prompt's end that tell its line ends."""
 
 
 class Encoding:
@@ -53,6 +55,17 @@ class Encoding:
         ids = np.asarray(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int64)
         return ids[~control[ids]].tolist()
 
+    def with_line_ends_of(self, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """An expected output [n] int32 with the line ends (LF, CRLF) that most of the prompt's end has: a model goes on as a text began."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or not len(tokens):
+            return tokens
+        text, before = (backend.decode(ids.tolist(), skip_special_tokens=False) for ids in (tokens, prompt[-LOOK_BACK:]))
+        wanted = line_end_of(before)
+        if wanted is None or line_end_of(text) in (None, wanted):
+            return tokens
+        return np.asarray(self.plain(text.replace("\r\n", "\n").replace("\n", wanted)), np.int32)
+
     @cached_property
     def _plain(self) -> tuple[Tokenizer, np.ndarray]:
         """The tokenizer without its control tokens, and which ids those are: a word of the vocabulary can have a control token's text."""
@@ -84,6 +97,12 @@ def added_tokens(tokenizer: Any) -> dict[int, AddedToken]:
         return dict(getattr(tokenizer, "added_tokens_decoder", {}))
     except NotImplementedError:
         return {}
+
+
+def line_end_of(text: str) -> str | None:
+    """What most lines of a text end with: "\\n", "\\r\\n", or None where it has no line end."""
+    n_lf, n_crlf = text.count("\n"), text.count("\r\n")
+    return None if not n_lf else "\r\n" if 2 * n_crlf > n_lf else "\n"
 
 
 def check_unicode(text: object, what: str) -> None:

@@ -57,3 +57,14 @@ def test_lone_surrogates(text: str) -> None:
 def test_plain_takes_text_only(text: Any) -> None:
     with pytest.raises(InvalidInputError, match="a text must be text, got"):
         BYTES.plain(text)
+
+
+@pytest.mark.parametrize("prompt", ["a\nb\n", "a\r\nb\r\n", "a\r\nb\r\nc\n"])
+@pytest.mark.parametrize("expected", ["x\ny\n", "x\r\ny\r\n", "é\r\n\r\nz", "no line end"])
+def test_an_expected_output_gets_the_prompts_line_ends(prompt: str, expected: str) -> None:
+    """A client's file has CRLF and its editor's request LF, or the other way round."""
+    ids = BYTES.ids(expected, "prediction", add_special_tokens=False)
+    found = BYTES.with_line_ends_of(BYTES.ids(prompt, "prompt"), ids)
+    lf = expected.replace("\r\n", "\n")
+    assert bytes(found.tolist()).decode() == (lf.replace("\n", "\r\n") if "\r" in prompt else lf)
+    assert BYTES.with_line_ends_of(BYTES.ids("one line", "prompt"), ids).tolist() == ids.tolist(), "nothing is known"
