@@ -203,6 +203,11 @@ def decode_text(data: bytes) -> str | None:
         text = data.decode("utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
     except UnicodeDecodeError:
         return None
+    return with_lf(text)
+
+
+def with_lf(text: str) -> str:
+    """A text with LF for every CRLF and every CR by itself, as a store has it."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

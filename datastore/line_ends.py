@@ -73,7 +73,7 @@ class LineEnds:
 
     def to_crlf(self, tokens: np.ndarray) -> np.ndarray:
         """A text [n] int32 with CRLF. Ids below 0 stay."""
-        return _to_crlf(np.ascontiguousarray(tokens, np.int32), self._start, self._ids)  # type: ignore[no-any-return]
+        return _to_crlf(np.ascontiguousarray(tokens, np.int32), self._start, self._ids)
 
     def translate(self, start: np.ndarray, tokens: np.ndarray, parents: np.ndarray, contexts: np.ndarray) -> Translated:
         """Trees with LF -> with CRLF. `contexts` [B] int8, what each tree goes on from: LF, which leaves it as it is, CRLF, or BEGUN: a CR

@@ -7,6 +7,7 @@ lies outside it is read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ MAX_FILES = 100_000
 COUNT_S = 5.0
 """For counting on beyond the limit, so that the message says how far it is off."""
 GONE_DAYS = 30
-"""A store is kept for so long after its tree was found to be gone: it may be on a disk that is not there today."""
+"""A store is kept for so long after its tree was found to be gone (it may be on a disk that is not there today), or its packages used."""
 MAX_INSTALLED = 300_000
 """Files of text in an environment. One with the largest packages there are has 40,000."""
 PACKAGES = CorpusOptions(languages=("python",), exclude=("*.zip", "*.whl", "*.tar.gz", "*.tgz", "*.jsonl", "*.jsonl.gz"))
@@ -86,14 +87,14 @@ def check_size(path: str, most: int) -> int:
     return n_files
 
 
-# ------------------------------------------------------------------ trees that are gone
+# ------------------------------------------------------------------ stores that nobody uses
 
 
 def clear(cache: Path) -> list[str]:
-    """Delete the stores of trees that are gone, and were GONE_DAYS ago: a file beside a store tells since when. Returns what was done, in
-    words. What another process writes, or is no store, stays."""
+    """Delete the stores of trees that are gone, and were GONE_DAYS ago, and of packages that no tree had since: a file beside a store tells
+    since when. Returns what was done, in words. What another process writes, or is no store, stays."""
     said = []
-    for store in sorted(path for path in (cache / "trees").glob("*") if path.is_dir() and not path.is_symlink()):
+    for store in _folders(cache / "trees"):
         mark = store.with_name(f"{store.name}.gone")
         try:
             paths = [source.path for source in sources_in(read_manifest(store))]
@@ -102,14 +103,47 @@ def clear(cache: Path) -> list[str]:
             elif not mark.exists():
                 mark.touch()
                 said.append(f"{paths[0]} is gone; its datastore {store} is deleted if it is not back in {GONE_DAYS} days")
-            elif time.time() - mark.stat().st_mtime > GONE_DAYS * 86_400:
-                with writing(store):
-                    shutil.rmtree(store)
-                mark.unlink()
+            elif _is_old(mark):
+                _delete(store, mark)
                 said.append(f"{paths[0]} has been gone for {GONE_DAYS} days; its datastore {store} is deleted")
         except (DatastoreError, OSError):
             continue
+    for store in _folders(cache / "packages"):
+        mark = _mark_of_use(store)
+        with contextlib.suppress(DatastoreError, OSError):
+            read_manifest(store)
+            if not mark.exists():
+                mark.touch()
+            elif _is_old(mark):
+                _delete(store, mark)
+                said.append(f"the packages' datastore {store} was not used for {GONE_DAYS} days and is deleted")
     return said
+
+
+def mark_used(kept: Kept) -> None:
+    """Have `clear` leave a store of packages alone for GONE_DAYS from now."""
+    mark = _mark_of_use(Path(kept.store))
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.touch()
+
+
+def _mark_of_use(store: Path) -> Path:
+    return store.with_name(f"{store.name}.used")
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.glob("*") if path.is_dir() and not path.is_symlink())
+
+
+def _is_old(mark: Path) -> bool:
+    return time.time() - mark.stat().st_mtime > GONE_DAYS * 86_400
+
+
+def _delete(store: Path, mark: Path) -> None:
+    with writing(store):
+        shutil.rmtree(store)
+    mark.unlink()
 
 
 def _is_gone(path: str) -> bool:

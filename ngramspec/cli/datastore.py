@@ -198,12 +198,13 @@ def lookup(
     """Find the longest end of a text that occurs in a datastore: what follows it, how often, and where it stands."""
     written = read_prompt(text, file)
 
+    from ngramspec.datastore.filters import with_lf
     from ngramspec.datastore.reader import Datastore
     from ngramspec.datastore.update import encoder_of
 
     with Datastore.open(store) as opened:
         encoder = encoder_of(store, opened.snapshot.manifest, tokenizer_backend(tokenizer), tokenizer)
-        tokens, lengths = encoder.encode([written])
+        tokens, lengths = encoder.encode([with_lf(written)])
         found = opened.lookup(tokens[: int(lengths[0])].tolist(), max_match=max_match, limit=limit)
         matched = tokens[int(lengths[0]) - found.length : int(lengths[0])].tolist()
     document = {

@@ -118,6 +118,7 @@ class Repositories:
                 logs.event("repository", f"{each.name}: {error}")
                 continue
             if packages is not None:
+                trees.mark_used(packages)
                 self._keep(engine, each, Path(packages.store).name, packages, tokenizer)
             else:
                 where = "in it (.venv, venv), with packages; one that is linked or named elsewhere is not read"

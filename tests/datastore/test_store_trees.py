@@ -176,6 +176,26 @@ def test_stores_of_trees_that_are_long_gone_are_deleted(tree: Path, tmp_path: Pa
     assert sorted(path.name for path in (cache / "trees").iterdir()) == sorted(["no-store", Path(kept[1].store).name])
 
 
+def test_stores_of_packages_that_no_tree_has_are_deleted(tmp_path: Path) -> None:
+    """They are named by what packages hold: an upgrade makes another one."""
+    cache, kept = tmp_path / "cache", []
+    for name in ("old", "new"):
+        environment(tmp_path / name / ".venv", f"{name}-1.0")
+        found = trees.installed(str(tmp_path / name), cache, PRINT)
+        assert found is not None
+        kept.append(found)
+        build_here(found)
+        trees.mark_used(found)
+    long_ago = time.time() - 31 * 86_400
+    for each in kept:
+        os.utime(f"{each.store}.used", (long_ago, long_ago))
+    trees.mark_used(kept[1])
+    (said,) = trees.clear(cache)
+    assert kept[0].store in said
+    assert sorted(path.name for path in (cache / "packages").iterdir()) == [Path(kept[1].store).name, f"{Path(kept[1].store).name}.used"]
+    assert trees.clear(cache) == []
+
+
 def test_too_large_a_tree_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trees.check_size(str(tree), 5) == 5
     with pytest.raises(CorpusError, match="holds 5 files of text, a tree may have 4"):
