@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from .code_cache import njit
 
+from .code_cache import njit
 from .tokens import Encoder
 
 LONGEST = 8
