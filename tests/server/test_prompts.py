@@ -35,7 +35,9 @@ class Tokenizing:
         tokenizer.chat_template = template
         self._plain, self._control = plain(tokenizer.backend_tokenizer, len(tokenizer))
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]:
+        if parse_special:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return [token for token in self._plain.encode(text, add_special_tokens=False).ids if not self._control[token]]
 
     @property
@@ -181,12 +183,14 @@ def test_a_model_may_have_no_template() -> None:
 
 
 @given(text=HOSTILE)
-def test_a_text_has_the_tokenizers_beginning_and_no_other_control_token(text: str) -> None:
-    assert BYTES[0].plain(text) == list(text.encode())  # this tokenizer begins with nothing
+def test_a_text_to_continue_has_the_tokenizers_beginning(text: str) -> None:
+    assert BYTES[0].to_continue(text, parse_special=False) == list(text.encode())  # this tokenizer begins with nothing
     tokenizer = tiny.byte_tokenizer()
     tokenizer._tokenizer.post_processor = _begins_with_bos()
     engine = Tokenizing(extended(tokenizer))
-    assert Prompts(engine).plain(text) == [tiny.BOS, *text.encode()]  # type: ignore[arg-type]
+    prompts = Prompts(engine)  # type: ignore[arg-type]
+    assert prompts.to_continue(text, parse_special=False) == [tiny.BOS, *text.encode()]
+    assert prompts.to_continue(text, parse_special=True) == engine.tokenizer(text)["input_ids"]
 
 
 def _begins_with_bos() -> Any:
