@@ -24,7 +24,7 @@ _OWN_RULES: tuple[dict[str, Any], ...] = (
     {
         "id": "private-key",
         "regex": rf"(?m)^[ \t]*{_BEGIN}"
-        rf"""|{_BEGIN}(?:[\s"'+,\\|>-]|\\[nr])*(?:[A-Za-z0-9+/]{{16}}|(?:Proc-Type|DEK-Info|Version|Comment):)""",
+        rf"""|{_BEGIN}(?:[\s>|\\-]|\\[nr]|["'`]\s*[+,.]?\s*["'`])*(?:[A-Za-z0-9+/]{{12}}|(?:Proc-Type|DEK-Info|Version|Comment):)""",
         "keywords": ["private key"],
     },
     {"id": "putty-private-key", "regex": r"(?m)^[ \t]*PuTTY-User-Key-File-\d: \S", "keywords": ["putty-user-key-file"]},
@@ -35,6 +35,14 @@ _OWN_RULES: tuple[dict[str, Any], ...] = (
         "entropy": 3.8,
         "keywords": ["sk-"],
         "with_digit": True,
+    },
+    # gitleaks takes only the letters and digits of base32 after it; all that AWS documents is that they are upper case.
+    {
+        "id": "aws-access-key-id",
+        "regex": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+        "entropy": 2.8,
+        "keywords": ["akia", "asia"],
+        "allowlists": [{"stopwords": ["example"]}],
     },
     # Tokens of other services, known by what they begin with.
     {
@@ -67,8 +75,8 @@ _OWN_RULES: tuple[dict[str, Any], ...] = (
     # postgres://user:password@host and the like; what is no password but a placeholder has no digit or one of these words.
     {
         "id": "url-with-password",
-        "regex": r"\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://[^\s:/@'\"<>{}$()]{0,64}:([^\s:/@'\"<>{}$()*]{8,128})@[\w.-]+",
-        "entropy": 2.8,
+        "regex": r"\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://[^\s:/@'\"<>{}$()]{0,64}:([^\s:/@'\"<>{}$()*]{6,128})@[\w.-]+",
+        "entropy": 2.3,
         "keywords": ["://"],
         "with_digit": True,
         "allowlists": [{"stopwords": ["passw", "secret", "example", "xxxx", "1234"]}],
@@ -86,10 +94,10 @@ _OWN_RULES: tuple[dict[str, Any], ...] = (
     # A password with letters, digits and others, which gitleaks' rule for any key passes over: quoted, or a line's end.
     {
         "id": "password",
-        "regex": r"(?im)(?:passw(?:or)?d|passphrase|pwd)(?:['\"]?[ \t]{0,3}(?::=|=>|[:=])[ \t]{0,3}['\"]([!-~]{10,64}?)['\"]"
+        "regex": r"(?im)(?:passw(?:or)?d|passphrase|pwd)(?:['\"]?[ \t]{0,3}(?::=|=>|[:=,])[ \t]{0,3}['\"]([!-~]{8,64}?)['\"]"
         r"|[ \t]{0,3}[:=][ \t]{0,3}"
         r"([!-~]*(?:[a-z][!-~]*\d[!-~]*[!#%&*+?@^~]|[!#%&*+?@^~][!-~]*[a-z][!-~]*\d|\d[!-~]*[!#%&*+?@^~])[!-~]*)[ \t]*$)",
-        "entropy": 3.2,
+        "entropy": 2.7,
         "keywords": ["passw", "passphrase", "pwd"],
         "with_digit": True,
         "allowlists": [
