@@ -68,6 +68,20 @@ def serve(
             "--share-candidates",
         ),
     ] = False,
+    alias: Annotated[
+        list[str] | None,
+        option(
+            ENGINE,
+            "The name under which the model is listed and answers; several with commas between them, the first one in answers. Default: the "
+            "model's own.",
+            "--alias",
+            "-a",
+            metavar="NAME[,NAME]",
+        ),
+    ] = None,
+    strict_model: Annotated[
+        bool, option(ENGINE, "Refuse requests that name another model, with 404. Else they are answered.", "--strict-model")
+    ] = False,
     host: Annotated[str | None, option(_NET, "Address to listen at. Default: 127.0.0.1, this machine only.")] = None,
     port: Annotated[int | None, option(_NET, "0: any that is free; the log says which. Default: 8000.")] = None,
     allowed_host: Annotated[
@@ -97,6 +111,14 @@ def serve(
             'A file of keys: a line KEY or NAME:KEY each, or JSON: [{"name": "ci", "key": "…", "admin": false, "stores": ["project"]}].',
         ),
     ] = None,
+    admin_on_loopback: Annotated[
+        bool,
+        option(
+            _KEYS,
+            "Without keys: requests from this machine may use /admin. So may, then, whoever a proxy on this machine lets in.",
+            "--admin-on-loopback",
+        ),
+    ] = False,
     max_queue: Annotated[int | None, option(_LOAD, "Sequences that wait; more are refused at once, with 429. Default: 64.")] = None,
     drain_timeout: Annotated[
         float | None, option(_LOAD, "Seconds for running requests after SIGTERM or Ctrl-C. Default: 30.", metavar="S")
@@ -148,6 +170,9 @@ def serve(
         api_keys=api_key,
         admin_keys=admin_key,
         api_key_file=api_key_file,
+        admin_on_loopback=admin_on_loopback or None,
+        alias=None if alias is None else ",".join(alias),
+        strict_model=strict_model or None,
         max_queue=max_queue,
         drain_timeout=drain_timeout,
         send_timeout=send_timeout,
@@ -241,7 +266,7 @@ def _run(model: str, engine: dict[str, Any], settings: ServerSettings, paths: di
     def ready(url: str, engine: Engine) -> None:
         if paths:
             infill, keys = Fim.detect(engine.tokenizer) is not None, bool(settings.api_keys)
-            print(editors.lines(url, engine.name, paths, infill=infill, keys=keys), flush=True)
+            print(editors.lines(url, (settings.alias or (engine.name,))[0], paths, infill=infill, keys=keys), flush=True)
 
     try:
         run(make_engine, settings, Repositories(paths, cache_dir() / "stores", with_installed=with_installed), ready)

@@ -28,6 +28,8 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::[0-9]{0,5})?")
 """A name or an IPv6 address, and maybe a port."""
+_PROXIED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip", "cf-connecting-ip"})
+"""Headers by which a proxy says for whom it asks, beside `X-Forwarded-…`."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -38,7 +40,7 @@ class Identity:
     name: str
     """The key's name, for logs; "" where the server has no keys."""
     admin: bool
-    """May change datastores."""
+    """May administer: an administrator's key, or, without keys, this machine where the settings say `admin_on_loopback`."""
     tenant: str
     """Answers and cached prompts are shared within a tenant, and never beyond."""
     stores: frozenset[str] | None
@@ -51,7 +53,7 @@ class Identity:
     @property
     def trusted(self) -> bool:
         """May see where drafts come from, and detailed statistics: they tell what a store holds."""
-        return self.admin or self.local
+        return self.admin or (self.local and not self.name)
 
     def datastores(self, asked: str | Sequence[str] | None, known: Collection[str]) -> list[str] | None:
         """Names to draft from for a request that asks for these (None: whatever it may use), of those that are `known`.
@@ -122,7 +124,8 @@ async def identify(
     local = is_local(request)
     route = request.scope.get("route")
     if not len(state.keyring):
-        return _remember(request, Identity("", admin=local, tenant="", stores=None, local=local))
+        admin = local and state.settings.admin_on_loopback
+        return _remember(request, Identity("", admin=admin, tenant="", stores=None, local=local))
     given = given_key(request.scope["headers"])
     key = state.keyring.find(given) if given is not None else None
     if key is not None:
@@ -137,7 +140,8 @@ async def identify(
 async def administrator(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Identity:
     """The dependency of administrator's routes. Raises ApiError 403, also where a page of another site asks to change something."""
     if not identity.admin:
-        raise ApiError(403, "this needs an administrator's key")
+        allow = "the server was started without keys; --admin-key KEY makes one, --admin-on-loopback lets requests from its own machine in"
+        raise ApiError(403, "this needs an administrator's key" + ("" if len(request.app.state.server.keyring) else f": {allow}"))
     if request.method not in ("GET", "HEAD"):
         check_site(request.scope["headers"], request.app.state.server.settings)
     return identity
@@ -177,7 +181,7 @@ def given_key(raw: Headers) -> bytes | None:
 
 def is_local(request: Request) -> bool:
     """Whether a request comes from this machine. One that a proxy passed on does not, whoever sent it there."""
-    if any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip", "via")):
+    if any(name in _PROXIED or name.startswith("x-forwarded-") for name in request.headers):
         return False
     try:
         return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback

@@ -85,7 +85,7 @@ _ROWS = (
     _done((COMPLETIONS,), "echo", "the prompt before the text"),
     _done((COMPLETIONS,), "best_of", "n of so many, the likeliest; equal to n while streamed"),
     _done((RESPONSES,), "input instructions", "the conversation: messages, calls of functions, their results"),
-    _done(V1, "model", "must be the one that is served"),
+    _done(V1, "model", "any name is answered by the model that is served, others than its own are refused with `--strict-model`"),
     _done(V1, "n", "texts for a prompt; a response is one"),
     _done(LLAMAS, "n_cmpl", "texts for a prompt"),
     _done((*OPENAI, *LLAMAS), "max_tokens", "most tokens to write"),

@@ -63,7 +63,7 @@ def router(state: State) -> APIRouter:
         engine = state.engine
         return Config(
             version=__version__,
-            model=engine.name,
+            model=state.names[0],
             exactness=engine.promise,
             chat=bool(getattr(engine.tokenizer, "chat_template", None)),
             sources=identity.trusted,

@@ -6,6 +6,7 @@ Strings enter, checked values leave. Knows nothing of models; the engine has its
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,8 +23,9 @@ class Key(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: SecretStr
-    name: str = Field(default="", max_length=64, pattern=r"^[\w.@-]*$")
-    """For logs, and the tenant: keys of one name share answers and cached prompts. Default: key1, key2, … in order."""
+    name: str = Field(default="", max_length=64, pattern=r"^[\w.@-]+$")
+    """For logs, and the tenant, within which answers and cached prompts are shared: no two keys have one name. Default: key1, key2, … in
+    order."""
     admin: bool = False
     stores: frozenset[str] | None = None
     """Datastores that may be used; None: all."""
@@ -78,6 +80,8 @@ def _keys(value: Any) -> Any:
 
 def _key(text: str) -> dict[str, str]:
     name, colon, key = text.partition(":")
+    if colon and not name:
+        raise ValueError("a key has an empty name before its colon: give NAME:KEY, or KEY alone")
     return {"name": name, "key": key} if colon else {"key": text}
 
 
@@ -107,6 +111,12 @@ class ServerSettings(BaseSettings):
     """Keys of administrators; with them, `api_keys` holds all."""
     api_key_file: Path | None = None
     """Read once, at the start; its keys are added."""
+    admin_on_loopback: bool = False
+    """Without keys: requests from this machine may administer. Whatever forwards requests from it (a proxy, a tunnel) can then, too."""
+    alias: Names = ()
+    """Names under which the model is listed and answers, the first one first. None: the model's own."""
+    strict_model: bool = False
+    """Refuse requests that name another model, with 404. Else any name is answered by the one model, as llama.cpp does."""
     allowed_hosts: Names = ()
     """Names that a `Host` header may say while there are no keys, beside those of this machine."""
     cors_origins: Names = ()
@@ -135,8 +145,23 @@ class ServerSettings(BaseSettings):
                 keys += read_keys(self.api_key_file)
             except OSError as error:
                 raise ValueError(f"the keys cannot be read from {self.api_key_file}: {error.strerror or error}") from None
-        if len({key.key.get_secret_value() for key in keys}) < len(keys):
-            raise ValueError("the same key is given twice")
         named = tuple(key if key.name else key.model_copy(update={"name": f"key{i}"}) for i, key in enumerate(keys, 1))
+        _check_distinct(named)
+        if self.admin_on_loopback and named:
+            raise ValueError("admin_on_loopback: only without keys; with them, administration needs an administrator's key")
         object.__setattr__(self, "api_keys", named)
         return self
+
+
+def _check_distinct(keys: Sequence[Key]) -> None:
+    """Raises ValueError if two of the keys are one, or have one name, by which they would share a tenant. No key is repeated in it."""
+    places: dict[str, int] = {}
+    names: dict[str, int] = {}
+    for place, key in enumerate(keys, 1):
+        if (first := places.setdefault(key.key.get_secret_value(), place)) != place:
+            raise ValueError(f"the same key is given twice: as number {first} ({keys[first - 1].name}) and as number {place} ({key.name})")
+        if (first := names.setdefault(key.name, place)) != place:
+            raise ValueError(
+                f"the keys number {first} and {place} have one name, {key.name!r}, and would share a tenant: give each a name of its own; "
+                "a key without a name is called key1, key2, … by its place"
+            )

@@ -85,7 +85,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
     started: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def start(engine: Engine, settings: ServerSettings | None = None, repositories: Repositories | None = None) -> Server:
-        settings = settings or ServerSettings()
+        settings = settings or ServerSettings(admin_on_loopback=True)
         app = create_app(engine, settings, repositories)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(configuration(app, settings))

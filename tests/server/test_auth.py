@@ -185,11 +185,38 @@ def test_hosts_of_a_server_for_other_machines() -> None:
     assert auth.Hosts(ServerSettings(host="10.0.0.5")).allow(b"10.0.0.5")
 
 
-def test_whoever_is_on_this_machine_is_trusted_without_keys(client: httpx.Client) -> None:
-    """But not who comes through a proxy that runs here."""
-    assert client.get("/admin/datastores").status_code == 200
-    for header in ("x-forwarded-for", "forwarded", "x-real-ip"):
-        assert client.get("/admin/datastores", headers={header: "127.0.0.1"}).status_code == 403
+ADMINISTRATORS = [(method, path, body, status) for (method, _), (who, path, body, status) in ROUTES.items() if path.startswith("/admin")]
+
+
+def test_without_keys_nobody_administers(make_server: Callable[..., Server]) -> None:
+    """A proxy on this machine that adds no headers looks like this machine: nothing but a key, or the operator's word, opens /admin."""
+    server = make_server(ServerSettings())
+    for method, path, body, _ in ADMINISTRATORS:
+        refused = httpx.request(method, server.url + path, json=body)
+        assert refused.status_code == 403
+        told = refused.json()["error"]["message"]
+        assert "--admin-key" in told
+        assert "--admin-on-loopback" in told
+
+
+def test_the_operator_lets_this_machine_administer(make_server: Callable[..., Server]) -> None:
+    """But not who comes through a proxy that says so."""
+    server = make_server(ServerSettings(admin_on_loopback=True))
+    for method, path, body, status in ADMINISTRATORS:
+        assert httpx.request(method, server.url + path, json=body).status_code == status
+        for header in ("x-forwarded-for", "x-forwarded-proto", "forwarded", "x-real-ip", "via", "cf-connecting-ip"):
+            assert httpx.request(method, server.url + path, json=body, headers={header: "127.0.0.1"}).status_code == 403
+
+
+def test_with_keys_this_machine_is_no_administrator(ask: httpx.Client) -> None:
+    sources = TEXT | {"return_sources": True}
+    assert ask.post("/v1/completions", json=sources, headers=bearer(READER)).status_code == 403
+    assert ask.post("/v1/completions", json=sources, headers=bearer(BOSS)).status_code == 200
+    with pytest.raises(ValueError, match="admin_on_loopback"):
+        ServerSettings(api_keys=(f"reader:{READER}",), admin_on_loopback=True)  # type: ignore[arg-type]
+
+
+def test_sources_without_keys_are_for_this_machine(client: httpx.Client) -> None:
     sources = TEXT | {"return_sources": True}
     assert client.post("/v1/completions", json=sources).status_code == 200
     assert client.post("/v1/completions", json=sources, headers={"x-forwarded-for": "8.8.8.8"}).status_code == 403
@@ -215,7 +242,7 @@ def test_keys_are_compared_whole_and_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_datastores_of_an_identity() -> None:
-    everything = Identity("a", False, "a", None, True)
+    everything = Identity("", False, "", None, True)
     assert everything.datastores(None, ["x", "y"]) is None
     assert everything.datastores("x", ["x", "y"]) == ["x"]
     assert everything.datastores([], ["x"]) == []
@@ -234,8 +261,8 @@ def test_datastores_of_an_identity() -> None:
 
 
 def test_what_one_key_wrote_another_does_not_find(make_server: Callable[..., Server]) -> None:
-    """The same prompt again: its prefix is cached for the same name, whichever of its keys, and for nobody else."""
-    keys = ("a:first-key-of-a", "a:second-key-of-a", "b:the-key-of-b")
+    """The same prompt again: its prefix is cached for the same key, and for no other."""
+    keys = ("a:the-key-of-a", "b:the-key-of-b")
     server = make_server(ServerSettings(api_keys=keys))  # type: ignore[arg-type]
     body = {"prompt": "the same long beginning " * 20, "max_tokens": 1}
 
@@ -244,8 +271,8 @@ def test_what_one_key_wrote_another_does_not_find(make_server: Callable[..., Ser
             answer = client.post("/v1/completions", json=body, headers=bearer(key)).json()
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    assert cached("first-key-of-a") == 0
-    assert cached("second-key-of-a") > 400
+    assert cached("the-key-of-a") == 0
+    assert cached("the-key-of-a") > 400
     assert cached("the-key-of-b") == 0
 
 

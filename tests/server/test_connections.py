@@ -45,7 +45,7 @@ def test_a_page_of_another_site_changes_nothing(
     make_server: Callable[..., Server], method: str, path: str, status: int, headers: dict[str, str], may: bool
 ) -> None:
     """With no body at all: such a request a browser sends without asking first."""
-    server = make_server(ServerSettings(cors_origins=("https://editor.example",)))
+    server = make_server(ServerSettings(cors_origins=("https://editor.example",), admin_on_loopback=True))
     body: dict[str, Any] = {"json": {"path": "/nowhere"}} if method == "PUT" else {}
     answer = httpx.request(method, server.url + path, headers=headers, **body)
     assert answer.status_code == (status if may else 403), answer.text

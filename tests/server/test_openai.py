@@ -457,14 +457,34 @@ def test_models(api: openai.OpenAI, model: str, engine: Engine) -> None:
     (listed,) = api.models.list().data
     assert (listed.id, listed.object, listed.owned_by) == (model, "model", "ngramspec")
     assert api.models.retrieve(model) == listed
-    for call in (
-        lambda: api.models.retrieve("other"),
-        lambda: api.completions.create(model="other", prompt="a"),
-        lambda: api.chat.completions.create(model="other", messages=MESSAGES),
-    ):
-        with pytest.raises(openai.NotFoundError) as caught:
-            call()
-        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError) as caught:
+        api.models.retrieve("other")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_another_models_name_is_answered_by_the_one_model(api: openai.OpenAI, model: str) -> None:
+    """As llama.cpp does; the answer says which model it was."""
+    assert api.completions.create(model="other", prompt="a", max_tokens=1).model == model
+    assert api.chat.completions.create(model="gpt-4o", messages=MESSAGES, max_tokens=1).model == model
+
+
+def test_names_of_the_model(make_server: Callable[..., Any]) -> None:
+    server = make_server(ServerSettings(alias="coder, gpt-4o", strict_model=True))  # type: ignore[arg-type]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        assert [each.id for each in api.models.list().data] == ["coder", "gpt-4o"]
+        assert api.models.retrieve("gpt-4o").id == "gpt-4o"
+        for asked, said in (("coder", "coder"), ("gpt-4o", "gpt-4o"), ("", "coder")):
+            assert api.completions.create(model=asked, prompt="a", max_tokens=1).model == said
+        for call in (
+            lambda: api.completions.create(model="other", prompt="a"),
+            lambda: api.chat.completions.create(model=server.engine.name, messages=MESSAGES),
+            lambda: api.responses.create(model="other", input="a"),
+        ):
+            with pytest.raises(openai.NotFoundError) as caught:
+                call()
+            assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert httpx.post(f"{server.url}/completion", json={"prompt": "a", "n_predict": 1}).json()["model"] == "coder"
+    assert httpx.get(f"{server.url}/props").json()["model_alias"] == "coder"
 
 
 WRONG: list[tuple[str, Any]] = [

@@ -92,6 +92,28 @@ def test_the_same_key_twice() -> None:
         ServerSettings(api_keys=("a:the-same-key", "b:the-same-key"))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["first-key-1", "key1:second-key"], "'key1'"),
+        (["key2:first-key-1", "second-key"], "'key2'"),
+        (["a:first-key-1", "b:second-key", "a:third-key-1"], "number 1 and 3"),
+        ([":first-key-1"], "empty name"),
+        ([{"name": "", "key": "first-key-1"}], "name"),
+        ([{"name": "a", "key": "first-key-1", "stores": []}, {"name": "a", "key": "second-key", "stores": ["x"]}], "'a'"),
+    ],
+)
+def test_no_two_keys_share_a_tenant(tmp_path: Path, keys: list[Any], told: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n".join(keys) if isinstance(keys[0], str) else json.dumps(keys))
+    for given in ({"api_key_file": file}, {"api_keys": tuple(keys)}, {"api_keys": keys[:1], "admin_keys": keys[1:]}):
+        with pytest.raises(ValidationError) as error:
+            ServerSettings(**given)  # type: ignore[arg-type]
+        message = str(error.value.errors()[0]["msg"]) + str(error.value.errors()[0]["loc"])
+        assert told in message
+        assert "first-key" not in message
+
+
 def test_keys_are_not_shown(tmp_path: Path) -> None:
     settings = ServerSettings(api_keys=("a:very-secret-key",))  # type: ignore[arg-type]
     assert "very-secret" not in repr(settings) + str(settings.model_dump())
@@ -120,7 +142,6 @@ def test_options_reach_the_server_and_the_engine(ran: list[Any], monkeypatch: py
     [
         ([], True),
         (["--api-key", "a:one-key-only"], True),
-        (["--api-key", "a:old-key-of-a", "--api-key", "a:new-key-of-a"], True),
         (["--api-key", "a:the-key-of-a", "--api-key", "b:the-key-of-b"], False),
         (["--api-key", "a:the-key-of-a", "--admin-key", "b:the-key-of-b"], False),
         (["--api-key", "a:the-key-of-a", "--api-key", "b:the-key-of-b", "--share-candidates"], True),

@@ -22,8 +22,8 @@ from ngramspec.server.token_texts import finite
 class Answers:
     """What llama.cpp's routes say of the texts that an engine wrote."""
 
-    def __init__(self, engine: Engine, tokens: Tokens) -> None:
-        self.engine, self.tokens = engine, tokens
+    def __init__(self, engine: Engine, tokens: Tokens, model: str) -> None:
+        self.engine, self.tokens, self.model = engine, tokens, model
 
     async def events(
         self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[Answer]
@@ -52,7 +52,7 @@ class Answers:
             "tokens": answer.tokens if body.return_tokens and not body.stream else [],
             "id_slot": i,
             "stop": True,
-            "model": self.engine.name,
+            "model": self.model,
             "tokens_predicted": len(answer.tokens),
             "tokens_evaluated": len(work.prompt),
             "generation_settings": self.settings(body, work.params),

@@ -52,7 +52,7 @@ def router(state: State) -> APIRouter:
         """
         fim = state.fim
         if fim is None:
-            message = f"{state.engine.name} has no tokens to fill in the middle with; use /completion, or a model that was trained for it"
+            message = f"{state.names[0]} has no tokens to fill in the middle with; use /completion, or a model that was trained for it"
             raise ApiError(400, message, type="not_supported_error", code="not_supported")
         with state.admission.reserve(body.n_cmpl) as reservation:
             ids = await asyncio.to_thread(handler.between, fim, body)
@@ -104,7 +104,7 @@ class _Handler:
 
     def __init__(self, state: State, tokens: Tokens) -> None:
         self.state, self.engine, self.admission = state, state.engine, state.admission
-        self.answers = Answers(state.engine, tokens)
+        self.answers = Answers(state.engine, tokens, state.names[0])
         self.n_slots = int(state.engine.props()["max_seqs"])
 
     def between(self, fim: Fim, body: InfillBody) -> list[int]:
@@ -167,6 +167,7 @@ class _Handler:
             "default_generation_settings": {"id": 0, "n_ctx": engine.max_model_len, "params": settings},
             "total_slots": self.n_slots,
             "model_path": PurePath(engine.name).name,
+            "model_alias": self.state.names[0],
             "chat_template": getattr(engine.tokenizer, "chat_template", None) or "",
             "modalities": {"vision": False, "audio": False},
             "build_info": f"ngramspec-{__version__}",

@@ -18,11 +18,11 @@ from ngramspec.server.admission import Work
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.errors import ApiError, refusing
 from ngramspec.server.events import GENERATES, EventStream
-from ngramspec.server.openai.handler import CompletionHandler, held, no_model
+from ngramspec.server.openai.handler import CompletionHandler, held
 from ngramspec.server.openai.logprobs import legacy
 from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
 from ngramspec.server.prompts import Prompts
-from ngramspec.server.state import State
+from ngramspec.server.state import State, no_model
 from ngramspec.server.token_texts import TokenTexts
 from ngramspec.text.decoding import Special
 
@@ -35,19 +35,19 @@ def router(state: State) -> APIRouter:
     routes = APIRouter(tags=["openai"])
     engine = state.engine
     prompts, texts = Prompts(engine), TokenTexts(engine.tokenizer)
-    model = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "ngramspec"}
-    model["max_model_len"] = engine.max_model_len
+    of_model = {"object": "model", "created": int(time.time()), "owned_by": "ngramspec", "max_model_len": engine.max_model_len}
+    listed = {name: {"id": name} | of_model for name in state.names}
 
     @routes.get("/models", include_in_schema=False)
     @routes.get("/v1/models", response_model=ModelList)
     async def models(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": list(listed.values())}
 
     @routes.get("/v1/models/{name:path}", response_model=Model)
     async def one_model(name: str, identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
-        if name != engine.name:
-            raise no_model(name, engine.name)
-        return model
+        if name not in listed:
+            raise no_model(name, state.names)
+        return listed[name]
 
     @routes.post("/v1/completions", response_model=CompletionResponse, response_model_exclude_unset=True, responses=GENERATES)
     async def complete(body: CompletionRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:

@@ -20,12 +20,11 @@ from ngramspec.server.state import State
 
 
 class CompletionHandler:
-    """One request on its way to an answer. Raises ApiError where it asks for what it may not have, or there is no such model."""
+    """One request on its way to an answer. Raises ApiError if it asks for what it may not have."""
 
     def __init__(self, state: State, request: Sampled, identity: Identity, kind: Literal["cmpl", "chatcmpl", "resp"]) -> None:
         engine = state.engine
-        if request.model and request.model != engine.name:
-            raise no_model(request.model, engine.name)
+        self.model = state.name_for(request.model)
         self.level = request.speculative_metrics or "none"
         self.sources = bool(request.return_sources)
         request.check_trust(identity)
@@ -36,7 +35,6 @@ class CompletionHandler:
         self.hints = request.hints(identity, engine)
         self.id = f"{kind}-{secrets.token_hex(16)}"
         self.created = int(time.time())
-        self.model = engine.name
         self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.promise}-{engine.precision}"
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -83,10 +81,6 @@ class CompletionHandler:
         if not self.include_usage:
             return [self.head(kind) | {"choices": []} | extras] if extras else []
         return [self.head(kind) | {"choices": [], "usage": self.usage(completions, silent=silent)} | extras]
-
-
-def no_model(asked: str, there: str) -> ApiError:
-    return ApiError(404, f"the model {asked[:200]!r} is not here; {there!r} is", param="model", code="model_not_found")
 
 
 async def held(pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
