@@ -7,6 +7,7 @@ told to stop. `Protocol` adds to uvicorn's HTTP what bounds rude clients.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -29,6 +30,7 @@ from ngramspec.engine import Engine
 from ngramspec.server import logs
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import is_loopback
+from ngramspec.server.descriptors import most_for_connections, raise_limit
 from ngramspec.server.errors import ApiError, retry_after
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
@@ -36,6 +38,11 @@ from ngramspec.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+ACCEPTED_AT_ONCE = 4
+"""Connections that asyncio accepts before it looks at those it has: with the backlog it would take so many at a time, and run out of
+descriptors before one of them is counted. Two such turns pass until a connection is counted."""
+ACCEPT_LOG_S = 10
+"""Seconds between two lines of the log that say that no connection can be accepted."""
 SEND_BUFFER = 64 << 10
 """Bytes that the kernel keeps for a client that does not read."""
 HEAD_BYTES = 256 << 10
@@ -57,25 +64,45 @@ class Protocol(H11Protocol):
     """
 
     settings: ClassVar[ServerSettings]
+    most_descriptors: ClassVar[int]
+    idle: ClassVar[dict[Protocol, None]]
+    """The server's connections without a whole request that is being answered, by how long they have been so."""
 
     @classmethod
     def of(cls, settings: ServerSettings) -> type[Protocol]:
-        return type("Protocol", (cls,), {"settings": settings})
+        return type("Protocol", (cls,), {"settings": settings, "most_descriptors": most_for_connections(), "idle": {}})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
+        number = 0
         if (peer := transport.get_extra_info("socket")) is not None:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            number = peer.fileno()
         self._refused = False
         self._unread: asyncio.TimerHandle | None = None
         self._listens: asyncio.TimerHandle | None = None
         self._unsent: asyncio.TimerHandle | None = self._abort_after(self.settings.receive_timeout)
-        if len(self.connections) > self.settings.max_connections:
-            self._refuse(503, ApiError(503, "too many connections", headers=retry_after(5)))
+        if len(self.connections) > self.settings.max_connections or number >= self.most_descriptors:
+            self._make_room(number)
+        if not self._refused:
+            self.idle[self] = None
+
+    def _make_room(self, number: int) -> None:
+        """Close the connection that has been idle for longest in favour of this one; refuse this one if all are busy."""
+        oldest = next(iter(self.idle), None)
+        if oldest is not None:
+            del self.idle[oldest]
+            oldest.transport.close()
+            return
+        self._refuse(503, ApiError(503, "too many connections", headers=retry_after(5)))
+        with contextlib.suppress(OSError):  # what is unread at the close would reset the connection before the client reads the answer
+            os.read(number, HEAD_BYTES)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.idle.pop(self, None)
         for timer in (self._unread, self._unsent, self._listens):
             if timer is not None:
                 timer.cancel()
@@ -91,11 +118,18 @@ class Protocol(H11Protocol):
         if state is h11.DONE and self.conn.trailing_data[0]:
             self._answer_and_close()
         whole = state is not h11.SEND_BODY and not (state is h11.IDLE and self.conn.trailing_data[0])
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+            self.idle.pop(self, None)
         if whole and self._unsent is not None:
             self._unsent.cancel()
             self._unsent = None
         elif not whole and self._unsent is None:
             self._unsent = self._abort_after(self.settings.receive_timeout)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:  # no other request has come behind this one
+            self.idle[self] = None
 
     def _answer_and_close(self) -> None:
         self.cycle.keep_alive = False
@@ -174,6 +208,23 @@ class Front:
             await (page if scope["path"] == "/" else error.response())(scope, receive, send)
 
 
+class AcceptErrors:
+    """asyncio's handler of exceptions, which logs the one that comes a thousand times a second with a count and now and then."""
+
+    def __init__(self) -> None:
+        self._unsaid, self._next = 0, 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or "accept" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+            return
+        self._unsaid += 1
+        if loop.time() >= self._next:
+            log.warning("no connection can be accepted: %s (%d times since this was last said)", error.strerror, self._unsaid)
+            self._unsaid, self._next = 0, loop.time() + ACCEPT_LOG_S
+
+
 class Server(uvicorn.Server):
     """uvicorn that drains on the first signal and stops on the second."""
 
@@ -186,7 +237,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(AcceptErrors())
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # uvicorn's backlog is also how many asyncio accepts at a time
         if self.signalled:
             self.should_exit = True
 
@@ -219,6 +273,7 @@ def run(
     Raises OSError where the address cannot be had, and what `make_engine` raises.
     """
     repositories = repositories or Repositories()
+    raise_limit()
     listener = listen(settings.host, settings.port)
     front = Front()
     server = Server(configuration(front, settings), front, settings)
@@ -260,6 +315,8 @@ def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=Protocol.of(settings),
+        loop="asyncio",
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -25,7 +25,7 @@ from test_admission import Brake
 from ngramspec.batch.errors import ModelNotFoundError
 from ngramspec.datastore.build import build as build_store
 from ngramspec.engine import Engine
-from ngramspec.server.serve import Front, listen, run
+from ngramspec.server.serve import AcceptErrors, Front, listen, run
 from ngramspec.server.settings import ServerSettings
 
 START_S = 120
@@ -236,12 +236,74 @@ def test_a_request_that_takes_longer_than_the_deadline_for_sending_it(make_serve
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
 
 
-def test_more_connections_than_allowed(make_server: Callable[..., Server]) -> None:
-    server = make_server(ServerSettings(max_connections=2))
-    host, port = server.url.removeprefix("http://").split(":")
-    with httpx.Client(base_url=server.url) as client, socket.create_connection((host, int(port))):
-        assert client.get("/health").status_code == 200
-        refused = httpx.get(f"{server.url}/health")
-        assert refused.status_code == 503
-        assert "connections" in refused.json()["error"]["message"]
-        assert client.get("/health").status_code == 200
+def test_more_connections_than_allowed(start_server: Callable[..., Server]) -> None:
+    """Idle ones make room, the oldest first; while all are busy, one more is refused at once."""
+    engine = tiny_engine()
+    brake = Brake(engine)
+    with engine:
+        server = start_server(engine, ServerSettings(max_connections=2))
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as idle, httpx.Client(base_url=server.url) as client:
+            for _ in range(3):
+                assert client.get("/health").status_code == 200
+                assert httpx.get(f"{server.url}/health").status_code == 200
+            assert idle.recv(1) == b""
+        body = json.dumps({"prompt": "ab", "max_tokens": 1}).encode()
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+        with held_stream(server.url, brake), socket.create_connection((host, int(port))) as waiting:
+            waiting.sendall(post % (len(body), body))
+            deadline = time.monotonic() + 30
+            while server.app.state.server.admission.in_flight < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            refused = httpx.get(f"{server.url}/health")
+            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+            assert "connections" in refused.json()["error"]["message"]
+            brake.release()
+
+
+FEW_DESCRIPTORS = """
+import resource, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
+from ngramspec.server import logs
+from ngramspec.server.serve import run
+from ngramspec.server.settings import ServerSettings
+logs.configure("json")
+run(lambda: threading.Event().wait(), ServerSettings(port=0))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads another process's limits")
+def test_more_connections_than_descriptors(tmp_path: Path) -> None:
+    """With as many idle connections as it has descriptors, and more, the server answers, and its log stays short."""
+    import resource
+
+    log = tmp_path / "log"
+    with log.open("wb") as out, subprocess.Popen([sys.executable, "-c", FEW_DESCRIPTORS], stderr=out) as process, contextlib.ExitStack() as all_:
+        try:
+            deadline = time.monotonic() + START_S
+            while b'"url"' not in log.read_bytes() and time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.05)
+            url = json.loads(log.read_bytes().splitlines()[0])["url"]
+            host, port = url.removeprefix("http://").split(":")
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (64, 64)
+            for i in range(120):
+                all_.enter_context(socket.create_connection((host, int(port)), timeout=10))
+                if i % 20 == 19:
+                    answer = httpx.get(f"{url}/health", timeout=10)
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+            assert len(log.read_bytes()) < 10_000
+        finally:
+            process.kill()
+
+
+def test_failing_accepts_are_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(AcceptErrors())
+    for _ in range(1000):
+        loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")})
+    assert [record.getMessage() for record in caplog.records if "accept" in record.getMessage()] == [
+        "no connection can be accepted: Too many open files (1 times since this was last said)"
+    ]
+    loop.call_exception_handler({"message": "something else", "exception": ValueError("seen")})
+    assert "something else" in caplog.text
+    loop.close()
