@@ -21,13 +21,18 @@ from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.middleware import RequestMiddleware
 from ngramspec.server.openai import chat, completions, responses
+from ngramspec.server.prompts import Prompts
 from ngramspec.server.repositories import Repositories, RepositoryAddress
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.state import State
 
 
 def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
-    """The application for an engine. Engine and repositories stay the caller's to start and close."""
+    """The application for an engine. Engine and repositories stay the caller's to start and close.
+
+    Raises UnsupportedModelError for a chat template that cannot be rendered within its limits.
+    """
+    Prompts(engine).check_template()
     metrics = Metrics(engine)
     state = State(
         engine,

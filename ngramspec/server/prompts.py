@@ -7,6 +7,7 @@ engine's tokenizer; nothing of HTTP or of sampling.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -16,15 +17,16 @@ from functools import cache, cached_property
 from inspect import signature
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import AddedToken, Tokenizer
 
+from ngramspec.batch.errors import UnsupportedModelError
 from ngramspec.datastore.tokens import plain
 from ngramspec.engine import Engine
 from ngramspec.server.errors import ApiError
 from ngramspec.server.limits import replace_lone_surrogates
 from ngramspec.server.tool_turns import ASSISTANT, SYSTEM, TOOL, USER, Turn, in_text
+from ngramspec.text.templates import TemplateLimitError, template_processes
 from ngramspec.text.tool_calls import HERMES, CallFormat, learn
 
 Tools = Sequence[dict[str, Any]]
@@ -189,6 +191,8 @@ class Prompts:
         """Raises ApiError (400)."""
         try:
             return self._continued(told) if told.style.goes_on else self._template(*told[:2], told.style.answer_follows, **told.variables)
+        except TemplateLimitError as e:
+            raise ApiError(400, f"these messages are too much: {e}", param="messages", code="template_limit") from None
         except ValueError as e:
             raise ApiError(400, f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
 
@@ -224,12 +228,24 @@ class Prompts:
         return _hidden(parsed, hide)
 
     def _template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool, **variables: Any) -> str:
-        """Raises ValueError."""
+        """What the tokenizer's `apply_chat_template` says, within limits. Raises ValueError."""
+        told = {"messages": [{name: value for name, value in message.items() if value is not None} for message in messages]}
+        told |= {"tools": tools or None, "documents": None, "add_generation_prompt": answer_follows}  # type: ignore[dict-item]
+        template = self._tokenizer.get_chat_template(None, tools or None)
+        return template_processes().render(template, {**self._tokenizer.special_tokens_map, **variables, **told})
+
+    def check_template(self) -> None:
+        """Raises UnsupportedModelError for a template that takes more time or memory than it may for a conversation of a few words."""
+        if not self.has_chat_template:
+            return
+        turns = [{"role": role, "content": "probe"} for role in (USER, ASSISTANT, USER)]
         try:
-            applied = self._tokenizer.apply_chat_template
-            return str(applied(messages, tools=tools or None, tokenize=False, add_generation_prompt=answer_follows, **variables))
-        except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise ValueError(str(error)) from error
+            for messages in (turns[:1], turns):
+                with contextlib.suppress(ValueError):
+                    self._template(messages, [], True)
+            _ = self._learned
+        except TemplateLimitError as error:
+            raise UnsupportedModelError(f"the model's chat template cannot be used: {error}") from None
 
     def _encode(self, text: str) -> list[int]:
         """Control tokens are what they are."""

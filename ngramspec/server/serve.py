@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -38,9 +39,9 @@ from ngramspec.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-ACCEPTED_AT_ONCE = 4
-"""Connections that asyncio accepts before it looks at those it has: with the backlog it would take so many at a time, and run out of
-descriptors before one of them is counted. Two such turns pass until a connection is counted."""
+ACCEPTED_AT_ONCE = 1
+"""Connections that asyncio accepts in one turn of its loop. A few turns pass until a connection is counted or closed: with the backlog,
+asyncio's default, it would run out of descriptors before one of them is."""
 ACCEPT_LOG_S = 10
 """Seconds between two lines of the log that say that no connection can be accepted."""
 SEND_BUFFER = 64 << 10
@@ -84,16 +85,17 @@ class Protocol(H11Protocol):
         self._listens: asyncio.TimerHandle | None = None
         self._unsent: asyncio.TimerHandle | None = self._abort_after(self.settings.receive_timeout)
         if len(self.connections) > self.settings.max_connections or number >= self.most_descriptors:
-            self._make_room(number)
+            self._make_room(max(len(self.connections) - self.settings.max_connections, number - self.most_descriptors + 1), number)
         if not self._refused:
             self.idle[self] = None
 
-    def _make_room(self, number: int) -> None:
-        """Close the connection that has been idle for longest in favour of this one; refuse this one if all are busy."""
-        oldest = next(iter(self.idle), None)
-        if oldest is not None:
-            del self.idle[oldest]
-            oldest.transport.close()
+    def _make_room(self, excess: int, number: int) -> None:
+        """Close the connections that have been idle for longest, `excess` of them; if there is none, refuse this one, descriptor `number`."""
+        oldest = list(itertools.islice(self.idle, excess))
+        for each in oldest:
+            del self.idle[each]
+            each.transport.close()
+        if oldest:
             return
         self._refuse(503, ApiError(503, "too many connections", headers=retry_after(5)))
         with contextlib.suppress(OSError):  # what is unread at the close would reset the connection before the client reads the answer
