@@ -14,6 +14,7 @@ from ngramspec.server import admin, errors, operation, playground
 from ngramspec.server.admission import Admission
 from ngramspec.server.auth import Keyring, identify
 from ngramspec.server.document import document
+from ngramspec.server.encoding import Encoders
 from ngramspec.server.events import generates
 from ngramspec.server.fim import Fim
 from ngramspec.server.limits import Bounds
@@ -25,6 +26,7 @@ from ngramspec.server.prompts import Prompts
 from ngramspec.server.repositories import Repositories, RepositoryAddress
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.state import State
+from ngramspec.text.fewest_tokens import FewestTokens
 
 
 def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
@@ -39,10 +41,13 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         settings,
         metrics,
         Admission(engine, settings, metrics),
-        Bounds(settings.limits, engine.max_model_len, engine.vocab_size),
+        Bounds(
+            settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(getattr(engine.tokenizer, "backend_tokenizer", None))
+        ),
         Keyring(settings.api_keys),
         Fim.detect(engine.tokenizer),
         repositories or Repositories(),
+        Encoders(metrics),
     )
     app = FastAPI(
         title="ngramspec",

@@ -105,7 +105,7 @@ _ROWS = (
     _done(LLAMAS, "t_max_predict_ms", "after so long, the next line end ends the text"),
     _done(LLAMAS, "return_tokens", "token ids in the answer"),
     _done(LLAMAS, "response_fields", "which fields the answer has"),
-    _done(LLAMAS, "cache_prompt", "false: computed without the prefix cache, with the same text"),
+    _done(ROUTES, "cache_prompt", "false: computed without the prefix cache, with the same text"),
     _done(
         (COMPLETIONS, LLAMA), "parse_special", "false: control tokens in the prompt's text are spelled out; default: the server's setting"
     ),
@@ -128,7 +128,6 @@ _ROWS = (
     _accepted(ROUTES, "user safety_identifier metadata store", "about the request; nothing is stored or passed on"),
     _accepted(ROUTES, "service_tier priority request_id session_id", "requests run in the order in which they come, under our own ids"),
     _accepted(ROUTES, "prompt_cache_key prompt_cache_retention prompt_cache_options", "cached prompts are found by their tokens"),
-    _accepted(V1, "cache_prompt", "prompts are cached, and the text is the same"),
     _accepted(ROUTES, "id_slot n_cache_reuse n_keep n_discard", "there are no slots to choose, and no context is shifted"),
     _accepted(
         ROUTES,

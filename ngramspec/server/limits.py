@@ -6,7 +6,7 @@ Bytes and parameters enter, ApiErrors leave. What is within the bounds goes on u
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -117,16 +117,23 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 class Bounds:
     """The limits on what a request asks the engine for."""
 
-    def __init__(self, limits: Limits, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, limits: Limits, max_model_len: int, vocab_size: int, fewest_tokens: Callable[[str], int] = lambda text: 0) -> None:
+        """`fewest_tokens`: a number of tokens that a text has at least."""
         self.limits, self.max_model_len, self.vocab_size = limits, max_model_len, vocab_size
+        self.max_prompt = min(max_model_len - 1, max_model_len if limits.prompt_tokens is None else limits.prompt_tokens)
+        """Tokens of a prompt."""
+        self._fewest_tokens = fewest_tokens
 
-    def check_prompt(self, n_tokens: int, param: str = "prompt") -> None:
-        """Raises ApiError 400 for a prompt of so many tokens."""
-        most = self.max_model_len - 1
-        if self.limits.prompt_tokens is not None:
-            most = min(most, self.limits.prompt_tokens)
-        if n_tokens > most:
-            raise ApiError(400, f"the prompt has {n_tokens} tokens; this server takes {most}", param=param, code="context_length_exceeded")
+    def check_prompt(self, n_tokens: int, param: str = "prompt", more: str = "") -> None:
+        """Raises ApiError 400 for a prompt of so many tokens, or `more`."""
+        if n_tokens > self.max_prompt:
+            why = f"the prompt has {more}{n_tokens} tokens; this server takes {self.max_prompt}"
+            raise ApiError(400, why, param=param, code="context_length_exceeded")
+
+    def check_text(self, text: str, param: str = "prompt") -> None:
+        """Raises ApiError 400 for a prompt of this text if it is too long however it is tokenized. Takes milliseconds."""
+        if 4 * len(text) > self.max_prompt:  # a character has up to 4 bytes, and a byte is at most a token
+            self.check_prompt(self._fewest_tokens(text), param, "at least ")
 
     def check(self, params: SamplingParams, n_prompts: int = 1) -> None:
         """Raises ApiError 400 for parameters that are valid and too much."""

@@ -20,9 +20,9 @@ def router(state: State) -> APIRouter:
     @routes.get("/v1/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the server takes work, 503 before and after."""
-        if state.admission.draining or state.engine.closed:
-            what = "shutting down" if state.admission.draining else "the engine has stopped"
+        """200 while the server takes work, 503 before and after, and if a text is being encoded for longer than any takes."""
+        if state.admission.draining or state.engine.closed or state.encoders.stuck:
+            what = "shutting down" if state.admission.draining else "the engine has stopped" if state.engine.closed else "encoding is stuck"
             raise ApiError(503, what, code="unavailable", headers=retry_after(10))
         return {"status": "ok"}
 

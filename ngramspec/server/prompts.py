@@ -89,14 +89,16 @@ class Prompts:
         """The tokens beside text of which a text with calls may consist."""
         return {text: number for text, number in self._controls.items() if text not in self._specials or text in self.calls.special}
 
-    def chat(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> list[int]:
+    def chat(
+        self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER, check: Callable[[str], None] | None = None
+    ) -> list[int]:
         """The model's own template over the messages, up to where its answer begins. Raises ApiError (400) where it refuses them.
 
         Control tokens in a message are text: each is hidden from the template and the tokenizer behind a random mark, and encoded apart.
         So is what the template could join with its own or another message's text to a control token, if it does. What the assistant is
         said to have written keeps the tokens that are not special (such as those around a chain of thought): they are in the text that
         the server gave out, and templates look for them there. Of tools and calls, names, descriptions and values are messages' text, and
-        so are variables of the template.
+        so are variables of the template. `check` sees the text before it is encoded, and may raise.
         """
         self._check(turns, style)
         turns, tools = self._plainly(turns, tools)
@@ -111,6 +113,8 @@ class Prompts:
             return text if role == TOOL and _WORD.fullmatch(text) else marks.put(text)
 
         rendered = self._render(turns, tools, style, seen)
+        if check is not None:
+            check(rendered)
         marks = _Marks()
         hidden = self._told(turns, tools, style, lambda text, role: self._hide(text, role, marks))
         pieces = marks.split(self._rendered(hidden)) if marks.texts else [(rendered, False)]

@@ -75,7 +75,9 @@ class Extras(StrictModel):
         """Raises ApiError 403 where the request asks for what this identity may not see."""
         for name, asked in (("return_sources", self.return_sources), ("speculative_metrics", self.speculative_metrics == "detailed")):
             if asked and not identity.trusted:
-                raise ApiError(403, f"{name}: where drafts come from is told to an administrator, or, without keys, on this machine", param=name)
+                raise ApiError(
+                    403, f"{name}: where drafts come from is told to an administrator, or, without keys, on this machine", param=name
+                )
 
     def hints(self, identity: Identity, engine: Engine) -> Hints:
         """What the engine is told beside the prompt, but for the prediction. Raises ApiError 400 for a datastore that cannot be used."""

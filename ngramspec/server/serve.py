@@ -90,7 +90,7 @@ class Protocol(H11Protocol):
             self.idle[self] = None
 
     def _make_room(self, excess: int, number: int) -> None:
-        """Close the connections that have been idle for longest, `excess` of them; if there is none, refuse this one, descriptor `number`."""
+        """Close the `excess` connections that have been idle for longest; if there is none, refuse this one, descriptor `number`."""
         oldest = list(itertools.islice(self.idle, excess))
         for each in oldest:
             del self.idle[each]

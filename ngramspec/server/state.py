@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ngramspec.engine import Engine
 from ngramspec.server.admission import Admission
 from ngramspec.server.auth import Keyring
+from ngramspec.server.encoding import Encoders
 from ngramspec.server.errors import ApiError
 from ngramspec.server.fim import Fim
 from ngramspec.server.limits import Bounds
@@ -32,6 +33,7 @@ class State:
     fim: Fim | None
     """The model's fill-in-the-middle format, None where it has none."""
     repositories: Repositories
+    encoders: Encoders
 
     @property
     def names(self) -> tuple[str, ...]:

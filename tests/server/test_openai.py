@@ -462,6 +462,21 @@ def test_models(api: openai.OpenAI, model: str, engine: Engine) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
+def test_a_prompt_can_be_computed_whatever_is_cached(api: openai.OpenAI) -> None:
+    """So that two runs can be compared in time; the text is the same."""
+    for create, given in (
+        (api.completions.create, {"prompt": TEXT * 5}),
+        (api.chat.completions.create, {"messages": MESSAGES * 5}),
+    ):
+        answers = [
+            create(model="", max_tokens=8, temperature=0, **given, extra_body={"cache_prompt": cache} | FREE["extra_body"])  # type: ignore[operator]
+            for cache in (True, True, False)
+        ]
+        cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+        assert cached[1] > 0 == cached[2]
+        assert answers[0].choices[0].model_dump() == answers[1].choices[0].model_dump() == answers[2].choices[0].model_dump()
+
+
 def test_another_models_name_is_answered_by_the_one_model(api: openai.OpenAI, model: str) -> None:
     """As llama.cpp does; the answer says which model it was."""
     assert api.completions.create(model="other", prompt="a", max_tokens=1).model == model

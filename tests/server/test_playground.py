@@ -147,6 +147,15 @@ def test_compare(page: Page, recital: Recital) -> None:
     assert "times as" in page.text("#verdict-text")
 
 
+def test_compare_measures_both_alike(page: Page, recital: Recital) -> None:
+    """Both compute the prompt: neither finds it in the prefix cache, though it was computed before."""
+    recite(page, recital).run()
+    page.listen().run("#compare")
+    used = [event["usage"] for event in page.heard() if event.get("usage")]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in used] == [0] * len(used)
+    assert used
+
+
 def test_compare_adds_what_is_missing(page: Page, recital: Recital) -> None:
     recite(page, recital).run()
     page.js("window.first = document.querySelector('.lane')")

@@ -278,7 +278,11 @@ def test_more_connections_than_descriptors(tmp_path: Path) -> None:
     import resource
 
     log = tmp_path / "log"
-    with log.open("wb") as out, subprocess.Popen([sys.executable, "-c", FEW_DESCRIPTORS], stderr=out) as process, contextlib.ExitStack() as all_:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen([sys.executable, "-c", FEW_DESCRIPTORS], stderr=out) as process,
+        contextlib.ExitStack() as all_,
+    ):
         try:
             deadline = time.monotonic() + START_S
             while b'"url"' not in log.read_bytes() and time.monotonic() < deadline and process.poll() is None:

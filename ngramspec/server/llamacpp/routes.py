@@ -7,9 +7,9 @@ other routes. The fields of requests are in `schemas`, those of answers in `answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 
@@ -30,9 +30,10 @@ from ngramspec.server.llamacpp.schemas import (
     TokenizeBody,
     TokenizeResponse,
 )
-from ngramspec.server.llamacpp.tokens import Tokens
+from ngramspec.server.llamacpp.tokens import Tokens, text_of
 from ngramspec.server.state import State
 
+T = TypeVar("T")
 Who = Annotated[Identity, Depends(identify)]
 
 RESERVE = 256
@@ -55,7 +56,8 @@ def router(state: State) -> APIRouter:
             message = f"{state.names[0]} has no tokens to fill in the middle with; use /completion, or a model that was trained for it"
             raise ApiError(400, message, type="not_supported_error", code="not_supported")
         with state.admission.reserve(body.n_cmpl) as reservation:
-            ids = await asyncio.to_thread(handler.between, fim, body)
+            size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
+            ids = await handler.encode(identity, body, size, lambda: handler.between(fim, body))
             return await handler.answer(reservation, http, identity, body, [ids], stop_ids=fim.stop_ids)
 
     @routes.post("/completion", responses=GENERATES)
@@ -68,20 +70,28 @@ def router(state: State) -> APIRouter:
         given = list(body.prompts())
         parse = state.settings.parse_special if body.parse_special is None else body.parse_special
         with state.admission.reserve(len(given) * body.n_cmpl) as reservation:
-            ids = await asyncio.to_thread(lambda: [tokens.encode(each, bos=True, parse=parse) for each in given])
+            for each in given:
+                state.bounds.check_text(text_of(each))
+
+            def encode() -> list[list[int]]:
+                return [tokens.encode(each, bos=True, parse=parse) for each in given]
+
+            ids = await handler.encode(identity, body, sum(len(text_of(each)) for each in given), encode)
             return await handler.answer(reservation, http, identity, body, ids, several=body.has_several)
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeBody, identity: Who) -> TokenizeResponse:
         """The ids of a text."""
         with state.admission.reserve():
-            return await asyncio.to_thread(tokens.tokenize, body)
+            return await state.encoders.run(identity.tenant, len(text_of(body.content)), lambda: tokens.tokenize(body))
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody, identity: Who) -> DetokenizeResponse:
         """The text of ids, control tokens included."""
         with state.admission.reserve():
-            return DetokenizeResponse(content=await asyncio.to_thread(tokens.decode, body.tokens))
+            return DetokenizeResponse(
+                content=await state.encoders.run(identity.tenant, len(body.tokens), lambda: tokens.decode(body.tokens))
+            )
 
     @routes.get("/props")
     async def props(identity: Who) -> dict[str, Any]:
@@ -116,6 +126,18 @@ class _Handler:
         with refusing():
             return fim.prompt(body.input_prefix + body.prompt, body.input_suffix, extra, limit=limit)
 
+    async def encode(self, identity: Identity, body: Generation, n_chars: int, prompts: Callable[[], T]) -> T:
+        """The prompts' ids; the prediction's are kept for `answer`. Raises ApiError."""
+
+        def run() -> T:
+            found = prompts()
+            if body.prediction is not None:
+                with refusing():
+                    body.predicted = self.engine.encode_text(body.prediction)
+            return found
+
+        return await self.state.encoders.run(identity.tenant, n_chars + len(body.prediction or ""), run)
+
     # ------------------------------------------------------------------ running
 
     async def answer(
@@ -145,8 +167,8 @@ class _Handler:
         hints = body.hints(identity, self.engine)
         hints["prefix_cache"] = body.cache_prompt
         with refusing():
-            if body.prediction is not None:
-                hints["prediction"] = self.engine.encode_text(body.prediction)
+            if body.predicted is not None:
+                hints["prediction"] = body.predicted
             for ids in prompts:
                 if not ids:
                     raise ApiError(400, "prompt: is empty, and this model's tokenizer begins texts with nothing", param="prompt")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, Field, Strict, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, Strict, field_validator, model_validator
 
 from ngramspec.batch.options import MAX_INT
 from ngramspec.batch.params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
@@ -54,6 +54,16 @@ class Generation(Structured):
     stream: bool = False
     prediction: str | None = None
     """The output that is expected."""
+    _predicted: list[int] | None = PrivateAttr(None)
+
+    @property
+    def predicted(self) -> list[int] | None:
+        """The prediction's ids, once it is encoded."""
+        return self._predicted
+
+    @predicted.setter
+    def predicted(self, ids: list[int]) -> None:
+        self._predicted = ids
 
     @model_validator(mode="before")
     @classmethod

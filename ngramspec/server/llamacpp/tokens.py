@@ -63,6 +63,11 @@ class Tokens:
         return TokenizeResponse(tokens=[Piece(id=token, piece=_piece(self.texts.bytes(token))) for token in ids])
 
 
+def text_of(given: TextOrTokens) -> str:
+    """The text in a text, in ids, or in a list of both."""
+    return given if isinstance(given, str) else "".join(part for part in given if isinstance(part, str))
+
+
 def _piece(raw: bytes) -> str | list[int]:
     """A token's text; its bytes where they are not whole characters."""
     try:

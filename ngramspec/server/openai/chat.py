@@ -43,7 +43,8 @@ def router(state: State) -> APIRouter:
         """Answer a conversation."""
         handler = _ChatHandler(state, prompts, texts, body, identity)
         with state.admission.reserve(handler.n) as reservation:
-            works = [await asyncio.to_thread(handler.work)]
+            ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
+            works = [await asyncio.to_thread(handler.work, ids)]
             if handler.streams:
                 return EventStream(reservation, handler.events(state.admission.stream(reservation, http, works)))
             (completion,) = await state.admission.results(reservation, http, works)
@@ -55,7 +56,10 @@ def router(state: State) -> APIRouter:
         box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
         conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
         with state.admission.reserve(), refusing():
-            return ApplyTemplateResponse(prompt=await asyncio.to_thread(prompts.text, conversation.turns, box.told, conversation.style))
+            text = await state.encoders.run(
+                identity.tenant, conversation.n_chars, lambda: prompts.text(conversation.turns, box.told, conversation.style)
+            )
+            return ApplyTemplateResponse(prompt=text)
 
     return routes
 
@@ -73,15 +77,21 @@ class _ChatHandler(CompletionHandler):
         self._conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
         self._prediction = None if body.prediction is None else text_of(body.prediction.content, "prediction.content")
 
-    def work(self) -> Work:
-        """Raises ApiError. Renders and encodes; may take a while."""
-        body = self._body
+        self._max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        self.n_chars = self._conversation.n_chars + len(self._prediction or "")
+
+    def encode(self) -> list[int]:
+        """The prompt's ids. Raises ApiError."""
+        ids = self._conversation.encode(self._body, self._max_tokens)
         if self._prediction is not None:
             with refusing():
                 self.hints["prediction"] = self._engine.encode_text(self._prediction)
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        return self._conversation.work(body, self.hints, max_tokens=asked, n=self.n, logprobs=top)
+        return ids
+
+    def work(self, ids: list[int]) -> Work:
+        """Raises ApiError. Compiles grammars; may take seconds."""
+        top = (self._body.top_logprobs or 0) if self._body.logprobs else None
+        return self._conversation.work(ids, self._body, self.hints, max_tokens=self._max_tokens, n=self.n, logprobs=top)
 
     # ------------------------------------------------------------------ answers
 

@@ -54,7 +54,8 @@ def router(state: State) -> APIRouter:
         """Continue one or several texts."""
         handler = _TextHandler(state, prompts, texts, body, identity)
         with state.admission.reserve(len(handler.prompts) * handler.params.n) as reservation:
-            works = await asyncio.to_thread(handler.works)
+            await asyncio.to_thread(body.check_form, engine)
+            works = await state.encoders.run(identity.tenant, handler.n_chars, handler.works)
             if handler.streams:
                 return EventStream(reservation, handler.events(state.admission.stream(reservation, http, works)))
             return handler.answer(await state.admission.results(reservation, http, works))
@@ -91,6 +92,12 @@ class _TextHandler(CompletionHandler):
         prompt_logprobs = body.logprobs if self.echo else None
         self.params = body.params(max_tokens=max(max_tokens, 1), n=best_of, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         self._bounds.check(self.params, len(self.prompts))
+        texts_given = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        self.n_chars = sum(map(len, [*texts_given, body.suffix or "", body.prediction or ""]))
+        """Of the texts that are to be encoded."""
+        if body.truncate_prompt_tokens is None:
+            for prompt in texts_given:
+                self._bounds.check_text(prompt + (body.suffix or ""))
         self._special = Special.of(self.params.skip_special_tokens, self.params.spaces_between_special_tokens)
         self._fim = state.fim if body.suffix else None
         if self._fim is not None and not self.params.ignore_eos:
@@ -98,7 +105,6 @@ class _TextHandler(CompletionHandler):
 
     def works(self) -> list[Work]:
         """Raises ApiError. Encodes; may take a while."""
-        self._body.check_form(self._engine)
         with refusing():
             if self._body.prediction is not None:
                 self.hints["prediction"] = self._engine.encode_text(self._body.prediction)

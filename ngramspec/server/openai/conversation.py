@@ -43,17 +43,30 @@ class Conversation:
             why = f"there are {len(self.turns)}; this server takes {most} tokens"
             raise ApiError(400, f"{self.param}: {why}", param=self.param, code="context_length_exceeded")
 
-    def work(self, body: Sampled, hints: Hints, *, max_tokens: int | None, n: int, logprobs: int | None) -> Work:
-        """Raises ApiError. Renders, encodes, compiles; may take a while."""
+    @property
+    def n_chars(self) -> int:
+        """Characters of all that the template shows."""
+        turns = sum(len(turn.content) + sum(len(call.name) + len(call.arguments) for call in turn.calls) for turn in self.turns)
+        return turns + len(str(self.toolbox.told)) + len(str(self.style.variables))
+
+    def encode(self, body: Sampled, max_tokens: int | None) -> list[int]:
+        """The prompt's ids. Raises ApiError. Renders and encodes; for `Encoders`."""
+        bounds = self.state.bounds
+        check = bounds.check_text if body.truncate_prompt_tokens is None else None
+        with refusing():
+            ids = self.prompts.chat(self.turns, self.toolbox.told, self.style, check and (lambda text: check(text, self.param)))
+            ids = body.cut(ids, self.state.engine.max_model_len - (max_tokens or 1))
+            bounds.check_prompt(len(ids), self.param)
+            if not ids:
+                raise ApiError(400, f"{self.param}: the model's chat template makes nothing of them", param=self.param)
+        return ids
+
+    def work(self, ids: list[int], body: Sampled, hints: Hints, *, max_tokens: int | None, n: int, logprobs: int | None) -> Work:
+        """For a prompt of these ids. Raises ApiError. Compiles grammars; may take seconds."""
         state, box = self.state, self.toolbox
         if box.tools and sampling.given(body).get("skip_special_tokens") is False:
             why = "not beside tools, whose calls are told apart from text by special tokens"
             raise unsupported("skip_special_tokens", why)
-        with refusing():
-            ids = body.cut(self.prompts.chat(self.turns, box.told, self.style), state.engine.max_model_len - (max_tokens or 1))
-            state.bounds.check_prompt(len(ids), self.param)
-            if not ids:
-                raise ApiError(400, f"{self.param}: the model's chat template makes nothing of them", param=self.param)
         left = max(min(state.engine.max_model_len - len(ids), state.settings.limits.output_tokens // n), 1)
         params = body.params(max_tokens=left if max_tokens is None else max_tokens, n=n, logprobs=logprobs)
         state.bounds.check(params)

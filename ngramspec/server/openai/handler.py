@@ -33,6 +33,7 @@ class CompletionHandler:
             raise ApiError(400, "stream_options: only with stream", param="stream_options")
         self.include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self.hints = request.hints(identity, engine)
+        self.hints["prefix_cache"] = request.cache_prompt is not False
         self.id = f"{kind}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.promise}-{engine.precision}"

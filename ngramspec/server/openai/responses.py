@@ -39,7 +39,8 @@ def router(state: State) -> APIRouter:
         with in_its_words():
             handler = _ResponseHandler(state, prompts, body, identity)
             with state.admission.reserve() as reservation:
-                works = [await asyncio.to_thread(handler.work)]
+                ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
+                works = [await asyncio.to_thread(handler.work, ids)]
                 if handler.streams:
                     events = handler.events(state.admission.stream(reservation, http, works))
                     return EventStream(reservation, events, done=False, named=True)
@@ -58,10 +59,17 @@ class _ResponseHandler(CompletionHandler):
         self._body = body
         self._conversation = Conversation(state, prompts, body.turns, body.box, "input")
 
-    def work(self) -> Work:
-        """Raises ApiError. Renders and encodes; may take a while."""
+        self.n_chars = self._conversation.n_chars
+
+    def encode(self) -> list[int]:
+        """The prompt's ids. Raises ApiError."""
         with in_its_words():
-            return self._conversation.work(self._body, self.hints, max_tokens=self._body.max_output_tokens, n=1, logprobs=None)
+            return self._conversation.encode(self._body, self._body.max_output_tokens)
+
+    def work(self, ids: list[int]) -> Work:
+        """Raises ApiError. Compiles grammars; may take seconds."""
+        with in_its_words():
+            return self._conversation.work(ids, self._body, self.hints, max_tokens=self._body.max_output_tokens, n=1, logprobs=None)
 
     # ------------------------------------------------------------------ answers
 

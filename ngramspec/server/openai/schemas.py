@@ -43,6 +43,8 @@ class Sampled(Structured):
     user: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    cache_prompt: bool | None = None
+    """False: the prompt is computed, whatever is cached of it."""
 
     def cut(self, ids: list[int], room: int) -> list[int]:
         """What is left of a prompt where it is to be truncated, of a context that has room for so many tokens beside the answer."""

@@ -83,6 +83,7 @@ function readForm() {
     temperature: Number($("temperature").value),
     top_p: Number($("top_p").value),
     speculative_metrics: config.sources ? "detailed" : "summary",
+    cache_prompt: false, // else the second run of a comparison would find its prompt computed by the first
   };
   if (config.sources) body.return_sources = true;
   const stops = $("stop-strings").value.split("\n").filter(Boolean).map(unescaped);
