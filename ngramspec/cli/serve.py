@@ -72,7 +72,7 @@ def serve(
         list[str] | None,
         option(
             ENGINE,
-            "The name under which the model is listed and answers; several with commas between them, the first one in answers. Default: the "
+            "The name under which the model is listed and answers; several with commas between them, the first in answers. Default: the "
             "model's own.",
             "--alias",
             "-a",
