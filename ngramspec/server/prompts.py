@@ -64,6 +64,7 @@ class Prompts:
         self._longest = max(map(len, texts), default=0)
         self._controls = {token.content: number for number, token in controls.items()}
         self._specials = {token.content: number for number, token in controls.items() if token.special}
+        self._marks = {number: token for token, number in self._specials.items()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -78,11 +79,10 @@ class Prompts:
         """How the model writes calls of tools: as its template has it, or in a form that the prompt tells it."""
         return self._learned or HERMES
 
-    @cached_property
+    @property
     def marks(self) -> dict[int, str]:
-        """The tokens that tell of a call and are no part of any text."""
-        names = {self.calls.trigger or "<|python_tag|>"} & set(self._specials)
-        return {self._specials[name]: name for name in names}
+        """The tokens that no text shows, some of which tell of a call."""
+        return self._marks
 
     @cached_property
     def added(self) -> dict[str, int]:

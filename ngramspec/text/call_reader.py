@@ -1,248 +1,207 @@
-"""Calls of tools in a text as it grows: what is said and what is called.
+"""Tool calls in a text as it grows: what is said and what is called.
 
-Tokens' texts enter in pieces of any size, `Said`, `Called` and `Argued` leave. What looks like a call and is none is said: nothing of a
-text is lost but the marks and blanks around calls. Knows a `CallFormat`, and neither models nor answers.
+Tokens' texts enter in pieces of any size, `Said`, `Called` and `Argued` leave, in the text's order. Text is held back only while it may
+still become a call; what turns out to be none is said, unchanged but for blanks beside calls. The forms of calls are in `call_forms`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Generator, Iterator
 
+import regex
+
+from ngramspec.text.call_forms import FORMS, Argued, Called, CallForm, Event, KnownTools, Parse, Said, Scanner, template_form
 from ngramspec.text.tool_calls import CallFormat
 
-MAX_HEAD = 1000
-"""Characters before a call's arguments."""
+__all__ = ["Argued", "CallReader", "Called", "Event", "KnownTools", "Said"]
 
-
-class Said(NamedTuple):
-    """Text that is part of no call."""
-
-    text: str
-
-
-class Called(NamedTuple):
-    """A call begins."""
-
-    name: str
-
-
-class Argued(NamedTuple):
-    """The last call's arguments go on: a piece of JSON, as it was written."""
-
-    text: str
-
-
-Event: TypeAlias = Said | Called | Argued
+CONTEXT = 256
+"""Characters before the place where a call is looked for that are kept, for forms that begin only at certain places."""
+MAX_WASTED = 1_000_000
+"""Characters read in vain as calls; beyond, a text is passed on as it is."""
+MIN_CUT = 5
+"""Characters of a form's first word that are markup, and no text, where the text was cut off within it."""
+_CODE_ENDS = regex.compile("```")
 
 
 class CallReader:
     """Reads one text."""
 
-    def __init__(self, form: CallFormat, names: Collection[str], *, held: bool) -> None:
-        """`names` of what may be called. `held`: a grammar holds the text to the format, so that a call is told of while it is written;
-        otherwise when it is whole, for only then one knows that it is one."""
-        self._form, self._names, self._held = form, frozenset(names), held
-        self._head, self._tail, self._end, self._listed = form.head, form.tail, form.end, form.listed
-        self._trigger = "" if form.trigger in form.special else form.trigger
-        self._unmarked = not form.trigger
-        self._state: Callable[[], Iterator[Event | None]] = self._outside
-        self._text = ""
-        """Not dealt with yet."""
-        self._raw = ""
-        """Of a call under way, as far as it was dealt with."""
-        self._name = self._arguments = ""
-        self._depth, self._in_string, self._escaped = 0, False, False
-        self._n_calls = 0
+    def __init__(
+        self, form: CallFormat, tools: KnownTools, *, held: bool = False, calls_only: bool = False, several: bool = True
+    ) -> None:
+        """`held`: a grammar holds calls to the template's form, so that they are passed on while they are written; other calls are
+        passed on when they are whole. `calls_only`: the text is nothing but calls. `several`: pass on more than the first call."""
+        own = template_form(form, held=held)
+        self._forms: tuple[CallForm, ...] = (*([] if own is None else [own]), *FORMS)
+        self._begin, self._begin_in_code = _any_begin(self._forms), _any_begin([each for each in self._forms if each.marked], _CODE_ENDS)
+        self._trusts_json = not form.trigger
+        self._scan = Scanner(tools, streams=held)
+        self._calls_only, self._several = calls_only, several
+        self._from = 0
+        """Where the text begins that is neither said nor called yet."""
+        self._start = 0
+        """Where a call is tried, or looked for next."""
+        self._hidden: list[tuple[int, int]] = []
+        """Special tokens, which no text shows."""
+        self._tried: list[CallForm] = []
+        """Forms that may begin at `_start`; the first is being read."""
+        self._parse: Parse | None = None
+        self._in_code = False
+        """Within a fenced block that is no call."""
+        self._n_calls = self._n_wasted = 0
         self._plain = False
-        """Something was said, behind which an unmarked call cannot come."""
+        """Something was said."""
         self._fresh = True
         """Nothing was said since the beginning or the last call."""
-        self._ended = False
+        self._found = False
+        """The parser at work has passed something on."""
 
     @property
     def n_calls(self) -> int:
-        return self._n_calls
+        return min(self._n_calls, 1) if not self._several else self._n_calls
 
     @property
     def is_whole(self) -> bool:
-        """No call is under way."""
-        return self._state != self._in_arguments
+        """The text did not end within a call."""
+        return not self._scan.broken
 
     def push(self, text: str) -> list[Event]:
         """The text goes on."""
-        self._text += text
-        return self._run()
+        self._scan.text += text
+        return list(self._run()) if text else []
 
     def mark(self, token: str) -> list[Event]:
-        """A special token of the format comes, which no text shows."""
-        if self._state != self._outside or (token != self._form.trigger and not self._unmarked):
-            return []
-        events = self._say(self._text, before_call=True)
-        self._text, self._raw, self._state = "", "", self._inside
+        """A special token comes, which no text shows."""
+        before = len(self._scan.text)
+        self._hidden.append((before, before + len(token)))
+        return self.push(token)
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """The text is over. `cut`: it would have gone on."""
+        events: list[Event] = []
+        if cut and self._parse is not None and (self._tried[0].marked or self._scan.sure or self._found):
+            if self._scan.streams:
+                self._scan.ended = True
+                events += [event for event in self._parse if event is not None and not isinstance(event, Said)]
+            self._from = self._start = len(self._scan.text)  # the beginning of a call is no text
+            self._parse = None
+        elif cut and self._parse is None:
+            pattern = self._begin_in_code if self._in_code else self._begin
+            found = pattern.search(self._scan.text, self._start, partial=True)
+            least = 1 if self._fresh and self._n_calls else MIN_CUT
+            if found and found.partial and len(found[0].strip()) >= least and not self._is_text(found[0]):
+                self._scan.text = self._scan.text[: found.start()]
+        self._scan.ended = True
+        events += self._run()
         return events
 
-    def finish(self) -> list[Event]:
-        """The text is over."""
-        self._ended = True
-        return self._run()
+    def _is_text(self, beginning: str) -> bool:
+        """Whether only forms that are not marked begin like this."""
+        return not any(form.marked and form.begin.fullmatch(beginning.strip(), partial=True) for form in self._forms)
 
-    def _run(self) -> list[Event]:
-        events: list[Event] = []
-        while True:
-            state = self._state
-            for event in state():
-                if event is None:  # more is needed
-                    return events
-                events.append(event)
-            if self._state == state and not self._text:
-                return events
+    def _run(self) -> Iterator[Event]:
+        while (yield from (self._look() if self._parse is None else self._read())):
+            pass
 
-    # ------------------------------------------------------------------ states: each deals with what it can; None: wait for more
+    # ------------------------------------------------------------------ both return whether there is more to do
 
-    def _outside(self) -> Iterator[Event | None]:
-        text = self._text
-        if self._unmarked and not self._plain:
-            begins = text.lstrip(" \t\r\n;" if self._n_calls else None)
-            if begins.startswith("{"):
-                self._raw, self._text, self._state = text[: len(text) - len(begins)], begins, self._inside
-                return
-            if not begins and not self._ended:
-                yield None
-                return
-        if self._trigger and (at := text.find(self._trigger)) >= 0:
-            yield from self._say(text[:at], before_call=True)
-            self._raw, self._text, self._state = self._trigger, text[at + len(self._trigger) :], self._inside
-            return
-        held = 0 if self._ended else self._n_held(text)
-        self._text = text[len(text) - held :]
-        yield from self._say(text[: len(text) - held], before_call=False)
-        yield None
+    def _look(self) -> Generator[Event, None, bool]:
+        """Find where the next call may begin, and say what comes before."""
+        scan = self._scan
+        pattern = self._begin_in_code if self._in_code else self._begin
+        found = None if self._n_wasted > MAX_WASTED else pattern.search(scan.text, self._start, partial=not scan.ended)
+        end = len(scan.text) if found is None else found.start()
+        if found is not None and not found.partial:
+            yield from self._say(len(scan.text[:end].rstrip()), end)
+            self._start = end
+            self._tried = [form for form in self._forms if form.begin.match(scan.text, end) and (form.marked or not self._in_code)]
+            self._begin_form()
+            if self._parse is None:  # the end of a fenced block
+                self._in_code = False
+                yield from self._pass_by(found.end())
+            return True
+        kept = end if scan.ended else len(scan.text[:end].rstrip())
+        yield from self._say(kept, kept)
+        self._start = max(kept, self._start)
+        if self._from > 4 * CONTEXT:
+            self._forget(self._from - CONTEXT)
+        return False
 
-    def _inside(self) -> Iterator[Event | None]:
-        if found := self._head.match(self._text):
-            self._name, self._arguments = found["name"], ""
-            self._raw, self._text = self._raw + found[0], self._text[found.end() :]
-            self._depth, self._in_string, self._escaped = 0, False, False
-            if self._name not in self._names:
-                yield from self._fail()
-                return
-            self._state = self._in_arguments
-            if self._held:
-                yield from self._begin()
-        elif self._ended or len(self._text) > MAX_HEAD or (self._end and self._end in self._text):
-            yield from self._fail()
-        else:
-            yield None
+    def _read(self) -> Generator[Event, None, bool]:
+        """Go on with the form that is being read."""
+        assert self._parse is not None
+        scan = self._scan
+        try:
+            while (event := next(self._parse)) is not None:
+                yield from self._pass_on(event)
+            return False
+        except StopIteration as stop:
+            is_call = bool(stop.value)
+        if is_call:
+            self._from = self._start = max(scan.at, self._start)
+            self._parse = None
+            return True
+        self._n_wasted += len(scan.text) - self._start if len(scan.text) - self._start > CONTEXT else 0
+        form = self._tried.pop(0)
+        self._begin_form()
+        if self._parse is None:
+            self._in_code = self._in_code or form.name == "fence"
+            end = self._start + 1 if form.name != "fence" else scan.text.index("```", self._start) + 3
+            yield from self._pass_by(end)
+        return True
 
-    def _in_arguments(self) -> Iterator[Event | None]:
-        if not self._text and not self._ended:
-            yield None
-            return
-        n, whole = self._scan(self._text)
-        piece, self._text = self._text[:n], self._text[n:]
-        self._raw += piece
-        self._arguments += piece
-        if self._held and piece:
-            yield Argued(piece)
-        if whole:
-            self._state = self._behind
-            if not self._held and not _is_object(self._arguments):
-                yield from self._fail()
-        elif self._ended:
-            if not self._held:
-                yield from self._fail()
-            yield None
-        else:
-            yield None
-
-    def _behind(self) -> Iterator[Event | None]:
-        if found := self._tail.match(self._text):
-            self._text = self._text[found.end() :]
-            if not self._held:
-                yield from self._begin()
-                yield Argued(self._arguments)
-            self._state = self._in_list if self._listed else self._closing
-        elif self._held and self._ended:
-            self._text = ""
-            yield None
-        elif self._ended or len(self._text) > MAX_HEAD or self._text.lstrip()[:1] not in ("", ",") or "}" in self._text:
-            yield from self._fail()
-        else:
-            yield None
-
-    def _in_list(self) -> Iterator[Event | None]:
-        rest = self._text.lstrip()
-        if rest.startswith(","):
-            self._raw, self._text, self._state = ",", rest[1:], self._inside
-        elif rest.startswith("]"):
-            self._text, self._state = rest[1:], self._closing
-        elif rest or self._ended:
-            self._state = self._outside
-        if not rest and not self._ended:
-            yield None
-
-    def _closing(self) -> Iterator[Event | None]:
-        rest = self._text.lstrip()
-        if not self._ended and len(rest) < len(self._end) and self._end.startswith(rest):
-            yield None
-            return
-        self._text = rest.removeprefix(self._end)
-        self._raw, self._state = "", self._outside
+    def _begin_form(self) -> None:
+        scan = self._scan
+        scan.at, scan.sure, scan.trusts_json, self._found = self._start, False, self._trusts_json and not self._plain, False
+        self._parse = self._tried[0].read(scan) if self._tried else None
 
     # ------------------------------------------------------------------ what they share
 
-    def _begin(self) -> Iterator[Event]:
-        self._n_calls += 1
-        self._fresh = True
-        yield Called(self._name)
+    def _pass_on(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, Said):
+            if not self._fresh:
+                yield event
+            return
+        if isinstance(event, Called):
+            if not self._found:
+                self._from = self._start  # blanks before a call are no text
+            self._found = True
+            self._n_calls += 1
+            self._fresh = True
+        if self._several or self._n_calls == 1:
+            yield event
 
-    def _say(self, text: str, *, before_call: bool) -> list[Event]:
-        """Blanks beside calls are nobody's."""
-        if self._fresh and self._n_calls and (not self._plain or (self._ended and not text.strip())):
+    def _pass_by(self, end: int) -> Iterator[Event]:
+        """The text up to there is no call."""
+        yield from self._say(end, end)
+        self._start = end
+
+    def _say(self, end: int, blanks_end: int) -> Iterator[Event]:
+        """Say the text up to `end`; up to `blanks_end` there are only blanks, which are kept: nobody's before a call."""
+        start, self._from = self._from, max(end, self._from)
+        if end <= start:
+            return
+        pieces, at = [], start
+        for first, last in self._hidden:
+            if first < end and last > at:
+                pieces.append(self._scan.text[at : max(first, at)])
+                at = min(last, end)
+        text = "".join([*pieces, self._scan.text[at:end]])
+        if self._fresh and self._n_calls and (not self._plain or (self._scan.ended and not text.strip())):
             text = text.lstrip()
-        if before_call:
-            text = text.rstrip()
-        if not text:
-            return []
+        if not text or self._calls_only:
+            return
         self._fresh = False
         self._plain = self._plain or bool(text.strip())
-        return [Said(text)]
+        yield Said(text)
 
-    def _fail(self) -> Iterator[Event]:
-        """It is no call: it is said."""
-        self._plain = True
-        raw, self._raw, self._state = self._raw, "", self._outside
-        yield from self._say(raw, before_call=False)
-
-    def _n_held(self, text: str) -> int:
-        """How many last characters may be blanks before a call, or its beginning."""
-        start = next((n for n in range(min(len(self._trigger) - 1, len(text)), 0, -1) if text.endswith(self._trigger[:n])), 0)
-        body = text[: len(text) - start]
-        return len(text) - len(body.rstrip())
-
-    def _scan(self, text: str) -> tuple[int, bool]:
-        """How much of the text belongs to the arguments, and whether they end there."""
-        for i, char in enumerate(text):
-            if self._in_string:
-                if self._escaped or char == "\\":
-                    self._escaped = not self._escaped
-                elif char == '"':
-                    self._in_string = False
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    return i + 1, True
-        return len(text), False
+    def _forget(self, n: int) -> None:
+        """Drop the first characters, which are said."""
+        self._scan.text = self._scan.text[n:]
+        self._from, self._start = self._from - n, self._start - n
+        self._hidden = [(first - n, last - n) for first, last in self._hidden if last > n]
 
 
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+def _any_begin(forms: list[CallForm] | tuple[CallForm, ...], *more: regex.Pattern[str]) -> regex.Pattern[str]:
+    return regex.compile("|".join(f"(?:{pattern.pattern})" for pattern in (*(form.begin for form in forms), *more)))

@@ -109,9 +109,11 @@ class CallFormat:
         return text
 
     def _loosely(self, text: str) -> str:
-        """Finds a text, whatever its blanks."""
-        words = [re.escape(word).replace(re.escape(ID), ID_PATTERN) for word in self._shown(text).split()]
-        return r"\s*+".join(["", *words, ""])
+        """A pattern that finds a text, whatever its blanks, with or without the tokens that no text shows."""
+        tokens = "|".join(map(re.escape, self.special))
+        words = [word for part in (re.split(f"({tokens})", text) if tokens else [text]) for word in part.split()]
+        escaped = [re.escape(word).replace(re.escape(ID), ID_PATTERN) for word in words]
+        return r"\s*+".join(["", *(f"(?:{each})?+" if word in self.special else each for word, each in zip(words, escaped, strict=True)), ""])
 
 
 HERMES = CallFormat(
@@ -214,7 +216,8 @@ def call_grammar(
     """What holds a text to calls of these tools, each by its schema. Raises GrammarError for what is too much.
 
     `added`: tokens of the vocabulary that are written as one, with their ids. `free`: any text may stand before the calls, and in their
-    place; then only strict tools are held to their schemas. `otherwise`: JSON of that form may stand in their place.
+    place; then only strict tools are held to their schemas, in the template's form and in JSON anywhere in the text, from where a call
+    begins. `otherwise`: JSON of that form may stand in their place.
     """
     assert not (free and otherwise)
     writer = _Writer(added)
@@ -229,7 +232,7 @@ def call_grammar(
             raise GrammarError(f"at most {MOST_AT_ONCE} expressions for one text, got {n} for {tool.name!r}")
         rules += [f"call_{i}: {writer.terms(tool.name + form.middle)} arguments_{i}", f"arguments_{i}: %json {_json(schema)}"]
     if free:
-        rules += _free(form, added, writer, calls)
+        rules += _free(form, added, writer, calls, [tool for tool in tools if tool.strict], several)
     elif otherwise is not None:
         schema = json.loads(otherwise.text or '{"type": "object"}')
         rules += ["start: calls | otherwise", f"otherwise: %json {_json(_flexible(schema))}"]
@@ -238,18 +241,41 @@ def call_grammar(
     return Grammar.lark("\n".join(rules))
 
 
-def _free(form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: str) -> list[str]:
-    """A text, calls, or one before the other."""
+def _free(
+    form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: str, strict: Sequence[Tool], several: bool
+) -> list[str]:
+    """Text in which a call, once it begins, is held: in the template's form at the end of it, of strict tools in JSON anywhere."""
     trigger = form.trigger
-    if not trigger:
-        return ["start: OTHER | calls", r"OTHER: /(?s:[^{\s].*)?/"]
-    rest = f"{writer.terms(form.first.partition(trigger)[2])} {calls}"  # blanks before a call are the text's
-    without = rf"/(?s:.+)/ & ~/(?s:.*{_escape(trigger)}.*)/"
-    if trigger in added:
-        others = sorted(number for token, number in added.items() if token not in form.first and token not in form.special)[:64]
-        further = f" (<[{','.join(map(str, others))}]> TEXT?)*" if others else ""
-        return [f"start: TEXT?{further} (<[{added[trigger]}]> {rest})?", f"TEXT: {without}"]
-    return [f"start: TEXT? | lead {rest}", f"TEXT: {without}", f"lead[suffix={json.dumps(trigger)}]: /(?s:.*)/"]
+    begins = [_JSON_CALL.format(name=_escape(tool.name)) for tool in strict]
+    rules = []
+    for i, (tool, begin) in enumerate(zip(strict, begins, strict=True)):
+        schema = _json(_flexible({"type": "object"} | tool.parameters))
+        rules += [f"json_{i}: begin_{i} BLANKS? json_arguments_{i} BLANKS? \"}}\"", f"begin_{i}[lazy]: /(?s:.*){begin}/"]
+        rules += [f"json_arguments_{i}: %json {schema}"]
+    if strict:
+        rules += [r"BLANKS: /[ \n\t]{1,40}/", "json: " + " | ".join(f"json_{i}" for i in range(len(strict)))]
+    none = "|".join([*begins, *([_escape(trigger)] if trigger else [])])
+    rules += [rf"TEXT: /(?s:.+)/ & ~/(?s:.*({none}).*)/" if none else "TEXT: /(?s:.+)/"]
+    others = sorted(number for token, number in added.items() if token not in form.first and token not in form.special)[:64]
+    parts = [f"TEXT? <[{','.join(map(str, others))}]>"] if others else []
+    ends = ["TEXT?"]
+    if strict:
+        (parts if several else ends).append("json")
+    if trigger:
+        rest = f"{writer.terms(form.first.partition(trigger)[2])} {calls}"  # blanks before a call are the text's
+        if trigger in added:
+            ends.append(f"TEXT? <[{added[trigger]}]> {rest}")
+        else:
+            ends.append(f"lead {rest}")
+            rules += [f"lead[suffix={json.dumps(trigger)}]: /(?s:.*)/"]
+    before = f"({' | '.join(parts)})* " if parts else ""
+    return [f"start: {before}({' | '.join(ends)})", *rules]
+
+
+_JSON_CALL = (
+    r'\{{\s*("(type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*"{name}"\s*,\s*("(type|id)"\s*:\s*"[^"]*"\s*,\s*)*"(arguments|parameters)"\s*:'
+)
+"""How a call of this tool begins as JSON, up to its arguments."""
 
 
 class _Writer:

@@ -32,7 +32,7 @@ class Conversation:
     """The field that the turns come from."""
     style: Style = ANSWER
     held: bool = False
-    """A grammar holds calls to their form. Known when there is a work."""
+    """A grammar holds the whole answer to calls, or to the form that was asked for. Known when there is a work."""
 
     def __post_init__(self) -> None:
         """Raises ApiError (400)."""
@@ -73,15 +73,17 @@ class Conversation:
         body.check_form(state.engine)
         if box.tools and (grammar := box.grammar(self.prompts.calls, self.prompts.added, params.grammar)) is not None:
             box.check(state.engine, grammar)
-            params, self.held = replace(params, grammar=grammar), True
+            self.held = box.required or params.grammar is not None
+            params = replace(params, grammar=grammar)
         return Work(ids, params, hints)
 
     def listener(self) -> Listener:
         """For one choice of the work's completion."""
         if not self.toolbox.tools:
             return Listener(None, {})
-        names = [tool.name for tool in self.toolbox.tools]
-        return Listener(CallReader(self.prompts.calls, names, held=self.held), self.prompts.marks)
+        box = self.toolbox
+        reader = CallReader(self.prompts.calls, box.known, held=self.held, calls_only=box.required, several=box.several)
+        return Listener(reader, self.prompts.marks)
 
 
 def text_of(content: str | list[Part], where: str, types: Sequence[str] = ("text",)) -> str:

@@ -12,8 +12,10 @@ import string
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
+import jsonschema_rs
 from pydantic import Field
 
 from ngramspec.batch.errors import GrammarError
@@ -23,12 +25,14 @@ from ngramspec.engine import Engine
 from ngramspec.server.errors import ApiError
 from ngramspec.server.schemas import Items, StrictModel
 from ngramspec.server.tool_turns import Call
-from ngramspec.text.call_reader import Argued, Called, CallReader, Event, Said
+from ngramspec.text.call_reader import Argued, Called, CallReader, Event, KnownTools, Said
 from ngramspec.text.tool_calls import CallFormat, Tool, call_grammar
 
 MAX_TOOLS = 128
 SEEK_S = 1.0
 """For finding the tool whose parameters are at fault."""
+REGEX_BYTES = 1 << 20
+"""Of a compiled pattern in a tool's schema."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The parameters of a tool that has none."""
@@ -91,6 +95,12 @@ class Toolbox:
     required: bool = False
     several: bool = True
 
+    @cached_property
+    def known(self) -> KnownTools:
+        """The tools as the reader of an answer knows them."""
+        schemas = {tool.name: tool.parameters for tool in self.tools}
+        return KnownTools(schemas, frozenset(tool.name for tool in self.tools if tool.strict), _Validators(schemas).fits)
+
     def grammar(self, form: CallFormat, added: Mapping[str, int], otherwise: Grammar | None) -> Grammar | None:
         """What the text is held to; `otherwise`: the form of an answer that calls nothing. Raises ApiError (400)."""
         if not self.tools:
@@ -101,7 +111,7 @@ class Toolbox:
             if self.required or otherwise is not None:
                 other = None if self.required else otherwise
                 return call_grammar(form, self.tools, added, several=self.several, otherwise=other)
-            if not self.several or any(tool.strict for tool in self.tools):
+            if any(tool.strict for tool in self.tools) or (not self.several and form.trigger):
                 return call_grammar(form, self.tools, added, several=self.several, free=True)
         except GrammarError as error:
             raise ApiError(400, f"tools: {error}", param="tools") from None
@@ -125,6 +135,28 @@ class Toolbox:
             raise ApiError(400, f"tools: {error}", param="tools") from None
 
 
+class _Validators:
+    """Whether arguments fit the schemas of tools. A schema is compiled when it is first asked for; nothing that it refers to is fetched."""
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self._schemas = schemas
+        self._compiled: dict[str, Any] = {}
+
+    def fits(self, name: str, arguments: Any) -> bool:
+        try:
+            if name not in self._compiled:
+                schema = {"type": "object"} | dict(self._schemas[name])
+                options = jsonschema_rs.RegexOptions(size_limit=REGEX_BYTES)  # matches in linear time, whatever the pattern
+                self._compiled[name] = jsonschema_rs.validator_for(schema, retriever=_fetch_nothing, pattern_options=options)
+            return bool(self._compiled[name].is_valid(arguments))
+        except (ValueError, RecursionError):  # no schema that the validator knows, or values nested too deeply
+            return False
+
+
+def _fetch_nothing(uri: str) -> Any:
+    raise ValueError(f"schemas refer to themselves alone, got {uri[:100]!r}")
+
+
 def toolbox(declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None) -> Toolbox:
     """Raises ApiError (400)."""
     tools: list[Tool] = []
@@ -145,6 +177,8 @@ def toolbox(declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, 
         names, required = _chosen(choice, [tool.name for tool in tools])
         tools = [tool for tool in tools if tool.name in names]
         several = several and choice.allowed_tools is not None
+    if required and parallel is None:
+        several = False  # a model that must call goes on with the same call until its tokens are used up
     return Toolbox(tuple(tools), tuple(told), required, several)
 
 
@@ -249,7 +283,7 @@ class Listener:
             waiting = ""
         yield from reader.push(waiting + part.text[sum(map(len, part.texts)) :])
         if part.finish_reason is not None:
-            yield from reader.finish()
+            yield from reader.finish(cut=part.finish_reason == "length")
 
 
 def _joined(events: Iterator[Event]) -> Iterator[Event]:
