@@ -70,7 +70,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id"],
+            allow_headers=["*"],  # those that the page's client asks for, such as the `openai` client's x-stainless-*; limits bounds them
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     generating = frozenset(route.path for router in routers for route in router.routes if generates(route))

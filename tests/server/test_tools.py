@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ngramspec.datastore.tokens import plain
 from ngramspec.engine import Engine
+from ngramspec.server.openai.tools import ToolDeclared, toolbox
 from ngramspec.server.prompts import Prompts
 from ngramspec.server.tool_turns import Call, Turn
 from ngramspec.text.tool_calls import HERMES, CallFormat
@@ -254,6 +256,45 @@ def test_beside_the_form_of_an_answer(api: openai.OpenAI) -> None:
     assert caught.value.param == "tools"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_one_is_required(api: openai.OpenAI, template: str, stream: bool) -> None:
+    """A model that goes on calling has its one call, unless the request asks for several; what is cut off is no text."""
+    likely = {"logit_bias": {str(tiny.EOS): -100.0}}  # it would go on for ever
+    asked: Any = ASKED | {"tool_choice": "required", "temperature": 0, "max_tokens": 400} | likely
+
+    def ask(**more: Any) -> Any:
+        if not stream:
+            return api.chat.completions.create(**asked | more).choices[0]
+        with api.chat.completions.stream(**asked | more) as made:
+            return made.get_final_completion().choices[0]
+
+    one = ask()
+    assert (len(one.message.tool_calls), one.finish_reason, one.message.content) == (1, "tool_calls", None)
+    check(one.message.tool_calls[0].function.name, one.message.tool_calls[0].function.arguments)
+    n_one = len(one.message.tool_calls[0].function.arguments) + 30
+    if SHOWN[template][0].between is not None:
+        for most in range(n_one, n_one + 60, 7):
+            cut = ask(parallel_tool_calls=True, max_tokens=most)
+            assert not cut.message.content
+            assert len(cut.message.tool_calls) >= 1 or cut.finish_reason == "length"
+
+
+def test_schemas_are_looked_up_nowhere_and_match_in_linear_time() -> None:
+    asked = {
+        "outside": {"$ref": "http://127.0.0.1:9/schema"},
+        "file": {"$ref": "file:///etc/passwd"},
+        "slow": {"properties": {"a": {"pattern": "^(a+)+$"}}},
+        "round": {"$ref": "#"},
+        "none": {"type": "?"},
+        "good": {"properties": {"a": {"type": "string"}}},
+    }
+    box = toolbox([ToolDeclared.model_validate(declared(name, schema)) for name, schema in asked.items() if name != "none"], None, None)
+    started = time.monotonic()
+    fits = {name: box.known.fits(name, {"a": "a" * 5000 + "b"}) for name in box.known.schemas}
+    assert fits == {"outside": False, "file": False, "slow": False, "round": True, "good": True}
+    assert time.monotonic() - started < 5
+
+
 def test_none_may_be_called(api: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     none = api.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
@@ -279,6 +320,9 @@ FREE: list[tuple[str, str | None, list[tuple[str, str]]]] = [
     ),
     ('<tool_call>{"name": "draw", "arguments": {oops}}</tool_call>', '<tool_call>{"name": "draw", "arguments": {oops}}</tool_call>', []),
     ('<tool_call>{"name": "who", "arguments": {}}</tool_call>', '<tool_call>{"name": "who", "arguments": {}}</tool_call>', []),
+    ('Well.\n```json\n{"name": "time", "arguments": {"zone": "utc"}}\n```', "Well.", [("time", '{"zone": "utc"}')]),
+    ('```json\n{"name": "time", "arguments": {"zone": "mars"}}\n```', '```json\n{"name": "time", "arguments": {"zone": "mars"}}\n```', []),
+    ("<function=time>\n<parameter=zone>\ncet\n</parameter>\n</function>", None, [("time", '{"zone": "cet"}')]),
 ]
 
 

@@ -71,13 +71,14 @@ class _ChatHandler(CompletionHandler):
         super().__init__(state, body, identity, "chatcmpl")
         self._engine, self._texts, self._body = state.engine, texts, body
         self.n = 1 if body.n is None else body.n
+        self._silent = body.most_tokens == 0
+        """Nothing is to be written: the prompt is computed, so that a later request finds it."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
         box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
         self._prediction = None if body.prediction is None else text_of(body.prediction.content, "prediction.content")
-
-        self._max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        self._max_tokens = max(body.most_tokens, 1) if body.most_tokens is not None else None  # an engine writes one at least
         self.n_chars = self._conversation.n_chars + len(self._prediction or "")
 
     def encode(self) -> list[int]:
@@ -97,14 +98,17 @@ class _ChatHandler(CompletionHandler):
 
     def answer(self, completion: Completion) -> dict[str, Any]:
         answer = self.head(KIND) | {"choices": [self._choice(choice) for choice in completion.choices]}
-        return answer | {"usage": self.usage([completion])} | self.extras([completion])
+        return answer | {"usage": self.usage([completion], silent=self._silent)} | self.extras([completion])
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
+        if self._silent:
+            message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+            return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": "length"}
         listener = self._conversation.listener()
         for _ in listener.hear(choice):
             pass
         reply = listener.reply
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        message = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.calls:
             message |= {"content": reply.content or None, "tool_calls": [_call(call) for call in reply.calls]}
         return (
@@ -128,6 +132,11 @@ class _ChatHandler(CompletionHandler):
             if delta.index not in listeners:
                 listeners[delta.index] = self._conversation.listener()
                 yield head | {"choices": [_piece(delta.index, {"role": "assistant", "content": nothing, "refusal": None})]}
+            if self._silent:
+                if delta.finish_reason is not None:
+                    yield head | {"choices": [_piece(delta.index, {}, "length")]}
+                    completions += [] if delta.completion is None else [delta.completion]
+                continue
             listener = listeners[delta.index]
             extras = {"logprobs": self._logprobs(delta.logprobs)} | self.told_sources(delta)
             told = not (delta.token_ids and (self._body.logprobs or self.sources))
@@ -141,7 +150,7 @@ class _ChatHandler(CompletionHandler):
                 yield head | {"choices": [last]}
             if delta.completion is not None:
                 completions.append(delta.completion)
-        for last in self.closing(CHUNK, completions):
+        for last in self.closing(CHUNK, completions, silent=self._silent):
             yield last
 
     def _logprobs(self, found: list[TokenLogprob] | None) -> dict[str, Any] | None:

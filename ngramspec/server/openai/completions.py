@@ -75,14 +75,14 @@ class _TextHandler(CompletionHandler):
         self.n = 1 if body.n is None else body.n
         best_of = self.n if body.best_of is None else body.best_of
         self.echo = bool(body.echo)
-        max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        asked = body.n_predict if body.max_tokens is None else body.max_tokens
+        max_tokens = MAX_TOKENS if asked is None else asked if asked >= 0 else self._room()
         self.silent = max_tokens == 0
         """Nothing is to be written: one token is, for the engine must, and is dropped."""
         _refuse(not self.prompts, "prompt", "an empty list")
         _refuse(best_of < self.n, "best_of", f"must be n ({self.n}) or more, got {best_of}")
         _refuse(best_of > self.n and self.streams, "best_of", "more than n cannot be streamed")
         _refuse(self.echo and body.truncate_prompt_tokens is not None, "echo", "not with truncate_prompt_tokens")
-        _refuse(self.silent and not self.echo, "max_tokens", "0 only with echo")
         if body.suffix:
             _refuse(state.fim is None, "suffix", "this model has no fill-in-the-middle tokens", "not_supported")
             _refuse(self.echo, "echo", "not with suffix")
@@ -102,6 +102,11 @@ class _TextHandler(CompletionHandler):
         self._fim = state.fim if body.suffix else None
         if self._fim is not None and not self.params.ignore_eos:
             self.params = replace(self.params, stop_token_ids=(*self.params.stop_token_ids, *self._fim.stop_ids))
+
+    def _room(self) -> int:
+        """The tokens that fit behind the longest prompt."""
+        most = max((len(prompt) if isinstance(prompt, list) else len(self._prompts.plain(prompt)) for prompt in self.prompts), default=0)
+        return max(self._engine.max_model_len - most, 1)
 
     def works(self) -> list[Work]:
         """Raises ApiError. Encodes; may take a while."""

@@ -57,7 +57,7 @@ class _ResponseHandler(CompletionHandler):
         super().__init__(state, body, identity, "resp")
         self.id = f"resp_{secrets.token_hex(16)}"
         self._body = body
-        self._conversation = Conversation(state, prompts, body.turns, body.box, "input")
+        self._conversation = Conversation(state, prompts, body.turns, body.box, "input", body.style())
 
         self.n_chars = self._conversation.n_chars
 
@@ -130,7 +130,7 @@ class _ResponseHandler(CompletionHandler):
             "temperature": TEMPERATURE if body.temperature is None else body.temperature,  # type: ignore[attr-defined]
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice") or "auto",
-            "tools": given.get("tools") or [],
+            "tools": [tool for tool in given.get("tools") or [] if tool.get("type") == "function"],
             "top_p": 1.0 if body.top_p is None else body.top_p,  # type: ignore[attr-defined]
             "truncation": "disabled",
             "user": body.user,

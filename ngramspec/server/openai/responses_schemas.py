@@ -7,6 +7,7 @@ earlier ones is refused. Knows nothing of routes or tokenizers.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,7 @@ from ngramspec.server.openai.tools import (
     ToolNamed,
     toolbox,
 )
+from ngramspec.server.prompts import ANSWER, Style
 from ngramspec.server.schemas import Items, StrictModel
 from ngramspec.server.structured import ResponseFormat, Schema
 from ngramspec.server.tool_turns import ASSISTANT, SYSTEM, TOOL, Call, Turn
@@ -49,6 +51,7 @@ class InputItem(StrictModel):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Items[Text] | None = None
 
 
@@ -102,8 +105,6 @@ class ResponsesRequest(Sampled):
         """Raises ApiError (400) for what this server does not do. Takes the form of the answer from where this route has it."""
         for name, asked, why in (
             ("include", "message.output_text.logprobs" in (self.include or ()), "only /v1/chat/completions tells log-probabilities"),
-            ("reasoning.effort", self.reasoning and self.reasoning.effort not in (None, "none"), "the model's template has no such word"),
-            ("text.verbosity", self.text and self.text.verbosity not in (None, "medium"), "say it in the instructions"),
             ("n", self.n not in (None, 1), "a response is one text"),
             ("response_format", self.response_format, "here it is text.format"),
         ):
@@ -113,6 +114,11 @@ class ResponsesRequest(Sampled):
             named = {"json_schema": {"schema": wanted.json_schema}} if wanted.type == "json_schema" else {}
             self.response_format = ResponseFormat.model_validate({"type": wanted.type} | named)
 
+    def style(self) -> Style:
+        """How the template is asked."""
+        effort = self.reasoning and self.reasoning.effort
+        return Style(variables={"reasoning_effort": effort}) if effort else ANSWER
+
     @property
     def box(self) -> Toolbox:
         """What may be called. Raises ApiError (400)."""
@@ -121,13 +127,13 @@ class ResponsesRequest(Sampled):
         if isinstance(given := self.tool_choice, FlatChoice):
             allowed = None
             if given.mode is not None and given.tools:
-                each = [ToolNamed(type=tool.type, function=FunctionNamed(name=tool.name)) for tool in given.tools]
+                each = [ToolNamed(type=tool.type, function=FunctionNamed(name=tool.name)) for tool in given.tools if tool.type == "function"]
                 allowed = AllowedTools(mode=given.mode, tools=each)
             name = None if given.name is None else FunctionNamed(name=given.name)
             choice = ChosenTool(type=given.type, function=name, allowed_tools=allowed)
         else:
             choice = given
-        return toolbox(declared, choice, self.parallel_tool_calls)
+        return toolbox(declared, choice, self.parallel_tool_calls, others=True)
 
     @property
     def turns(self) -> list[Turn]:
@@ -137,6 +143,8 @@ class ResponsesRequest(Sampled):
             return [*turns, Turn("user", self.input)]
         names: dict[str, str] = {}
         for i, item in enumerate(self.input):
+            if item.type == "reasoning":  # a chain of thought of another turn, which templates leave out
+                continue
             turn = _turn(item, f"input[{i}]", names)
             names |= {call.id: call.name for call in turn.calls}
             if turn.calls and turns and turns[-1].role == ASSISTANT:
@@ -145,6 +153,8 @@ class ResponsesRequest(Sampled):
                 turns[0] = Turn(SYSTEM, f"{turns[0].content}\n\n{turn.content}")
             else:
                 turns.append(turn)
+        if not turns:
+            raise ApiError(400, "input: has no message", param="input")
         return turns
 
 
@@ -163,12 +173,16 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
                 _there(item.arguments, f"{where}.arguments"),
             )
             return Turn(ASSISTANT, "", (call,))
-        case "function_call_output":
+        case "custom_tool_call":
+            text = json.dumps({"input": _there(item.input, f"{where}.input")})
+            return Turn(ASSISTANT, "", (Call(_there(item.call_id, f"{where}.call_id"), _there(item.name, f"{where}.name"), text),))
+        case "function_call_output" | "custom_tool_call_output":
             number = _there(item.call_id, f"{where}.call_id")
             output = _text(_there(item.output, f"{where}.output"), f"{where}.output")
             return Turn(TOOL, output, call_id=number, name=names.get(number))
         case other:
-            why = f"{where}.type: must be 'message', 'function_call' or 'function_call_output', got {other[:40]!r}"
+            kinds = "'message', 'function_call', 'function_call_output', 'custom_tool_call', 'custom_tool_call_output' or 'reasoning'"
+            why = f"{where}.type: must be {kinds}, got {other[:40]!r}"
             raise ApiError(400, why, param=f"{where}.type", code="not_supported")
 
 

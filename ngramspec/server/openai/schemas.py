@@ -22,6 +22,8 @@ from ngramspec.server.structured import Structured
 
 TEMPERATURE = 1.0
 """Where a request does not say, as OpenAI has it."""
+MaxTokens = Annotated[int, Field(ge=-1, le=MAX_INT)]
+"""-1: as many as fit; 0: the prompt is computed, and nothing is written."""
 StopString = Annotated[str, Field(min_length=1)]
 
 
@@ -83,7 +85,9 @@ class CompletionRequest(Sampled):
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] | None = None
     suffix: str | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    max_tokens: MaxTokens | None = None
+    n_predict: MaxTokens | None = None
+    """`max_tokens` in llama.cpp's words."""
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -135,7 +139,10 @@ class Tooled(StrictModel):
         if goes_on and answer_follows:
             why = "continue_final_message: only with add_generation_prompt false: a message goes on, or another begins"
             raise ApiError(400, why, param="continue_final_message")
-        return Style(answer_follows, goes_on, self.chat_template_kwargs or {})
+        return Style(answer_follows, goes_on, self.variables())
+
+    def variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
 
 
 class ApplyTemplateRequest(Tooled):
@@ -149,11 +156,24 @@ class ApplyTemplateResponse(BaseModel):
 class ChatRequest(Tooled, Sampled):
     route = CHAT
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    n_predict: MaxTokens | None = None
+    """`max_tokens` in llama.cpp's words."""
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prediction: Prediction | None = None
+
+    def variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | super().variables()
+
+    @property
+    def most_tokens(self) -> int | None:
+        """None: as many as fit."""
+        asked = next((n for n in (self.max_completion_tokens, self.max_tokens, self.n_predict) if n is not None), -1)
+        return None if asked < 0 else asked
 
 
 # ------------------------------------------------------------------ answers

@@ -157,18 +157,26 @@ def _fetch_nothing(uri: str) -> Any:
     raise ValueError(f"schemas refer to themselves alone, got {uri[:100]!r}")
 
 
-def toolbox(declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None) -> Toolbox:
-    """Raises ApiError (400)."""
+def toolbox(
+    declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None, *, others: bool = False
+) -> Toolbox:
+    """What a request lets the model call. Raises ApiError (400).
+
+    `others`: tools that are no functions (a hosted search, a client's own shell, free-form tools) are left out. No model here has a form in
+    which it could call them, and agents declare them beside functions whether they are needed or not.
+    """
     tools: list[Tool] = []
     told: list[dict[str, Any]] = []
     for i, each in enumerate(declared or ()):
+        if others and each.type != "function":
+            continue
         tool = _tool(each, f"tools[{i}]")
         if any(tool.name == other.name for other in tools):
             raise _wrong(f"tools[{i}].function.name", f"there are two tools {tool.name!r}")
         tools.append(tool)
         function = {"name": tool.name, "description": (each.function and each.function.description) or "", "parameters": tool.parameters}
         told.append({"type": "function", "function": function})
-    if choice is not None and choice != "none" and not tools:
+    if choice not in (None, "none", "auto") and not tools:
         raise _wrong("tool_choice", "only with tools")
     if choice == "none" or not tools:
         return Toolbox()

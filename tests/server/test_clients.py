@@ -1,0 +1,159 @@
+"""Requests as widely used clients send them are answered, with every field that they always send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server
+
+from ngramspec.server.settings import ServerSettings
+
+TOOL = {
+    "type": "function",
+    "name": "exec_command",
+    "description": "Runs a command.",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"], "additionalProperties": False},
+}
+CODEX: dict[str, Any] = {  # Codex CLI 0.169: its first request, shortened
+    "model": "",
+    "stream": False,
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are a coding agent."}], "id": "msg_1"},
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox: read-only."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    ],
+    "tools": [
+        TOOL,
+        {"type": "namespace", "name": "multi_agent", "description": "Agents.", "tools": [TOOL | {"name": "spawn"}]},
+        {"type": "custom", "name": "apply_patch", "description": "A patch.", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+        {"type": "local_shell"},
+        {"type": "web_search", "external_web_access": True},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "01a211f2",
+    "client_metadata": {"x-codex-turn-metadata": "{}"},
+    "text": {"verbosity": "low"},
+    "service_tier": "auto",
+    "max_output_tokens": 4,
+}
+
+
+def test_codex_is_answered(client: httpx.Client) -> None:
+    made = client.post("/v1/responses", json=CODEX)
+    assert made.status_code == 200, made.text
+    assert [tool["name"] for tool in made.json()["tools"]] == ["exec_command"], "the tools that the model was told of"
+
+
+def test_codex_goes_on(client: httpx.Client) -> None:
+    """Items of a second turn: what is kept of a chain of thought changes nothing, calls of every kind and their results are there."""
+    items = [
+        *CODEX["input"],
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAA"},
+        {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "ls"}', "call_id": "c1"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin", "call_id": "c2", "status": "completed"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done"},
+    ]
+    made = client.post("/v1/responses", json=CODEX | {"input": items, "temperature": 0}).json()
+    without = [item for item in items if item["type"] != "reasoning"]
+    like = client.post("/v1/responses", json=CODEX | {"input": without, "temperature": 0}).json()
+    assert made["usage"]["input_tokens"] == like["usage"]["input_tokens"]
+    short = client.post("/v1/responses", json=CODEX | {"input": items[:7], "temperature": 0}).json()
+    assert made["usage"]["input_tokens"] > short["usage"]["input_tokens"]
+    empty = client.post("/v1/responses", json=CODEX | {"input": [items[4]]})
+    assert (empty.status_code, empty.json()["error"]["param"]) == (400, "input")
+
+
+CHAT_TOOL = {"type": "function", "function": {key: value for key, value in TOOL.items() if key != "type"}}
+CALL = {"id": "call_1", "type": "function", "index": 0, "function": {"name": "exec_command", "arguments": "{}"}}
+MESSAGES: list[Any] = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "me"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "function_call": None, "audio": None, "annotations": []},
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "a.py"}]},
+    {"role": "assistant", "content": "", "reasoning_content": "thinking", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "a.py", "name": "exec_command"},
+]
+CHATS: dict[str, dict[str, Any]] = {
+    "openai, all null": dict.fromkeys(
+        ["audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "metadata", "modalities", "n", "prediction",
+         "presence_penalty", "reasoning_effort", "response_format", "seed", "service_tier", "stop", "store", "stream_options", "tool_choice",
+         "tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options", "parallel_tool_calls", "max_completion_tokens"]
+    ),
+    "zed": {"max_completion_tokens": 4, "stop": [], "parallel_tool_calls": False, "tools": [CHAT_TOOL], "tool_choice": "auto", "prompt_cache_key": "a"},
+    "cline": {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "reasoning_effort": "medium"},
+    "opencode": {"tools": [CHAT_TOOL], "tool_choice": "auto", "stream": True, "stream_options": {"include_usage": True}, "top_p": 1, "max_tokens": 4},
+    "langchain": {"n": 1, "stream": False, "parallel_tool_calls": True, "tools": [CHAT_TOOL], "tool_choice": "auto", "temperature": 0.7, "stop": None},
+    "litellm": {"extra_headers": None, "max_tokens": 4, "stream": True, "user": "a", "metadata": {"a": "b"}},
+    "vercel": {"tool_choice": "auto", "response_format": {"type": "text"}, "seed": 1, "verbosity": "low", "max_tokens": 4},
+    "open webui": {"stream": True, "stream_options": {"include_usage": True}, "tools": [], "max_tokens": -1},
+    "continue": {"max_tokens": 4, "stop": ["<|im_end|>"], "prediction": {"type": "content", "content": "a"}},
+    "llama.vscode": {"n_predict": 4, "cache_prompt": True, "samplers": ["top_k"], "timings_per_token": True, "id_slot": -1, "stream": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_is_answered(client: httpx.Client, name: str) -> None:
+    asked = {"model": "", "messages": MESSAGES, "max_tokens": 4} | CHATS[name]
+    made = client.post("/v1/chat/completions", json=asked)
+    assert made.status_code == 200, made.text
+
+
+WARM: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a warm-up of some tokens"}]},
+    "/v1/completions": {"prompt": "a warm-up of some tokens, all of which are computed"},
+    "/completion": {"prompt": "a warm-up of some tokens, all of which are computed"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", WARM)
+def test_a_warm_up_computes_the_prompt_and_writes_nothing(client: httpx.Client, route: str, stream: bool) -> None:
+    body = WARM[route] | {"n_predict": 0, "cache_prompt": True, "samplers": [], "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream and route.startswith("/v1") else {}
+    made = client.post(route, json=body)
+    assert made.status_code == 200, made.text
+    pieces = [json.loads(line[6:]) for line in made.text.splitlines() if line.startswith("data: {")] if stream else [made.json()]
+    if route == "/completion":
+        assert "".join(piece["content"] for piece in pieces) == ""
+        return
+    said = ""
+    for piece in pieces:
+        for choice in piece["choices"]:
+            said += choice.get("text", "") + ((choice.get("delta") or choice.get("message") or {}).get("content") or "")
+            assert choice["finish_reason"] in (None, "length")
+    assert said == ""
+    usage = pieces[-1]["usage"]
+    assert usage["completion_tokens"] == 0
+    again = client.post(route, json=WARM[route] | {"max_tokens": 1}).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_as_many_tokens_as_fit(client: httpx.Client, server: Server) -> None:
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        made = client.post(route, json=WARM[route] | {"max_tokens": -1, "stop": [chr(c) for c in range(32, 36)]})
+        assert made.status_code == 200, made.text
+
+
+def test_the_javascript_client_passes_a_browsers_preflight(make_server: Callable[..., Server]) -> None:
+    asked = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,x-stainless-retry-count"
+    server = make_server(ServerSettings(cors_origins=("https://editor.example",)))
+    with httpx.Client(base_url=server.url) as client:
+        headers = {"origin": "https://editor.example", "access-control-request-method": "POST", "access-control-request-headers": asked}
+        answer = client.options("/v1/chat/completions", headers=headers)
+        assert answer.status_code == 200
+        allowed = {name.strip().lower() for name in answer.headers["access-control-allow-headers"].split(",")}
+        assert set(asked.split(",")) <= allowed
+        other = client.options("/v1/chat/completions", headers=headers | {"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+        assert client.options("/v1/models", headers=headers | {"access-control-request-headers": "x-a" * 100_000}).status_code == 431
