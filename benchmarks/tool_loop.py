@@ -1,12 +1,13 @@
-"""Does an agent get a call that it can make, turn after turn, and is its prompt computed only where it is new?
+"""Does an agent get calls that it can make, turn after turn, and is its prompt computed only where it is new?
 
-    python -m benchmarks.tool_loop --model M [--turns N] [--temperature T --seed S]
+    python -m benchmarks.tool_loop --model M [--turns N] [--auto] [--temperature T --seed S]
 
-An agent of twenty lines with two tools talks to `ngramspec serve` through the `openai` client; every turn must call one of them
-(`tool_choice="required"`), whose result is the next turn's news. `parsed`: answers with one call of a tool that there is, whose arguments
-are JSON; `valid`: those that fit their schema, by jsonschema_rs; `cached`: of the tokens of all prompts but the first, how many the prefix
-cache had; `grows`: that no turn had fewer than the one before. Progress goes to standard error, a table and a last line of JSON to
-standard output.
+An agent of a few lines talks to `ngramspec serve` through the `openai` client. By default every turn must call one of two tools
+(`tool_choice="required"`). With `--auto` the model chooses: it has five tools for the files of a small project, gets one task after the
+other, and a turn may be a call or a text, which ends its task. `parsed`: answers with calls of tools that there are, whose arguments are
+JSON; `valid`: those that fit their schemas, by jsonschema_rs; `text`: answers without a call; `leaked`: texts that hold a call, or a part
+of one, that was not recognised; `cached`: of the tokens of all prompts but the first, how many the prefix cache had; `grows`: that no turn
+had fewer than the one before. Progress goes to standard error, a table and a last line of JSON to standard output.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 from benchmarks import common
@@ -28,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     with serve(args.model) as server:
         document = measure(f"http://{server.target.host}:{server.target.port}", args)
-    of = ["turns", "parsed", "valid", "cached", "grows", "seconds_a_turn", "acceptance_length"]
-    common.print_table(["", *of], [["required", *(document[name] for name in of)]])
+    of = ["turns", "parsed", "valid", "text", "leaked", "cached", "grows", "seconds_a_turn", "acceptance_length"]
+    common.print_table(["", *of], [[document["tool_choice"], *(document[name] for name in of)]])
     common.print_document(document)
 
 
@@ -38,6 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, metavar="M", help="what `ngramspec serve` takes")
     add("--turns", type=common.positive, default=50, metavar="N", help="default 50")
+    add("--auto", action="store_true", help="let the model choose whether to call: tasks on a small project's files")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of sampling")
     return parser.parse_args(argv)
@@ -59,61 +62,171 @@ RUN: dict[str, Callable[..., Any]] = {
 }
 TASK = "Use the tools, one at a time: add numbers, multiply them, and look words up. Never do the same thing twice."
 
+# ------------------------------------------------------------------ with --auto
+
+TEXT = {"type": "string"}
+FILE_TOOLS = [
+    tool("list_files", "List the names of all files of the project."),
+    tool("read_file", "Read a file of the project.", path=TEXT),
+    tool("write_file", "Write a file of the project, the whole of it.", path=TEXT, content=TEXT),
+    tool("find_text", "Find the lines of all files that contain a text.", text=TEXT),
+    tool("count_lines", "Count the lines of a file.", path=TEXT),
+]
+RULES = (
+    "You are an agent that works on the files of a small project with the functions that you are given. "
+    "Call one function at a time, look at its result, and say in one sentence when the task is done."
+)
+TASKS = [
+    "Which files does the project have?",
+    "What does the file main.py do? Read it first.",
+    "Write a file greet.py with a function greet(name) that returns a greeting.",
+    "How many lines does README.md have?",
+    "Find out where the function `add` is used.",
+    "Write a file test_calc.py that tests the function add of calc.py. Read calc.py first.",
+    "Read settings.json and write it again with debug set to true.",
+    "Which files are there now?",
+    "Read greet.py and say whether it is right.",
+    "Find the text TODO in the project.",
+]
+
+
+class Project:
+    """Files in memory, and what tools do with them."""
+
+    def __init__(self) -> None:
+        self.files = {
+            "main.py": "from calc import add\n\n\ndef main():\n    print(add(1, 2))  # TODO: read numbers\n\n\nmain()\n",
+            "calc.py": "def add(a, b):\n    return a + b\n\n\ndef multiply(a, b):\n    return a * b\n",
+            "README.md": "# Calculator\n\nAdds two numbers.\n\nTODO: describe how to run it.\n",
+            "settings.json": '{"debug": false, "level": 3}\n',
+        }
+
+    def run(self, name: str, arguments: dict[str, Any]) -> str:
+        path = arguments.get("path", "")
+        if name in ("read_file", "count_lines") and path not in self.files:
+            return f"error: there is no file {path!r}; there are {', '.join(self.files)}"
+        match name:
+            case "list_files":
+                return "\n".join(self.files)
+            case "read_file":
+                return self.files[path]
+            case "count_lines":
+                return str(len(self.files[path].splitlines()))
+            case "write_file":
+                self.files[path] = arguments["content"]
+                return f"wrote {len(arguments['content'])} characters to {path}"
+        found = [f"{path}: {line}" for path, text in self.files.items() for line in text.splitlines() if arguments["text"] in line]
+        return "\n".join(found) or "nothing found"
+
+
+LEAKS = re.compile(
+    r'</?tool_call|</?tools>|<function=|\[TOOL_CALLS\]|"(?:arguments|parameters)"\s*:\s*\{|"name"\s*:\s*"(?:'
+    + "|".join(each["function"]["name"] for each in FILE_TOOLS)
+    + '")'
+)
+
+
+class Counts:
+    """What came of the turns."""
+
+    def __init__(self) -> None:
+        self.parsed = self.valid = self.text = self.leaked = 0
+        self.usages: list[Any] = []
+        self.lengths: list[float] = []
+
+    def add(self, made: Any, fits: bool | None) -> None:
+        message = made.choices[0].message
+        self.parsed += fits is not None
+        self.valid += bool(fits)
+        self.text += not message.tool_calls
+        self.leaked += bool(LEAKS.search(message.content or ""))
+        self.usages.append(made.usage)
+        self.lengths.append(made.metrics["speculative_decoding"]["mean_acceptance_length"])
+
 
 def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
     """The JSON document of a loop against the server at this address."""
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-    model = client.models.list().data[0].id
-    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
-    asked |= {"temperature": args.temperature, "seed": args.seed, "extra_body": {"speculative_metrics": "summary"}}
-    messages: list[Any] = [{"role": "user", "content": TASK}]
-    parsed = valid = 0
-    usages, lengths, started = [], [], time.perf_counter()
-    for turn in range(args.turns):
-        made: Any = client.chat.completions.create(model=model, messages=messages, **asked)
-        message = made.choices[0].message
-        parsed += (fits := check(message.tool_calls)) is not None
-        valid += bool(fits)
-        usages.append(made.usage)
-        lengths.append(made.metrics["speculative_decoding"]["mean_acceptance_length"])
-        messages.append(message.model_dump(exclude_none=True))
-        for call in message.tool_calls or ():
-            result = RUN[call.function.name](**json.loads(call.function.arguments)) if fits else "no such call"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-            say(f"{turn + 1}: {call.function.name}({call.function.arguments}) -> {result}")
+    asked: dict[str, Any] = {"model": client.models.list().data[0].id, "temperature": args.temperature, "seed": args.seed}
+    asked |= {"extra_body": {"speculative_metrics": "summary"}}
+    started = time.perf_counter()
+    counts = (choose if args.auto else require)(client, asked, args.turns)
     seconds = time.perf_counter() - started
-    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
-    prompts = [usage.prompt_tokens for usage in usages]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in counts.usages]
+    prompts = [usage.prompt_tokens for usage in counts.usages]
     return {
         "model": args.model,
+        "tool_choice": "auto" if args.auto else "required",
         "turns": args.turns,
-        "parsed": parsed,
-        "valid": valid,
+        "parsed": counts.parsed,
+        "valid": counts.valid,
+        "text": counts.text,
+        "leaked": counts.leaked,
         "cached": round(sum(cached[1:]) / max(sum(prompts[1:]), 1), 3),
         "grows": all(before <= after for before, after in pairwise(cached)),
         "cached_tokens": [cached[0], cached[len(cached) // 2], cached[-1]],
         "prompt_tokens": [prompts[0], prompts[len(prompts) // 2], prompts[-1]],
         "seconds_a_turn": round(seconds / args.turns, 3),
-        "acceptance_length": round(sum(lengths) / len(lengths), 2),
+        "acceptance_length": round(sum(counts.lengths) / len(counts.lengths), 2),
         "settings": {"temperature": args.temperature, "seed": args.seed},
         **common.environment("cpu", os.cpu_count() or 1),
     }
 
 
-def check(calls: Any) -> bool | None:
-    """Whether the call fits its schema; None: there is no such call."""
+def require(client: Any, asked: dict[str, Any], turns: int) -> Counts:
+    """Turns each of which must call one tool."""
+    counts = Counts()
+    messages: list[Any] = [{"role": "user", "content": TASK}]
+    asked = asked | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    for turn in range(turns):
+        made = client.chat.completions.create(messages=messages, **asked)
+        message = made.choices[0].message
+        counts.add(made, fits := check(message.tool_calls))
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            result = RUN[call.function.name](**json.loads(call.function.arguments)) if fits else "no such call"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+            say(f"{turn + 1}: {call.function.name}({call.function.arguments}) -> {result}")
+    return counts
+
+
+def choose(client: Any, asked: dict[str, Any], turns: int) -> Counts:
+    """Turns that call tools or say something, which ends a task; a task has four turns at most."""
+    counts, project, tasks, left = Counts(), Project(), cycle(TASKS), 4
+    messages: list[Any] = [{"role": "system", "content": RULES}, {"role": "user", "content": next(tasks)}]
+    asked = asked | {"tools": FILE_TOOLS, "tool_choice": "auto", "max_tokens": 400}
+    for turn in range(turns):
+        made = client.chat.completions.create(messages=messages, **asked)
+        message = made.choices[0].message
+        counts.add(made, fits := check(message.tool_calls, FILE_TOOLS, several=True))
+        messages.append({"role": "assistant", "content": message.content or ""})
+        if message.tool_calls:
+            messages[-1]["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        for call in message.tool_calls or ():
+            result = project.run(call.function.name, json.loads(call.function.arguments)) if fits else "error: the call does not fit"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            say(f"{turn + 1}: {call.function.name}({call.function.arguments}) -> {result!r}")
+        left -= 1
+        if not message.tool_calls or not left:
+            say(f"{turn + 1}: {message.content!r}")
+            messages.append({"role": "user", "content": next(tasks)})
+            left = 4
+    return counts
+
+
+def check(calls: Any, tools: Sequence[dict[str, Any]] = TOOLS, *, several: bool = False) -> bool | None:
+    """Whether the calls fit their schemas; None: there are none that can be made, or more than one where there may be one."""
     import jsonschema_rs
 
-    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
-    if not calls or len(calls) != 1 or calls[0].function.name not in schemas:
+    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
+    if not calls or (len(calls) != 1 and not several) or any(call.function.name not in schemas for call in calls):
         return None
     try:
-        arguments = json.loads(calls[0].function.arguments)
+        return all(jsonschema_rs.is_valid(schemas[call.function.name], json.loads(call.function.arguments)) for call in calls)
     except ValueError:
         return None
-    return bool(jsonschema_rs.is_valid(schemas[calls[0].function.name], arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.load_server import make_tiny
-from benchmarks.tool_loop import check, main
+from benchmarks.tool_loop import Project, check, main
 
 
 def test_every_turn_is_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +18,21 @@ def test_every_turn_is_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (document["turns"], document["parsed"], document["valid"], document["grows"]) == (3, 3, 3, True)
     assert 0.5 < document["cached"] < 1
     assert document["acceptance_length"] > 1
+
+
+def test_a_turn_may_be_a_call_or_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", make_tiny(tmp_path), "--turns", "2", "--auto"])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["tool_choice"], document["turns"], document["leaked"]) == ("auto", 2, 0)
+    assert document["parsed"] + document["text"] == 2
+
+
+def test_tools_work_on_files() -> None:
+    project = Project()
+    assert project.run("write_file", {"path": "a.py", "content": "x = 1\ny = 2\n"}).startswith("wrote 12")
+    assert project.run("count_lines", {"path": "a.py"}) == "2"
+    assert "a.py: y = 2" in project.run("find_text", {"text": "y ="})
+    assert project.run("read_file", {"path": "nothing"}).startswith("error")
 
 
 @pytest.mark.parametrize(

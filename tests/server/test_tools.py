@@ -265,8 +265,10 @@ def test_one_call_where_one_is_required(api: openai.OpenAI, template: str, strea
     def ask(**more: Any) -> Any:
         if not stream:
             return api.chat.completions.create(**asked | more).choices[0]
-        with api.chat.completions.stream(**asked | more) as made:
-            return made.get_final_completion().choices[0]
+        state: Any = openai.lib.streaming.chat.ChatCompletionStreamState()
+        for chunk in api.chat.completions.create(**asked | more, stream=True):
+            state.handle_chunk(chunk)
+        return state.current_completion_snapshot.choices[0]
 
     one = ask()
     assert (len(one.message.tool_calls), one.finish_reason, one.message.content) == (1, "tool_calls", None)
