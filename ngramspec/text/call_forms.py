@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import regex
@@ -231,7 +231,7 @@ def _typed(text: str, name: str, key: str, tools: KnownTools) -> Any:
         return text
     python = {"True": True, "False": False, "None": None}
     value = python[text.strip()] if text.strip() in python else _parsed(text)
-    if "string" in types and not (value is None or isinstance(value, (dict, list, bool)) and types & {"object", "array", "boolean"}):
+    if "string" in types and not (value is None or (isinstance(value, (dict, list, bool)) and types & {"object", "array", "boolean"})):
         return text
     return value
 
@@ -467,7 +467,9 @@ def _read_glm(scan: Scanner) -> Parse:
 # ------------------------------------------------------------------ Python
 
 _PYTHON = regex.compile(r"\s*(?=\[?\s*[A-Za-z_][\w.]*\()")
-_PYTHON_TOKENS = regex.compile(r"\"\"\"(?s:.*?)\"\"\"|'''(?s:.*?)'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[()\[\]{}\"']|[^()\[\]{}\"']+", regex.DOTALL)
+_PYTHON_TOKENS = regex.compile(
+    r"\"\"\"(?s:.*?)\"\"\"|'''(?s:.*?)'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[()\[\]{}\"']|[^()\[\]{}\"']+", regex.DOTALL
+)
 
 
 def _read_python(scan: Scanner, *, checked: bool) -> Parse:
@@ -545,9 +547,7 @@ def _python_value(node: ast.expr) -> Any:
         case ast.List(elts=each) | ast.Tuple(elts=each):
             return [_python_value(item) for item in each]
         case ast.Dict(keys=keys, values=values):
-            return {
-                str(_python_value(key)): _python_value(value) for key, value in zip(keys, values, strict=True) if key is not None
-            }
+            return {str(_python_value(key)): _python_value(value) for key, value in zip(keys, values, strict=True) if key is not None}
     return ast.literal_eval(node)
 
 
@@ -591,7 +591,11 @@ def template_form(shown: CallFormat, *, held: bool) -> CallForm | None:
         while True:
             start = scan.at
             matched = yield from scan.match(head)
-            if matched is None or matched["name"] not in scan.tools.schemas or not (yield from _read_arguments(scan, matched["name"], tail)):
+            if (
+                matched is None
+                or matched["name"] not in scan.tools.schemas
+                or not (yield from _read_arguments(scan, matched["name"], tail))
+            ):
                 scan.at = start
                 return found
             found = True

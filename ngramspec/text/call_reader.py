@@ -27,9 +27,7 @@ _CODE_ENDS = regex.compile("```")
 class CallReader:
     """Reads one text."""
 
-    def __init__(
-        self, form: CallFormat, tools: KnownTools, *, held: bool = False, calls_only: bool = False, several: bool = True
-    ) -> None:
+    def __init__(self, form: CallFormat, tools: KnownTools, *, held: bool = False, calls_only: bool = False, several: bool = True) -> None:
         """`held`: a grammar holds calls to the template's form, so that they are passed on while they are written; other calls are
         passed on when they are whole. `calls_only`: the text is nothing but calls. `several`: pass on more than the first call."""
         own = template_form(form, held=held)

@@ -113,7 +113,9 @@ class CallFormat:
         tokens = "|".join(map(re.escape, self.special))
         words = [word for part in (re.split(f"({tokens})", text) if tokens else [text]) for word in part.split()]
         escaped = [re.escape(word).replace(re.escape(ID), ID_PATTERN) for word in words]
-        return r"\s*+".join(["", *(f"(?:{each})?+" if word in self.special else each for word, each in zip(words, escaped, strict=True)), ""])
+        return r"\s*+".join(
+            ["", *(f"(?:{each})?+" if word in self.special else each for word, each in zip(words, escaped, strict=True)), ""]
+        )
 
 
 HERMES = CallFormat(
@@ -241,16 +243,14 @@ def call_grammar(
     return Grammar.lark("\n".join(rules))
 
 
-def _free(
-    form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: str, strict: Sequence[Tool], several: bool
-) -> list[str]:
+def _free(form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: str, strict: Sequence[Tool], several: bool) -> list[str]:
     """Text in which a call, once it begins, is held: in the template's form at the end of it, of strict tools in JSON anywhere."""
     trigger = form.trigger
     begins = [_JSON_CALL.format(name=_escape(tool.name)) for tool in strict]
     rules = []
     for i, (tool, begin) in enumerate(zip(strict, begins, strict=True)):
         schema = _json(_flexible({"type": "object"} | tool.parameters))
-        rules += [f"json_{i}: begin_{i} BLANKS? json_arguments_{i} BLANKS? \"}}\"", f"begin_{i}[lazy]: /(?s:.*){begin}/"]
+        rules += [f'json_{i}: begin_{i} BLANKS? json_arguments_{i} BLANKS? "}}"', f"begin_{i}[lazy]: /(?s:.*){begin}/"]
         rules += [f"json_arguments_{i}: %json {schema}"]
     if strict:
         rules += [r"BLANKS: /[ \n\t]{1,40}/", "json: " + " | ".join(f"json_{i}" for i in range(len(strict)))]

@@ -31,7 +31,12 @@ CODEX: dict[str, Any] = {  # Codex CLI 0.169: its first request, shortened
     "tools": [
         TOOL,
         {"type": "namespace", "name": "multi_agent", "description": "Agents.", "tools": [TOOL | {"name": "spawn"}]},
-        {"type": "custom", "name": "apply_patch", "description": "A patch.", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "A patch.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+        },
         {"type": "local_shell"},
         {"type": "web_search", "external_web_access": True},
     ],
@@ -84,16 +89,18 @@ MESSAGES: list[Any] = [
     {"role": "assistant", "content": "", "reasoning_content": "thinking", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": "a.py", "name": "exec_command"},
 ]
+TOOLED: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "auto"}
 CHATS: dict[str, dict[str, Any]] = {
     "openai, all null": dict.fromkeys(
         ["audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "metadata", "modalities", "n", "prediction",
-         "presence_penalty", "reasoning_effort", "response_format", "seed", "service_tier", "stop", "store", "stream_options", "tool_choice",
+         "presence_penalty", "reasoning_effort", "response_format", "seed", "service_tier", "stop", "store", "stream_options",
+         "tool_choice",
          "tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options", "parallel_tool_calls", "max_completion_tokens"]
     ),
-    "zed": {"max_completion_tokens": 4, "stop": [], "parallel_tool_calls": False, "tools": [CHAT_TOOL], "tool_choice": "auto", "prompt_cache_key": "a"},
+    "zed": TOOLED | {"max_completion_tokens": 4, "stop": [], "parallel_tool_calls": False, "prompt_cache_key": "a"},
     "cline": {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "reasoning_effort": "medium"},
-    "opencode": {"tools": [CHAT_TOOL], "tool_choice": "auto", "stream": True, "stream_options": {"include_usage": True}, "top_p": 1, "max_tokens": 4},
-    "langchain": {"n": 1, "stream": False, "parallel_tool_calls": True, "tools": [CHAT_TOOL], "tool_choice": "auto", "temperature": 0.7, "stop": None},
+    "opencode": TOOLED | {"stream": True, "stream_options": {"include_usage": True}, "top_p": 1, "max_tokens": 4},
+    "langchain": TOOLED | {"n": 1, "stream": False, "parallel_tool_calls": True, "temperature": 0.7, "stop": None},
     "litellm": {"extra_headers": None, "max_tokens": 4, "stream": True, "user": "a", "metadata": {"a": "b"}},
     "vercel": {"tool_choice": "auto", "response_format": {"type": "text"}, "seed": 1, "verbosity": "low", "max_tokens": 4},
     "open webui": {"stream": True, "stream_options": {"include_usage": True}, "tools": [], "max_tokens": -1},
@@ -146,7 +153,9 @@ def test_as_many_tokens_as_fit(client: httpx.Client, server: Server) -> None:
 
 
 def test_the_javascript_client_passes_a_browsers_preflight(make_server: Callable[..., Server]) -> None:
-    asked = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,x-stainless-retry-count"
+    asked = (
+        "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,x-stainless-retry-count"
+    )
     server = make_server(ServerSettings(cors_origins=("https://editor.example",)))
     with httpx.Client(base_url=server.url) as client:
         headers = {"origin": "https://editor.example", "access-control-request-method": "POST", "access-control-request-headers": asked}

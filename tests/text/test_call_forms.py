@@ -36,7 +36,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 LLAMA = CallFormat('{"name": "', '", "parameters": ', None, "}")
 PARIS: tuple[str, Any] = ("weather", {"city": "Paris"})
 ROME: tuple[str, Any] = ("weather", {"city": "Rome", "days": 2})
-PARIS_JSON, ROME_JSON = '{"name": "weather", "arguments": {"city": "Paris"}}', '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+PARIS_JSON, ROME_JSON = (
+    '{"name": "weather", "arguments": {"city": "Paris"}}',
+    '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}',
+)
 PROGRAM = 'def f():\n    return {"a": [1, 2]}\n'
 SPECIAL = re.compile(
     r"\[TOOL_CALLS\]|\[ARGS\]|\[CALL_ID\]|<\|python_tag\|>|<\|python_start\|>|<\|python_end\|>"
@@ -82,7 +85,7 @@ CALLS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     # fenced and bare JSON: Qwen2.5-Coder, Gemma, Phi
     "fence": (f"```json\n{PARIS_JSON}\n```", "", [PARIS]),
     "fence, pretty": ('```json\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Paris"\n  }\n}\n```', "", [PARIS]),
-    "fence, text around": (f"I will look it up.\n\n```json\n{PARIS_JSON}\n```\n\nPlease wait.", "I will look it up.\n\nPlease wait.", [PARIS]),
+    "fence, text around": (f"I look.\n\n```json\n{PARIS_JSON}\n```\n\nPlease wait.", "I look.\n\nPlease wait.", [PARIS]),
     "fences": (f"```json\n{PARIS_JSON}\n```\n\n```json\n{ROME_JSON}\n```", "", [PARIS, ROME]),
     "fence of several": (f"```json\n{PARIS_JSON}\n{ROME_JSON}\n```", "", [PARIS, ROME]),
     "fence of a list": (f"```\n[{PARIS_JSON}, {ROME_JSON}]\n```", "", [PARIS, ROME]),
@@ -135,13 +138,19 @@ CALLS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "mistral, call id": ('On it.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}', "On it.", [PARIS]),
     # Qwen3-Coder, GLM 4.5
     "qwen3-coder": (
-        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n"
+        "<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
         "",
         [ROME],
     ),
-    "qwen3-coder, no tool_call": ("I see.\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", "I see.", [PARIS]),
+    "qwen3-coder, no tool_call": (
+        "I see.\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "I see.",
+        [PARIS],
+    ),
     "qwen3-coder, values": (
-        "<tool_call>\n<function=write_file>\n<parameter=path>\n12\n</parameter>\n<parameter=content>\n  if a < b:\n    </param>\n\n</parameter>\n"
+        "<tool_call>\n<function=write_file>\n<parameter=path>\n12\n</parameter>\n"
+        "<parameter=content>\n  if a < b:\n    </param>\n\n</parameter>\n"
         '<parameter=mode>\nNone\n</parameter>\n<parameter=flags>\n["x"]\n</parameter>\n</function>\n</tool_call>',
         "",
         [("write_file", {"path": "12", "content": "  if a < b:\n    </param>\n", "mode": None, "flags": ["x"]})],
@@ -153,7 +162,8 @@ CALLS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         [("now", {}), PARIS],
     ),
     "glm": (
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
         "",
         [ROME],
     ),
@@ -198,7 +208,11 @@ CALLS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     # others
     "granite": (f"<|tool_call|>[{PARIS_JSON}]", "", [PARIS]),
     "nemotron": (f"<TOOLCALL>[{PARIS_JSON}]</TOOLCALL>", "", [PARIS]),
-    "command-r": ('<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}}]<|END_ACTION|>', "", [PARIS]),
+    "command-r": (
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}}]<|END_ACTION|>',
+        "",
+        [PARIS],
+    ),
 }  # fmt: skip
 
 

@@ -127,7 +127,9 @@ class ResponsesRequest(Sampled):
         if isinstance(given := self.tool_choice, FlatChoice):
             allowed = None
             if given.mode is not None and given.tools:
-                each = [ToolNamed(type=tool.type, function=FunctionNamed(name=tool.name)) for tool in given.tools if tool.type == "function"]
+                each = [
+                    ToolNamed(type=tool.type, function=FunctionNamed(name=tool.name)) for tool in given.tools if tool.type == "function"
+                ]
                 allowed = AllowedTools(mode=given.mode, tools=each)
             name = None if given.name is None else FunctionNamed(name=given.name)
             choice = ChosenTool(type=given.type, function=name, allowed_tools=allowed)

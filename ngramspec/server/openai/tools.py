@@ -157,9 +157,7 @@ def _fetch_nothing(uri: str) -> Any:
     raise ValueError(f"schemas refer to themselves alone, got {uri[:100]!r}")
 
 
-def toolbox(
-    declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None, *, others: bool = False
-) -> Toolbox:
+def toolbox(declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None, *, others: bool = False) -> Toolbox:
     """What a request lets the model call. Raises ApiError (400).
 
     `others`: tools that are no functions (a hosted search, a client's own shell, free-form tools) are left out. No model here has a form in
