@@ -248,8 +248,9 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     given = schema.get("type")
     types = {given} if isinstance(given, str) else {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
     for word in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(word) if isinstance(schema.get(word), list) else ():
-            types |= _types(each, root, depth + 1)
+        if isinstance(parts := schema.get(word), list):
+            for each in parts:
+                types |= _types(each, root, depth + 1)
     if isinstance(values := schema.get("enum"), list):
         types |= {_TYPES.get(type(value), "null") for value in values}
     return types

@@ -76,7 +76,8 @@ class _TextHandler(CompletionHandler):
         best_of = self.n if body.best_of is None else body.best_of
         self.echo = bool(body.echo)
         asked = body.n_predict if body.max_tokens is None else body.max_tokens
-        max_tokens = MAX_TOKENS if asked is None else asked if asked >= 0 else self._room()
+        self._fills_context = asked is not None and asked < 0
+        max_tokens = MAX_TOKENS if asked is None else 1 if self._fills_context else asked
         self.silent = max_tokens == 0
         """Nothing is to be written: one token is, for the engine must, and is dropped."""
         _refuse(not self.prompts, "prompt", "an empty list")
@@ -103,17 +104,17 @@ class _TextHandler(CompletionHandler):
         if self._fim is not None and not self.params.ignore_eos:
             self.params = replace(self.params, stop_token_ids=(*self.params.stop_token_ids, *self._fim.stop_ids))
 
-    def _room(self) -> int:
-        """The tokens that fit behind the longest prompt."""
-        most = max((len(prompt) if isinstance(prompt, list) else len(self._prompts.plain(prompt)) for prompt in self.prompts), default=0)
-        return max(self._engine.max_model_len - most, 1)
-
     def works(self) -> list[Work]:
         """Raises ApiError. Encodes; may take a while."""
         with refusing():
             if self._body.prediction is not None:
                 self.hints["prediction"] = self._engine.encode_text(self._body.prediction)
-            return [Work(self._ids(prompt), self.params, self.hints) for prompt in self.prompts]
+            given = [self._ids(prompt) for prompt in self.prompts]
+            if self._fills_context:
+                left = max(self._engine.max_model_len - max(map(len, given)), 1)
+                self.params = replace(self.params, max_tokens=left)
+                self._bounds.check(self.params, len(given))
+            return [Work(ids, self.params, self.hints) for ids in given]
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
