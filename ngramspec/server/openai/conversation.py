@@ -52,6 +52,9 @@ class Conversation:
     def encode(self, body: Sampled, max_tokens: int | None) -> list[int]:
         """The prompt's ids. Raises ApiError. Renders and encodes; for `Encoders`."""
         bounds = self.state.bounds
+        if self.toolbox.tools and sampling.given(body).get("skip_special_tokens") is False:
+            why = "not beside tools, whose calls are told apart from text by special tokens"
+            raise unsupported("skip_special_tokens", why)
         check = bounds.check_text if body.truncate_prompt_tokens is None else None
         with refusing():
             ids = self.prompts.chat(self.turns, self.toolbox.told, self.style, check and (lambda text: check(text, self.param)))
@@ -64,9 +67,6 @@ class Conversation:
     def work(self, ids: list[int], body: Sampled, hints: Hints, *, max_tokens: int | None, n: int, logprobs: int | None) -> Work:
         """For a prompt of these ids. Raises ApiError. Compiles grammars; may take seconds."""
         state, box = self.state, self.toolbox
-        if box.tools and sampling.given(body).get("skip_special_tokens") is False:
-            why = "not beside tools, whose calls are told apart from text by special tokens"
-            raise unsupported("skip_special_tokens", why)
         left = max(min(state.engine.max_model_len - len(ids), state.settings.limits.output_tokens // n), 1)
         params = body.params(max_tokens=left if max_tokens is None else max_tokens, n=n, logprobs=logprobs)
         state.bounds.check(params)
