@@ -178,14 +178,15 @@ def _rendered(question: dict[str, Any]) -> dict[str, Any]:
 
     told = dict(question["told"])
     try:
-        texts, _ = render_jinja_template(conversations=[told.pop("messages")], chat_template=question["template"], **told)
+        # ([text], …), whatever its annotation says.
+        found: Any = render_jinja_template(conversations=[told.pop("messages")], chat_template=question["template"], **told)
+        text = str(found[0][0])
     except _OutOfTimeError:
         return {"limit": True, "error": f"rendering the chat template takes more than {CPU_S} s"}
     except MemoryError:
         return {"limit": True, "error": f"rendering the chat template takes more than {MEMORY} bytes"}
     except Exception as error:
         return {"limit": False, "error": f"{error}"[:1000] or type(error).__name__}
-    text = texts[0]
     if len(text) > OUTPUT:
         return {"limit": True, "error": f"the chat template makes a text of {len(text)} characters; it may have {OUTPUT}"}
     return {"text": text}
