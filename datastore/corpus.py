@@ -1,49 +1,35 @@
 """Walking a corpus: folders, files, archives and .jsonl enter, texts leave, and what was left out is counted by its reason.
 
-In a git repository the files that git tracks, elsewhere all files that no .gitignore excludes. Two steps, so that an update need not read
-what has not changed: `find` lists files by name, size and time, `read` opens one of them and yields its documents. Only regular files are
-ever opened, links are not followed, nothing is executed or extracted. Knows nothing of tokens or stores.
+Two steps, so that an update need not read what has not changed: `find` lists files by name, size and time (which there are is `listing`'s
+business), `read` opens one of them and yields its documents. Files are opened beneath their source (`beneath`), nothing is executed or
+extracted. Knows nothing of tokens or stores.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
-import io
 import json
 import os
-import re
 import stat
-import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
-from pathspec import GitIgnoreSpec, Pattern
+from pathspec import GitIgnoreSpec
 
 from . import containers, filters, secret_scan
-from .errors import DatastoreError
+from .beneath import Beneath, open_beneath
+from .errors import CorpusError
+from .listing import Listing, Skipped, encodable
 
 RULES = 2
 """Of what belongs into a corpus and how its text is read. A store that was built by other rules is read anew by its next update."""
 MAX_FILE_SIZE = 1 << 20
 TEXT_FIELDS = ("text", "content", "code")
-MAX_PATTERN = 4096
-"""Letters of a line of .gitignore: no path has more, and pathspec takes seconds for a million."""
-MAX_NAMED = 1000
 RACY_NS = 100_000_000
 """A file changed within this time before it was read may change again and keep its time: it is not taken for unchanged later."""
-_ALL_BELOW = re.compile(r"/\*\*(/?)\s*$")
-"""A pattern `a/**` is about what lies in `a`, not about `a` itself; for pathspec it would match "a/" too, for which `a/**/*` does not."""
-_NO_CODE_OF_THEIRS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.untrackedCache=false")
-
-
-class CorpusError(DatastoreError, ValueError):
-    """A source or an option that cannot be worked with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +41,11 @@ class Source:
     label: str
     """As the user wrote it: documents are called by it."""
     folder: bool = True
+
+    @property
+    def root(self) -> str:
+        """The folder that it is read beneath: itself, or the one that holds it."""
+        return self.path if self.folder else str(Path(self.path).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +77,10 @@ class CorpusOptions:
 class Found:
     """A file that may hold documents."""
 
-    path: str
-    """On disk."""
+    root: str
+    """The folder that it is read beneath: its source's."""
+    beneath: str
+    """Its path relative to `root`."""
     name: str
     """The path its documents are called by, always encodable."""
     relative: str
@@ -96,6 +89,11 @@ class Found:
     mtime_ns: int
     kind: str | None
     """jsonl, zip, tar, or None: one plain text."""
+
+    @property
+    def path(self) -> str:
+        """On disk."""
+        return f"{self.root.rstrip('/')}/{self.beneath}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +107,6 @@ class Document:
     """-1 where the file was so new that its time says nothing (RACY_NS)."""
     hash: bytes
     """blake2b of its text in UTF-8, 16 bytes."""
-
-
-@dataclass(slots=True)
-class Skipped:
-    """What was left out."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    named: list[tuple[str, str]] = field(default_factory=list)
-    """(path, why) of what should have been readable and was not; at most MAX_NAMED."""
-    secrets: Counter[str] = field(default_factory=Counter)
-    """By the rule that found one: the texts that `counts` has as secrets because of what is in them."""
-
-    def add(self, reason: str, path: str = "", why: str = "") -> None:
-        self.counts[reason] += 1
-        if why and len(self.named) < MAX_NAMED:
-            self.named.append((path, why))
-
-    def add_secret(self, rule: str) -> None:
-        self.add(filters.SECRET)
-        self.secrets[rule] += 1
 
 
 class Contents:
@@ -161,7 +139,7 @@ def sources_of(paths: Iterable[str | os.PathLike[str]]) -> list[Source]:
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
             raise CorpusError(f"the corpus {str(given)!r} is neither a folder nor a regular file")
         real = os.path.realpath(path)
-        found.setdefault(real, Source(real, _encodable(os.path.normpath(given)), stat.S_ISDIR(mode)))
+        found.setdefault(real, Source(real, encodable(os.path.normpath(given)), stat.S_ISDIR(mode)))
     return list(found.values())
 
 
@@ -182,15 +160,19 @@ def find(sources: Iterable[Source], options: CorpusOptions, skipped: Skipped, om
     rules = _Rules(options)
     out: dict[str, Found] = {}
     for source in sources:
-        if source.folder:
-            for relative, in_git in _paths(source.path, options, skipped, omit):
-                _consider(source, relative, in_git, rules, skipped, out)
-        else:
-            _consider(source, "", False, rules, skipped, out)
+        if os.path.realpath(source.path) != source.path:
+            raise CorpusError(f"the corpus {source.label!r} is gone: a link is where {source.path} was; build anew from where it leads")
+        with _open_source(source) as tree:
+            if source.folder:
+                listing = Listing(source.path, tree, skipped, untracked=options.untracked, omit=omit)
+                for relative, in_git in sorted(listing.files()):
+                    _consider(source, tree, relative, in_git, rules, skipped, out)
+            else:
+                _consider(source, tree, "", False, rules, skipped, out)
     files: dict[str, Found] = {}
     for file in out.values():  # sources named in different folders may be called the same
         if file.name in files:
-            file = replace(file, name=_encodable(file.path))
+            file = replace(file, name=encodable(file.path))
         files[file.name] = file
     return list(files.values())
 
@@ -198,9 +180,10 @@ def find(sources: Iterable[Source], options: CorpusOptions, skipped: Skipped, om
 def listed(root: str, options: CorpusOptions) -> Iterator[str]:
     """The files of a folder that belong into a corpus by their names, relative to it. They are looked for as they are asked for."""
     rules = _Rules(options)
-    for relative, _ in _paths(root, options, Skipped(), None):
-        if rules.reason(_encodable(relative)) is None:
-            yield relative
+    with Beneath(root) as tree:
+        for relative, _ in Listing(root, tree, Skipped(), untracked=options.untracked).files():
+            if rules.reason(encodable(relative)) is None:
+                yield relative
 
 
 def hash_contents(files: Iterable[Found], options: CorpusOptions, skipped: Skipped) -> Contents:
@@ -208,7 +191,7 @@ def hash_contents(files: Iterable[Found], options: CorpusOptions, skipped: Skipp
     contents = Contents()
     for file in files:
         try:
-            with open_regular(file.path) as stream:
+            with open_beneath(file.root, file.beneath) as stream:
                 data = stream.read(options.max_file_size + 1)
         except OSError as error:
             skipped.add(filters.UNREADABLE, file.name, error.strerror or str(error))
@@ -221,7 +204,7 @@ def hash_contents(files: Iterable[Found], options: CorpusOptions, skipped: Skipp
 def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Contents | None = None) -> Iterator[Document]:
     """The documents of a file. A failure is counted and named, what was read before it stands. `contents`: gets what plain files hold."""
     try:
-        with open_regular(file.path) as stream:
+        with open_beneath(file.root, file.beneath) as stream:
             status = os.fstat(stream.fileno())
             if file.kind is None:
                 data = stream.read(options.max_file_size + 1)
@@ -238,7 +221,7 @@ def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Conten
                 stream, file.kind, status.st_size, options.max_file_size, options.text_fields, rules.member_reason
             )
             for name, member, reason in members:
-                path = _encodable(containers.member_path(file.name, name, file.kind))
+                path = encodable(containers.member_path(file.name, name, file.kind))
                 if member is None:
                     skipped.add(reason, path, reason if reason in (filters.UNREADABLE, filters.BAD_ROW) else "")
                 elif (document := _document(path, member, status, skipped, code=file.kind != "jsonl")) is not None:
@@ -281,11 +264,18 @@ class _Rules:
         return self.reason(name.strip("/") or "?")
 
 
-def _consider(source: Source, relative: str, in_git: bool, rules: _Rules, skipped: Skipped, out: dict[str, Found]) -> None:
-    """Take one file of a source by its name and status, or count why not."""
-    path = f"{source.path}/{relative}" if relative else source.path
-    shown = _encodable(relative or path.rpartition("/")[2])
-    kind = containers.kind_of(path)
+def _open_source(source: Source) -> Beneath:
+    try:
+        return Beneath(source.root)
+    except OSError as error:
+        raise CorpusError(f"the corpus {source.label!r} cannot be read: {error.strerror or error}") from error
+
+
+def _consider(source: Source, tree: Beneath, relative: str, in_git: bool, rules: _Rules, skipped: Skipped, out: dict[str, Found]) -> None:
+    """Take one file of a source (`relative`: "" for the source itself) by its name and status, or count why not."""
+    beneath = relative or Path(source.path).name
+    shown = encodable(beneath)
+    kind = containers.kind_of(beneath)
     if kind is not None and in_git and not (rules.include is not None and rules.include.match_file(shown)):
         kind = None  # data of a repository's tests, more often than text; its type is not known to be text either
     if kind is not None:  # other patterns and languages are about its members
@@ -297,10 +287,13 @@ def _consider(source: Source, relative: str, in_git: bool, rules: _Rules, skippe
         return
     name = source.label if not relative else shown if source.label == "." else f"{source.label.rstrip('/')}/{shown}"
     try:
-        status = os.lstat(path)
-    except FileNotFoundError:
+        status = tree.lstat(beneath)
+    except (FileNotFoundError, NotADirectoryError):
         return  # tracked by git and removed, or gone since it was listed
     except OSError as error:
+        if error.errno == errno.ELOOP:  # a folder of what git tracks
+            skipped.add(filters.LINK)
+            return
         skipped.add(filters.UNREADABLE, name, error.strerror or str(error))
         return
     if stat.S_ISDIR(status.st_mode):
@@ -310,107 +303,8 @@ def _consider(source: Source, relative: str, in_git: bool, rules: _Rules, skippe
     elif kind is None and status.st_size > rules.max_file_size:
         skipped.add(filters.TOO_LARGE)
     else:
-        out.setdefault(path, Found(path, name, shown, status.st_size, status.st_mtime_ns, kind))
-
-
-def _paths(root: str, options: CorpusOptions, skipped: Skipped, omit: str | None) -> Iterator[tuple[str, bool]]:
-    """(path of a file relative to root, whether git listed it), sorted."""
-    tracked = _git_files(root, options.untracked)
-    if tracked is not None:
-        yield from ((path, True) for path in tracked)
-        return
-    yield from _walk_folder(root, "", [], options, skipped, omit)
-
-
-def _walk_folder(
-    root: str, folder: str, ignores: list[tuple[str, GitIgnoreSpec]], options: CorpusOptions, skipped: Skipped, omit: str | None
-) -> Iterator[tuple[str, bool]]:
-    """Files below a folder that no .gitignore on the way excludes. `ignores`: (folder it lies in, rules), outermost first."""
-    here = f"{root}/{folder}" if folder else root
-    try:
-        with os.scandir(here) as entries:
-            found = sorted((entry.name, entry.is_dir(follow_symlinks=False), entry.is_symlink()) for entry in entries)
-    except OSError as error:
-        skipped.add(filters.UNREADABLE, _encodable(folder or root), error.strerror or str(error))
-        return
-    if any(name == ".gitignore" for name, _, _ in found):
-        ignores = [*ignores, (folder, _read_ignores(f"{here}/.gitignore"))]
-    for name, is_folder, is_link in found:
-        path = f"{folder}/{name}" if folder else name
-        if is_folder and name in filters.SKIPPED_FOLDERS:
-            continue
-        if _ignored(path, is_folder, ignores):
-            skipped.add(filters.IGNORED)
-        elif not is_folder:
-            if is_link:
-                skipped.add(filters.LINK)
-            else:
-                yield path, False
-        elif (below := f"{here}/{name}") != omit:
-            tracked = _git_files(below, options.untracked) if os.path.lexists(f"{below}/.git") else None
-            if tracked is not None:
-                yield from ((f"{path}/{file}", True) for file in tracked)
-            else:
-                yield from _walk_folder(root, path, ignores, options, skipped, omit)
-
-
-def _ignored(path: str, is_folder: bool, ignores: list[tuple[str, GitIgnoreSpec]]) -> bool:
-    """git's rule: the innermost .gitignore that says anything about a path decides, and within it the last pattern."""
-    for folder, spec in reversed(ignores):
-        inner = (path[len(folder) + 1 :] if folder else path) + "/" * is_folder
-        for pattern in reversed(spec.patterns):
-            if pattern.include is not None and _is_about(pattern, inner):
-                return bool(pattern.include)
-    return False
-
-
-def _is_about(pattern: Pattern, path: str) -> bool:
-    """Whether a pattern matches the path itself. pathspec's own verdict goes for all that lies in a folder, too: a later, inner file's
-    `!b/` would bring back what an outer `*.py` excludes, which git does not do.
-    """
-    found = pattern.match_file(path)
-    if found is None:
-        return False
-    mark = found.match.groupdict().get("ps_d")  # pathspec's name for the slash behind a folder that the pattern names
-    return mark is None or found.match.end("ps_d") == len(path)
-
-
-def _read_ignores(path: str) -> GitIgnoreSpec:
-    try:
-        with open_regular(path) as file:
-            lines = file.read(MAX_FILE_SIZE).decode("utf-8", "surrogateescape").splitlines()
-        return GitIgnoreSpec.from_lines(_ALL_BELOW.sub(r"/**/*\1", line) for line in lines if len(line) <= MAX_PATTERN)
-    except (OSError, ValueError):  # git passes over what it cannot read, too
-        return GitIgnoreSpec.from_lines([])
-
-
-def _git_files(root: str, untracked: bool) -> list[str] | None:
-    """Paths that git tracks below a folder and in the repositories within it, None where there is no git, no repository, or nothing
-    tracked (as in an ignored folder)."""
-    command = ["git", *_NO_CODE_OF_THEIRS, "-C", root, "ls-files", "-z", "--cached"]
-    command += ["--others", "--exclude-standard"] if untracked else ["--recurse-submodules"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            command,
-            env=environment | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=300,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if done.returncode != 0 or not done.stdout:
-        return None
-    paths = {os.fsdecode(path) for path in done.stdout.split(b"\0") if path}
-    if untracked:  # git lists a submodule, or another repository, as one path
-        for path in [path for path in paths if os.path.lexists(f"{root}/{path}/.git")]:
-            inner = path.rstrip("/")
-            if not Path(root, inner).is_symlink():
-                paths.remove(path)
-                paths.update(f"{inner}/{file}" for file in _git_files(f"{root}/{inner}", untracked) or ())
-    return sorted(paths)
+        file = Found(source.root, beneath, name, shown, status.st_size, status.st_mtime_ns, kind)
+        out.setdefault(file.path, file)
 
 
 def _document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, *, code: bool = True) -> Document | None:
@@ -431,18 +325,3 @@ def _document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, 
         return None
     mtime_ns = status.st_mtime_ns if time.time_ns() - status.st_mtime_ns > RACY_NS else -1
     return Document(path, text, status.st_size, mtime_ns, hashlib.blake2b(data, digest_size=16).digest())
-
-
-@contextlib.contextmanager
-def open_regular(path: str) -> Iterator[BinaryIO]:
-    """A regular file for reading. Raises OSError for a link, FIFO or device in its place, without waiting for it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb", buffering=0) as raw:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, filters.SPECIAL)
-        yield io.BufferedReader(raw)
-
-
-def _encodable(path: str | os.PathLike[str]) -> str:
-    """A path as text that UTF-8 can hold: bytes of a name that are not UTF-8 appear as \\xNN."""
-    return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

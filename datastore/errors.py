@@ -26,6 +26,10 @@ class TokenizerMismatchError(DatastoreError):
     """The store was made with another tokenizer; the message names both."""
 
 
+class CorpusError(DatastoreError, ValueError):
+    """A source or an option that cannot be worked with."""
+
+
 class EmptyCorpusError(DatastoreError):
     """Nothing was found to put into a store."""
 

@@ -424,14 +424,14 @@ def test_an_interrupted_build_leaves_nothing_and_is_begun_again(tree: Path, tmp_
 
 
 def test_a_file_that_cannot_be_read_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = corpus.open_regular
+    before = corpus.open_beneath
 
-    def locked(path: str) -> Any:
-        if path.endswith("/0.py"):
+    def locked(root: str, path: str) -> Any:
+        if path == "0.py":
             raise PermissionError(13, "Permission denied")
-        return before(path)
+        return before(root, path)
 
-    monkeypatch.setattr(corpus, "open_regular", locked)
+    monkeypatch.setattr(corpus, "open_beneath", locked)
     told: list[keeper.Told] = []
     kept = trees.tree(str(tree), tree.parent / "cache", PRINT)
     keeper.bring_up_to_date(keeper.Job(kept, "build", canonical(BACKEND), "bytes", "test"), told.append)

@@ -1,0 +1,171 @@
+"""Repositories as git finds them, read without git: no command of theirs can be run, and no lock is taken.
+
+A folder enters; the repository that it belongs to, the paths that it tracks and its ignore rules other than `.gitignore` leave. Of a
+repository's configuration only four settings have an effect (`core.worktree`, `core.bare`, `core.ignoreCase`, `extensions.objectFormat`),
+and no file that it names is opened. Raises RepositoryError for a repository that cannot be read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .beneath import read_beneath
+from .git_index import MAX_INDEX, SIZES, Entry, IndexFormatError, read_entries
+
+MAX_TEXT = 1 << 20
+"""Bytes of a configuration, of a file of patterns, or of a `.git` file, as in git."""
+_ID = re.compile(rb"[0-9a-f]{40}([0-9a-f]{24})?\s*")
+
+
+class RepositoryError(Exception):
+    """A repository that cannot be read, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository with a working tree."""
+
+    top: str
+    """The top of its working tree."""
+    folder: str
+    """Its own: `.git`, or what a `.git` file names, as for submodules and linked working trees. Links resolved."""
+    common: str
+    """The one that it shares with its linked working trees."""
+
+    def entries(self) -> list[Entry]:
+        """What it tracks; nothing before the first `git add`. Raises RepositoryError."""
+        settings = self._settings()
+        algorithm = settings.get("extensions.objectformat", "sha1").lower()
+        if algorithm not in SIZES:
+            raise RepositoryError(f"its object format {algorithm!r} is not known")
+        if self.folder == self.common:  # both are about the main working tree, not about linked ones
+            if _is_true(settings.get("core.bare", "")):
+                raise RepositoryError("its configuration says that it has no working tree (core.bare)")
+            named = settings.get("core.worktree", self.top)
+            if "\0" in named or os.path.realpath(Path(self.folder, named)) != self.top:
+                raise RepositoryError(f"its configuration says that its working tree is elsewhere (core.worktree = {named!r})")
+        try:
+            data = read_beneath(self.folder, "index", MAX_INDEX)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RepositoryError(f"its index cannot be read: {error.strerror or error}") from error
+        try:
+            return read_entries(data, algorithm, lambda shared: read_beneath(self.folder, f"sharedindex.{shared}", MAX_INDEX))
+        except IndexFormatError as error:
+            raise RepositoryError(f"its index is damaged: {error}") from error
+        except OSError as error:
+            raise RepositoryError(f"its shared index cannot be read: {error.strerror or error}") from error
+
+    def ignores_case(self) -> bool:
+        """Whether its patterns match letters of either case, as where the file system does."""
+        return _is_true(self._settings().get("core.ignorecase", ""))
+
+    def excludes(self) -> bytes:
+        """Its own ignore rules, which are not part of the tree."""
+        return _read_or_empty(self.common, "info/exclude")
+
+    def _settings(self) -> dict[str, str]:
+        settings = parse_settings(_read_or_empty(self.common, "config"))
+        if _is_true(settings.get("extensions.worktreeconfig", "")):
+            settings |= parse_settings(_read_or_empty(self.folder, "config.worktree"))
+        return settings
+
+
+def find_repository(folder: str) -> Repository | None:
+    """The repository whose working tree a folder (absolute, links resolved) belongs to: its own, or that of a folder above it."""
+    for top in (folder, *map(str, Path(folder).parents)):
+        if (found := repository_at(top)) is not None:
+            return found
+    return None
+
+
+def repository_at(top: str) -> Repository | None:
+    """The repository whose working tree begins at a folder, or None: it has a `.git` that git would take for one."""
+    place = Path(top, ".git")
+    try:
+        if place.is_file():
+            text = read_beneath(top, ".git", MAX_TEXT, in_git=True)
+            if not text.startswith(b"gitdir: "):
+                return None
+            place = Path(top, os.fsdecode(text[8:].rstrip(b"\r\n")))
+        elif not place.is_dir():
+            return None
+        folder = os.path.realpath(place)
+        if not Path(folder, "HEAD").is_symlink() and not _is_head(read_beneath(folder, "HEAD", MAX_TEXT)):
+            return None
+        common = _read_or_empty(folder, "commondir").rstrip(b"\r\n")
+        shared = os.path.realpath(Path(folder, os.fsdecode(common)))
+    except (OSError, ValueError):  # ValueError: a zero byte in a path
+        return None
+    return Repository(top, folder, shared) if all(Path(shared, name).is_dir() for name in ("objects", "refs")) else None
+
+
+def users_excludes() -> bytes:
+    """The ignore rules that the user has for all repositories: what the user's own configuration names, by default git/ignore in
+    $XDG_CONFIG_HOME."""
+    try:
+        home = Path.home()
+        folder = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "git"
+        named = str(folder / "ignore")
+        for path in (Path("/etc/gitconfig"), folder / "config", home / ".gitconfig"):
+            named = parse_settings(_read_users(path)).get("core.excludesfile", named)
+        return _read_users(home / Path(named).expanduser())
+    except (RuntimeError, ValueError):  # nobody's home, or a zero byte
+        return b""
+
+
+def parse_settings(data: bytes) -> dict[str, str]:
+    """A configuration of git's by `section.name`, both in small letters, the last of several. Sections with a second name and includes are
+    left out. A name without a value is "true"."""
+    settings: dict[str, str] = {}
+    section: str | None = None
+    text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape").replace("\r\n", "\n")
+    for line in re.sub(r"\\\n", "", text).split("\n"):
+        line = line.strip()
+        if match := re.match(r"\[([\w.-]+)\s*(\".*?\")?\s*\]\s*", line):
+            section = None if match[2] else match[1].lower()
+            line = line[match.end() :]
+        if section is not None and (match := re.match(r"([A-Za-z][\w-]*)\s*(?:=\s*(.*)|[#;].*)?$", line)):
+            settings[f"{section}.{match[1].lower()}"] = "true" if match[2] is None else _value(match[2])
+    return settings
+
+
+def _value(text: str) -> str:
+    """A value without its quotes, escapes and comment."""
+    value, quoted = "", False
+    for match in re.finditer(r"\\(.)|(.)", text):
+        escaped, plain = match.groups()
+        if escaped is not None:
+            value += {"n": "\n", "t": "\t", "b": "\b"}.get(escaped, escaped)
+        elif plain == '"':
+            quoted = not quoted
+        elif plain in "#;" and not quoted:
+            break
+        else:
+            value += plain
+    return value if quoted else value.rstrip()
+
+
+def _is_true(value: str) -> bool:
+    return value.lower() in ("true", "yes", "on") or bool(re.fullmatch(r"[+-]?0*[1-9]\d*[kmg]?", value.lower()))
+
+
+def _is_head(data: bytes) -> bool:
+    return data.startswith(b"ref:") or _ID.fullmatch(data) is not None
+
+
+def _read_or_empty(folder: str, name: str) -> bytes:
+    try:
+        return read_beneath(folder, name, MAX_TEXT)
+    except OSError:  # git passes over what it cannot read, too
+        return b""
+
+
+def _read_users(path: Path) -> bytes:
+    """A file of the user's, wherever a link of theirs leads."""
+    real = path.resolve()
+    return _read_or_empty(str(real.parent), real.name)

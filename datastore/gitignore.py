@@ -1,0 +1,269 @@
+"""Matching paths by the patterns of a .gitignore, as git's wildmatch does, in time linear in path times pattern.
+
+The bytes of a file of patterns enter, verdicts on paths leave. Paths are bytes, as for git: `?` is one byte. A pattern is compiled so that
+it cannot backtrack: after each `*` the leftmost place where the rest up to the next `*` fits is taken for good, which is enough because
+every such part has a fixed length; between two `**` the same holds for whole components. Opens nothing and knows nothing of trees.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MAX_PATTERN = 4096
+"""Bytes of a pattern; longer ones are passed over, no path is as long."""
+_CLASSES = {
+    b"alnum": (string.ascii_letters + string.digits).encode(),
+    b"alpha": string.ascii_letters.encode(),
+    b"blank": b" \t",
+    b"cntrl": bytes([*range(32), 127]),
+    b"digit": string.digits.encode(),
+    b"graph": bytes(range(33, 127)),
+    b"lower": string.ascii_lowercase.encode(),
+    b"print": bytes(range(32, 127)),
+    b"punct": string.punctuation.encode(),
+    b"space": b" \t\n\r",
+    b"upper": string.ascii_uppercase.encode(),
+    b"xdigit": string.hexdigits.encode(),
+}
+_ANY_BYTE, _STAR, _SLASH = b".", b"*", b"/"
+"""Tokens of a pattern; every other token is a regular expression for one byte."""
+Match = Callable[[bytes], object]
+Group = tuple[Match, ...]
+"""Consecutive components of a pattern that lie between two `**`."""
+
+
+class TooSlowError(Exception):
+    """The patterns took longer than they may."""
+
+
+class TimeLimit:
+    """A time that compiling and matching may take together. `check` raises TooSlowError once it is over; time outside `with` is free."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+        self._until = 0.0
+
+    def __enter__(self) -> None:
+        self._until = time.monotonic() + self._left
+
+    def __exit__(self, *_: object) -> None:
+        self._left = self._until - time.monotonic()
+
+    def check(self) -> None:
+        if time.monotonic() > self._until:
+            raise TooSlowError
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    negative: bool
+    folders_only: bool
+    match: Match | None
+    """For a pattern without a slash: about the name alone."""
+    groups: tuple[Group, ...]
+    """For a pattern with a slash: about the path, component by component."""
+
+
+class Rules:
+    """The patterns of one file."""
+
+    def __init__(self, data: bytes, limit: TimeLimit, *, ignore_case: bool = False) -> None:
+        """Compile them. Within `limit`."""
+        self._by_name: dict[bytes, list[int]] = {}
+        """Numbers of the patterns that are plain names."""
+        self._others: list[int] = []
+        self._patterns: list[_Pattern] = []
+        self._fold = ignore_case
+        with limit:
+            for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+                if line and not line.startswith(b"#"):
+                    self._add(_trim_blanks(line.removesuffix(b"\r")))
+                    limit.check()
+        self._others.reverse()
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def decide(self, path: bytes, is_folder: bool) -> bool | None:
+        """Whether a path relative to the file's folder is ignored (True) or taken back (False) by the last pattern that matches the path
+        itself; None where none does. What lies in an ignored folder is the caller's business."""
+        if self._fold:
+            path = path.lower()
+        name = path[path.rfind(b"/") + 1 :]
+        found = -1
+        for number in self._by_name.get(name, ()):
+            if is_folder or not self._patterns[number].folders_only:
+                found = number
+        names: list[bytes] | None = None
+        for number in self._others:
+            if number < found:
+                break
+            pattern = self._patterns[number]
+            if pattern.folders_only and not is_folder:
+                continue
+            if pattern.match is not None:
+                matched = bool(pattern.match(name))
+            else:
+                names = names or path.split(b"/")
+                matched = _match_components(pattern.groups, names)
+            if matched:
+                found = number
+                break
+        return None if found < 0 else not self._patterns[found].negative
+
+    def _add(self, glob: bytes) -> None:
+        if self._fold:
+            glob = glob.lower()
+        negative = glob.startswith(b"!")
+        glob = glob[negative:]
+        folders_only = glob.endswith(b"/")
+        glob = glob[: len(glob) - folders_only]
+        if not glob or len(glob) > MAX_PATTERN or (tokens := _tokens(glob)) is None:
+            return
+        match, groups = None, ()
+        if b"/" in glob:
+            groups = _compile_path(tokens[1:] if glob.startswith(b"/") else tokens)
+            self._others.append(len(self._patterns))
+        elif re.search(rb"[*?[\\]", glob):
+            match = _compile_component(tokens)
+            self._others.append(len(self._patterns))
+        else:
+            self._by_name.setdefault(glob, []).append(len(self._patterns))
+        self._patterns.append(_Pattern(negative, folders_only, match, groups))
+
+
+def _trim_blanks(line: bytes) -> bytes:
+    """Without the spaces at its end, but for one behind a backslash."""
+    bare = line.rstrip(b" ")
+    escaped = (len(bare) - len(bare.rstrip(b"\\"))) % 2 == 1
+    return line[: len(bare) + 1] if escaped and len(bare) < len(line) else bare
+
+
+def _tokens(glob: bytes) -> list[bytes] | None:
+    """One token per byte that is matched, `*` and `/`; None where git's matcher gives the pattern up: it matches nothing."""
+    tokens: list[bytes] = []
+    at = 0
+    while at < len(glob):
+        byte = glob[at : at + 1]
+        at += 1
+        if byte == b"[":
+            parsed = _parse_class(glob, at)
+            if parsed is None:
+                return None
+            token, at = parsed
+            tokens.append(token)
+            continue
+        if byte == b"\\":
+            byte = glob[at : at + 1]
+            at += 1
+            if not byte:
+                return None
+            tokens.append(_SLASH if byte == b"/" else re.escape(byte))
+        elif byte == b"?":
+            tokens.append(_ANY_BYTE)
+        else:
+            tokens.append(byte if byte in (_STAR, _SLASH) else re.escape(byte))
+    return tokens
+
+
+def _parse_class(glob: bytes, at: int) -> tuple[bytes, int] | None:
+    """A bracket expression whose inside begins at `at`: (its token, where it ends). None where it does not end, or names no known class."""
+    negated = glob[at : at + 1] in (b"!", b"^")
+    at += negated
+    members: set[int] = set()
+    before: int | None = None
+    """The byte that a range may begin with."""
+    first = True
+    while first or glob[at : at + 1] != b"]":
+        first = False
+        if at >= len(glob):
+            return None
+        byte = glob[at]
+        if byte == ord("-") and before is not None and glob[at + 1 : at + 2] not in (b"", b"]"):
+            at += 1 + (glob[at + 1] == ord("\\"))
+            if at >= len(glob):
+                return None
+            members.update(range(before, glob[at] + 1))
+            before = None
+        elif byte == ord("[") and glob[at + 1 : at + 2] == b":":
+            end = glob.find(b"]", at + 2)
+            if end < 0:
+                return None
+            if end < at + 3 or glob[end - 1] != ord(":"):
+                members.add(byte)
+                before = byte
+            else:
+                named = _CLASSES.get(glob[at + 2 : end - 1])
+                if named is None:
+                    return None
+                members.update(named)
+                before, at = None, end
+        else:
+            if byte == ord("\\"):
+                at += 1
+                if at >= len(glob):
+                    return None
+            members.add(glob[at])
+            before = glob[at]
+        at += 1
+    chosen = set(range(256)) - members if negated else members
+    chosen.discard(ord("/"))
+    return (b"[" + b"".join(b"\\x%02x" % number for number in sorted(chosen)) + b"]" if chosen else b"(?!)"), at + 1
+
+
+def _compile_component(tokens: Sequence[bytes]) -> Match:
+    """A matcher of one name."""
+    parts: list[list[bytes]] = [[]]
+    for token in tokens:
+        if token == _STAR:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    first, *more = [b"".join(part) for part in parts]
+    if not more:
+        return re.compile(first, re.DOTALL).fullmatch
+    leftmost = b"".join(b"(?>.*?%b)" % part for part in more[:-1] if part)
+    return re.compile(first + leftmost + b".*" + more[-1], re.DOTALL).fullmatch
+
+
+def _compile_path(tokens: Sequence[bytes]) -> tuple[Group, ...]:
+    """Matchers of components, grouped by the `**` between them."""
+    components: list[list[bytes]] = [[]]
+    for token in tokens:
+        if token == _SLASH:
+            components.append([])
+        else:
+            components[-1].append(token)
+    groups: list[list[Match]] = [[]]
+    for component in components:
+        if len(component) > 1 and set(component) == {_STAR}:
+            groups.append([])
+        else:
+            groups[-1].append(_compile_component(component))
+    return tuple(map(tuple, groups))
+
+
+def _match_components(groups: Sequence[Group], names: Sequence[bytes]) -> bool:
+    first, last = groups[0], groups[-1]
+    if len(groups) == 1:
+        return len(names) == len(first) and _fits(first, names, 0)
+    end = len(names) - max(len(last), 1 if not last else 0)
+    """Where the last group begins. `a/**` is about what lies in `a`: at least one more component."""
+    if len(first) > end or not _fits(first, names, 0):
+        return False
+    at = len(first)
+    for group in groups[1:-1]:
+        while at + len(group) <= end and not _fits(group, names, at):
+            at += 1
+        at += len(group)
+        if at > end:
+            return False
+    return not last or _fits(last, names, end)
+
+
+def _fits(group: Group, names: Sequence[bytes], at: int) -> bool:
+    return all(match(names[at + number]) for number, match in enumerate(group))

@@ -1,0 +1,98 @@
+"""Ignore patterns: git is the oracle for what they match, and no pattern takes longer than its length times that of the path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ngramspec.datastore.gitignore import Rules, TimeLimit
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+LETTERS = "ab.-"
+ATOMS = [
+    *LETTERS,
+    "*",
+    "**",
+    "/",
+    "?",
+    "[ab]",
+    "[!a]",
+    "[^b]",
+    "[a-b]",
+    "[]a]",
+    "[a",
+    "[[:alpha:]]",
+    "[[:no:]]",
+    "[a\\]]",
+    "\\*",
+    "\\",
+    "\\!",
+    "!",
+    "#",
+    " ",
+    "\\ ",
+    "é",
+]
+PIECES = ["a", "b", "*", "*.b", "a*b", "?", "**", "[ab]*", ".a", "a?", "*a*"]
+
+
+def decide(patterns: str | bytes, path: str, is_folder: bool = False, **more: bool) -> bool | None:
+    data = patterns.encode() if isinstance(patterns, str) else patterns
+    return Rules(data, TimeLimit(60), **more).decide(os.fsencode(path), is_folder)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("oracle")
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    return root
+
+
+def ask_git(root: Path, patterns: str, paths: list[str]) -> list[str]:
+    """The pattern that git finds for each path ("" for none), about paths of which no folder exists."""
+    (root / ".gitignore").write_bytes(patterns.encode())
+    command = ["git", "-C", str(root), "-c", "core.excludesFile=", "check-ignore", "--no-index", "--stdin", "-z", "-v", "-n"]
+    asked = b"".join(path.encode() + b"\0" for path in paths)
+    fields = subprocess.run(command, input=asked, stdout=subprocess.PIPE, check=False).stdout.decode().split("\0")
+    return [fields[at] for at in range(2, len(fields) - 1, 4)]
+
+
+def ours(patterns: str, path: str) -> bool | None:
+    """As check-ignore says it: the outermost ignored folder on the way decides."""
+    rules = Rules(patterns.encode(), TimeLimit(60))
+    parts = path.rstrip("/").split("/")
+    for depth in range(1, len(parts)):
+        if rules.decide(os.fsencode("/".join(parts[:depth])), True):
+            return True
+    return rules.decide(os.fsencode("/".join(parts)), path.endswith("/"))
+
+
+paths = st.lists(st.text("ab.-é !#*\\", min_size=1, max_size=4), min_size=1, max_size=4).map("/".join)
+patterns = st.lists(
+    st.one_of(
+        st.lists(st.sampled_from(ATOMS), min_size=1, max_size=6).map("".join),
+        st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("/".join),
+        st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(lambda parts: "!" + "/".join(parts) + "/"),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@needs_git
+@settings(max_examples=150, deadline=None)
+@given(lines=patterns, asked=st.lists(paths, min_size=40, max_size=60, unique=True))
+def test_patterns_match_what_git_matches(lines: list[str], asked: list[str], repository: Path) -> None:
+    asked = [path for path in asked if not {".", "..", ".git"}.intersection(path.split("/")) and not path.startswith(":")]
+    text = "\n".join(lines) + "\n"
+    found = ask_git(repository, text, asked)
+    assert len(found) == len(asked)
+    for path, pattern in zip(asked, found, strict=True):
+        verdict = None if not pattern else not pattern.startswith("!")
+        assert ours(text, path) == verdict, (text, path, pattern)
