@@ -22,10 +22,12 @@ from .corpus import Skipped
 from .errors import ContentsChangedError, DatastoreCorruptError, DatastoreError, DatastoreFormatError, DatastoreLockedError
 from .format import MANIFEST, read_manifest
 from .progress import Progress, Summary
-from .trees import Kept, installed
+from .trees import Kept, check_size, installed
 
 TELL_S = 0.5
 RETRY_S = 2.0
+RETRY_FACTOR = 9
+"""Pause after an attempt that failed, in times what it took, so that at most a tenth of the time is spent in vain; at least RETRY_S."""
 POLL_S = 10.0
 """Between looks at a tree that the system cannot watch."""
 MEMORY = 1 << 30
@@ -101,6 +103,7 @@ def bring_up_to_date(job: Job, say: Say) -> None:
     and waited for."""
     told = ""
     while True:
+        started = time.monotonic()
         try:
             say(("done", _facts(_build_or_update(job, _teller(say)))))
             return
@@ -113,7 +116,7 @@ def bring_up_to_date(job: Job, say: Say) -> None:
             if str(error) != told:
                 told = str(error)
                 say(("problem", {"text": told, "waits": isinstance(error, DatastoreLockedError)}))
-            time.sleep(RETRY_S)
+            time.sleep(max(RETRY_S, RETRY_FACTOR * (time.monotonic() - started)))
 
 
 def _build_or_update(job: Job, tell: Callable[[Progress], None]) -> Summary:
@@ -123,6 +126,9 @@ def _build_or_update(job: Job, tell: Callable[[Progress], None]) -> Summary:
     from .update import update
 
     kept, folder = job.kept, Path(job.kept.store)
+    for path in filter(os.path.isdir, kept.paths):  # what is gone is said below
+        if kept.max_files is not None:
+            check_size(path, kept.max_files)
     try:
         manifest = read_manifest(folder)
     except DatastoreError:  # none, damaged, or of another format

@@ -53,15 +53,17 @@ class Kept:
     """Its files change, and it follows them. False: it is complete once it is there."""
     contents: str = ""
     """The digest that the contents of its files have (see `corpus.Contents`), for a store that several trees share; "": any."""
+    max_files: int | None = None
+    """Files of text that a folder may have."""
 
 
-def tree(path: str, cache: Path, fingerprint: str) -> Kept:
+def tree(path: str, cache: Path, fingerprint: str, max_files: int = MAX_FILES) -> Kept:
     """The store of a working tree for a tokenizer: one per tree, tokenizer and version of the format. `path`: absolute, links resolved.
 
     Files that git does not track yet are taken too, unless it ignores them: what is being written is what a completion repeats.
     """
     folder = f"{Path(path).name or 'root'}-{_digest(path, fingerprint)[:16]}"
-    return Kept((path,), str(cache / "trees" / folder), options_of(path))
+    return Kept((path,), str(cache / "trees" / folder), options_of(path), max_files=max_files)
 
 
 def options_of(path: str) -> CorpusOptions:
@@ -83,7 +85,10 @@ def check_size(path: str, most: int) -> int:
     """The number of a tree's files. Raises CorpusError where there are more than `most`."""
     n_files, is_all = count_files(path, most)
     if n_files > most:
-        raise CorpusError(f"{path} holds {'' if is_all else 'more than '}{n_files:,} files of text, a tree may have {most:,}")
+        raise CorpusError(
+            f"{path} holds {'' if is_all else 'more than '}{n_files:,} files of text, a tree may have {most:,}; "
+            "name a folder within it, or allow more with --max-repo-files"
+        )
     return n_files
 
 

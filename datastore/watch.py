@@ -6,7 +6,10 @@ to the caller. A failure is tried again and never ends the watching. The lock is
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ import watchfiles
 from tokenizers import Tokenizer
 
 from . import filters
+from .beneath import Beneath
 from .corpus import Source
 from .errors import DatastoreError
 from .format import read_manifest
@@ -24,6 +28,8 @@ from .update import encoder_of, sources_in, update
 
 DEBOUNCE_MS = 250  # an editor's several writes of one save; a checkout of many files takes as long as it takes
 POLL_MS = 1000
+WATCHES_STAY_INSIDE = sys.platform in ("darwin", "win32")
+"""Whether a recursive watch stays in its folder. On Linux it follows links, which may lead to `/`: there each folder gets a watch."""
 Outcome = Summary | DatastoreError | OSError
 
 
@@ -57,20 +63,9 @@ def watch(
         say(first)
     sources = sources_in(read_manifest(folder))
     single = [source.path for source in sources if not source.folder]
-    wanted = _Filter(folder, sources)
-    changes = watchfiles.watch(
-        *(source.path for source in sources if source.folder),
-        watch_filter=wanted,
-        debounce=DEBOUNCE_MS,
-        step=50,
-        rust_timeout=POLL_MS,
-        yield_on_timeout=True,
-        stop_event=stop,
-        ignore_permission_denied=True,
-    )
     before = _stamps(single)
     pending, told, started = True, "", False  # something may have changed between the first update and the watching
-    for changed in changes if any(source.folder for source in sources) else _ticks(stop):
+    for changed in _changes(folder, sources, stop):
         now = _stamps(single)  # editors replace a file by another, so that a watch on the file itself would end
         if changed or now != before or pending:
             try:
@@ -89,6 +84,60 @@ def watch(
             ready(sources)
 
 
+def _changes(store: Path, sources: Sequence[Source], stop: threading.Event) -> Iterator[bool]:
+    """Whether something may have changed, each time that something did, and every POLL_MS."""
+    roots = [source.path for source in sources if source.folder]
+    if not roots:
+        while not stop.wait(POLL_MS / 1000):
+            yield False
+    wanted = _Filter(store, sources)
+    while not stop.is_set():
+        changes = watchfiles.watch(
+            *(roots if WATCHES_STAY_INSIDE else (each for root in roots for each in _folders(root))),
+            watch_filter=wanted,
+            debounce=DEBOUNCE_MS,
+            step=50,
+            rust_timeout=POLL_MS,
+            yield_on_timeout=True,
+            stop_event=stop,
+            ignore_permission_denied=True,
+            recursive=WATCHES_STAY_INSIDE,
+        )
+        is_first = True  # folders may have come since the last ones were watched
+        try:
+            with contextlib.closing(changes):
+                for changed in changes:
+                    yield bool(changed) or is_first
+                    is_first = False
+                    if not WATCHES_STAY_INSIDE and any(
+                        change != watchfiles.Change.deleted and _is_folder(path) for change, path in changed
+                    ):
+                        break  # it is to be watched, too
+        except FileNotFoundError:  # a folder went away before it was watched
+            if not all(map(_is_folder, roots)):
+                raise
+
+
+def _folders(root: str) -> Iterator[str]:
+    """The folders to watch: those below a source that may hold text, and those of git's that hold an index. Links are not followed."""
+    with contextlib.suppress(OSError), Beneath(root, in_git=True) as tree:
+        pending = [""]
+        while pending:
+            here = pending.pop()
+            yield f"{root}/{here}" if here else root
+            with contextlib.suppress(OSError):
+                folders = [f"{here}/{name}" if here else name for name, kind in tree.list_folder(here) if kind == stat.S_IFDIR]
+                pending += [path for path in folders if path.rpartition("/")[2] not in filters.SKIPPED_FOLDERS]
+                yield from (f"{root}/{path}" for path in folders if path.rpartition("/")[2] == ".git")
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
 class _Filter:
     """Which changes matter: not the store's own files nor those of tools, but git's index, for a file may be tracked from now on."""
 
@@ -101,7 +150,7 @@ class _Filter:
             return False
         root = next((root for root in self.roots if path.startswith(root + "/")), "")
         inner = path[len(root) + 1 :]
-        return inner.endswith(".git/index") or not filters.SKIPPED_FOLDERS.intersection(inner.split("/"))
+        return inner.endswith((".git/index", ".git")) or not filters.SKIPPED_FOLDERS.intersection(inner.split("/"))
 
 
 def _stamps(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
@@ -113,8 +162,3 @@ def _stamps(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
         except OSError:
             stamps.append(None)
     return stamps
-
-
-def _ticks(stop: threading.Event) -> Iterator[set[watchfiles.main.FileChange]]:
-    while not stop.wait(POLL_MS / 1000):
-        yield set()

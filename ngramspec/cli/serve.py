@@ -189,8 +189,8 @@ def serve(
         raise BadInputError("--repo: a drafter that drafts alone has no datastore beside it; leave out --alone")
     if with_installed and not repo:
         raise BadInputError("--with-installed: name the working tree whose packages are meant, with --repo PATH")
-    trees = working_trees(repo or (), engine["datastore"], max_repo_files)
-    _run(model, engine, settings, trees, with_installed)
+    trees = working_trees(repo or (), engine["datastore"])
+    _run(model, engine, settings, trees, with_installed, max_repo_files)
 
 
 def _settings(**given: Any) -> ServerSettings:
@@ -227,10 +227,8 @@ def named_stores(given: Sequence[str], what: str = "--datastore", taken: Collect
     return stores
 
 
-def working_trees(given: Sequence[str], stores: Collection[str], most: int | None) -> dict[str, str]:
-    """Folders of working trees by name, absolute. `most` files each may have. Raises BadInputError."""
-    from ngramspec.datastore import CorpusError, trees
-
+def working_trees(given: Sequence[str], stores: Collection[str]) -> dict[str, str]:
+    """Folders of working trees by name, absolute. Nothing in them is looked at yet. Raises BadInputError."""
     check_text(list(given), "--repo")
     found: dict[str, str] = {}
     for name, folder in named_stores(given, "--repo", stores).items():
@@ -239,15 +237,13 @@ def working_trees(given: Sequence[str], stores: Collection[str], most: int | Non
             raise BadInputError(f"--repo: {folder} is no folder")
         if path in found.values():
             raise BadInputError(f"--repo: {folder} is given twice")
-        try:
-            trees.check_size(path, most or trees.MAX_FILES)
-        except CorpusError as error:
-            raise BadInputError(f"--repo: {error}; name a folder within it, or allow more with --max-repo-files") from error
         found[name] = path
     return found
 
 
-def _run(model: str, engine: dict[str, Any], settings: ServerSettings, paths: dict[str, str], with_installed: bool) -> None:
+def _run(
+    model: str, engine: dict[str, Any], settings: ServerSettings, paths: dict[str, str], with_installed: bool, max_files: int | None
+) -> None:
     common.check_model(model)
     engine |= {"datastore": {name: common.open_store(folder) for name, folder in engine["datastore"].items()}}
 
@@ -269,6 +265,7 @@ def _run(model: str, engine: dict[str, Any], settings: ServerSettings, paths: di
             print(editors.lines(url, (settings.alias or (engine.name,))[0], paths, infill=infill, keys=keys), flush=True)
 
     try:
-        run(make_engine, settings, Repositories(paths, cache_dir() / "stores", with_installed=with_installed), ready)
+        repositories = Repositories(paths, cache_dir() / "stores", with_installed=with_installed, max_files=max_files)
+        run(make_engine, settings, repositories, ready)
     finally:
         log.stop()

@@ -71,10 +71,18 @@ class Repository:
 class Repositories:
     """The trees of one server."""
 
-    def __init__(self, paths: Mapping[str, str] | None = None, cache: Path = Path(), *, with_installed: bool = False) -> None:
-        """`paths`: of trees by name, absolute, links resolved. `cache`: the folder for stores."""
+    def __init__(
+        self,
+        paths: Mapping[str, str] | None = None,
+        cache: Path = Path(),
+        *,
+        with_installed: bool = False,
+        max_files: int | None = None,
+    ) -> None:
+        """`paths`: of trees by name, absolute, links resolved. `cache`: the folder for stores. `max_files`: of text in a tree."""
         self.trees = {name: Repository(name, path, [name]) for name, path in (paths or {}).items()}
         self._cache, self._with_installed = cache, with_installed
+        self._max_files = max_files or trees.MAX_FILES
         self._keepers: list[_Keeper] = []
         self._lock, self._closed = threading.Lock(), False
 
@@ -88,7 +96,7 @@ class Repositories:
         tokenizer = canonical(engine.tokenizer.backend_tokenizer)
         fingerprint = digest_of(tokenizer)
         for each in self.trees.values():
-            self._keep(engine, each, each.name, trees.tree(each.path, self._cache, fingerprint), tokenizer)
+            self._keep(engine, each, each.name, trees.tree(each.path, self._cache, fingerprint, self._max_files), tokenizer)
         if self._with_installed:
             arguments = engine, tokenizer, fingerprint
             threading.Thread(target=self._keep_packages, args=arguments, name="ngramspec-repositories-packages", daemon=True).start()

@@ -67,7 +67,6 @@ def test_trees_by_name(
         (["--repo", "tree/0.py"], "is no folder"),
         (["--repo", "tree", "--repo", "x=tree/../tree"], "is given twice"),
         (["--repo", "a=tree", "--repo", "a=."], "the name a is given twice"),
-        (["--repo", "tree", "--max-repo-files", "2"], "holds 3 files of text, a tree may have 2; .* --max-repo-files"),
         (["--with-installed"], "name the working tree"),
         (["--repo", "tree", "--drafter", "lookahead", "--alone"], "leave out --alone"),
         (["--repo", "\udcff"], "is not valid Unicode"),
@@ -90,10 +89,10 @@ def test_what_is_refused_before_a_model_is_loaded(
 
 
 def test_a_store_and_a_tree_have_different_names(tree: Path) -> None:
-    assert list(working_trees([str(tree)], {"my_project": ""}, None)) == ["my_project-2"]
+    assert list(working_trees([str(tree)], {"my_project": ""})) == ["my_project-2"]
     with pytest.raises(BadInputError, match="the name project is given twice"):
-        working_trees([f"project={tree}"], {"project": ""}, None)
-    assert working_trees([str(tree)], {}, 3) == {"my_project": str(tree)}
+        working_trees([f"project={tree}"], {"project": ""})
+    assert working_trees([str(tree)], {}) == {"my_project": str(tree)}
 
 
 def test_what_editors_are_given() -> None:
