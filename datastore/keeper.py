@@ -26,8 +26,8 @@ from .trees import Kept, check_size, installed
 
 TELL_S = 0.5
 RETRY_S = 2.0
-RETRY_FACTOR = 9
-"""Pause after an attempt that failed, in times what it took, so that at most a tenth of the time is spent in vain; at least RETRY_S."""
+RETRY_FACTOR = 4
+"""Pause after an attempt that failed, in times what it took, so that at most a fifth of the time is spent in vain; at least RETRY_S."""
 POLL_S = 10.0
 """Between looks at a tree that the system cannot watch."""
 MEMORY = 1 << 30
@@ -101,6 +101,8 @@ def _find_installed(path: str, cache: Path, fingerprint: str, pipe: Connection) 
 def bring_up_to_date(job: Job, say: Say) -> None:
     """Build the store, or update the one that is there. What is in the way (another writer, a tree that is gone, a full disk) is told once
     and waited for."""
+    from . import build, update  # noqa: F401  # seconds of importing are no part of an attempt
+
     told = ""
     while True:
         started = time.monotonic()

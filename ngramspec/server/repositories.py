@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import re
 import threading
 import time
@@ -93,6 +94,8 @@ class Repositories:
         """Build and follow the stores, and draft from those that are there. Returns at once."""
         if not self.trees:
             return
+        # Processes are started as `python -c`, which would import from the current folder, often a working tree.
+        os.environ["PYTHONSAFEPATH"] = "1"
         tokenizer = canonical(engine.tokenizer.backend_tokenizer)
         fingerprint = digest_of(tokenizer)
         for each in self.trees.values():
