@@ -124,7 +124,8 @@ class Rules:
         glob = glob[: len(glob) - folders_only]
         if not glob or len(glob) > MAX_PATTERN or (tokens := _tokens(glob)) is None:
             return
-        match, groups = None, ()
+        match: Match | None = None
+        groups: tuple[Group, ...] = ()
         if b"/" in glob:
             groups = _compile_path(tokens[1:] if glob.startswith(b"/") else tokens)
             self._others.append(len(self._patterns))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.datastore.gitignore import Rules, TimeLimit
+from ngramspec.datastore.gitignore import Rules, TimeLimit, TooSlowError
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 LETTERS = "ab.-"
@@ -86,7 +87,7 @@ patterns = st.lists(
 
 
 @needs_git
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(lines=patterns, asked=st.lists(paths, min_size=40, max_size=60, unique=True))
 def test_patterns_match_what_git_matches(lines: list[str], asked: list[str], repository: Path) -> None:
     asked = [path for path in asked if not {".", "..", ".git"}.intersection(path.split("/")) and not path.startswith(":")]
@@ -96,3 +97,32 @@ def test_patterns_match_what_git_matches(lines: list[str], asked: list[str], rep
     for path, pattern in zip(asked, found, strict=True):
         verdict = None if not pattern else not pattern.startswith("!")
         assert ours(text, path) == verdict, (text, path, pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [
+        ("*a*a*a*a*a*a*a*a*b", "a" * 60),
+        ("*a" * 2000 + "b", "a" * 255),
+        ("**/" + "*a" * 100 + "/**/b", "/".join(["a" * 100] * 40)),
+        ("x/" + "**/a*a*/" * 400 + "b", "x/" + "/".join(["aa"] * 127)),
+        ("[a]" * 1300 + "*b", "a" * 255),
+    ],
+)
+def test_no_pattern_backtracks(pattern: str, path: str) -> None:
+    started = time.process_time()
+    assert decide(pattern, path) is None
+    assert time.process_time() - started < 5
+
+
+def test_case_and_marks() -> None:
+    assert decide("*.PY\nReadMe", "a.py", ignore_case=True)
+    assert decide("ReadMe", "x/README", ignore_case=True)
+    assert decide("*.PY", "a.py") is None
+    assert decide(b"\xef\xbb\xbfa.py\r\n", "a.py"), "a byte order mark and line ends of Windows"
+    assert decide(b"*" * 5000, "a") is None, "longer than any path"
+
+
+def test_time_is_bounded() -> None:
+    with pytest.raises(TooSlowError):
+        Rules(b"*a?\n" * 10, TimeLimit(0))

@@ -440,6 +440,13 @@ def test_a_file_that_cannot_be_read_is_named(tree: Path, monkeypatch: pytest.Mon
     assert facts["named"] == [(f"{tree}/0.py", "Permission denied")]
 
 
+def test_too_large_a_tree_is_told_by_the_process(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+    waiting = start(trees.tree(str(tree), tmp_path / "cache", PRINT, max_files=5), "build")
+    assert waiting.told("done")["files"] == 5
+    waiting = start(trees.tree(str(tree), tmp_path / "cache", PRINT, max_files=4), "build")
+    assert "a tree may have 4; name a folder within it" in waiting.told("problem")["text"]
+
+
 def test_files_that_cannot_be_watched_are_looked_through(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ngramspec.datastore import watch
 
