@@ -25,6 +25,16 @@ class LayerRecipe:
     norms: list[str]
     head_norms: list[str] | None
     window: int
+    rotary: bool = True
+    """Whether queries and keys are rotated by their position."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + growth · log(1 + floor(p / length)), as Llama 4 and Ministral 3 have it."""
+
+    growth: float
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Recipe:
     """[D / 2] float32: of the rotary embedding's angles."""
     angle_scale: float
     """By which cos and sin are multiplied."""
+    query_scale: QueryScale | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,7 +64,8 @@ class Recipe:
         """Raises TypeError, KeyError or ValueError for what is none."""
         layers = [LayerRecipe(**{**layer, "matrices": [(w, b) for w, b in layer["matrices"]]}) for layer in found["layers"]]
         weight, bias = found["head"]
-        return cls(**{**found, "layers": layers, "head": (weight, bias)})
+        query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
+        return cls(**{**found, "layers": layers, "head": (weight, bias), "query_scale": query_scale})
 
     def check(self, source: Source) -> None:
         """Raise ValueError or KeyError unless every weight has the shape in which a pass uses it: the pass reads addresses unchecked."""
@@ -91,6 +103,13 @@ class Recipe:
         both = np.concatenate([turns, turns], axis=1)
         return np.cos(both) * np.float32(self.angle_scale), np.sin(both) * np.float32(self.angle_scale)
 
+    def query_scales(self, first: int, n: int) -> np.ndarray:
+        """[n] float32, of n positions from the first on; [0] where queries are not scaled."""
+        if self.query_scale is None:
+            return np.empty(0, np.float32)
+        times = np.floor(np.arange(first, first + n, dtype=np.float32) / np.float32(self.query_scale.length))
+        return np.float32(1) + np.float32(self.query_scale.growth) * np.log(np.float32(1) + times)
+
     def build(self, source: Source, products: Products, matrix: Callable[[str, str | None], Matrix] | None = None) -> Stack:
         """Raises ModelNotFoundError where a file has become shorter, MemoryError. `matrix`: what has packed the weights already."""
         packed: dict[tuple[str, str | None], Matrix] = {}
@@ -115,10 +134,11 @@ class Recipe:
                 (norm(layer.norms[0]), norm(layer.norms[1])),
                 (norm(layer.head_norms[0]), norm(layer.head_norms[1])) if layer.head_norms else None,
                 layer.window,
+                layer.rotary,
             )
             for layer in self.layers
         ]
         return Stack(
             products, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm), eps=self.eps,
-            scale=self.scale, n_heads=self.n_heads, head_dim=self.head_dim, angles=self.angles,
+            scale=self.scale, n_heads=self.n_heads, head_dim=self.head_dim, angles=self.angles, query_scales=self.query_scales,
         )  # fmt: skip

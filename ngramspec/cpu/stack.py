@@ -46,6 +46,8 @@ class LayerWeights(NamedTuple):
     """[D] each, of queries and of keys."""
     window: int = 0
     """Keys that a query sees, its own among them; 0: all."""
+    rotary: bool = True
+    """Whether queries and keys are rotated by their position."""
 
 
 class Computed(NamedTuple):
@@ -122,10 +124,12 @@ class Stack:
         n_heads: int,
         head_dim: int,
         angles: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+        query_scales: Callable[[int, int], np.ndarray],
     ) -> None:
-        """`angles`: cos and sin [n, D] of n positions from the first on. `norm` [H]: before the head."""
+        """`angles`: cos and sin [n, D] of n positions from the first on; `query_scales`: [n], what queries there are multiplied by, [0] for
+        1. `norm` [H]: before the head."""
         self.products, self.layers, self.n_heads, self.head_dim = products, tuple(layers), n_heads, head_dim
-        self.hidden, self._angles = len(norm), angles
+        self.hidden, self._angles, self._query_scales = len(norm), angles, query_scales
         self.vocab_size = head.weight.n_out
         self.matrices = [*(m for layer in layers for m in layer.matrices), embedding, head]
         self._matrices = np.stack([m.fields for m in self.matrices])
@@ -134,16 +138,32 @@ class Stack:
         self._head_norms = np.stack(head_norms).astype(np.float32) if head_norms else np.zeros((0, head_dim), np.float32)
         self._numbers = np.array([eps, scale], np.float32)
         self._windows = np.array([layer.window for layer in layers], np.int64)
+        self._rotary = np.array([layer.rotary for layer in layers], np.bool_)
         kernels = products.kernels
         unpack = kernels.unpack(embedding.weight.format)
         self._functions = np.array([kernels.quantise() if products.int8 else 0, kernels.silu(), unpack], np.int64)
-        self._cos, self._sin = (np.zeros((0, head_dim), np.float32) for _ in range(2))
+        self.begin_at(0)
         self._work: _Work | None = None
         self._model: Model | None = None
         self._model_of: tuple[object, ...] = ()
         """The pool and the arrays that it is made of."""
         self._pass: Pass | None = None
         self._logits = np.zeros((0, 0), np.float32)
+
+    def begin_at(self, position: int) -> None:
+        """Have passes compute what a batch has at position 0 as if it were at this one, to check what is far out without the text before."""
+        self._begin = position
+        self._cos, self._sin = (np.zeros((0, self.head_dim), np.float32) for _ in range(2))
+        self._scales = np.zeros(0, np.float32)
+
+    def run_layer(
+        self, layer: int, batch: Batch, pool: KVPool, threads: int, x: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One layer alone, of hidden states x [T, H] or else of the embedding: its output [T, H], and the logits made of that."""
+        computed = self.run(batch, pool, threads, first=layer, n_layers=1, x=x)
+        assert self._work is not None
+        n, (before, added) = len(batch.input_ids), self._work.arrays[:2]
+        return before[:n] + added[:n, : self.hidden], computed.logits
 
     def run(
         self, batch: Batch, pool: KVPool, threads: int, *, n_layers: int | None = None, first: int = 0, x: np.ndarray | None = None,
@@ -192,8 +212,8 @@ class Stack:
         if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
             assert self._work is not None
             weights = (
-                self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._numbers, self._functions,
-                self._cos, self._sin,
+                self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers, self._functions,
+                self._cos, self._sin, self._scales,
             )  # fmt: skip
             self._model, self._model_of = _new_model(weights, (pool.all_keys, pool.all_values), self._work.arrays), of
         return self._model
@@ -221,7 +241,9 @@ class Stack:
 
     def _have_angles(self, n_positions: int) -> None:
         while len(self._cos) < n_positions:
-            cos, sin = self._angles(len(self._cos), ANGLES)
+            first = self._begin + len(self._cos)
+            cos, sin = self._angles(first, ANGLES)
+            self._scales = np.concatenate([self._scales, self._query_scales(first, ANGLES)])
             self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
 
     def _logits_of(self, n: int) -> np.ndarray:
@@ -414,7 +436,7 @@ def compute(threads, model, p):
 @njit(cache=True, nogil=True)
 def _work(thread, threads, state, first, last, embed, weights, pool, batch, work, logits, states, best):
     """What one thread does of a pass."""
-    matrices, tables, norms, head_norms, windows, numbers, functions, cos, sin = weights
+    matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales = weights
     all_keys, all_values = pool
     input_ids, wanted, items, block_tables, positions, bases, paths, blocks, offsets = batch
     x, delta, normed, codes, records, qkv, q, mixed, heads, both, middle, middle_codes, middle_records = work
@@ -438,6 +460,7 @@ def _work(thread, threads, state, first, last, embed, weights, pool, batch, work
         wait(state, part, pieces)
         part += 1
     one, three = np.zeros(1, np.int64), np.zeros(3, np.int64)
+    not_turned, no_sin = np.ones(head_dim, np.float32), np.zeros(head_dim, np.float32)
     for layer in range(first, last):
         m = matrices[7 * layer : 7 * layer + 7]
         keys, values = all_keys[layer], all_values[layer]
@@ -465,7 +488,12 @@ def _work(thread, threads, state, first, last, embed, weights, pool, batch, work
                         head = qkv[r, three[1] + h * head_dim : three[1] + (h + 1) * head_dim]
                         norm_row(head, head_norms[2 * layer + 1], eps, head)
                 at = positions[r]
-                rope_kv_row(qkv[r], cos[at], sin[at], q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
+                row_cos, row_sin = (cos[at], sin[at]) if rotary[layer] else (not_turned, no_sin)
+                rope_kv_row(qkv[r], row_cos, row_sin, q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
+                if scales.shape[0]:
+                    for h in range(n_heads):
+                        for d in range(head_dim):
+                            q[r, h, d] *= scales[at]
             done(state, part + 2)
         wait(state, part + 2, pieces)
         by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
