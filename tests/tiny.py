@@ -44,17 +44,32 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.25},
     "gpt2": {"n_inner": 96},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "smollm3": {"num_hidden_layers": 4},
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.6,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
 }
 ARCHITECTURES = tuple(_FAMILIES)
 
 
 def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) -> PreTrainedModel:
-    """A random fp32 model of the family in evaluation mode; the same for the same arguments.
+    """A random fp32 model of a family, one of ARCHITECTURES or another, in evaluation mode; the same for the same arguments.
 
     `std` is that of the weight matrices: 0.3 makes logits as peaked as a trained model's.
     """
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
-    config = CONFIG_MAPPING[arch](**{**_COMMON, **ids, **_FAMILIES[arch], **overrides})
+    config = CONFIG_MAPPING[arch](**{**_COMMON, **ids, **_FAMILIES.get(arch, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

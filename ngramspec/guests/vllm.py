@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ngramspec.batch.errors import InvalidInputError, NgramspecError, TokenizerError
+from ngramspec.batch.errors import InvalidInputError, NgramspecError, TokenizerError, UnsupportedModelError
 from ngramspec.batch.limits import ANSWERS
 from ngramspec.batch.types import Stats
 from ngramspec.datastore.errors import DatastoreError
@@ -39,6 +39,8 @@ PATIENCE = 32
 MISSED = 8
 """Steps that vLLM may keep to itself before a text that has grown is another one."""
 _DEVICE_SLOPE = 0.005
+_RECURRENT = ("linear", "mamba", "conv", "recurrent", "delta", "ssm", "rwkv", "kda", "lightning", "retention", "hybrid")
+"""Parts of the names that configurations give to layers with a recurrent state."""
 _KINDS: dict[str, tuple[type, ...]] = {
     "datastore": (str, list, dict),
     "tokenizer": (str,),
@@ -62,8 +64,9 @@ class Proposer:
     """What vLLM makes of the class's name. One for each worker; called from its one thread."""
 
     def __init__(self, vllm_config: Any, *_: Any, **__: Any) -> None:
-        """Raises HostVersionError, InvalidInputError, DatastoreError, TokenizerMismatchError, TokenizerError."""
+        """Raises HostVersionError, InvalidInputError, DatastoreError, TokenizerMismatchError, TokenizerError, UnsupportedModelError."""
         check_version("vLLM", importlib.import_module("vllm").__version__, TESTED)
+        _check_state(vllm_config.model_config)
         settings = _settings(vllm_config)
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -329,6 +332,26 @@ class Proposer:
 def stats(worker: Any) -> Stats:
     """`llm.collective_rpc(ngramspec.guests.vllm.stats)`: what drafts did in each worker."""
     return worker.model_runner.drafter.stats
+
+
+def _check_state(model_config: Any) -> None:
+    """Refuse models with a recurrent state: until vllm#52942 is merged, a step without drafts that follows one with accepted drafts reads
+    the wrong column of it, and the text goes wrong. A drafter that may propose nothing meets that. Raises UnsupportedModelError."""
+    reason = next((name for name in ("is_hybrid", "is_attention_free", "has_inner_state") if getattr(model_config, name, False)), None)
+    for config in (getattr(model_config, name, None) for name in ("hf_text_config", "hf_config")):
+        for inner in (config, getattr(config, "text_config", None)):
+            for name in ("layer_types", "layers_block_type"):
+                kinds = sorted({str(kind) for kind in getattr(inner, name, None) or ()})
+                reason = reason or next((f"{name}: {kind}" for kind in kinds if any(part in kind for part in _RECURRENT)), None)
+            if 0 in (getattr(inner, "attn_type_list", None) or ()):  # MiniMax: 0 is lightning attention
+                reason = reason or "attn_type_list: 0"
+            if getattr(inner, "linear_attn_config", None):
+                reason = reason or "linear_attn_config"
+    if reason:
+        raise UnsupportedModelError(
+            f"{getattr(model_config, 'model', 'the model')} keeps a recurrent state ({reason}): in vLLM a step without drafts after one with "
+            "drafts corrupts its text (vllm#52942); accepted: models with attention alone, or vLLM without ngramspec"
+        )
 
 
 def _settings(vllm_config: Any) -> dict[str, Any]:

@@ -56,18 +56,24 @@ def check_files(folder: Path, spec: str) -> None:
 def read_object(path: Path, spec: str) -> dict[str, Any]:
     """Return the object in a JSON file of the size of a config. Raises ModelNotFoundError."""
     try:
-        with path.open("rb") as file:
+        # Without O_NONBLOCK a named pipe would be waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError("it is no regular file")
             raw = file.read(CONFIG_BYTES + 1)
         if len(raw) > CONFIG_BYTES:
             raise ValueError(f"it has more than {CONFIG_BYTES} bytes")
-        found = json.loads(raw.decode())
+        found = json.loads(raw.decode(), object_hook=_special_float)
         if not isinstance(found, dict):
             raise ModelNotFoundError(f"{spec}: {path.name} holds {type(found).__name__}, not an object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelNotFoundError(f"{spec}: {path.name} cannot be read: {error}") from error
     return found
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers writes {"__float__": "Infinity"} for numbers that JSON has not."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]] | None = None) -> None:

@@ -105,7 +105,7 @@ def texts_to_compare(model: PreTrainedModel, max_len: int) -> list[Text]:
     config = model.config.get_text_config()
     words = min(WORDS, config.vocab_size)
     last = int(getattr(config, "max_position_embeddings", 0) or max_len)
-    named = sorted({n for n in _named_positions(config.to_dict()) if 1 < n})
+    named = sorted({n for n in _named_positions(config.to_dict()) if n > 1})
     starts = {last - FAR_TEXT, *(n - FAR_TEXT // 2 for n in named), *(n + FAR_TEXT for n in named)}
     texts = [_text(words, 0, min(TEXT, last))]
     texts += [_text(words, start, FAR_TEXT) for start in sorted(starts) if 0 < start <= last - FAR_TEXT]

@@ -283,8 +283,15 @@ def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, i
 
     probe = attention.Shapes()
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
+    try:
+        with torch.inference_mode():
+            model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be computed with this attention and packed weights: {type(error).__name__}: {error}"
+        ) from error
     if sorted(probe.seen) != list(range(len(probe.seen))) or not probe.seen:
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention in layers {sorted(probe.seen)}; every layer from 0 on must have one"
@@ -295,6 +302,25 @@ def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, i
     return [probe.seen[layer] for layer in sorted(probe.seen)]
 
 
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+"""What a configuration calls layers that can be computed."""
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse layers that are no attention, or one that the attention here does not compute. Raises UnsupportedModelError."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    types = [str(each) for each in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
+    for other in sorted(set(types) - set(ATTENTION_LAYERS)):
+        where = ", ".join(str(i) for i, each in enumerate(types) if each == other)
+        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(ATTENTION_LAYERS)}")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} keeps a recurrent state, which is not implemented; accepted: decoders with attention alone")
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UnsupportedModelError(
+            f"{name} scales attention by a token's place in the pass (attn_temperature_tuning), which is not its position in the text here"
+        )
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse, with the reason, what a pass over packed rows cannot compute. Raises UnsupportedModelError."""
     name = type(model).__name__
@@ -303,6 +329,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are supported")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language-model head")
+    _check_layers(model)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngramspec import HostVersionError, InvalidInputError
+from ngramspec import HostVersionError, InvalidInputError, UnsupportedModelError
 from ngramspec.datastore.errors import TokenizerMismatchError
 from ngramspec.guests import vllm, vllm_logits
 from ngramspec.text.encoding import Encoding
@@ -501,3 +501,32 @@ def test_an_untested_version_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.99.1"))
     with pytest.raises(HostVersionError, match=r"vLLM 0\.99\.1 was not tested; 0\.32 to 0\.33 were"):
         proposer()
+
+
+HYBRIDS = {
+    "is_hybrid": {"is_hybrid": True},
+    "is_attention_free": {"is_attention_free": True},
+    "has_inner_state": {"has_inner_state": True},
+    "layer_types: linear_attention": {"hf_text_config": types.SimpleNamespace(layer_types=["linear_attention", "full_attention"])},
+    "layer_types: conv": {"hf_config": types.SimpleNamespace(layer_types=["conv", "full_attention"])},
+    "layers_block_type: mamba": {
+        "hf_config": types.SimpleNamespace(text_config=types.SimpleNamespace(layers_block_type=["mamba", "attention", "moe"]))
+    },
+    "attn_type_list: 0": {"hf_config": types.SimpleNamespace(attn_type_list=[0, 1])},
+    "linear_attn_config": {"hf_config": types.SimpleNamespace(linear_attn_config={"kda_layers": [1]})},
+}
+
+
+@pytest.mark.parametrize("reason", HYBRIDS)
+def test_models_with_a_recurrent_state_are_refused(reason):
+    of = config()
+    vars(of.model_config).update(HYBRIDS[reason])
+    with pytest.raises(UnsupportedModelError, match=rf"tiny keeps a recurrent state \({reason}\).*vllm#52942"):
+        vllm.Proposer(of)
+
+
+def test_models_with_attention_alone_are_taken():
+    of = config()
+    layer_types = ["full_attention", "sliding_attention", "chunked_attention"]
+    vars(of.model_config).update(is_hybrid=False, is_attention_free=False, hf_config=types.SimpleNamespace(layer_types=layer_types))
+    assert vllm.Proposer(of).depth == DEPTH
