@@ -93,6 +93,7 @@ class CpuRunner(StackRunner):
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
         self.precision, self.kv_dtype = settled(precision, kv_dtype, is_quantised(source) and not plain)
+        in_memory = in_memory and not is_quantised(source)  # else its weights are not those that will be multiplied
         self._products = Products(self.precision == "int8", folder=code)
         self.stack, self.recipe = None, None
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -201,8 +202,8 @@ class CpuRunner(StackRunner):
             found = self._modules_error(text, wanted)
             if not found < tolerance:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__}: logits differ from transformers' own by {found:.2g} of their size, at positions from "
-                    f"{text.start} on in layers {', '.join(map(str, wanted.layers))}"
+                    f"{type(self.model).__name__}: logits differ from transformers' own by {found:.2g} of their size, at positions "
+                    f"{text.start} to {text.start + len(text.ids) - 1} in layers {', '.join(map(str, wanted.layers))}"
                 )
 
     def self_test(self) -> bool:
@@ -229,7 +230,7 @@ class CpuRunner(StackRunner):
     def _modules_error(self, text: Text, wanted: Trace) -> float:
         """By how much the layers and their parts differ, given what those of transformers were given."""
         n, mates = len(text.ids), min(MATES, len(text.ids)) if (self.pool.n_blocks_of == 0).sum() > 1 else 0
-        slots, spans = [], []
+        slots, spans = list[int](), list[Span]()
         try:
             for ids in (text.ids[:mates], text.ids):
                 if len(ids):

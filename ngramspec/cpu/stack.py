@@ -1,6 +1,7 @@
 """A whole pass of a model of the Llama kind in one compiled call, from embedding to logits, with threads that stay awake (`threads`).
 
-The Llama kind: norm, attention with halves-paired rotary embedding, perhaps with a norm of every head's queries and keys, norm, gated MLP;
+The Llama kind: norm, attention with halves-paired rotary embedding (in some layers or all), perhaps with a norm of every head's queries and
+keys, or with queries that are scaled by their position, norm, gated MLP;
 a norm and a head at the end. Whoever builds a `Stack` has checked that the model is of this kind. Rows are computed alone, in a fixed
 order; what a thread does of a part comes into no result. Knows batches and pools, nothing of modules or requests.
 
@@ -151,14 +152,12 @@ class Stack:
         self._logits = np.zeros((0, 0), np.float32)
 
     def begin_at(self, position: int) -> None:
-        """Have passes compute what a batch has at position 0 as if it were at this one, to check what is far out without the text before."""
+        """Have passes compute what a batch has at position 0 as if it were at this one: checks look far out without the text before."""
         self._begin = position
         self._cos, self._sin = (np.zeros((0, self.head_dim), np.float32) for _ in range(2))
         self._scales = np.zeros(0, np.float32)
 
-    def run_layer(
-        self, layer: int, batch: Batch, pool: KVPool, threads: int, x: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def run_layer(self, layer: int, batch: Batch, pool: KVPool, threads: int, x: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """One layer alone, of hidden states x [T, H] or else of the embedding: its output [T, H], and the logits made of that."""
         computed = self.run(batch, pool, threads, first=layer, n_layers=1, x=x)
         assert self._work is not None
@@ -212,8 +211,8 @@ class Stack:
         if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
             assert self._work is not None
             weights = (
-                self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers, self._functions,
-                self._cos, self._sin, self._scales,
+                self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers,
+                self._functions, self._cos, self._sin, self._scales,
             )  # fmt: skip
             self._model, self._model_of = _new_model(weights, (pool.all_keys, pool.all_values), self._work.arrays), of
         return self._model

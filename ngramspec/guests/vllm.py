@@ -349,8 +349,8 @@ def _check_state(model_config: Any) -> None:
                 reason = reason or "linear_attn_config"
     if reason:
         raise UnsupportedModelError(
-            f"{getattr(model_config, 'model', 'the model')} keeps a recurrent state ({reason}): in vLLM a step without drafts after one with "
-            "drafts corrupts its text (vllm#52942); accepted: models with attention alone, or vLLM without ngramspec"
+            f"{getattr(model_config, 'model', 'the model')} keeps a recurrent state ({reason}): in vLLM a step without drafts after one "
+            "with drafts corrupts its text (vllm#52942); accepted: models with attention alone, or vLLM without ngramspec"
         )
 
 

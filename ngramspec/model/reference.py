@@ -286,7 +286,8 @@ class Reference:
         """`model`: of the same configuration. Raises UnsupportedModelError."""
         config = model.config.to_dict()
         words = min(WORDS, config["vocab_size"])
-        config |= {key: words for key in config if key.startswith("vocab_size")} | {f"{token}_token_id": None for token in ("pad", "bos", "eos")}
+        config |= {key: words for key in config if key.startswith("vocab_size")}
+        config |= {f"{token}_token_id": None for token in ("pad", "bos", "eos")}
         self.model = empty_model(config, torch.float32).eval()
         self._source, self._n_words = source, words
         inside = {id(module) for layer in layers_of(self.model) for module in layer.modules()}
@@ -298,13 +299,14 @@ class Reference:
         here = layers_of(self.model)[layer]
         path = next(path for path, module in self.model.named_modules() if module is here)
         modules = [(f"{path}.{name}" if name else path, module) for name, module in here.named_modules()]
+        inputs = [(torch.from_numpy(text.ids).long(), text.positions) for text in texts]
         empty = [dict(module._parameters) for _, module in modules]
         self._fill(modules)
         try:
-            return [trace(self.model, torch.from_numpy(text.ids).long(), text.positions, [layer], gives_tuple=gives_tuple) for text in texts]
+            return [trace(self.model, ids, positions, [layer], gives_tuple=gives_tuple) for ids, positions in inputs]
         except (RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
             name = type(self.model).__name__
-            raise UnsupportedModelError(f"{name}: its layer {layer} cannot be computed without the others to be checked: {error}") from error
+            raise UnsupportedModelError(f"{name}: its layer {layer} cannot be computed and checked by itself: {error}") from error
         finally:
             for (_, module), parameters in zip(modules, empty, strict=True):
                 module._parameters.update(parameters)
