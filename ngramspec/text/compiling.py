@@ -10,62 +10,98 @@ import contextlib
 import json
 import signal
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ngramspec.batch.errors import GrammarError
 from ngramspec.batch.grammar import Grammar
+from ngramspec.text.gbnf import parse
+from ngramspec.text.gbnf_lark import to_lark
+from ngramspec.text.json_schema import OPTIONS, WHITESPACE, prepare_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LIMITS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000, "step_lexer_fuel": 200_000, "max_grammar_size": 100_000}
-"""A step within them takes some tens of milliseconds at the very most."""
+"""A mask within them takes some 20 ms at the very most; beyond, the request ends with a GrammarError."""
 MEMORY = 2 << 30
 """Of a process that compiles for another."""
-MOST_AT_ONCE = 6
-"""Expressions that one text must match together. llguidance takes time that is exponential in their number, and counts none of it."""
-WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
-"""Between the words of JSON, or nothing: as llama.cpp has it. With no bound, a model can go on with blanks for ever."""
+MAX_FORCED = 1 << 14
+"""Bytes in a row that a grammar may leave no choice about. llguidance computes them at once, 1 to 2 ms a KiB, in the thread that steps."""
+MAX_PROBES = 500
+"""Bytes with which a trial goes on to find longer ones: some 10 ms."""
+_NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
-def sources(grammar: Grammar) -> tuple[str, str | None]:
-    """llguidance's own form, and for JSON that of the same without blanks between words. Raises GrammarError."""
+def sources(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS) -> tuple[str, str | None]:
+    """llguidance's own form, and for JSON that of the same without blanks between words. `special`: the control tokens that GBNF may name.
+
+    Raises GrammarError.
+    """
     try:
-        return _sources(grammar)
+        return _sources(grammar, special)
+    except GrammarError:
+        raise
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"grammar: {first_line(error)}") from None
 
 
-def _sources(grammar: Grammar) -> tuple[str, str | None]:
-    from llguidance import LLMatcher, grammar_from
+def _sources(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str | None]:
+    from llguidance import LLMatcher
 
-    if (n := n_together(grammar)) > MOST_AT_ONCE:
-        raise ValueError(f"at most {MOST_AT_ONCE} expressions for one text, got {n}")
     match grammar.kind:
         case "json_schema" | "json_object":
-            schema = grammar.text or '{"type": "object"}'
-            plain = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-            return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}), plain
+            schema = prepare_schema(json.loads(grammar.text or '{"type": "object"}'))
+            flexible: Any = {"whitespace_pattern": WHITESPACE, **OPTIONS}
+            plain: Any = {"whitespace_flexible": False, **OPTIONS}
+            make = LLMatcher.grammar_from_json_schema
+            return make(schema, overrides=flexible), make(schema, overrides=plain)
         case "choice":
-            texts = ["".join("\\" + c if c in _META else c for c in text) for text in json.loads(grammar.text)]
+            given = json.loads(grammar.text)
+            for text in given:
+                check_forced(text.encode())
+            texts = ["".join("\\" + c if c in _META else c for c in text) for text in given]
             return LLMatcher.grammar_from_regex("|".join(f"(?:{text})" for text in texts)), None
-        case "regex" | "lark" | "gbnf" as kind:
-            return grammar_from(kind, grammar.text), None
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text), None
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text), None
+        case "gbnf":
+            return LLMatcher.grammar_from_lark(to_lark(parse(grammar.text), special)), None
     raise AssertionError(grammar.kind)
 
 
-def n_together(grammar: Grammar) -> int:
-    """How many expressions a text may have to match at a time, at most."""
-    if grammar.kind in ("lark", "gbnf"):
-        return grammar.text.count("&") + grammar.text.count("~")
-    if grammar.kind != "json_schema":
-        return 0
-    names: list[str] = []
-    json.loads(grammar.text, object_pairs_hook=lambda pairs: names.extend(name for name, _ in pairs))
-    return names.count("pattern") + names.count("format") if "allOf" in names else 0
+def check_forced(text: bytes) -> None:
+    """Raise GrammarError if a grammar leaves no choice about too many bytes in a row."""
+    if len(text) > MAX_FORCED:
+        raise GrammarError(f"grammar: at most {MAX_FORCED} bytes in a row may be without a choice, got {len(text)}: {text[:40]!r}…")
+
+
+def probe_forced(matcher: LLMatcher) -> None:
+    """Check what a grammar over bytes forces at its beginning and after its first choices. Raises GrammarError.
+
+    Tries each byte that may come, nearest choices first, until MAX_PROBES are tried.
+    """
+    pending, n_probes = deque([matcher]), 0
+    while pending and n_probes < MAX_PROBES:
+        at = pending.popleft()
+        forced = at.compute_ff_bytes()
+        check_forced(forced)
+        if at.is_error() or at.try_consume_tokens(list(forced)) < len(forced):
+            continue
+        mask, kinds = at.compute_bitmask(), set[bytes]()
+        if at.is_error() or at.is_stopped():
+            continue
+        for byte in (byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1):
+            n_probes += 1
+            ahead = at.deep_copy()
+            if ahead.try_consume_tokens([byte]) and (kind := ahead.compute_bitmask()) not in kinds:
+                kinds.add(kind)  # bytes after which the same may come, as those of a class, need no probes of their own
+                pending.append(ahead)
 
 
 def matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
@@ -119,21 +155,23 @@ def serve() -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     first = json.loads(sys.stdin.readline())
-    tokens = _tokens(first["size"], dict(first["special"]), first["ends"])
+    tokens, special = _tokens(first["size"], dict(first["special"]), first["ends"]), {name: i for i, name in first["special"]}
     byte_tokens()
     print("{}", flush=True)
     for line in sys.stdin:
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, first["seconds"])
-        print(json.dumps(_tried(Grammar(**json.loads(line)), tokens)), flush=True)
+        print(json.dumps(_tried(Grammar(**json.loads(line)), tokens, special)), flush=True)
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _tried(grammar: Grammar, tokens: LLTokenizer) -> dict[str, Any]:
+def _tried(grammar: Grammar, tokens: LLTokenizer, special: Mapping[str, int]) -> dict[str, Any]:
     try:
-        source, plain = sources(grammar)
-        matcher(tokens, source).compute_bitmask()
+        source, plain = sources(grammar, special)
+        made = matcher(tokens, source)
+        made.compute_bitmask()
+        probe_forced(made)
         if plain is not None:
             matcher(byte_tokens(), plain)
     except GrammarError as error:

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ngramspec.batch.errors import GrammarError
 from ngramspec.batch.grammar import Grammar
-from ngramspec.text.compiling import MOST_AT_ONCE, WHITESPACE, n_together
+from ngramspec.text.json_schema import OPTIONS, WHITESPACE, prepare_schema
 
 ID = "\0"
 """Stands for the id of a call, where a template prints it."""
@@ -26,7 +25,7 @@ _ARGUMENTS_AS_JSON = re.compile(r'\{\s*"probe_key"\s*:\s*"probe_value"\s*\}')
 _OBJECT = re.compile(r'(\[\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"$')
 _TO_ARGUMENTS = re.compile(r'"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _ANY_NAME = r"(?P<name>[\w.:/-]+)"
-_IN_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_IN_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "} | OPTIONS
 """JSON as templates print it: a call that is read back is the text that was written, and all but values is foreseen."""
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
@@ -229,9 +228,7 @@ def call_grammar(
     calls += f" {writer.terms(form.last)}"
     rules = [f"calls: {writer.terms(form.first)} {calls}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        schema = {"type": "object"} | (tool.parameters if tool.strict or not free else {}) | {"x-guidance": _IN_LINE}
-        if (n := n_together(Grammar.json_schema(schema))) > MOST_AT_ONCE:
-            raise GrammarError(f"at most {MOST_AT_ONCE} expressions for one text, got {n} for {tool.name!r}")
+        schema = prepare_schema({"type": "object"} | (tool.parameters if tool.strict or not free else {})) | {"x-guidance": _IN_LINE}
         rules += [f"call_{i}: {writer.terms(tool.name + form.middle)} arguments_{i}", f"arguments_{i}: %json {_json(schema)}"]
     if free:
         rules += _free(form, added, writer, calls, [tool for tool in tools if tool.strict], several)
@@ -296,7 +293,7 @@ class _Writer:
 
 
 def _flexible(schema: Any) -> dict[str, Any]:
-    return ({"allOf": [schema]} if isinstance(schema, bool) else schema) | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return prepare_schema(schema) | {"x-guidance": {"whitespace_pattern": WHITESPACE} | OPTIONS}
 
 
 def _escape(text: str) -> str:

@@ -197,7 +197,19 @@ def test_letters_that_are_operators_in_a_grammar(tokenizer: LLTokenizer) -> None
     assert not accepts(tokenizer, grammar, written(HERMES, ("f", '{"a&b": "~/x"}')), {})
 
 
-def test_too_many_expressions_for_one_text_are_refused() -> None:
-    schema = {"type": "object", "properties": {"a": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(9)]}}}
-    with pytest.raises(GrammarError, match="at most 6 expressions"):
-        call_grammar(HERMES, [Tool("f", schema)], {}, several=False)
+def test_a_tools_schema_is_held_as_any_other(tokenizer: LLTokenizer) -> None:
+    dates = {f"d{i}": {"type": "string", "format": "date"} for i in range(7)}
+    lenient = {"x-guidance": {"lenient": True, "whitespace_pattern": " +"}}
+    schema = {
+        "type": "object",
+        "allOf": [{"properties": {"a": {"const": 1, **lenient}}}],
+        "properties": dates,
+        "required": ["a"],
+        **lenient,
+    }
+    grammar = call_grammar(HERMES, [Tool("f", schema)], {}, several=False)
+    assert accepts(tokenizer, grammar, written(HERMES, ("f", '{"a": 1, "d0": "2024-01-02"}')), {})
+    for wrong in ('{"a": 2}', '{"a": 1, "d0": "x"}', '{"a":  1}'):
+        assert not accepts(tokenizer, grammar, written(HERMES, ("f", wrong)), {})
+    with pytest.raises(GrammarError, match="'not' at '#/properties/a'"):
+        call_grammar(HERMES, [Tool("f", {"properties": {"a": {"not": {"const": 1}}}, **lenient})], {}, several=False)
