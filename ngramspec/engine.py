@@ -247,7 +247,7 @@ class Engine:
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         if params is not None and params.grammar is not None:
-            await asyncio.to_thread(self.compile_grammar, params.grammar)
+            await asyncio.to_thread(self.compile_grammar, params.grammar, tenant=hints.get("tenant", ""))
         request = self.submit(prompt, params, deliver=deliver, **hints)
         try:
             while True:
@@ -303,7 +303,7 @@ class Engine:
             prediction = self._encoding.with_line_ends_of(ids, self._encoding.ids(expected, "prediction", add_special_tokens=False))
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
-        constraint = None if params.grammar is None else self.compile_grammar(params.grammar)
+        constraint = None if params.grammar is None else self.compile_grammar(params.grammar, tenant=tenant)
         bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
         special = self._encoding.special_tokens
         stop_tokens = {special[text]: text for text in params.stop if text in special}
@@ -470,13 +470,13 @@ class Engine:
             return self._encoding.ids(text, "text", add_special_tokens=False).tolist()
         return self._encoding.plain(text)
 
-    def compile_grammar(self, grammar: Grammar) -> Constraint:
-        """A text that follows the grammar, at its beginning. What is compiled is kept for requests: for the first of them, `submit`
-        does it otherwise, in up to two seconds.
+    def compile_grammar(self, grammar: Grammar, *, tenant: str | None = "") -> Constraint:
+        """Return a text that follows the grammar, at its beginning. What is compiled is kept for the tenant's requests; otherwise `submit`
+        compiles it, in up to two seconds. With None, as in hints, it is kept for nobody.
 
         From any thread. Raises GrammarError, TokenizerError.
         """
-        return self._grammars.compile(grammar).fork()
+        return self._grammars.compile(grammar, tenant).fork()
 
     # ------------------------------------------------------------------ what it is and does
 

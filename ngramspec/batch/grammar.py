@@ -7,6 +7,7 @@ compiles it (`text.grammar`) hands back a `Constraint`. Knows no tokenizer and n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -20,6 +21,7 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
 MAX_BYTES = 1 << 18
 """Of a grammar's text; of GBNF, which is translated in Python, an eighth."""
 MAX_CHOICES = 4096
+_GBNF, _LARK = re.compile(r"^\s*root\s*::=", re.MULTILINE), re.compile(r"^\s*\??start\s*(\.-?\d+)?\s*:(?!:)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,15 @@ class Grammar:
     def gbnf(cls, grammar: str) -> Self:
         """A grammar in llama.cpp's notation, whose rule is `root`."""
         return cls("gbnf", grammar)
+
+    @classmethod
+    def written(cls, grammar: str) -> Self:
+        """A grammar in llama.cpp's notation, or in Lark's, whichever its first rule is in."""
+        if _GBNF.search(grammar):
+            return cls.gbnf(grammar)
+        if _LARK.search(grammar):
+            return cls.lark(grammar)
+        raise GrammarError("there is neither a rule `root ::= …`, as llama.cpp has it, nor `start: …`, as Lark has it")
 
 
 def _json(value: Any) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from ngramspec.batch.errors import GrammarError
 from ngramspec.batch.grammar import Grammar
 from ngramspec.cli.common import BadInputError, check_text, read_file
-
-_GBNF, _LARK = re.compile(r"^\s*root\s*::=", re.MULTILINE), re.compile(r"^\s*\??start\s*(\.-?\d+)?\s*:(?!:)", re.MULTILINE)
 
 
 def grammar_of(grammar: str | None, json_schema: str | None) -> Grammar | None:
@@ -23,11 +20,7 @@ def grammar_of(grammar: str | None, json_schema: str | None) -> Grammar | None:
     if grammar is None:
         return None
     text, origin = _read(grammar, "--grammar")
-    if _GBNF.search(text):
-        return _made(Grammar.gbnf, text, f"--grammar: {origin}")
-    if _LARK.search(text):
-        return _made(Grammar.lark, text, f"--grammar: {origin}")
-    raise BadInputError(f"--grammar: {origin} has neither a rule `root ::= …`, as llama.cpp has it, nor `start: …`, as Lark has it")
+    return _made(Grammar.written, text, f"--grammar: {origin}")
 
 
 def _read(given: str, option: str) -> tuple[str, str]:

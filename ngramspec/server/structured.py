@@ -15,6 +15,7 @@ from ngramspec.batch.grammar import MAX_BYTES, MAX_CHOICES, Grammar
 from ngramspec.engine import Engine
 from ngramspec.server.errors import ApiError
 from ngramspec.server.schemas import Extras, Items, StrictModel
+from ngramspec.text.json_schema import prepare_lark
 
 Schema = dict[str, Any] | bool
 Source = Annotated[str, Field(max_length=MAX_BYTES)]
@@ -72,12 +73,12 @@ class Structured(Extras):
         named = self._form()
         return named and named[1]
 
-    def check_form(self, engine: Engine) -> None:
-        """That the answer can have that form. May take seconds, once for each. Raises ApiError (400)."""
+    def check_form(self, engine: Engine, tenant: str | None) -> None:
+        """That the answer can have that form. May take seconds, once for each of a tenant. Raises ApiError (400)."""
         if (named := self._form()) is not None:
             field, grammar = named
             try:
-                engine.compile_grammar(grammar)
+                engine.compile_grammar(grammar, tenant=tenant)
             except (GrammarError, TokenizerError) as error:
                 raise ApiError(400, f"{field}: {error}", param=field) from None
 
@@ -104,7 +105,7 @@ class Structured(Extras):
                 ("json_", Grammar.json_schema),
                 ("regex", Grammar.regex),
                 ("choice", Grammar.choice),
-                ("grammar", Grammar.gbnf),
+                ("grammar", _of_client),
             ):
                 if (value := getattr(wanted, name)) is not None:
                     yield f"structured_outputs.{name.rstrip('_')}", value, make
@@ -114,7 +115,7 @@ class Structured(Extras):
             ("guided_json", Grammar.json_schema),
             ("guided_regex", Grammar.regex),
             ("guided_choice", Grammar.choice),
-            ("guided_grammar", Grammar.gbnf),
+            ("guided_grammar", _of_client),
         ):
             if (value := getattr(self, field)) is not None:
                 yield field, value, make
@@ -142,6 +143,12 @@ def _of_format(wanted: ResponseFormat) -> Iterator[tuple[str, Any, Callable[[Any
         case other:
             why = f"response_format: must be of type 'text', 'json_object' or 'json_schema', got {other[:40]!r}"
             raise ApiError(400, why, param="response_format", code="not_supported")
+
+
+def _of_client(grammar: str) -> Grammar:
+    """vLLM's fields take both notations. In Lark's, schemas hold no more than those that are given as such. Raises GrammarError."""
+    made = Grammar.written(grammar)
+    return Grammar.lark(prepare_lark(grammar)) if made.kind == "lark" else made
 
 
 def _any_object(_: object) -> Grammar:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import copy
 import importlib.util
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ngramspec.batch.errors import GrammarError
 from ngramspec.batch.grammar import Grammar
-from ngramspec.text.compiling import byte_tokens, first_line, matcher
+from ngramspec.text.compiling import byte_tokens, check_forced, first_line, matcher
 from ngramspec.text.encoding import Encoding
 from ngramspec.text.json_layout import Habits, Layout
 from ngramspec.text.trial import Trials
@@ -27,50 +28,66 @@ from ngramspec.text.trial import Trials
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT = 64
-"""Compiled grammars that are kept for later requests."""
+PER_TENANT, KEPT = 32, 128
+"""Compiled grammars that are kept for later requests: of one tenant, and of all. Some take megabytes."""
 _LETTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(_LETTER + f"{{1,{n}}}" for n in (5, 10, 16, 30)), _LETTER + "+"]
 """Tokens that a mask has all of or looks at one by one: llguidance's own, but finer. A string near its greatest length has many of them."""
 FORESEEN = 1024
 """Bytes, or tokens, that a grammar foresees at most: some 256 tokens, and no draft is deeper."""
+MAX_LOOKAHEAD = 4096
+"""Bytes of forced text after which a walk ahead of one text in one step looks no further: some 5 ms."""
 LIKELY, LAST = 0.95, 0.7
 """The chance of a token that a schema foresees in the text's layout, and of the last one, which may be longer than what is foreseen."""
 
 
 class Grammars:
-    """All grammars of an engine. From any thread."""
+    """All grammars of an engine, by tenant: how fast a grammar compiles tells nobody what others have asked for. From any thread."""
 
     def __init__(self, encoding: Encoding, eos_token_ids: Sequence[int]) -> None:
         self._encoding, self._eos = encoding, list(eos_token_ids)
-        self._compiled: OrderedDict[Grammar, Matching] = OrderedDict()
-        self._habit = Habit()
+        self._compiled: OrderedDict[tuple[str, Grammar], Matching] = OrderedDict()
+        """Least recently used first."""
         self._lock = threading.Lock()
         self._trials = Trials(self._vocabulary)
 
-    def compile(self, grammar: Grammar) -> Matching:
-        """A text that follows the grammar, at its beginning; `fork` it. Takes up to seconds for one that is new. Raises GrammarError."""
+    def compile(self, grammar: Grammar, tenant: str | None = "") -> Matching:
+        """Return a text that follows the grammar, at its beginning; `fork` it. A new grammar takes up to seconds.
+
+        It is kept for requests of the same tenant; for none if `tenant` is None. Raises GrammarError.
+        """
+        if tenant is None:
+            return self._compile(grammar, Habit())
+        key = tenant, grammar
         with self._lock:
-            if (known := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
+            if (known := self._compiled.get(key)) is not None and known.usable:
+                self._compiled.move_to_end(key)
                 return known
-        made = self._compile(grammar)
+            habit = next((made.habit for (other, _), made in reversed(self._compiled.items()) if other == tenant), Habit())
+        made = self._compile(grammar, habit)
         with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            self._compiled[key] = made
+            self._compiled.move_to_end(key)
+            self._evict(tenant)
         return made
+
+    def _evict(self, tenant: str) -> None:
+        """Drop a tenant's oldest grammar beyond its share, and beyond all shares that of the tenant that has most."""
+        counts = Counter(other for other, _ in self._compiled)
+        if counts[tenant] > PER_TENANT or len(self._compiled) > KEPT:
+            owner = tenant if counts[tenant] > PER_TENANT else counts.most_common(1)[0][0]
+            del self._compiled[next(key for key in self._compiled if key[0] == owner)]
 
     def close(self) -> None:
         """End what compiles. Any number of times; it starts again when it is wanted."""
         self._trials.close()
 
-    def _compile(self, grammar: Grammar) -> Matching:
+    def _compile(self, grammar: Grammar, habit: Habit) -> Matching:
         self._trials.warm()  # starts while the tokenizer is made
         tokenizer = self._tokenizer
         source, plain = self._trials.sources(grammar)
-        outline = None if plain is None else Outline(matcher(byte_tokens(), plain), self._habit)
-        made = Matching(tokenizer, matcher(tokenizer, source), outline)
+        outline = None if plain is None else Outline(matcher(byte_tokens(), plain), habit)
+        made = Matching(tokenizer, matcher(tokenizer, source), outline, habit)
         made.fork().mask()  # raises where nothing can be written at all
         return made
 
@@ -114,6 +131,8 @@ class Outline:
         self._matcher, self._habit = matcher, habit
         self._layout = Layout(habit.habits) if layout is None else layout
         self._undo: list[tuple[Layout, int]] = []
+        self.n_computed = 0
+        """Bytes of forced text that were computed."""
 
     def fork(self, *, begins: bool = False) -> Outline:
         """`begins`: at the beginning of a text."""
@@ -137,16 +156,42 @@ class Outline:
 
     def foreseen(self) -> bytes:
         plain = self._matcher.compute_ff_bytes()
-        return self._layout.lay_out(plain, FORESEEN) if plain else b""
+        self.n_computed += len(plain)
+        return self._layout.lay_out(plain[:FORESEEN], FORESEEN) if plain else b""
 
 
 class Matching:
-    """Where a text stands (a `batch.grammar.Constraint`)."""
+    """Where a text stands (a `batch.grammar.Constraint`).
 
-    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None) -> None:
-        self._tokenizer, self._matcher, self._outline = tokenizer, matcher, outline
+    While a grammar leaves no choice, llguidance computes all bytes up to the next choice for each mask. So the tokens of such a run are
+    computed once, at its beginning, and the masks in it are made of them: a run of n tokens takes time in proportion to n, not to n².
+    """
+
+    def __init__(
+        self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None, habit: Habit, forced: Sequence[int] | None = None
+    ) -> None:
+        """`forced`: what is left of the run of tokens that the text is in; None: it is to be computed."""
+        self._tokenizer, self._matcher, self._outline, self.habit = tokenizer, matcher, outline, habit
         self._mask: np.ndarray | None = None
         self._begins = True
+        self._forced = deque(self._compute_forced() if forced is None else forced)
+
+    def _compute_forced(self) -> list[int]:
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        self._check()
+        check_forced(self._tokenizer.decode_bytes(forced) if len(forced) > 1 else b"")
+        return forced
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"grammar: {first_line(self._matcher.get_error())}")
+
+    @property
+    def usable(self) -> bool:
+        """Whether texts can still begin here: the copies of a matcher share a lexer, which stays in error once one exceeds its limits."""
+        copied = self._matcher.deep_copy()
+        copied.compute_bitmask()
+        return not copied.is_error()
 
     @property
     def complete(self) -> bool:
@@ -154,9 +199,12 @@ class Matching:
 
     def mask(self) -> np.ndarray:
         if self._mask is None:
-            mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-            if self._matcher.is_error():
-                raise GrammarError(f"grammar: {first_line(self._matcher.get_error())}")
+            if self._forced:
+                mask = np.zeros((self._tokenizer.vocab_size + 31) // 32, np.uint32)
+                mask[self._forced[0] // 32] = np.uint32(1 << self._forced[0] % 32)
+            else:
+                mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+                self._check()
             self._mask = mask
         return self._mask
 
@@ -164,29 +212,41 @@ class Matching:
         self._mask, self._begins = None, False
         if not self._matcher.consume_token(token):
             raise GrammarError(f"grammar: token {token} may not come here: {first_line(self._matcher.get_error())}")
+        if self._forced and self._forced.popleft() != token:
+            self._forced.clear()
+        if not self._forced and not self._matcher.is_stopped():
+            self._forced.extend(self._compute_forced())
         if self._outline is not None and not self._outline.feed(self._tokenizer.decode_bytes([token])):
             self._outline = None
 
     def fork(self) -> Matching:
-        other = Matching(self._tokenizer, self._matcher.deep_copy(), self._outline and self._outline.fork(begins=self._begins))
+        outline = self._outline and self._outline.fork(begins=self._begins)
+        other = Matching(self._tokenizer, self._matcher.deep_copy(), outline, self.habit, self._forced)
         other._mask, other._begins = self._mask, self._begins
         return other
 
     def walker(self) -> MatchingWalker:
-        return MatchingWalker(self._tokenizer, self._matcher.deep_copy(), self._outline and self._outline.fork())
+        forced = list(islice(self._forced, FORESEEN))
+        return MatchingWalker(self._tokenizer, self._matcher.deep_copy(), self._outline and self._outline.fork(), forced)
 
 
 class MatchingWalker:
     """Runs ahead of a text (a `batch.grammar.Walker`)."""
 
-    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None) -> None:
-        self._tokenizer, self._matcher, self._outline = tokenizer, matcher, outline
+    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None, forced: Sequence[int]) -> None:
+        """`forced`: the tokens of the run that the text is in, or the first of them."""
+        self._tokenizer, self._matcher, self._outline, self._forced = tokenizer, matcher, outline, forced
+        self._path: list[int] = []
+        """Tokens since the text's end."""
         self._strayed = 0
         """Steps since the outline could not follow."""
+        self._n_computed = 0
+        """Bytes of forced text that were computed, but for the outline's."""
 
     def step(self, token: int) -> bool:
         if not self._matcher.try_consume_tokens([token]):
             return False
+        self._path.append(token)
         if self._outline is not None:
             if self._strayed:
                 self._strayed += 1
@@ -196,13 +256,21 @@ class MatchingWalker:
 
     def back(self) -> None:
         self._matcher.rollback(1)
+        self._path.pop()
         if self._outline is not None:
             self._strayed = max(self._strayed - 1, 0)
             if not self._strayed:
                 self._outline.back()
 
     def foreseen(self) -> list[tuple[int, float]]:
+        depth = len(self._path)
+        if depth < len(self._forced) and self._path == self._forced[:depth]:
+            return [(token, 1.0) for token in self._forced[depth:]]
+        if self._n_computed + (0 if self._outline is None else self._outline.n_computed) >= MAX_LOOKAHEAD:
+            return []
         if self._outline is not None and not self._strayed and (text := self._outline.foreseen()):
             tokens = self._tokenizer.tokenize_bytes(text)
             return [(token, LIKELY) for token in tokens[:-1]] + [(tokens[-1], LAST)]
-        return [(token, 1.0) for token in self._matcher.compute_ff_tokens()[:FORESEEN]]
+        forced = self._matcher.compute_ff_tokens()
+        self._n_computed += len(self._tokenizer.decode_bytes(forced))
+        return [(token, 1.0) for token in forced[:FORESEEN]]

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,13 @@ from ngramspec.batch.sampling import masked
 from ngramspec.batch.types import DraftTree
 from ngramspec.core import foresight
 from ngramspec.engine import Engine
+from ngramspec.text import compiling, trial
 from ngramspec.text import grammar as grammars
-from ngramspec.text import trial
+from ngramspec.text.compiling import matcher
 from ngramspec.text.encoding import Encoding
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 SCHEMA = {
     "type": "object",
@@ -168,6 +173,81 @@ def test_what_takes_too_long_is_refused(pair: tuple[Engine, Engine, Oracle], mon
         pair[0].complete("x", SamplingParams(grammar=endless))
     monkeypatch.setattr(trial, "TIMEOUT_S", 60.0)
     assert pair[0].complete("x", SamplingParams(grammar=Grammar.regex("fast"))).text == "fast"
+
+
+class Counting:
+    """A matcher of llguidance's that counts: masks, and tokens that are computed since they are forced."""
+
+    masks = forced = 0
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> Counting:
+        return Counting(self._matcher.deep_copy())
+
+    def compute_bitmask(self) -> bytes:
+        Counting.masks += 1
+        return self._matcher.compute_bitmask()
+
+    def compute_ff_tokens(self) -> list[int]:
+        found = self._matcher.compute_ff_tokens()
+        Counting.forced += len(found)
+        return found
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_forced_text_is_computed_once(monkeypatch: pytest.MonkeyPatch, speculation: bool) -> None:
+    """And not anew for each of its tokens, which would take time in proportion to the square of its length."""
+    text = "q" + "yx" * 100
+    monkeypatch.setattr(grammars, "matcher", lambda *args: Counting(matcher(*args)))
+    monkeypatch.setattr(Counting, "masks", 0)
+    monkeypatch.setattr(Counting, "forced", 0)
+    with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=250) as engine:
+        params = SamplingParams(max_tokens=240, grammar=Grammar.choice(["r", text]), logit_bias={ord("r"): -100.0})
+        assert engine.complete("x", params, speculation=speculation).text == text
+    assert Counting.masks <= 20
+    assert len(text) / 2 <= Counting.forced <= 2 * len(text)
+
+
+def test_too_much_forced_text_ends_the_request_that_asks_for_it(pair: tuple[Engine, Engine, Oracle]) -> None:
+    """Here it lies too deep for being found when the grammar is compiled."""
+    hidden = SamplingParams(max_tokens=60, grammar=Grammar.regex("([a-z]{1,30}-){5}(x{1000}){20}"), logit_bias={ord("-"): 90.0})
+    alone = pair[1].complete("y", SamplingParams(max_tokens=60, seed=3, temperature=1.0))
+    guilty = pair[1].submit("x", hidden)
+    assert pair[1].complete("y", SamplingParams(max_tokens=60, seed=3, temperature=1.0)).token_ids == alone.token_ids
+    with pytest.raises(GrammarError, match="at most 16384 bytes in a row"):
+        guilty.result()
+
+
+def test_grammars_are_kept_by_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody finds out by compiling a grammar whether another tenant has; and one tenant's many grammars drop no other's."""
+    compiled: list[str] = []
+
+    def sources(self: trial.Trials, grammar: Grammar) -> tuple[str, str | None]:
+        compiled.append(grammar.text)
+        return compiling.sources(grammar)
+
+    monkeypatch.setattr(trial.Trials, "sources", sources)
+    kept = grammars.Grammars(Encoding(tiny.byte_tokenizer(), tiny.VOCAB), [tiny.EOS])
+    secret = Grammar.regex("secret")
+    for tenant, is_new in (("a", True), ("a", False), ("b", True), ("b", False), ("", True), (None, True), (None, True), ("a", False)):
+        before = len(compiled)
+        kept.compile(secret, tenant)
+        assert (len(compiled) > before) == is_new, tenant
+    for i in range(grammars.KEPT + 9):
+        kept.compile(Grammar.choice([f"flood {i}"]), "flooder")
+    for i in range(grammars.KEPT):
+        kept.compile(Grammar.choice(["one"]), f"crowd {i}")
+        kept.compile(secret, "a")
+    assert compiled.count("secret") == 5
+    n = len(compiled)
+    kept.compile(Grammar.choice(["flood 0"]), "flooder")
+    assert len(compiled) == n + 1
+    kept.close()
 
 
 def test_without_the_library_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

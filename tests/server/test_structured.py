@@ -39,7 +39,7 @@ FORMS: list[tuple[dict[str, Any], Grammar, Callable[[str], object]]] = [
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar.json_schema(SCHEMA), is_shape),
     ({"structured_outputs": {"regex": "[ab]{2}-[0-9]"}}, Grammar.regex("[ab]{2}-[0-9]"), re.compile("[ab]{2}-[0-9]").fullmatch),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, Grammar.choice(["yes", "no"]), re.compile("yes|no").fullmatch),
-    ({"structured_outputs": {"grammar": 'start: "x" /[yz]/'}}, Grammar.gbnf('start: "x" /[yz]/'), re.compile("x[yz]").fullmatch),
+    ({"structured_outputs": {"grammar": 'start: "x" /[yz]/'}}, Grammar.lark('start: "x" /[yz]/'), re.compile("x[yz]").fullmatch),
     ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA), is_shape),
     ({"guided_regex": "c{3}"}, Grammar.regex("c{3}"), re.compile("ccc").fullmatch),
     ({"guided_choice": ["a|b", "c"]}, Grammar.choice(["a|b", "c"]), re.compile(r"a\|b|c").fullmatch),
@@ -110,6 +110,83 @@ def test_what_is_refused(client: httpx.Client, route: str, wrong: dict[str, Any]
     answer = client.post(route, json=ROUTES[route][0] | wrong)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+LENIENT = {"x-guidance": {"lenient": True, "whitespace_pattern": "_+", "item_separator": ";"}}
+HARMLESS = {
+    "type": "object",
+    "allOf": [{"properties": {"kind": {"enum": ["a", "b"], "format": "password", **LENIENT}}}],
+    "properties": {"kind": {"type": "string"}, **{f"at{i}": {"type": "string", "format": "date-time", "title": "t"} for i in range(7)}},
+    "required": ["kind"],
+    "additionalProperties": False,
+    **LENIENT,
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": HARMLESS}}},
+        {"response_format": {"type": "json_object", "schema": HARMLESS}},
+        {"structured_outputs": {"json": HARMLESS}},
+        {"guided_json": json.dumps(HARMLESS)},
+        {"json_schema": HARMLESS},
+        {"guided_grammar": f"start: %json {json.dumps(HARMLESS)}"},
+    ],
+    ids=lambda form: json.dumps(form)[:30],
+)
+def test_annotations_and_foreign_options_in_a_schema_change_nothing(client: httpx.Client, form: dict[str, Any]) -> None:
+    bias = {str(ord(char)): bias for char, bias in {" ": -100, "\n": -100, ",": -100, "_": 50, ";": 50}.items()}
+    asked = {"prompt": "a", "max_tokens": 90, "temperature": 0, "logit_bias": bias}
+    answer = client.post("/v1/completions", json=asked | form)
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.json()["choices"][0]["text"])["kind"] in ("a", "b")
+
+
+@pytest.mark.parametrize("schema", [True, {}, {"title": "anything"}])
+def test_a_schema_of_everything(client: httpx.Client, schema: Any) -> None:
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+    answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "logit_bias": {str(ord("7")): 90}} | form)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"].startswith("7")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "fits"),
+    [
+        ("root ::= .{3}", ".{3}"),
+        ('root ::= "a&&b" # &&&&&&&', "a&&b"),
+        (r'root ::= "caf\u00e9"', "caf\u00e9"),
+        (r"root ::= [\u00e0-\u00ff]", "[\u00e0-\u00ff]"),
+        ('root ::= start "c"\nstart ::= "s"', "sc"),
+        ('root ::= [a-b]+ "b" "c"', "[ab]+bc"),
+    ],
+)
+def test_gbnf_means_what_it_means_to_llama_cpp(client: httpx.Client, grammar: str, fits: str) -> None:
+    for form in ({"grammar": grammar}, {"guided_grammar": grammar}, {"structured_outputs": {"grammar": grammar}}):
+        bias = {str(ord("b")): 6, str(ord("c")): 6}
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 60, "seed": 2, "logit_bias": bias} | form)
+        assert answer.status_code == 200, answer.text
+        assert re.compile(fits, re.DOTALL).fullmatch(answer.json()["choices"][0]["text"]) or "\ufffd" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"guided_choice": ["q" + "yx" * 100_000]}, "at most 16384 bytes in a row may be without a choice, got 200001"),
+        ({"guided_choice": ["a", "q" + "yx" * 10_000]}, "16384"),
+        ({"guided_json": {"const": "yx" * 10_000}}, "16384"),
+        ({"guided_regex": "[bc](a{1000}){30}"}, "16384"),
+        ({"guided_json": {"not": {"const": 1}}}, "'not' at '#'"),
+        ({"guided_grammar": 'root ::= "a" |\n "b" &'}, "line 2, column 6"),
+        ({"guided_grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "%llguidance is not supported"),
+    ],
+)
+def test_why_it_is_refused(client: httpx.Client, form: dict[str, Any], told: str) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "a"} | form)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == next(iter(form))
+    assert told in answer.json()["error"]["message"]
 
 
 def test_a_ban_of_all_that_may_come_is_the_clients_error(client: httpx.Client) -> None:

@@ -153,7 +153,7 @@ class _Handler:
     ) -> Any:
         """Run `n_cmpl` works per prompt; one answer, a list of them, or a stream."""
         body.check_trust(identity)
-        await asyncio.to_thread(body.check_form, self.engine)
+        await asyncio.to_thread(body.check_form, self.engine, identity.tenant)
         works = list(self._works(identity, body, prompts, stop_ids))
         answers = [Answer(work, body) for work in works]
         pieces = self.admission.stream(reservation, http, works)

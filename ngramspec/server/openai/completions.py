@@ -54,7 +54,7 @@ def router(state: State) -> APIRouter:
         """Continue one or several texts."""
         handler = _TextHandler(state, prompts, texts, body, identity)
         with state.admission.reserve(len(handler.prompts) * handler.params.n) as reservation:
-            await asyncio.to_thread(body.check_form, engine)
+            await asyncio.to_thread(body.check_form, engine, identity.tenant)
             works = await state.encoders.run(identity.tenant, handler.n_chars, handler.works)
             if handler.streams:
                 return EventStream(reservation, handler.events(state.admission.stream(reservation, http, works)))

@@ -70,9 +70,9 @@ class Conversation:
         left = max(min(state.engine.max_model_len - len(ids), state.settings.limits.output_tokens // n), 1)
         params = body.params(max_tokens=left if max_tokens is None else max_tokens, n=n, logprobs=logprobs)
         state.bounds.check(params)
-        body.check_form(state.engine)
+        body.check_form(state.engine, hints["tenant"])
         if box.tools and (grammar := box.grammar(self.prompts.calls, self.prompts.added, params.grammar)) is not None:
-            box.check(state.engine, grammar)
+            box.check(state.engine, grammar, hints["tenant"])
             self.held = box.required or params.grammar is not None
             params = replace(params, grammar=grammar)
         return Work(ids, params, hints)

@@ -117,17 +117,17 @@ class Toolbox:
             raise ApiError(400, f"tools: {error}", param="tools") from None
         return None
 
-    def check(self, engine: Engine, grammar: Grammar) -> None:
+    def check(self, engine: Engine, grammar: Grammar, tenant: str | None) -> None:
         """That a text can be held to it. Takes up to seconds, once for each. Raises ApiError (400) that names the tool."""
         try:
-            engine.compile_grammar(grammar)
+            engine.compile_grammar(grammar, tenant=tenant)
         except GrammarError as error:
             deadline = time.monotonic() + SEEK_S
             for i, tool in enumerate(self.tools):
                 if time.monotonic() > deadline:
                     break
                 try:
-                    engine.compile_grammar(Grammar.json_schema({"type": "object"} | tool.parameters))
+                    engine.compile_grammar(Grammar.json_schema({"type": "object"} | tool.parameters), tenant=tenant)
                 except GrammarError as wrong:
                     known = next((k for k, told in enumerate(self.told) if told["function"]["name"] == tool.name), i)
                     param = f"tools[{known}].function.parameters"
