@@ -75,8 +75,8 @@ def _description(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
         for name, value in vars(module).items():
             if not name.startswith("_") and _is_plain(value):
                 yield f"{path}.{name}", value
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
                 yield f"{path}.{name}", (tuple(buffer.shape), buffer.double().sum().item(), buffer.double().square().sum().item())
 
 
