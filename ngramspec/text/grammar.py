@@ -10,11 +10,11 @@ import copy
 import importlib.util
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from ngramspec.text.trial import Trials
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+T = TypeVar("T")
 
 PER_TENANT, KEPT = 32, 128
 """Compiled grammars that are kept for later requests: of one tenant, and of all. Some take megabytes."""
@@ -87,7 +89,7 @@ class Grammars:
         tokenizer = self._tokenizer
         source, plain = self._trials.sources(grammar)
         outline = None if plain is None else Outline(matcher(byte_tokens(), plain), habit)
-        made = Matching(tokenizer, matcher(tokenizer, source), outline, habit)
+        made = Matching(tokenizer, lambda: matcher(tokenizer, source), outline, habit)
         made.fork().mask()  # raises where nothing can be written at all
         return made
 
@@ -165,26 +167,51 @@ class Matching:
 
     While a grammar leaves no choice, llguidance computes all bytes up to the next choice for each mask. So the tokens of such a run are
     computed once, at its beginning, and the masks in it are made of them: a run of n tokens takes time in proportion to n, not to n².
+
+    Copies of a matcher share a lexer, which stays in error once any of them (another text, or a look ahead for drafts) exceeds its limits.
+    So what fails is tried once more by a new matcher: whether a text exceeds a limit depends on that text alone.
     """
 
     def __init__(
-        self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None, habit: Habit, forced: Sequence[int] | None = None
+        self,
+        tokenizer: LLTokenizer,
+        make: Callable[[], LLMatcher],
+        outline: Outline | None,
+        habit: Habit,
+        *,
+        copy_of: Matching | None = None,
     ) -> None:
-        """`forced`: what is left of the run of tokens that the text is in; None: it is to be computed."""
-        self._tokenizer, self._matcher, self._outline, self.habit = tokenizer, matcher, outline, habit
+        """`make`: a matcher at the beginning of a text; `copy_of`: go on where this one is."""
+        self._tokenizer, self._make, self._outline, self.habit = tokenizer, make, outline, habit
         self._mask: np.ndarray | None = None
         self._begins = True
-        self._forced = deque(self._compute_forced() if forced is None else forced)
+        self._tokens: list[int] = []
+        """The text."""
+        self._forced = deque[int]()
+        """What is left of the run of tokens that the text is in."""
+        if copy_of is None:
+            self._matcher = make()
+            self._forced.extend(self._compute_forced())
+        else:
+            self._matcher = copy_of._matcher.deep_copy()
+            self._mask, self._begins = copy_of._mask, copy_of._begins
+            self._tokens, self._forced = copy_of._tokens.copy(), copy_of._forced.copy()
 
     def _compute_forced(self) -> list[int]:
-        forced: list[int] = self._matcher.compute_ff_tokens()
-        self._check()
+        forced: list[int] = self._unless_limited(lambda: self._matcher.compute_ff_tokens())
         check_forced(self._tokenizer.decode_bytes(forced) if len(forced) > 1 else b"")
         return forced
 
-    def _check(self) -> None:
+    def _unless_limited(self, compute: Callable[[], T]) -> T:
+        """Return what the matcher computes; if it is in error, what a new one does. Raises GrammarError if that fails as well."""
+        result = compute()
         if self._matcher.is_error():
-            raise GrammarError(f"grammar: {first_line(self._matcher.get_error())}")
+            self._matcher = self._make()
+            self._matcher.try_consume_tokens(self._tokens)
+            result = compute()
+            if self._matcher.is_error():
+                raise GrammarError(f"grammar: {first_line(self._matcher.get_error())}")
+        return result
 
     @property
     def usable(self) -> bool:
@@ -203,15 +230,15 @@ class Matching:
                 mask = np.zeros((self._tokenizer.vocab_size + 31) // 32, np.uint32)
                 mask[self._forced[0] // 32] = np.uint32(1 << self._forced[0] % 32)
             else:
-                mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-                self._check()
+                mask = np.frombuffer(self._unless_limited(lambda: self._matcher.compute_bitmask()), np.uint32)
             self._mask = mask
         return self._mask
 
     def accept(self, token: int) -> None:
         self._mask, self._begins = None, False
-        if not self._matcher.consume_token(token):
-            raise GrammarError(f"grammar: token {token} may not come here: {first_line(self._matcher.get_error())}")
+        if not self._unless_limited(lambda: self._matcher.try_consume_tokens([token])):
+            raise GrammarError(f"grammar: token {token} may not come here")
+        self._tokens.append(token)
         if self._forced and self._forced.popleft() != token:
             self._forced.clear()
         if not self._forced and not self._matcher.is_stopped():
@@ -221,9 +248,7 @@ class Matching:
 
     def fork(self) -> Matching:
         outline = self._outline and self._outline.fork(begins=self._begins)
-        other = Matching(self._tokenizer, self._matcher.deep_copy(), outline, self.habit, self._forced)
-        other._mask, other._begins = self._mask, self._begins
-        return other
+        return Matching(self._tokenizer, self._make, outline, self.habit, copy_of=self)
 
     def walker(self) -> MatchingWalker:
         forced = list(islice(self._forced, FORESEEN))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -360,3 +361,33 @@ def test_a_tree_follows_its_grammar(pairs: list[tuple[int, int]], max_depth: int
             above = -1 if parent < 0 else int(tree.origins[parent])
             assert parents[origin] == above
     assert len({tuple(path) for path in paths}) == len(paths)
+
+
+def test_what_others_have_used_up_fails_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a compiled grammar share a lexer with a limit of states; a text fails only if it exceeds the limit by itself."""
+    monkeypatch.setitem(compiling.LIMITS, "max_lexer_states", 600)
+    kept = grammars.Grammars(Encoding(tiny.byte_tokenizer(), tiny.VOCAB), [tiny.EOS])
+    try:
+        begun = kept.compile(Grammar.regex("(a|b)*a(a|b){12}c")).fork()
+        text = b"abbabaababbb"
+        for token in text:
+            begun.accept(token)
+        walker, rng = begun.walker(), random.Random(0)
+        other = begun.fork()
+        for _ in range(100):
+            n = sum(walker.step(rng.choice(b"ab")) for _ in range(20))
+            for _ in range(n):
+                walker.back()
+
+        def exceed_the_limit() -> None:
+            for _ in range(2000):
+                other.mask()
+                other.accept(rng.choice(b"ab"))
+
+        with pytest.raises(GrammarError):
+            exceed_the_limit()
+        for token in b"abababababab":
+            assert begun.mask().any()
+            begun.accept(token)
+    finally:
+        kept.close()
