@@ -73,20 +73,20 @@ FILE_TOOLS = [
     tool("count_lines", "Count the lines of a file.", path=TEXT),
 ]
 RULES = (
-    "You are an agent that works on the files of a small project with the functions that you are given. "
-    "Call one function at a time, look at its result, and say in one sentence when the task is done."
+    "You are an agent that works on the files of a small project. You see them through the functions alone, so call one in each turn, "
+    "look at its result, and go on until the task is done. Then say so in one sentence."
 )
 TASKS = [
-    "Which files does the project have?",
-    "What does the file main.py do? Read it first.",
-    "Write a file greet.py with a function greet(name) that returns a greeting.",
-    "How many lines does README.md have?",
-    "Find out where the function `add` is used.",
-    "Write a file test_calc.py that tests the function add of calc.py. Read calc.py first.",
-    "Read settings.json and write it again with debug set to true.",
-    "Which files are there now?",
-    "Read greet.py and say whether it is right.",
-    "Find the text TODO in the project.",
+    "Call list_files and say which files the project has.",
+    "Call read_file for main.py and say what it does.",
+    "Call write_file to write greet.py with a function greet(name) that returns a greeting.",
+    "Call count_lines for README.md.",
+    "Call find_text to find out where the function add is used.",
+    "Call read_file for calc.py, then call write_file to write test_calc.py with a test of its function add.",
+    "Call read_file for settings.json, then call write_file to write it again with debug set to true.",
+    "Call list_files again.",
+    "Call read_file for greet.py and say whether it is right.",
+    "Call find_text to find TODO in the project.",
 ]
 
 

@@ -266,8 +266,9 @@ _FIRST = r'\[?\s*\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*'
 _NAME_FIRST = regex.compile(_FIRST + r'"name"\s*:\s*"(?P<name>[^"\\]*)"')
 _WRAPPED = regex.compile(_FIRST + r'"(?:function|tool|tool_name|arguments|parameters|args|tool_calls)"\s*:')
 _TO_ARGUMENTS = regex.compile(r'\s*(?:,\s*"(?:id|type)"\s*:\s*"[^"]*"\s*)*,\s*"(?:arguments|parameters|args)"\s*:\s*(?=[{"])')
-_VALUE = regex.compile(r"(?:<[A-Za-z_]+>\s*)?(?=[{\[])")
-_NEXT = regex.compile(r"\s*[;,]?\s*(?:<[A-Za-z_]+>\s*)?(?=[{\[])")
+_VALUE = regex.compile(r"(?:<[A-Za-z_]+>\s*)?(?P<doubled>\{(?=\{))?(?=\[|\{[^{])")
+_NEXT = regex.compile(r"\s*[;,]?\s*(?:<[A-Za-z_]+>\s*)?(?P<doubled>\{(?=\{))?(?=\[|\{[^{])")
+_BRACE = regex.compile(r"\s*\}")
 _CLOSED = regex.compile(r"\s*</[A-Za-z_]+>")
 
 
@@ -276,7 +277,7 @@ def _read_values(scan: Scanner, *, checked: bool) -> Parse:
     found, pattern = False, _VALUE
     while True:
         start = scan.at
-        if (yield from scan.match(pattern)) is None:
+        if (begun := (yield from scan.match(pattern))) is None:
             return found
         calls = yield from _read_value(scan, checked=checked)
         if calls is None:
@@ -284,6 +285,9 @@ def _read_values(scan: Scanner, *, checked: bool) -> Parse:
             return found
         yield from tell(calls)
         found, pattern, scan.sure = True, _NEXT, False
+        if begun["doubled"]:  # Qwen2.5-Coder writes {{…}}, as its template's own words do, and closes one brace too many
+            for _ in range(2):
+                yield from scan.match(_BRACE)
         yield from scan.match(_CLOSED)
 
 
@@ -672,7 +676,7 @@ FORMS: Sequence[CallForm] = (
     _form("internlm", r"<\|action_start\|>", _between(r"<\|action_start\|>\s*<\|plugin\|>", r"<\|action_end\|>")),
     _form("tags", f"<(?:{_WEAK_TAGS})>", _between(f"<(?:{_WEAK_TAGS})>", f"</(?:{_WEAK_TAGS})>", checked=True), marked=False),
     _form("fence", "(?<!`)```", _read_fence, marked=False),
-    _form("json", rf"{_IN_TEXT}(?:\[\s*)?\{{\s*{_KEYS}", _read_bare, marked=False),
+    _form("json", rf"{_IN_TEXT}(?:\[\s*)?\{{{{1,2}}\s*{_KEYS}", _read_bare, marked=False),
     _form("python list", rf"{_AT_LINE}\[\s*[A-Za-z_][\w.]*\(", _read_python_list, marked=False),
 )
 """Every form but the template's own; where several begin at one place, the first that finds a call counts."""

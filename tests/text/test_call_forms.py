@@ -9,6 +9,8 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ngramspec.text.call_reader import Argued, Called, CallReader, KnownTools, Said
 from ngramspec.text.tool_calls import HERMES, CallFormat
@@ -102,6 +104,14 @@ CALLS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "bare, arguments first": ('{"arguments": {"city": "Paris"}, "name": "weather"}', "", [PARIS]),
     "bare, arguments as text": ('{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}', "", [PARIS]),
     "bare, as OpenAI": ('{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}', "", [PARIS]),
+    "braces doubled": ('{{"name": "weather", "arguments": {"city": "Paris"}}}', "", [PARIS]),
+    "braces doubled, one too many": ('{{"name": "weather", "arguments": {"city": "Paris"}}}}\nDone.', "Done.", [PARIS]),
+    "braces doubled, several": (
+        '{{"name": "weather", "arguments": {"city": "Paris"}}}}\n{{"name": "now", "arguments": {}}}}',
+        "",
+        [PARIS, ("now", {})],
+    ),
+    "braces doubled, hermes": ('<tool_call>\n{{"name": "weather", "arguments": {"city": "Paris"}}}\n</tool_call>', "", [PARIS]),
     "bare, tool_calls": (f'{{"tool_calls": [{{"id": "a", "type": "function", "function": {PARIS_JSON}}}]}}', "", [PARIS]),
     "tools": (f"<tools>\n{PARIS_JSON}\n</tools>", "", [PARIS]),
     "tools, each": (f"<tool>{PARIS_JSON}</tool>\n<tool>{ROME_JSON}</tool>", "", [PARIS, ROME]),
@@ -281,6 +291,22 @@ TEXTS = [
 def test_text_that_calls_nothing_is_unchanged(text: str) -> None:
     for pieces in every_cut(text):
         assert read(pieces) == (text, [])
+
+
+WORDS = re.compile(r"<[^<>]{1,30}>|```\w*|\[TOOL_CALLS\]|\[ARGS\]|\w+|\s+|.", re.DOTALL)
+FRAGMENTS = sorted({word for text, _, _ in CALLS.values() for word in WORDS.findall(text)} | {PARIS_JSON, "text", "; "})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS) | st.sampled_from([text for text, _, _ in CALLS.values()]), max_size=14), st.booleans())
+def test_no_cut_tells_and_nothing_is_lost(fragments: list[str], several: bool) -> None:
+    text = "".join(fragments)
+    said, calls = read([text], several=several)
+    assert read(list(text), several=several) == (said, calls)
+    assert read(fragments, several=several) == (said, calls)
+    rest = iter(text + "\n\n")
+    if "<|" not in text:  # heads of gpt-oss's messages are no text
+        assert all(char in rest for char in said if not char.isspace()), "what is said is the text, in its order"
 
 
 def test_text_is_not_held_back_longer_than_it_can_become_a_call() -> None:
