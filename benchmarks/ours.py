@@ -25,8 +25,8 @@ from ngramspec.drafting.base import Seen
 from ngramspec.drafting.ngram import LADDER, REACH
 from ngramspec.drafting.proposer import Proposer
 from ngramspec.drafting.single import SingleDrafter
-from ngramspec.model.loading import smollm2_gguf
 from ngramspec.model.runner import Runner
+from ngramspec.model.smollm2 import smollm2_gguf
 
 
 class FixedCost(CostModel):

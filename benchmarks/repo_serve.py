@@ -238,7 +238,7 @@ def serving(model: str, tree: Path | None, cache: Path) -> Iterator[Server]:
     """`ngramspec serve`, with a tree or without, as a process of its own."""
     command = [sys.executable, "-m", "ngramspec", "serve", "--model", model, "--port", "0", "--log-format", "json"]
     command += ["--answers", "0", "--no-similar"]  # so that the tokens of a saved line have no other source
-    command += [] if tree is None else ["--repo", str(tree)]
+    command += [] if tree is None else ["--repo", str(tree), "--admin-on-loopback"]
     stores = {"NGRAMSPEC_CACHE": str(cache)}
     started = time.perf_counter()
     with subprocess.Popen(command, env=os.environ | stores, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:

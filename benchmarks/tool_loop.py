@@ -72,21 +72,18 @@ FILE_TOOLS = [
     tool("find_text", "Find the lines of all files that contain a text.", text=TEXT),
     tool("count_lines", "Count the lines of a file.", path=TEXT),
 ]
-RULES = (
-    "You are an agent that works on the files of a small project. You see them through the functions alone, so call one in each turn, "
-    "look at its result, and go on until the task is done. Then say so in one sentence."
-)
+RULES = "You are a coding assistant. Use the provided functions to work on the project's files."
 TASKS = [
-    "Call list_files and say which files the project has.",
-    "Call read_file for main.py and say what it does.",
-    "Call write_file to write greet.py with a function greet(name) that returns a greeting.",
-    "Call count_lines for README.md.",
-    "Call find_text to find out where the function add is used.",
-    "Call read_file for calc.py, then call write_file to write test_calc.py with a test of its function add.",
-    "Call read_file for settings.json, then call write_file to write it again with debug set to true.",
-    "Call list_files again.",
-    "Call read_file for greet.py and say whether it is right.",
-    "Call find_text to find TODO in the project.",
+    "What files does the project have?",
+    "Read main.py and tell me what it does.",
+    "How many lines has README.md?",
+    "Where is the function add used?",
+    "Read calc.py.",
+    "Write a file greet.py with a function greet(name) that returns a greeting.",
+    "Is there a TODO in the project?",
+    "Read settings.json.",
+    "How many lines has calc.py?",
+    "Write a file test_calc.py with a test of the function add.",
 ]
 
 

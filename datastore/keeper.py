@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,13 +69,32 @@ def run(job: Job, pipe: Connection) -> None:
         {"build": bring_up_to_date, "follow": follow}[job.stage](job, pipe.send)
 
 
+_starting = threading.Lock()
+
+
+def start_process(process: BaseProcess) -> None:
+    """Start a process that imports nothing from the current folder, often a working tree, as `python -c` would; nor do its own children.
+
+    Raises OSError.
+    """
+    with _starting:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            process.start()
+        finally:
+            del os.environ["PYTHONSAFEPATH"]
+            if before is not None:
+                os.environ["PYTHONSAFEPATH"] = before
+
+
 def find_installed(path: str, cache: Path, fingerprint: str) -> Kept | None:
     """`trees.installed`, in a process of its own, for it reads every file of the packages. Raises DatastoreError."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_find_installed, args=(path, cache, fingerprint, theirs), daemon=True)
     try:
-        process.start()
+        start_process(process)
         theirs.close()
         found: Kept | DatastoreError | None = ours.recv()
     except (EOFError, OSError) as error:

@@ -35,8 +35,19 @@ class MissingPackagesError(Exception):
 
 
 _EXTRAS = {
-    "engine": ("torch", "transformers", "accelerate", "gguf", "safetensors", "huggingface_hub", "filelock", "jinja2", "llguidance"),
-    "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette"),
+    "engine": (
+        "torch",
+        "transformers",
+        "accelerate",
+        "gguf",
+        "safetensors",
+        "huggingface_hub",
+        "filelock",
+        "jinja2",
+        "llguidance",
+        "regex",
+    ),
+    "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette", "jsonschema_rs"),
 }
 
 

@@ -30,6 +30,8 @@ _SIZES = {
 """Keys whose value is at most a dimension of some tensor."""
 _MANY = ("layers", "expert", "labels", "modules", "blocks", "codebooks", "groups")
 """Parts of keys that name a number of things that are made one by one."""
+_WIDTHS = ("_size", "_dim", "_rank")
+"""Ends of keys that name a width of such things; those of parts that a model does not have may be wider than any tensor."""
 _SHARES = {"partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"}
 _ACCOUNT = 32
 """Weights that one number of a packed tensor may hold."""
@@ -97,7 +99,7 @@ def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]]
             least, most = 0, 1
         elif "max_position" in key or key in ("max_seq_len", "max_sequence_length", "seq_length"):
             least, most = 0, MOST_POSITIONS
-        elif any(word in key for word in _MANY) and isinstance(value, int):
+        elif any(word in key for word in _MANY) and not key.endswith(_WIDTHS) and isinstance(value, int):
             most = max(MOST_LAYERS, widest // _ACCOUNT if "labels" not in key else 0)
         elif isinstance(value, float) or "theta" in key or "base" in key:
             continue  # a factor: it makes other numbers, not more of them

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import re
 import threading
 import time
@@ -94,8 +93,6 @@ class Repositories:
         """Build and follow the stores, and draft from those that are there. Returns at once."""
         if not self.trees:
             return
-        # Processes are started as `python -c`, which would import from the current folder, often a working tree.
-        os.environ["PYTHONSAFEPATH"] = "1"
         tokenizer = canonical(engine.tokenizer.backend_tokenizer)
         fingerprint = digest_of(tokenizer)
         for each in self.trees.values():
@@ -216,7 +213,7 @@ class _Keeper(threading.Thread):
         ours, theirs = context.Pipe()
         process = context.Process(target=keeper.run, args=(job, theirs), name=f"ngramspec-repository-{self.name}", daemon=True)
         try:
-            process.start()
+            keeper.start_process(process)
         except OSError as error:
             self._take("problem", {"text": f"no process can be started for it: {error}", "waits": False})
             return False

@@ -19,7 +19,7 @@ MAX_LEN = 5 * BLOCK
 
 
 class Silent:
-    stopped = False
+    stopped_by = None
 
     def push(self, token_id: int) -> str:
         return ""

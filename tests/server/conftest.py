@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from ngramspec.engine import Engine
 from ngramspec.server.app import create_app
 from ngramspec.server.repositories import Repositories
-from ngramspec.server.serve import configuration
+from ngramspec.server.serve import BACKLOG, configuration
 from ngramspec.server.settings import ServerSettings
 
 CHAT_TEMPLATE = (
@@ -95,6 +95,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
         while not server.started and time.monotonic() < deadline:
             thread.join(0.01)
         assert server.started
+        listener.listen(BACKLOG)  # as `serve.Server` does
         started.append((server, thread))
         return Server(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine, server)
 

@@ -127,7 +127,7 @@ def test_options_reach_the_server_and_the_engine(ran: list[Any], monkeypatch: py
     options = ["--port", "2", "--api-key", "a:first-key-1", "--api-key", "second-key", "--kv-memory", "2G", "--no-prefix-cache", *stores]
     result = serve(*options, "--pad-stream", "25", "--spec-rows", "9", "--cors-origin", "https://a.example")
     assert result.exit_code == 0, result.output
-    ((model, engine, settings, trees, with_installed),) = ran
+    ((model, engine, settings, trees, with_installed, _),) = ran
     assert (trees, with_installed) == ({}, False)
     assert model == "from-the-environment"
     assert (settings.port, settings.max_queue, settings.pad_stream) == (2, 7, 25)
