@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -22,8 +23,11 @@ from benchmarks import common
 from benchmarks.ours import described, gguf_files
 from benchmarks.peers import PeerAbsentError, llama_python_option, open_llama
 from ngramspec import Engine, SamplingParams
+from ngramspec.model.loading import load_tokenizer
 from ngramspec.server.fim import Fim
 
+MAX_PROMPT = 2048
+"""Tokens of the longest prompts that are compared."""
 VERDICTS = ("same", "parted", "parted_at_end", "missed_end")
 """The same text; texts that part at some token; that part where one of them ends; and one that goes on behind the other's end token."""
 
@@ -50,15 +54,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the JSON document. Raises SystemExit where llama.cpp cannot be compared with, and what `Engine` raises."""
-    files = gguf_files(args.model)
+    files, tokenizer = gguf_files(args.model), load_tokenizer(args.model)
+    texts = {path.name: read_rows(path, tokenizer, args.limit) for path in args.texts}
+    threads = args.threads or os.cpu_count() or 1
+    settings = {"threads": threads, "max_len": longest(texts) + args.max_tokens, "max_tokens": args.max_tokens}
+    settings |= {"temperature": 0.0, "seed": 0, "eos": None, "lookup": None}
+    try:
+        llama = open_llama(args.llama_python, "llama", files[0] if files else None, settings)
+    except PeerAbsentError as error:
+        raise SystemExit(f"llama.cpp: {error}") from error
     with Engine(args.model, progress=common.say, **common.engine_options(args)) as engine:
-        texts = {path.name: read_rows(path, engine.tokenizer, args.limit, engine.max_model_len - args.max_tokens) for path in args.texts}
-        settings = {"threads": engine.threads, "max_len": longest(texts) + args.max_tokens, "max_tokens": args.max_tokens}
-        settings |= {"temperature": 0.0, "seed": 0, "eos": None, "lookup": None}
-        try:
-            llama = open_llama(args.llama_python, "llama", files[0] if files else None, settings)
-        except PeerAbsentError as error:
-            raise SystemExit(f"llama.cpp: {error}") from error
         try:
             theirs: set[int] = set(llama.ask(eog=True)["eog"])
             found: dict[str, dict[str, int]] = {}
@@ -86,8 +91,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return {"model": args.model, "max_tokens": args.max_tokens, "texts": found, "ends": ends} | described(engine) | versions
 
 
-def read_rows(path: Path, tokenizer: Any, limit: int, max_len: int) -> list[dict[str, Any]]:
-    """Return `limit` rows, evenly over those that fit in `max_len` tokens, as `ids`, and `text` where the prompt is plain text."""
+def read_rows(path: Path, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
+    """Return `limit` rows, evenly over those of at most MAX_PROMPT tokens, as `ids`, and `text` where the prompt is plain text."""
     fim = Fim.detect(tokenizer)
     rows = []
     for line in path.read_text("utf-8").splitlines():
@@ -102,7 +107,7 @@ def read_rows(path: Path, tokenizer: Any, limit: int, max_len: int) -> list[dict
         else:
             text = row["prompt"]
             ids = tokenizer(text)["input_ids"]
-        if len(ids) <= max_len:
+        if len(ids) <= MAX_PROMPT:
             rows.append({"ids": ids, "text": text})
     return [rows[i * len(rows) // limit] for i in range(limit)] if limit < len(rows) else rows
 
