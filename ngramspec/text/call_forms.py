@@ -428,11 +428,9 @@ def _read_function(scan: Scanner) -> Parse:
         text = yield from scan.whole_json()
         arguments = None if text is None else _parsed(text)
     else:
-        while (parameter := (yield from scan.match(_PARAMETER))) is not None:
-            value = yield from scan.until(_PARAMETER_END, 40)
-            if value is None:
-                return False
-            arguments[parameter["key"]] = _typed(_without_line_ends(value[0]), name, parameter["key"], scan.tools)
+        arguments = yield from _tagged_values(scan, name, _PARAMETER, _PARAMETER_END, 40)
+        if arguments is None:
+            return False
     closed = yield from scan.match(_FUNCTION_END)
     call = None if closed is None and not scan.ended else _call(name, arguments, scan.tools, checked=False)
     if call is None:
@@ -440,6 +438,22 @@ def _read_function(scan: Scanner) -> Parse:
     yield from tell([call])
     yield from scan.match(_TOOL_CALL_END)
     return True
+
+
+def _tagged_values(
+    scan: Scanner, name: str, key: regex.Pattern[str], end: regex.Pattern[str], longest: int
+) -> Generator[None, None, dict[str, Any] | None]:
+    """Read the arguments of a call of `name` as pairs of a key's tag and a value up to its `end`, of at most `longest` characters.
+
+    None: a value does not end, so it is no call.
+    """
+    arguments: dict[str, Any] = {}
+    while (found := (yield from scan.match(key))) is not None:
+        value = yield from scan.until(end, longest)
+        if value is None:
+            return None
+        arguments[found["key"]] = _typed(_without_line_ends(value[0]), name, found["key"], scan.tools)
+    return arguments
 
 
 def _without_line_ends(value: str) -> str:
@@ -455,12 +469,9 @@ def _read_glm(scan: Scanner) -> Parse:
     head = yield from scan.match(_GLM)
     if head is None or (name := head["name"]) not in scan.tools.schemas:
         return False
-    arguments: dict[str, Any] = {}
-    while (key := (yield from scan.match(_GLM_KEY))) is not None:
-        value = yield from scan.until(_GLM_VALUE, 12)
-        if value is None:
-            return False
-        arguments[key["key"]] = _typed(_without_line_ends(value[0]), name, key["key"], scan.tools)
+    arguments = yield from _tagged_values(scan, name, _GLM_KEY, _GLM_VALUE, 12)
+    if arguments is None:
+        return False
     closed = yield from scan.match(_TOOL_CALL_END)
     call = None if closed is None and not scan.ended else _call(name, arguments, scan.tools, checked=False)
     if call is None:
