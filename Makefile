@@ -44,7 +44,7 @@ demo: $(READY)
 
 # Compiled once for both processes of tests. What measures a server runs by itself.
 test: $(READY)
-	$(BIN)/python -c "from ngramspec.assembly import warm_up; warm_up()"
+	$(BIN)/python -c "from ngramspec.engine.assembly import warm_up; warm_up()"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server/test_load.py
 	$(BIN)/python -m pytest tests/server/test_load.py
 

@@ -244,7 +244,7 @@ def _guest_vllm(
         "none": None,
         "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
         "suffix": {"method": "suffix"},
-        "ngramspec": {"method": "custom_class", "model": "ngramspec.guests.vllm.Proposer", "num_speculative_tokens": depth or 12},
+        "ngramspec": {"method": "custom_class", "model": "ngramspec.integrations.vllm.Proposer", "num_speculative_tokens": depth or 12},
     }[mode]
     more = {"additional_config": {"ngramspec": {"datastore": datastore}}} if datastore and mode == "ngramspec" else {}
     model = vllm.LLM(
@@ -285,7 +285,7 @@ def _guest_transformers(
     if mode == "prompt_lookup":
         options["prompt_lookup_num_tokens"] = 10
     elif mode == "ngramspec":
-        from ngramspec.guests.transformers import assistant, generate
+        from ngramspec.integrations.transformers import assistant, generate
 
         helper = assistant(model, **({} if depth is None else {"depth": depth}))
         options |= {"custom_generate": generate, **({"datastore": datastore} if datastore else {})}
@@ -316,7 +316,7 @@ def _guest_llama(
     elif mode == "ngramspec":
         from tokenizers import Tokenizer
 
-        from ngramspec.guests.llama_cpp import Draft
+        from ngramspec.integrations.llama_cpp import Draft
 
         more = {} if depth is None else {"depth": depth}
         drafts = Draft(tokenizer=Tokenizer.from_file(f"{tokenizer}/tokenizer.json"), datastore=datastore or (), **more)

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 
 import ngramspec
-from ngramspec.batch.types import Completion
+from ngramspec.outputs import Completion
 
 SLOPES = {"flat": 0.005, "steep": 0.04}
 """Cost of a row as a share of a pass: a large GPU, a CPU of two cores."""
@@ -79,7 +79,7 @@ class Words:
 
 def model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`--model` or `--random-weights`, either as `args.model`, where it runs, and how. See `settle_dtype` and `engine_options`."""
-    from ngramspec.model.shapes import PREFIX, SHAPES
+    from ngramspec.models.shapes import PREFIX, SHAPES
 
     model = parser.add_mutually_exclusive_group(required=required)
     model.add_argument("--model", help="folder, hub name, GGUF file, smollm2, or random:CONFIG")

@@ -32,10 +32,10 @@ from numba import carray, njit
 
 from benchmarks import common, datastore_writing
 from ngramspec.datastore import format as layout
-from ngramspec.datastore import pieces
+from ngramspec.datastore import segment_writer
 from ngramspec.datastore.errors import DatastoreNotFoundError
 from ngramspec.datastore.lookup import NODES, OCCURRENCES, OUT_PARENTS, OUT_START, OUT_TOKENS, Matcher, propose_batch
-from ngramspec.datastore.pointers import pointer
+from ngramspec.datastore.numba_intrinsics import pointer
 from ngramspec.datastore.reader import Datastore
 
 BATCH, MAX_MATCH, STEPS = 64, 64, 32
@@ -269,7 +269,7 @@ def read_corpus(path: Path, model: str, n_tokens: int) -> Corpus:
 
 def make_corpus(path: Path, model: str, n_tokens: int) -> None:
     """Tokenize the Python files of the installed packages, those without a repeat, until there are n_tokens."""
-    from ngramspec.model.loading import load_tokenizer
+    from ngramspec.models.loader import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     vocab_size = len(tokenizer)
@@ -306,7 +306,9 @@ def write_store(folder: Path, corpus: Corpus, n_tokens: int) -> None:
     common.say(f"sorting {len(tokens):,} tokens")
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(b"benchmark").hexdigest()
-    entry = pieces.write(folder, pieces.Piece(tokens, docs, b"".join(names)), pieces.Recipe(vocab_size, fingerprint))
+    entry = segment_writer.write(
+        folder, segment_writer.Piece(tokens, docs, b"".join(names)), segment_writer.Recipe(vocab_size, fingerprint)
+    )
     vocabulary = layout.write_vocabulary(folder, corpus.line_ends)
     tokenizer = layout.write_tokenizer(folder, b"benchmark")
     layout.write_manifest(folder, layout.Manifest(1, "benchmark", fingerprint, vocab_size, vocabulary, tokenizer, (entry,)))

@@ -34,14 +34,14 @@ from tokenizers import Tokenizer
 
 from benchmarks import common
 from benchmarks.common import say
-from ngramspec.datastore import Datastore, corpus, pieces
+from ngramspec.datastore import Datastore, corpus, segment_writer
 from ngramspec.datastore.build import BATCH_CHARS, build
 from ngramspec.datastore.format import separator, suffix_width
-from ngramspec.datastore.suffixes import sort_suffixes
+from ngramspec.datastore.suffix_array import sort_suffixes
 from ngramspec.datastore.tokens import Encoder
 from ngramspec.datastore.update import update
 from ngramspec.datastore.watch import watch
-from ngramspec.model.loading import load_tokenizer
+from ngramspec.models.loader import load_tokenizer
 
 PYTHON = corpus.CorpusOptions(languages=("python",))
 
@@ -73,7 +73,7 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
         documents = list(corpus.walk(corpus.sources_of([Path(folder) / "corpus"]), PYTHON, corpus.Skipped()))
         mb = sum(document.size for document in documents) / 1e6
         encoder = Encoder(tokenizer, args.model)
-        tokens = np.concatenate([encoder.encode([d.text for d in batch])[0] for batch in pieces.batches(documents, BATCH_CHARS)])
+        tokens = np.concatenate([encoder.encode([d.text for d in batch])[0] for batch in segment_writer.batches(documents, BATCH_CHARS)])
         tokens = np.concatenate([np.array([separator(tokens.itemsize)], tokens.dtype), tokens])
         last: dict[str, Any] = {}
 
@@ -191,7 +191,7 @@ def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None,
 
 def tokenize_alone(tokenizer: Tokenizer, documents: list[corpus.Document]) -> None:
     """The tokenizer's own call over all texts, in batches of a megabyte, nothing done with what it returns."""
-    for batch in pieces.batches(documents, 1 << 20):
+    for batch in segment_writer.batches(documents, 1 << 20):
         tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
 
 

@@ -43,7 +43,7 @@ from benchmarks.peers import LOCAL_VLLM, NAMES, Contender, Peer, PeerAbsentError
 from benchmarks.recorded import Recital, recorded_prompts
 from ngramspec import Engine, SamplingParams
 from ngramspec.datastore.format import MANIFEST
-from ngramspec.model.loading import load_model, load_tokenizer
+from ngramspec.models.loader import load_model, load_tokenizer
 
 SETTINGS = (
     "limit",

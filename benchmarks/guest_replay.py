@@ -25,8 +25,8 @@ import numpy as np
 
 from benchmarks import common, replay
 from benchmarks.replay import Trace
-from ngramspec.guests import vllm
-from ngramspec.model.loading import load_tokenizer
+from ngramspec.integrations import vllm
+from ngramspec.models.loader import load_tokenizer
 
 EMPTIED = 64 << 20
 """Bytes that are read before each call."""

@@ -28,7 +28,7 @@ from benchmarks import common
 from benchmarks.common import Prompt, say
 from benchmarks.ours import gguf_files
 from benchmarks.peers import LOCAL_LLAMA, LOCAL_VLLM, Peer, PeerAbsentError, vllm_environment
-from ngramspec.model.loading import load_model
+from ngramspec.models.loader import load_model
 
 HOSTS: dict[str, tuple[str, ...]] = {
     "vllm": ("none", "ngram", "suffix", "ngramspec"),

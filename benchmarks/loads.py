@@ -42,13 +42,13 @@ from benchmarks.common import Prompt, say
 from benchmarks.in_turns import InTurns
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
-from ngramspec.batch.cost import CostModel
-from ngramspec.batch.multi_step import PASS_MS, Gained
-from ngramspec.batch.pack import Batch
-from ngramspec.batch.types import Completion
-from ngramspec.core.timing import Timing
-from ngramspec.drafting.proposer import Proposer
-from ngramspec.model.runner import Output
+from ngramspec.backends.base import Output
+from ngramspec.outputs import Completion
+from ngramspec.sampling.batch import Batch
+from ngramspec.sequence_table import PASS_MS, Gained
+from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.budget.step_timer import Timing
+from ngramspec.speculative.proposer import Proposer
 
 LEAST_NODES = 200
 """Of a source, that its probabilities are worth a comparison with."""

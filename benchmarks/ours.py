@@ -18,15 +18,15 @@ from numba import njit
 
 from benchmarks.peers import PeerAbsentError, Run
 from ngramspec import Engine, SamplingParams, Stats
-from ngramspec.batch.cost import CostModel, Load
-from ngramspec.batch.pack import Span
-from ngramspec.batch.types import DraftTree
-from ngramspec.drafting.base import Seen
-from ngramspec.drafting.ngram import LADDER, REACH
-from ngramspec.drafting.proposer import Proposer
-from ngramspec.drafting.single import SingleDrafter
-from ngramspec.model.runner import Runner
-from ngramspec.model.smollm2 import smollm2_gguf
+from ngramspec.backends.base import Runner
+from ngramspec.models.smollm2 import smollm2_gguf
+from ngramspec.outputs import DraftTree
+from ngramspec.sampling.batch import Span
+from ngramspec.speculative.base import Seen
+from ngramspec.speculative.budget.cost_model import CostModel, Load
+from ngramspec.speculative.ngram_table import LADDER, REACH
+from ngramspec.speculative.proposer import Proposer
+from ngramspec.speculative.single import SingleDrafter
 
 
 class FixedCost(CostModel):

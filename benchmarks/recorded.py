@@ -21,11 +21,11 @@ import numpy as np
 from benchmarks.common import Prompt
 from benchmarks.replay import Trace, read_traces
 from ngramspec import SamplingParams
-from ngramspec.batch.pack import Span
-from ngramspec.batch.verify import walk
-from ngramspec.core.acceptance import Steps, Walk
-from ngramspec.core.sequence import Sequence
-from ngramspec.model.runner import Output
+from ngramspec.backends.base import Output
+from ngramspec.engine.acceptance import Steps, Walk
+from ngramspec.engine.sequence import Sequence
+from ngramspec.sampling.batch import Span
+from ngramspec.sampling.verify import walk
 
 
 class Recital(Walk):

@@ -35,12 +35,12 @@ from numba import njit
 
 from benchmarks.common import SLOPES, Words, environment, new_parser, print_document, print_table, say, timed
 from benchmarks.ours import chain
-from ngramspec.batch.sampling import Sampler
 from ngramspec.datastore import Datastore
-from ngramspec.drafting import ngram
-from ngramspec.drafting.base import Seen, Text
-from ngramspec.drafting.proposer import ANSWERS, HISTORY, Proposer, warmup
-from ngramspec.drafting.suffix import SuffixDrafter
+from ngramspec.sampling.sampler import Sampler
+from ngramspec.speculative import ngram_table
+from ngramspec.speculative.base import Seen, Text
+from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.proposer import ANSWERS, HISTORY, Proposer, warmup
 
 MAX_ROWS = 64
 REST_ROWS = (4, 8, 16, 24, 32, 48, 64)
@@ -373,11 +373,11 @@ def _tables_only(states, contexts, slots, tokens, history, heads, totals, runs):
     recent = np.empty(contexts[-1], np.int32)
     for b in range(len(slots)):
         state = states[slots[b]]
-        seq = ngram.arrays(state, contexts)
-        ngram.push(state, seq, tokens[b], history, keys)
+        seq = ngram_table.arrays(state, contexts)
+        ngram_table.push(state, seq, tokens[b], history, keys)
         for i in range(len(recent)):
-            recent[i] = seq.tokens[(state[ngram.LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
-        found += ngram.look_up(state, seq, state, seq, recent, len(recent), heads, totals, runs)[0]
+            recent[i] = seq.tokens[(state[ngram_table.LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
+        found += ngram_table.look_up(state, seq, state, seq, recent, len(recent), heads, totals, runs)[0]
     return found
 
 
@@ -398,7 +398,7 @@ def micro(traces: list[Trace], stops: tuple[int, ...] = (), n_seqs: int = 64, re
     def tables() -> float:
         """Median milliseconds of a step."""
         proposer = begun()
-        scratch = [np.zeros(2 * len(ngram.LADDER) + 2, np.int64) for _ in range(3)]
+        scratch = [np.zeros(2 * len(ngram_table.LADDER) + 2, np.int64) for _ in range(3)]
         step = partial(_tables_only, proposer._states, proposer._contexts, slots)
         return statistics.median(timed(partial(step, tokens, proposer.history, *scratch)) for tokens in columns)
 
@@ -460,7 +460,7 @@ def main() -> None:
 
     tokenizer: Any = None
     if args.traces:
-        from ngramspec.model.loading import load_tokenizer
+        from ngramspec.models.loader import load_tokenizer
 
         tokenizer = load_tokenizer(args.tokenizer)
     eos = getattr(tokenizer, "eos_token_id", None)

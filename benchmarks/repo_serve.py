@@ -39,7 +39,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import say
-from ngramspec.datastore import filters
+from ngramspec.datastore import file_filters
 
 PROMPTS = ("import os\nimport sys\n\ndef main(", "class Node:\n    def __init__(self", "def test_", "with open(path) as file:\n    ")
 PAUSE_S = 1.0
@@ -209,7 +209,7 @@ class Server:
         """Seconds from a saved function to a completion with a token of it."""
         files = sorted(tree.rglob("*.py"))
         later = files[number * len(files) // 97 % len(files) :]
-        file = next(each for each in later if filters.content_reason(each.read_bytes(), code=True) is None)  # no generated one
+        file = next(each for each in later if file_filters.content_reason(each.read_bytes(), code=True) is None)  # no generated one
         line = f"\nquorvix_{number}_{os.getpid()} = [{', '.join(map(str, range(30 + number, 50 + number)))}]\n"
         with file.open("a", encoding="utf-8") as out:
             out.write(line)

@@ -32,8 +32,8 @@ from benchmarks import common
 from benchmarks.ours import described, gguf_files, text_logits
 from benchmarks.peers import Peer, PeerAbsentError, llama_options, open_llama
 from ngramspec import Engine
-from ngramspec.model.loading import load_model
-from ngramspec.model.runner import Runner
+from ngramspec.backends.base import Runner
+from ngramspec.models.loader import load_model
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32]
 PREFILL = 512

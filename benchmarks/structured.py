@@ -34,10 +34,10 @@ from benchmarks.decode import median_ratio, rate
 from benchmarks.ours import Ours, described, total
 from benchmarks.peers import Run
 from ngramspec import Engine, Grammar, SamplingParams
-from ngramspec.batch.sampling import masked
-from ngramspec.drafting.proposer import Proposer
-from ngramspec.text.encoding import Encoding
-from ngramspec.text.grammar import Grammars
+from ngramspec.grammar.llguidance import Grammars
+from ngramspec.sampling.sampler import masked
+from ngramspec.speculative.proposer import Proposer
+from ngramspec.tokenizer.encode import Encoding
 
 STRING, LIST, NUMBER = 160, 6, 1_000_000
 """Most characters, most members, greatest number."""

@@ -23,7 +23,7 @@ from benchmarks import common
 from benchmarks.ours import described, gguf_files
 from benchmarks.peers import PeerAbsentError, llama_python_option, open_llama
 from ngramspec import Engine, SamplingParams
-from ngramspec.model.loading import load_tokenizer
+from ngramspec.models.loader import load_tokenizer
 from ngramspec.server.fim import Fim
 
 MAX_PROMPT = 2048

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from . import corpus, pieces
+from . import corpus, segment_writer
 from .commit import Writer, writing
 from .corpus import Contents, CorpusOptions, Document, Found, Skipped, Source
 from .errors import ContentsChangedError, EmptyCorpusError
 from .format import Manifest, SegmentEntry, token_dtype, write_tokenizer, write_vocabulary
-from .pieces import Gate, Piece, Recipe, Vectors
 from .progress import Progress, Summary, Tell, silent
+from .segment_writer import Gate, Piece, Recipe, Vectors
 from .tokens import Encoder
 
 T = TypeVar("T")
@@ -129,14 +129,14 @@ def vectors_for(router: bool) -> Vectors | None:
     """What makes the records of a store with a router, or None."""
     if not router:
         return None
-    from .router import embed  # here: a build without a router need not wait for the compiler's import
+    from .similar_files import embed  # here: a build without a router need not wait for the compiler's import
 
     return embed
 
 
 def segment_limit(vocab_size: int, max_memory: int | None) -> int:
     """Tokens of a segment. `max_memory`: bytes, None for half of what is free."""
-    return pieces.most_tokens(max_memory or free_memory() // 2, token_dtype(vocab_size).itemsize)
+    return segment_writer.most_tokens(max_memory or free_memory() // 2, token_dtype(vocab_size).itemsize)
 
 
 def read_all(
@@ -155,7 +155,7 @@ def unique(documents: Iterable[Document], skipped: Skipped, seen: set[bytes]) ->
     """Documents whose content is not in `seen`, which grows."""
     for document in documents:
         if document.hash in seen:
-            skipped.add(corpus.filters.DUPLICATE)
+            skipped.add(corpus.file_filters.DUPLICATE)
         else:
             seen.add(document.hash)
             yield document
@@ -188,9 +188,9 @@ def write_segments(
         def seal() -> None:
             if sorting:  # one piece is sorted while one is gathered: that is what `most_tokens` counts with
                 entries.append(_result(sorting.popleft()))
-            piece = pieces.join(gathered)
+            piece = segment_writer.join(gathered)
             gathered.clear()
-            sorting.append(sorters.submit(partial(pieces.write, folder, piece, recipe, seconds, gate)))
+            sorting.append(sorters.submit(partial(segment_writer.write, folder, piece, recipe, seconds, gate)))
 
         def take() -> None:
             piece = _result(waiting.popleft())
@@ -199,8 +199,8 @@ def write_segments(
             if sum(len(piece.tokens) for piece in gathered) >= limit:
                 seal()
 
-        for batch in pieces.batches(documents, BATCH_CHARS * (os.cpu_count() or 1)):
-            waiting.append(encoders.submit(partial(pieces.encode, batch, encoder)))
+        for batch in segment_writer.batches(documents, BATCH_CHARS * (os.cpu_count() or 1)):
+            waiting.append(encoders.submit(partial(segment_writer.encode, batch, encoder)))
             if len(waiting) > n_batches:
                 take()
         while waiting:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-from . import containers, filters, secret_scan
+from . import archives, file_filters, secret_scan
 from .beneath import Beneath, open_beneath
 from .errors import CorpusError
 from .listing import Listing, Skipped, encodable
@@ -67,7 +67,7 @@ class CorpusOptions:
         if self.max_file_size < 1:
             raise CorpusError(f"the largest file must have at least 1 byte, got {self.max_file_size}")
         try:
-            filters.language_names(list(self.languages))
+            file_filters.language_names(list(self.languages))
             GitIgnoreSpec.from_lines([*self.include, *self.exclude])
         except ValueError as error:
             raise CorpusError(str(error)) from error
@@ -149,7 +149,7 @@ def walk(sources: Iterable[Source], options: CorpusOptions, skipped: Skipped) ->
     for file in find(sources, options, skipped):
         for document in read(file, options, skipped):
             if document.hash in seen:
-                skipped.add(filters.DUPLICATE)
+                skipped.add(file_filters.DUPLICATE)
             else:
                 seen.add(document.hash)
                 yield document
@@ -194,7 +194,7 @@ def hash_contents(files: Iterable[Found], options: CorpusOptions, skipped: Skipp
             with open_beneath(file.root, file.beneath) as stream:
                 data = stream.read(options.max_file_size + 1)
         except OSError as error:
-            skipped.add(filters.UNREADABLE, file.name, error.strerror or str(error))
+            skipped.add(file_filters.UNREADABLE, file.name, error.strerror or str(error))
             continue
         if len(data) <= options.max_file_size:
             contents.add(file, data)
@@ -209,7 +209,7 @@ def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Conten
             if file.kind is None:
                 data = stream.read(options.max_file_size + 1)
                 if len(data) > options.max_file_size:
-                    skipped.add(filters.TOO_LARGE)
+                    skipped.add(file_filters.TOO_LARGE)
                     return
                 if contents is not None:
                     contents.add(file, data)
@@ -217,23 +217,23 @@ def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Conten
                     yield document
                 return
             rules = _Rules(options)
-            members = containers.read_members(
+            members = archives.read_members(
                 stream, file.kind, status.st_size, options.max_file_size, options.text_fields, rules.member_reason
             )
             for name, member, reason in members:
-                path = encodable(containers.member_path(file.name, name, file.kind))
+                path = encodable(archives.member_path(file.name, name, file.kind))
                 if member is None:
-                    skipped.add(reason, path, reason if reason in (filters.UNREADABLE, filters.BAD_ROW) else "")
+                    skipped.add(reason, path, reason if reason in (file_filters.UNREADABLE, file_filters.BAD_ROW) else "")
                 elif (document := _document(path, member, status, skipped, code=file.kind != "jsonl")) is not None:
                     yield document
-    except containers.DamagedError as error:
-        skipped.add(filters.DAMAGED, file.name, str(error))
-    except containers.OverLimitError as error:
-        skipped.add(filters.BOMB, file.name, str(error))
+    except archives.DamagedError as error:
+        skipped.add(file_filters.DAMAGED, file.name, str(error))
+    except archives.OverLimitError as error:
+        skipped.add(file_filters.BOMB, file.name, str(error))
     except FileNotFoundError:
         pass  # gone since it was listed
     except OSError as error:
-        skipped.add(filters.UNREADABLE, file.name, error.strerror or str(error))
+        skipped.add(file_filters.UNREADABLE, file.name, error.strerror or str(error))
 
 
 class _Rules:
@@ -242,7 +242,7 @@ class _Rules:
     def __init__(self, options: CorpusOptions) -> None:
         self.include = GitIgnoreSpec.from_lines(options.include) if options.include else None
         self.exclude = GitIgnoreSpec.from_lines(options.exclude) if options.exclude else None
-        self.languages = filters.language_names(list(options.languages))
+        self.languages = file_filters.language_names(list(options.languages))
         self.max_file_size = options.max_file_size
 
     def excluded(self, relative: str) -> bool:
@@ -251,16 +251,16 @@ class _Rules:
     def reason(self, relative: str, chosen: bool = False) -> str | None:
         """Why a file is left out by its path within its source. `chosen`: the user named it, so that its type is not asked."""
         if self.excluded(relative):
-            return filters.EXCLUDED
+            return file_filters.EXCLUDED
         if self.include is not None:
             if not self.include.match_file(relative):
-                return filters.EXCLUDED
+                return file_filters.EXCLUDED
             chosen = True
-        return filters.name_reason(relative.rpartition("/")[2], self.languages, chosen)
+        return file_filters.name_reason(relative.rpartition("/")[2], self.languages, chosen)
 
     def member_reason(self, name: str) -> str | None:
-        if filters.SKIPPED_FOLDERS.intersection(name.split("/")[:-1]):
-            return filters.IGNORED
+        if file_filters.SKIPPED_FOLDERS.intersection(name.split("/")[:-1]):
+            return file_filters.IGNORED
         return self.reason(name.strip("/") or "?")
 
 
@@ -275,11 +275,11 @@ def _consider(source: Source, tree: Beneath, relative: str, in_git: bool, rules:
     """Take one file of a source (`relative`: "" for the source itself) by its name and status, or count why not."""
     beneath = relative or Path(source.path).name
     shown = encodable(beneath)
-    kind = containers.kind_of(beneath)
+    kind = archives.kind_of(beneath)
     if kind is not None and in_git and not (rules.include is not None and rules.include.match_file(shown)):
         kind = None  # data of a repository's tests, more often than text; its type is not known to be text either
     if kind is not None:  # other patterns and languages are about its members
-        reason = filters.EXCLUDED if rules.excluded(shown) else None
+        reason = file_filters.EXCLUDED if rules.excluded(shown) else None
     else:
         reason = rules.reason(shown, chosen=not relative)
     if reason is not None:
@@ -292,32 +292,32 @@ def _consider(source: Source, tree: Beneath, relative: str, in_git: bool, rules:
         return  # tracked by git and removed, or gone since it was listed
     except OSError as error:
         if error.errno == errno.ELOOP:  # a folder of what git tracks
-            skipped.add(filters.LINK)
+            skipped.add(file_filters.LINK)
             return
-        skipped.add(filters.UNREADABLE, name, error.strerror or str(error))
+        skipped.add(file_filters.UNREADABLE, name, error.strerror or str(error))
         return
     if stat.S_ISDIR(status.st_mode):
         return  # a submodule that is not checked out
     if not stat.S_ISREG(status.st_mode):
-        skipped.add(filters.LINK if stat.S_ISLNK(status.st_mode) else filters.SPECIAL)
+        skipped.add(file_filters.LINK if stat.S_ISLNK(status.st_mode) else file_filters.SPECIAL)
     elif kind is None and status.st_size > rules.max_file_size:
-        skipped.add(filters.TOO_LARGE)
+        skipped.add(file_filters.TOO_LARGE)
     else:
         file = Found(source.root, beneath, name, shown, status.st_size, status.st_mtime_ns, kind)
         out.setdefault(file.path, file)
 
 
 def _document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, *, code: bool = True) -> Document | None:
-    text = filters.decode_text(data)
+    text = file_filters.decode_text(data)
     if text is None:
-        skipped.add(filters.BINARY if b"\0" in data else filters.NOT_UTF8)
+        skipped.add(file_filters.BINARY if b"\0" in data else file_filters.NOT_UTF8)
         return None
     try:
         data = text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, in a row of a .jsonl or in UTF-16
-        skipped.add(filters.NOT_UTF8)
+        skipped.add(file_filters.NOT_UTF8)
         return None
-    if (reason := filters.content_reason(data, code=code)) is not None:
+    if (reason := file_filters.content_reason(data, code=code)) is not None:
         skipped.add(reason)
         return None
     if (rule := secret_scan.find_secret(data, path)) is not None:

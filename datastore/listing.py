@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from . import filters, git_folder
+from . import file_filters, git_folder
 from .beneath import Beneath, is_git_name
 from .errors import CorpusError
 from .git_folder import MAX_TEXT, Repository, RepositoryError
@@ -42,7 +42,7 @@ class Skipped:
             self.named.append((path, why))
 
     def add_secret(self, rule: str) -> None:
-        self.add(filters.SECRET)
+        self.add(file_filters.SECRET)
         self.secrets[rule] += 1
 
 
@@ -106,7 +106,7 @@ class Listing:
                 self._limit.check()
         except RepositoryError as error:
             why = f"{error}; the folder is read as if it were no repository, with files that git does not track"
-            self._skipped.add(filters.UNREADABLE, encodable(f"{repository.top}/.git"), why)
+            self._skipped.add(file_filters.UNREADABLE, encodable(f"{repository.top}/.git"), why)
             yield from self._walk(folder, [], _Walk())
             return
         tracked: set[str] = set()
@@ -162,7 +162,7 @@ class Listing:
             try:
                 found = self._tree.list_folder(here)
             except OSError as error:
-                self._skipped.add(filters.UNREADABLE, encodable(here or self._root), error.strerror or str(error))
+                self._skipped.add(file_filters.UNREADABLE, encodable(here or self._root), error.strerror or str(error))
                 continue
             if (IGNORE_FILE, stat.S_IFREG) in found:
                 place = walk.place(here) if here else walk.within.rstrip(b"/")
@@ -189,12 +189,12 @@ class Listing:
             for name, kind in found:
                 path = f"{here}/{name}" if here else name
                 is_folder = kind == stat.S_IFDIR
-                if is_git_name(name) or path in walk.tracked or (walk.is_plain and is_folder and name in filters.SKIPPED_FOLDERS):
+                if is_git_name(name) or path in walk.tracked or (walk.is_plain and is_folder and name in file_filters.SKIPPED_FOLDERS):
                     continue
                 if scopes and _decide(scopes, walk.place(path), is_folder):
-                    self._skipped.add(filters.IGNORED)
+                    self._skipped.add(file_filters.IGNORED)
                 elif kind == stat.S_IFLNK and walk.is_plain:
-                    self._skipped.add(filters.LINK)
+                    self._skipped.add(file_filters.LINK)
                 else:
                     kept.append((path, kind))
                 self._limit.check()

@@ -25,7 +25,7 @@ from numba import carray
 
 from .code_cache import njit
 from .format import PLACE_BITS
-from .pointers import load_i32, load_i64, pointer, prefetch
+from .numba_intrinsics import load_i32, load_i64, pointer, prefetch
 from .reader import Location, Snapshot
 from .search import (
     LANE,

@@ -17,14 +17,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from . import corpus, pieces
+from . import corpus, segment_writer
 from .build import commit_anew, done, unique, vectors_for
 from .commit import writing
 from .corpus import CorpusError, CorpusOptions, Found, Skipped
 from .errors import DatastoreError, DatastoreFullError
 from .format import SegmentEntry, map_segment
-from .pieces import Vectors
 from .progress import Progress, Summary, Tell, silent
+from .segment_writer import Vectors
 from .tokens import Encoder
 
 BLOCK_BYTES = 256 << 20
@@ -124,7 +124,7 @@ def segment_of(
     """A block's files -> its segment's entry, None where it holds no text, and what was left out."""
     skipped = Skipped()
     documents = (document for file in files for document in corpus.read(file, options, skipped))
-    return pieces.build_segment(folder, unique(documents, skipped, set()), encoder, vectors), skipped
+    return segment_writer.build_segment(folder, unique(documents, skipped, set()), encoder, vectors), skipped
 
 
 def split(files: Sequence[Found], count: int) -> list[list[Found]]:
@@ -148,7 +148,7 @@ def without_duplicates(folder: Path, entries: Sequence[SegmentEntry], skipped: S
         dead = tuple(number for number, content in enumerate(hashes) if content in seen)
         seen.update(hashes)
         for _ in dead:
-            skipped.add(corpus.filters.DUPLICATE)
+            skipped.add(corpus.file_filters.DUPLICATE)
         if len(dead) < entry.docs:
             kept.append(dataclasses.replace(entry, dead=dead))
     return kept

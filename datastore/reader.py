@@ -305,7 +305,7 @@ def _read_generation(folder: Path, verify: str, copy: bool, old: Snapshot | None
             if (segment.header.fingerprint.hex(), segment.header.vocab_size) != (manifest.tokenizer_fingerprint, manifest.vocab_size):
                 raise DatastoreCorruptError(f"{segment.path}: header: it was made with another tokenizer than {MANIFEST} names")
             if verify == "full":
-                from .verify import verify_segment
+                from .integrity import verify_segment
 
                 verify_segment(segment)
         segments.append(segment)

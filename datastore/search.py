@@ -12,7 +12,7 @@ import numpy as np
 
 from .code_cache import njit
 from .format import PLACE_BITS
-from .pointers import load_i32, load_i64, load_u8, load_u16, load_u32, prefetch
+from .numba_intrinsics import load_i32, load_i64, load_u8, load_u16, load_u32, prefetch
 
 (TOKENS, N_TOKENS, WIDE, SUFFIXES, N_SUFFIXES, WIDTH, DEAD, N_DEAD, VOCAB, ROW) = range(10)
 """Columns of a segment's row, int64. DEAD: address of int64 [N_DEAD, 2], first token and end of dead documents, rising."""

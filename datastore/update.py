@@ -18,15 +18,15 @@ from typing import Any
 from pathspec import GitIgnoreSpec
 from tokenizers import Tokenizer
 
-from . import corpus, pieces
+from . import corpus, segment_writer
+from .archives import container_of
 from .build import commit, nothing_found, options_as_json, read_all, segment_limit, summarize, vectors_for, write_segments
 from .commit import Writer, writing
-from .containers import container_of
 from .corpus import CorpusError, CorpusOptions, Document, Found, Skipped, Source
 from .errors import DatastoreCorruptError, EmptyCorpusError, TokenizerMismatchError
 from .format import Manifest, SegmentEntry, check_bodies, map_segment
-from .pieces import Recipe, Vectors
 from .progress import Progress, Summary, Tell, silent
+from .segment_writer import Recipe, Vectors
 from .tokens import Encoder, stored_encoder
 
 Key = tuple[int, int]
@@ -329,7 +329,7 @@ def _new_documents(
         if same is not None:
             changes.unchanged += 1
         elif document.hash in changes.kept:
-            skipped.add(corpus.filters.DUPLICATE)
+            skipped.add(corpus.file_filters.DUPLICATE)
             continue
         else:
             changes.added += 1
@@ -363,14 +363,14 @@ def _merge(writer_: Writer, chosen: Sequence[int], recipe: Recipe, limit: int, w
 def _rewrite(folder: Path, entries: Sequence[SegmentEntry], recipe: Recipe, limit: int, seconds: dict[str, float]) -> list[SegmentEntry]:
     """What lives in some segments, written anew as segments of at most `limit` tokens, or one where there is but one."""
     written: list[SegmentEntry] = []
-    gathered: list[pieces.Piece] = []
+    gathered: list[segment_writer.Piece] = []
     for entry in entries:
-        piece = pieces.live(map_segment(folder, entry), entry.dead)
+        piece = segment_writer.live(map_segment(folder, entry), entry.dead)
         if gathered and sum(len(p.tokens) for p in gathered) + len(piece.tokens) > limit:
-            written.append(pieces.write(folder, pieces.join(gathered), recipe, seconds))
+            written.append(segment_writer.write(folder, segment_writer.join(gathered), recipe, seconds))
             gathered = []
         gathered.append(piece)
-    written.append(pieces.write(folder, pieces.join(gathered), recipe, seconds))
+    written.append(segment_writer.write(folder, segment_writer.join(gathered), recipe, seconds))
     return written
 
 

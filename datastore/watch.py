@@ -17,13 +17,13 @@ from pathlib import Path
 import watchfiles
 from tokenizers import Tokenizer
 
-from . import filters
+from . import file_filters
 from .beneath import Beneath
 from .corpus import Source
 from .errors import DatastoreError
 from .format import read_manifest
-from .pieces import Vectors
 from .progress import Summary
+from .segment_writer import Vectors
 from .update import encoder_of, sources_in, update
 
 DEBOUNCE_MS = 250  # an editor's several writes of one save; a checkout of many files takes as long as it takes
@@ -127,7 +127,7 @@ def _folders(root: str) -> Iterator[str]:
             yield f"{root}/{here}" if here else root
             with contextlib.suppress(OSError):
                 folders = [f"{here}/{name}" if here else name for name, kind in tree.list_folder(here) if kind == stat.S_IFDIR]
-                pending += [path for path in folders if path.rpartition("/")[2] not in filters.SKIPPED_FOLDERS]
+                pending += [path for path in folders if path.rpartition("/")[2] not in file_filters.SKIPPED_FOLDERS]
                 yield from (f"{root}/{path}" for path in folders if path.rpartition("/")[2] == ".git")
 
 
@@ -150,7 +150,7 @@ class _Filter:
             return False
         root = next((root for root in self.roots if path.startswith(root + "/")), "")
         inner = path[len(root) + 1 :]
-        return inner.endswith((".git/index", ".git")) or not filters.SKIPPED_FOLDERS.intersection(inner.split("/"))
+        return inner.endswith((".git/index", ".git")) or not file_filters.SKIPPED_FOLDERS.intersection(inner.split("/"))
 
 
 def _stamps(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:

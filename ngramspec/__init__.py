@@ -14,7 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngramspec.batch.errors import (
+    from ngramspec.config import EngineConfig
+    from ngramspec.datastore import Datastore
+    from ngramspec.engine.llm_engine import Engine
+    from ngramspec.errors import (
         CallbackError,
         EngineClosedError,
         GrammarError,
@@ -29,12 +32,9 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from ngramspec.batch.grammar import Grammar
-    from ngramspec.batch.params import SamplingParams
-    from ngramspec.batch.types import Beam, Choice, Completion, Delta, EngineStatus, Reliability, Stats, TokenLogprob
-    from ngramspec.config import EngineConfig
-    from ngramspec.datastore import Datastore
-    from ngramspec.engine import Engine
+    from ngramspec.grammar.base import Grammar
+    from ngramspec.outputs import Beam, Choice, Completion, Delta, EngineStatus, Reliability, Stats, TokenLogprob
+    from ngramspec.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -69,11 +69,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Engine": "engine",
+    "Engine": "engine.llm_engine",
     "EngineConfig": "config",
     "Datastore": "datastore",
-    "SamplingParams": "batch.params",
-    "Grammar": "batch.grammar",
+    "SamplingParams": "sampling_params",
+    "Grammar": "grammar.base",
 }
 _TYPES = ("Beam", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "EngineStatus", "Reliability")
 
@@ -81,7 +81,7 @@ _TYPES = ("Beam", "Completion", "Choice", "Delta", "Stats", "TokenLogprob", "Eng
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name) or ("batch.types" if name in _TYPES else "batch.errors")
+    home = _HOMES.get(name) or ("outputs" if name in _TYPES else "errors")
     value = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value

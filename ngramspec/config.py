@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ngramspec.batch.errors import InvalidInputError
-from ngramspec.batch.limits import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
-from ngramspec.batch.options import Choice, Flag, Integer, Number, Text, check, option
+from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
+from ngramspec.errors import InvalidInputError
+from ngramspec.options import Choice, Flag, Integer, Number, Text, check, option
 
 _MODEL, _SPECULATION = "Model and device", "Speculation"
 _DECODING = ("complete", "serve")

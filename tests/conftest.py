@@ -15,9 +15,9 @@ import tiny
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ngramspec.engine import Engine
-from ngramspec.model import loading
-from ngramspec.model import smollm2 as smollm2_package
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.models import loader
+from ngramspec.models import smollm2 as smollm2_package
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -72,14 +72,14 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_gguf: Path) -> loading.LoadedModel:
+def smollm2(smollm2_gguf: Path) -> loader.LoadedModel:
     """SmolLM2 in fp32. Shared: a test that changes the model loads its own from `smollm2_gguf`."""
-    return loading.load_model(str(smollm2_gguf))
+    return loader.load_model(str(smollm2_gguf))
 
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
-    return loading.load_tokenizer(str(smollm2_gguf))
+    return loader.load_tokenizer(str(smollm2_gguf))
 
 
 @pytest.fixture(scope="session")

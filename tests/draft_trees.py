@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ngramspec.batch.types import DraftTree
-from ngramspec.drafters.lookahead import Lookahead
-from ngramspec.drafters.parallel import ParallelTokens
+from ngramspec.outputs import DraftTree
+from ngramspec.papers.lookahead import Lookahead
+from ngramspec.papers.pass_tokens import ParallelTokens
 
 
 def ints(*values: int) -> np.ndarray:

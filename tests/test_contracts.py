@@ -35,18 +35,26 @@ def test_they_hold(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "told"),
     [
-        ("ngramspec/batch/types.py", "from ngramspec.model import loading", "ngramspec.batch"),
-        ("ngramspec/core/step.py", "def lazy():\n    from ngramspec.cpu import runner", "ngramspec.core.step -> ngramspec.cpu.runner"),
-        ("ngramspec/server/stats.py", "from ngramspec.core.step import Core", "ngramspec.server.stats -> ngramspec.core.step"),
-        ("ngramspec/drafting/pace.py", "import torch", "ngramspec.drafting.pace -> torch"),
+        ("ngramspec/outputs.py", "from ngramspec.models import loader", "ngramspec.outputs -> ngramspec.models.loader"),
+        (
+            "ngramspec/engine/step.py",
+            "def lazy():\n    from ngramspec.backends.cpu import runner",
+            "ngramspec.engine.step -> ngramspec.backends.cpu.runner",
+        ),
+        (
+            "ngramspec/server/response_stats.py",
+            "from ngramspec.engine.step import Core",
+            "ngramspec.server.response_stats -> ngramspec.engine.step",
+        ),
+        ("ngramspec/speculative/budget/backoff.py", "import torch", "ngramspec.speculative.budget.backoff -> torch"),
         (
             "datastore/tokens.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ngramspec.batch import errors",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ngramspec import errors",
             "datastore.tokens",
         ),
         ("ngramspec/cli/common.py", "from ngramspec.cli import main", "No cycles are allowed in ngramspec.cli"),
-        ("ngramspec/drafters/shape.py", "from ngramspec.drafting.ngram import _hash", "ngramspec/drafters/shape.py:"),
-        ("ngramspec/server/stats.py", "def f(engine):\n    return engine._encoding", "_encoding"),
+        ("ngramspec/papers/shape.py", "from ngramspec.speculative.ngram_table import _hash", "ngramspec/papers/shape.py:"),
+        ("ngramspec/server/response_stats.py", "def f(engine):\n    return engine._encoding", "_encoding"),
         ("ngramspec/rogue.py", "x = 1", "rogue"),
     ],
 )

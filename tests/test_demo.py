@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from ngramspec.batch.types import Choice, Completion, Delta, Stats
+from ngramspec.outputs import Choice, Completion, Delta, Stats
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
 def test_every_task_begins_on_a_line_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ngramspec.engine", SimpleNamespace(Engine=Engine))
+    monkeypatch.setitem(sys.modules, "ngramspec.engine.llm_engine", SimpleNamespace(Engine=Engine))
     monkeypatch.delitem(sys.modules, "tools.demo", raising=False)
     demo = importlib.import_module("tools.demo")
     if terminal:

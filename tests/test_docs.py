@@ -27,8 +27,8 @@ import pytest
 import typer
 
 from ngramspec import SamplingParams
-from ngramspec.batch.options import options_of
 from ngramspec.config import EngineConfig
+from ngramspec.options import options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -272,7 +272,7 @@ def _default(value: object) -> str:
 
 def request_fields() -> str:
     """A row for all fields of one fate and reason, with the routes that have them."""
-    from ngramspec.server.fields import FIELDS, ROUTES, Fate
+    from ngramspec.server.field_support import FIELDS, ROUTES, Fate
 
     lines = ["| fields | routes | fate | what they do, or why not | asks for nothing |", "|---|---|---|---|---|"]
     parameters = set(options_of(SamplingParams))

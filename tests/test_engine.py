@@ -18,13 +18,13 @@ import torch
 from scipy.stats import chisquare
 from test_exact import Oracle, prompts
 
-from ngramspec.batch.cost import Load
-from ngramspec.batch.errors import CallbackError, EngineClosedError, InvalidInputError, PromptTooLongError, TokenizerError
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Delta
-from ngramspec.core import sequence
-from ngramspec.drafting.base import Candidates
-from ngramspec.engine import Engine, Stream
+from ngramspec.engine import sequence
+from ngramspec.engine.llm_engine import Engine, Stream
+from ngramspec.errors import CallbackError, EngineClosedError, InvalidInputError, PromptTooLongError, TokenizerError
+from ngramspec.outputs import Delta
+from ngramspec.sampling_params import SamplingParams
+from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.budget.cost_model import Load
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 

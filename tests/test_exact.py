@@ -16,14 +16,14 @@ import pytest
 import tiny
 import torch
 
-from ngramspec.batch.pack import Span
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import DraftTree
-from ngramspec.cpu.pool import KVPool
-from ngramspec.cpu.runner import CpuRunner
-from ngramspec.drafting.base import Candidates
-from ngramspec.engine import Engine
-from ngramspec.model.runner import kv_shapes
+from ngramspec.backends.base import kv_shapes
+from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.outputs import DraftTree
+from ngramspec.sampling.batch import Span
+from ngramspec.sampling_params import SamplingParams
+from ngramspec.speculative.base import Candidates
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, top_k=40, top_p=0.95, seed=11, ignore_eos=True)

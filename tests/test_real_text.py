@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.models
 END_OF_TEXT, FILE_SEP = 151643, 151664

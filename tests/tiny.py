@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ngramspec.batch.cost import CostModel, Load
+from ngramspec.speculative.budget.cost_model import CostModel, Load
 
 VOCAB = 256
 WINDOW = 8

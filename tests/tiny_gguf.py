@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import tiny
 
-from ngramspec.model.stored import KINDS
+from ngramspec.models.tensor_source import KINDS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2")
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS = 300, 256, 512, 4, 2

@@ -21,7 +21,7 @@ from ngramspec.datastore.format import (
     write_tokenizer,
     write_vocabulary,
 )
-from ngramspec.datastore.suffixes import sort_suffixes
+from ngramspec.datastore.suffix_array import sort_suffixes
 
 TOKENIZER = b"a tokenizer"
 FINGERPRINT = hashlib.sha256(TOKENIZER).hexdigest()

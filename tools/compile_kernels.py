@@ -20,30 +20,39 @@ from unittest.mock import patch
 
 import torch
 
-from ngramspec.batch.types import KEPT
-from ngramspec.cuda import adjusting, attention, kv_move, layers, linear, quantised, rope_kv, sampling
-from ngramspec.cuda.device import Limits
-from ngramspec.cuda.inputs import Bucket, Inputs
-from ngramspec.cuda.model import Plan, Stack
-from ngramspec.cuda.packed import PackedEmbedding
-from ngramspec.cuda.pool import CudaPool
-from ngramspec.cuda.quantised import FORMATS, UNIT, Packed, QuantisedProduct
-from ngramspec.cuda.shares import Sharing
-from ngramspec.model.random_weights import empty_model
-from ngramspec.model.shapes import SHAPES, read_shape
+from ngramspec.backends.cuda import (
+    gpu_sampler,
+    kv_move,
+    layers,
+    logits_processor,
+    paged_attention,
+    quantised,
+    rope_kv,
+    row_invariant_linear,
+)
+from ngramspec.backends.cuda.attention_schedule import Sharing
+from ngramspec.backends.cuda.device import Limits
+from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
+from ngramspec.backends.cuda.graph_inputs import Bucket, Inputs
+from ngramspec.backends.cuda.model import Plan, Stack
+from ngramspec.backends.cuda.packed import PackedEmbedding
+from ngramspec.backends.cuda.quantised import FORMATS, UNIT, Packed, QuantisedProduct
+from ngramspec.models.random_weights import empty_model
+from ngramspec.models.shapes import SHAPES, read_shape
+from ngramspec.outputs import KEPT
 from tools.aot import SHARED_LIMIT, CompiledKernel, check_limits, compile_kernel
 
 PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
 ROWS = (1, 16, 17, 64, 128, 300, 2048)
 LAUNCHED = {
-    attention: ("_attend",),
+    paged_attention: ("_attend",),
     kv_move: ("_move",),
     layers: ("_embed", "_norm", "_add_norm", "_gated"),
-    linear: ("_product", "_add_up"),
+    row_invariant_linear: ("_product", "_add_up"),
     quantised: ("_quantised", "_dequantise"),
     rope_kv: ("_rope_kv", "_write_kv"),
-    adjusting: ("_adjust",),
-    sampling: ("_best", "_sums", "_finish", "_walk"),
+    logits_processor: ("_adjust",),
+    gpu_sampler: ("_best", "_sums", "_finish", "_walk"),
 }
 TYPES = {
     torch.float32: "fp32",
@@ -110,7 +119,7 @@ def noted(capability: int) -> Iterator[dict[Variant, None]]:
         for module, names in LAUNCHED.items():
             for name in names:
                 stack.enter_context(patch.object(module, name, Launches(getattr(module, name), found)))
-        for module in (attention, linear):
+        for module in (paged_attention, row_invariant_linear):
             stack.enter_context(patch.object(module, "limits", lambda device: limits))
         yield found
 
@@ -135,9 +144,9 @@ def variants(
         text: Any = model.config.get_text_config()
         n_sms = PROCESSORS[capability]
 
-        def make(weight: Any, bias: torch.Tensor | None) -> linear.Product:
+        def make(weight: Any, bias: torch.Tensor | None) -> row_invariant_linear.Product:
             if blocks == "none":
-                return linear.Product(weight, bias, n_sms)
+                return row_invariant_linear.Product(weight, bias, n_sms)
             return QuantisedProduct([empty_packed(blocks, *weight.shape)], bias, dtype, n_sms)
 
         stack = Stack(model, make, max_len)
@@ -145,20 +154,20 @@ def variants(
             stack.embedding = PackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
         shape = int(text.num_key_value_heads), stack.head_dim
         pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
-        per_item = attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
-        space = attention.Workspace.make(1, per_item, stack.n_heads, *shape, meta)
-        changed = adjusting.Adjusting(meta)
+        per_item = paged_attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
+        space = paged_attention.Workspace.make(1, per_item, stack.n_heads, *shape, meta)
+        changed = logits_processor.Adjusting(meta)
         for n in rows:
             inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy, Sharing(n_sms, 1), changed)
             logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]
             stack(inputs.ids, inputs.rows, None, Plan(per_item, space), logits)
             tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))
-            adjusting.adjust(logits, None, changed.entries, inputs.device)
-            work = sampling.Workspace(n, logits.shape[1], meta, k=KEPT)
+            logits_processor.adjust(logits, None, changed.entries, inputs.device)
+            work = gpu_sampler.Workspace(n, logits.shape[1], meta, k=KEPT)
             scores = torch.empty(n, device=meta), torch.empty(n, dtype=torch.float64, device=meta)
-            sampled = sampling.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values), scores)
+            sampled = gpu_sampler.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values), scores)
             d = inputs.device
-            counts, paths = sampling.walk(sampled, inputs.ids, d["parents"], d["roots"], d["ends"], depth)
+            counts, paths = gpu_sampler.walk(sampled, inputs.ids, d["parents"], d["roots"], d["ends"], depth)
             for memory in pool.memory:
                 kv_move.commit(memory, pool.device_tables, d["sequences"], d["starts"], paths, counts)
     return list(found)

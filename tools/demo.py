@@ -11,10 +11,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Stats
 from ngramspec.cli import screen
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.outputs import Stats
+from ngramspec.sampling_params import SamplingParams
 
 MODEL = "smollm2"
 MAX_TOKENS = 160

@@ -46,9 +46,9 @@ import torch
 from numba import njit
 
 from benchmarks.common import environment, print_document, print_table
-from ngramspec.drafting import evidence, merge, ngram, proposer
-from ngramspec.drafting.evidence import ExternalTrees
-from ngramspec.drafting.weights import cold_weights, save_weights
+from ngramspec.speculative import features, ngram_table, proposer, tree_builder
+from ngramspec.speculative.feature_weights import cold_weights, save_weights
+from ngramspec.speculative.features import ExternalTrees
 
 KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "noise", "recorded")
 SESSION = 20
@@ -202,8 +202,8 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
 
 
 NOTHING = np.empty(0, np.int32)
-BOUNDS = np.array(evidence.GAPS, np.float32)
-NO_TOP, NO_LOGITS = np.empty((0, evidence.KEPT), np.int64), np.empty((0, evidence.KEPT), np.float32)
+BOUNDS = np.array(features.GAPS, np.float32)
+NO_TOP, NO_LOGITS = np.empty((0, features.KEPT), np.int64), np.empty((0, features.KEPT), np.float32)
 
 
 class Samples(NamedTuple):
@@ -223,17 +223,17 @@ def _sample(
     """Follow one output token by token, taking samples -> their number. `external`: a tree per position, or none."""
     n = 0
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
-    known = answers[state[ngram.OUTPUT_CACHE]]
-    cursor, look_back = nodes.cursor[0], np.empty(merge.RESUME, np.int32)
+    known = answers[state[ngram_table.OUTPUT_CACHE]]
+    cursor, look_back = nodes.cursor[0], np.empty(tree_builder.RESUME, np.int32)
     for i in range(len(output) + ends):
-        seq = ngram.arrays(state, contexts)
-        nodes.hits[0] = state[ngram.HITS]
-        cursor[0], cursor[1], cursor[2] = state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES]
-        cursor[3], cursor[4], cursor[5] = state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED]
+        seq = ngram_table.arrays(state, contexts)
+        nodes.hits[0] = state[ngram_table.HITS]
+        cursor[0], cursor[1], cursor[2] = state[ngram_table.FOLLOW], state[ngram_table.MATCHED], state[ngram_table.MISSES]
+        cursor[3], cursor[4], cursor[5] = state[ngram_table.AHEAD], state[ngram_table.AGREED], state[ngram_table.STRAYED]
         for d in range(n_drafters):
             nodes.external[0, d] = -1 if external.start[i + 1] > external.start[i] else -2
-        merge.look(
-            state, seq, known, ngram.arrays(known, contexts), recycled, nodes, 0, 0, external, i * n_drafters, n_drafters, weights,
+        tree_builder.look(
+            state, seq, known, ngram_table.arrays(known, contexts), recycled, nodes, 0, 0, external, i * n_drafters, n_drafters, weights,
             calibration, speakers, work,
         )  # fmt: skip
         truth = output[i] if i < len(output) else -1
@@ -245,26 +245,26 @@ def _sample(
         if i == len(output):
             break
         hit = nodes.n[0] > 0 and nodes.cand_token[nodes.top[0]] == truth
-        state[ngram.HITS] = evidence.hit_into(state[ngram.HITS], hit)
+        state[ngram_table.HITS] = features.hit_into(state[ngram_table.HITS], hit)
         if len(top):
-            last = seq.tokens[(state[ngram.LENGTH] - 1) & (len(seq.tokens) - 1)]
-            before = seq.tokens[(state[ngram.LENGTH] - 2) & (len(seq.tokens) - 1)]
-            evidence.keep(recycled, np.int64(before), np.int64(last), top[i], logits[i], bounds)
-        copied = merge.follow_copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
-        state[ngram.FOLLOW], state[ngram.MATCHED], state[ngram.MISSES] = copied
-        ahead = merge.follow_prediction(state, cursor[3], cursor[4], cursor[5], truth)
-        state[ngram.AHEAD], state[ngram.AGREED], state[ngram.STRAYED] = ahead
-        ngram.push(state, seq, truth, history, keys)
+            last = seq.tokens[(state[ngram_table.LENGTH] - 1) & (len(seq.tokens) - 1)]
+            before = seq.tokens[(state[ngram_table.LENGTH] - 2) & (len(seq.tokens) - 1)]
+            features.keep(recycled, np.int64(before), np.int64(last), top[i], logits[i], bounds)
+        copied = tree_builder.follow_copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
+        state[ngram_table.FOLLOW], state[ngram_table.MATCHED], state[ngram_table.MISSES] = copied
+        ahead = tree_builder.follow_prediction(state, cursor[3], cursor[4], cursor[5], truth)
+        state[ngram_table.AHEAD], state[ngram_table.AGREED], state[ngram_table.STRAYED] = ahead
+        ngram_table.push(state, seq, truth, history, keys)
         if i % 3 == 2:  # a pass accepts a few tokens at once
-            merge.recover(state, seq, look_back)
+            tree_builder.recover(state, seq, look_back)
     return n
 
 
 def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, external: ExternalTrees, n_drafters: int) -> Samples:
     """Samples of a trace, which `tables` has begun at slot 0. `ends`: 1 where its end is known, else 0."""
-    rows = (len(t.output) + 1) * evidence.WIDTH
+    rows = (len(t.output) + 1) * features.WIDTH
     samples = Samples(
-        np.empty((rows, evidence.EXTERNAL + n_drafters), np.int16),
+        np.empty((rows, features.EXTERNAL + n_drafters), np.int16),
         np.empty(rows, np.int16),
         np.empty(rows, np.bool_),
         np.empty(rows, np.int32),
@@ -277,7 +277,7 @@ def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, externa
     return Samples(*(a[:n] for a in samples))
 
 
-def collect(traces: list[Made], weights: merge.Weights, max_out: int, vocab_size: int) -> Samples:
+def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
     """Samples of all traces. `weights` only say which candidate counts as the predicted one."""
     parts = []
     tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
@@ -297,12 +297,12 @@ class Mix(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.states = torch.nn.Parameter(torch.zeros(evidence.EXTERNAL, evidence.STATES))
-        self.mix = torch.nn.Parameter(torch.full((evidence.SETS, evidence.EXTERNAL), 0.3))
-        self.bias = torch.nn.Parameter(torch.zeros(evidence.SETS))
+        self.states = torch.nn.Parameter(torch.zeros(features.EXTERNAL, features.STATES))
+        self.mix = torch.nn.Parameter(torch.full((features.SETS, features.EXTERNAL), 0.3))
+        self.bias = torch.nn.Parameter(torch.zeros(features.SETS))
 
     def forward(self, state: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
-        z = self.states[torch.arange(evidence.EXTERNAL), state] * (state > 0)
+        z = self.states[torch.arange(features.EXTERNAL), state] * (state > 0)
         return (z * self.mix[sets]).sum(1) + self.bias[sets]
 
 
@@ -346,13 +346,13 @@ def losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
     return {kind: round(float(x / max(c, 1)), 4) for kind, x, c in zip(KINDS, out, counts, strict=True)}
 
 
-def to_weights(model: Mix) -> merge.Weights:
+def to_weights(model: Mix) -> tree_builder.Weights:
     """The package's arrays; what external drafters say starts from its plain meaning."""
     weights = cold_weights()
-    weights.states[: evidence.EXTERNAL] = model.states.detach().numpy()
-    weights.states[: evidence.EXTERNAL, 0] = 0.0
-    weights.mix[:, : evidence.EXTERNAL] = model.mix.detach().numpy()
-    weights.mix[:, evidence.BIAS] = model.bias.detach().numpy()
+    weights.states[: features.EXTERNAL] = model.states.detach().numpy()
+    weights.states[: features.EXTERNAL, 0] = 0.0
+    weights.mix[:, : features.EXTERNAL] = model.mix.detach().numpy()
+    weights.mix[:, features.BIAS] = model.bias.detach().numpy()
     return weights
 
 
@@ -424,8 +424,8 @@ def recorded(path: Path, max_out: int, session: int) -> list[Made]:
             row = json.loads(line)
             output = np.array(row["output_ids"], np.int32)[:max_out]
             top, logits = np.array(row["top_ids"], np.int64)[:max_out], np.array(row["top_logprobs"], np.float32)[:max_out]
-            if top.shape != (len(output), evidence.KEPT):
-                raise ValueError(f"{path}: top_ids must hold {evidence.KEPT} tokens per output token, got shape {top.shape}")
+            if top.shape != (len(output), features.KEPT):
+                raise ValueError(f"{path}: top_ids must hold {features.KEPT} tokens per output token, got shape {top.shape}")
             traces.append(Made("recorded", session, np.array(row["prompt_ids"], np.int32), output, NOTHING, top, logits))
     return traces
 
@@ -444,7 +444,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.out is None) == (args.write_prompts is None):
         parser.error("--out or --write-prompts is needed")
-    from ngramspec.model.loading import load_tokenizer
+    from ngramspec.models.loader import load_tokenizer
 
     torch.manual_seed(args.seed)
     tokenizer: Any = load_tokenizer(args.tokenizer)

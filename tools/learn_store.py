@@ -37,10 +37,10 @@ from benchmarks.common import environment, print_document, print_table
 from ngramspec.cli.datastore import tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
-from ngramspec.drafting import evidence, merge, proposer
-from ngramspec.drafting.evidence import ExternalTrees
-from ngramspec.drafting.suffix import SuffixDrafter
-from ngramspec.drafting.weights import WEIGHTS, load_weights, save_weights
+from ngramspec.speculative import features, proposer, tree_builder
+from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, save_weights
+from ngramspec.speculative.features import ExternalTrees
 from tools import learn_mix
 from tools.learn_mix import KINDS, SESSION, Made, Samples
 
@@ -49,7 +49,7 @@ FILES = 40
 """Of a session's own store, at the most."""
 AGAIN = 2
 """Requests of a session that are made a second time."""
-BESIDE = 2 * evidence.SETS // 3
+BESIDE = 2 * features.SETS // 3
 """The first weight set of those that are used where a store speaks."""
 
 
@@ -115,7 +115,7 @@ def trees_of(drafter: SuffixDrafter, trace: Made) -> ExternalTrees:
     return ExternalTrees(drafts.start, drafts.tokens, drafts.parents, drafts.codes)
 
 
-def collect(traces: list[Made], stores: dict[int, Store], weights: merge.Weights, max_out: int, vocab_size: int) -> Samples:
+def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
     """Samples of all positions at which a store speaks."""
     parts = []
     tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
@@ -125,7 +125,7 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: merge.Weights
         tables.begin(0, t.prompt, prediction=t.prediction, tenant=tenant)
         tables._own.grow(0, len(t.output) + 1, tables._contexts)
         samples = learn_mix.follow(tables, t, int(len(t.output) < max_out), position, trees_of(stores[t.session].drafter, t), 1)
-        spoken = samples.state[:, evidence.EXTERNAL] > 0
+        spoken = samples.state[:, features.EXTERNAL] > 0
         parts.append(Samples(*(a[spoken] for a in samples)))
         position += len(t.output) + 1
         tables.end(0)
@@ -137,15 +137,15 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: merge.Weights
 class Mix(torch.nn.Module):
     """The mix as `merge.look` computes it, beside a store."""
 
-    def __init__(self, weights: merge.Weights) -> None:
+    def __init__(self, weights: tree_builder.Weights) -> None:
         super().__init__()
-        n = evidence.EXTERNAL
+        n = features.EXTERNAL
         self.register_buffer("held", torch.from_numpy(weights.states[:n].astype(np.float32)))
         without, third = torch.from_numpy(weights.mix.astype(np.float32)), BESIDE // 2
         mix = without[:, : n + 1].clone()
         mix[BESIDE:, :n] = without[:third, :n]
-        bias = without[:, evidence.BIAS].clone()
-        bias[BESIDE:] = without[:third, evidence.BIAS]
+        bias = without[:, features.BIAS].clone()
+        bias[BESIDE:] = without[:third, features.BIAS]
         self.mix, self.bias = torch.nn.Parameter(mix), torch.nn.Parameter(bias)
         self.own = torch.nn.Parameter(torch.from_numpy(weights.states[n].astype(np.float32)).clip(-4, 4))
         learns = torch.zeros_like(mix)
@@ -155,13 +155,13 @@ class Mix(torch.nn.Module):
         self.bias.register_hook(lambda gradient: gradient * learns[:, 0])
 
     def forward(self, state: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
-        n = evidence.EXTERNAL
+        n = features.EXTERNAL
         others = self.held[torch.arange(n), state[:, :n]] * (state[:, :n] > 0)
         z = torch.cat([others, (self.own[state[:, n]] * (state[:, n] > 0)).unsqueeze(1)], 1)
         return (z * self.mix[sets]).sum(1) + self.bias[sets]
 
 
-def fit(samples: Samples, weights: merge.Weights, epochs: int, size: int = 16384, rate: float = 0.02) -> Mix:
+def fit(samples: Samples, weights: tree_builder.Weights, epochs: int, size: int = 16384, rate: float = 0.02) -> Mix:
     """Adam with a rate that falls to zero."""
     model, n = Mix(weights), len(samples.set)
     steps = max(epochs * (n // size), 1)
@@ -178,22 +178,22 @@ def fit(samples: Samples, weights: merge.Weights, epochs: int, size: int = 16384
     return model
 
 
-def to_weights(model: Mix, weights: merge.Weights) -> merge.Weights:
+def to_weights(model: Mix, weights: tree_builder.Weights) -> tree_builder.Weights:
     """The package's arrays. The other drafters' are left as they are."""
     states, mix = weights.states.copy(), weights.mix.copy()
-    states[evidence.EXTERNAL], states[evidence.EXTERNAL, 0] = model.own.detach().numpy(), 0.0
-    mix[:, : evidence.EXTERNAL + 1] = model.mix.detach().numpy()
-    mix[:, evidence.BIAS] = model.bias.detach().numpy()
-    return merge.Weights(states, mix)
+    states[features.EXTERNAL], states[features.EXTERNAL, 0] = model.own.detach().numpy(), 0.0
+    mix[:, : features.EXTERNAL + 1] = model.mix.detach().numpy()
+    mix[:, features.BIAS] = model.bias.detach().numpy()
+    return tree_builder.Weights(states, mix)
 
 
-def losses(weights: merge.Weights, samples: Samples, groups: np.ndarray) -> dict[str, float]:
+def losses(weights: tree_builder.Weights, samples: Samples, groups: np.ndarray) -> dict[str, float]:
     """Log loss per output position at which a store speaks, by group of positions; groups [positions] str."""
     model = Mix(weights)
     with torch.no_grad():
-        model.mix.copy_(torch.from_numpy(weights.mix[:, : evidence.EXTERNAL + 1].astype(np.float32)))
-        model.bias.copy_(torch.from_numpy(weights.mix[:, evidence.BIAS].astype(np.float32)))
-        model.own.copy_(torch.from_numpy(weights.states[evidence.EXTERNAL].astype(np.float32)))
+        model.mix.copy_(torch.from_numpy(weights.mix[:, : features.EXTERNAL + 1].astype(np.float32)))
+        model.bias.copy_(torch.from_numpy(weights.mix[:, features.BIAS].astype(np.float32)))
+        model.own.copy_(torch.from_numpy(weights.states[features.EXTERNAL].astype(np.float32)))
         parts = []
         for i in range(0, len(samples.set), 100_000):
             state, of_sets, right = learn_mix.batch(samples, slice(i, i + 100_000))
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--tokenizer", default="smollm2")
     args = parser.parse_args()
-    from ngramspec.model.loading import load_tokenizer
+    from ngramspec.models.loader import load_tokenizer
 
     torch.manual_seed(args.seed)
     tokenizer: Any = load_tokenizer(args.tokenizer)

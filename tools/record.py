@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common import candidates, environment, new_parser, print_document
 from ngramspec import Engine, SamplingParams
-from ngramspec.drafting.evidence import KEPT
+from ngramspec.speculative.features import KEPT
 
 BATCH = 32
 

@@ -2,9 +2,9 @@
 
     python -m tools.record_splits SmolLM2.gguf
 
-needs llama-cpp-python (0.3.36 wrote what is recorded). It writes tests/model/splits.json: the texts, the ids of all texts by the split
+needs llama-cpp-python (0.3.36 wrote what is recorded). It writes tests/models/splits.json: the texts, the ids of all texts by the split
 `gpt-2`, and by every other name the ids of those texts that it splits otherwise. A later llama.cpp may know further names; they are read
-from `ngramspec.model.splits`, so add them there first.
+from `ngramspec.models.splits`, so add them there first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ngramspec.model import gguf
-from ngramspec.model.splits import NAMES
+from ngramspec.models import gguf
+from ngramspec.models.splits import NAMES
 
 PRE = "tokenizer.ggml.pre"
-RECORD = Path(__file__).parent.parent / "tests" / "model" / "splits.json"
+RECORD = Path(__file__).parent.parent / "tests" / "models" / "splits.json"
 BASE = "gpt-2"
 TEXTS = (
     "", " ", "  123", "\t\t10", "don't", "DON'T I'Ll we've SHE'D o'clock 'S 's", "Hello, world!", "I'm, you're; he'll: 'tis",

@@ -29,13 +29,13 @@ from benchmarks.ours import Ours, total
 from benchmarks.peers import Contender, PeerAbsentError, Run
 from benchmarks.recorded import library_edits
 from ngramspec import Engine, SamplingParams
-from ngramspec.batch.types import Completion
-from ngramspec.drafting.base import Candidates, Text
-from ngramspec.drafting.single import SingleDrafter
-from ngramspec.model.loading import load_model, load_tokenizer
-from ngramspec.model.random_weights import empty_model
-from ngramspec.model.shapes import PREFIX, read_shape
-from ngramspec.model.smollm2 import SMOLLM2_PACKAGE
+from ngramspec.models.loader import load_model, load_tokenizer
+from ngramspec.models.random_weights import empty_model
+from ngramspec.models.shapes import PREFIX, read_shape
+from ngramspec.models.smollm2 import SMOLLM2_PACKAGE
+from ngramspec.outputs import Completion
+from ngramspec.speculative.base import Candidates, Text
+from ngramspec.speculative.single import SingleDrafter
 
 STATIC, LOOKUP = {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 10}
 GENERATE: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ class Plan:
     """Replayed one at a time; for the largest batch a quarter as many groups."""
     max_tokens: int = 64
     kv_bytes: int = 8 << 30
-    tests: tuple[str, ...] = ("tests/cuda",)
+    tests: tuple[str, ...] = ("tests/backends/cuda",)
     """Arguments of pytest."""
 
 

@@ -27,14 +27,14 @@ from benchmarks.ours import CountedCost, FixedCost, FixedLength, Ours, total
 from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run
 from benchmarks.report.categories import Category
 from ngramspec import Engine, SamplingParams
-from ngramspec.batch.types import KEPT
-from ngramspec.core.acceptance import acceptance
-from ngramspec.drafters.counts import Counts
-from ngramspec.drafters.names import make_drafter
-from ngramspec.drafting.base import CanDraw, Drafter, Speculator
-from ngramspec.drafting.proposer import SPEC_LENGTH, SPEC_ROWS, Proposer
-from ngramspec.drafting.single import SingleDrafter
-from ngramspec.drafting.suffix import SuffixDrafter
+from ngramspec.engine.acceptance import acceptance
+from ngramspec.outputs import KEPT
+from ngramspec.papers.count_drafter import Counts
+from ngramspec.papers.registry import make_drafter
+from ngramspec.speculative.base import CanDraw, Drafter, Speculator
+from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.proposer import SPEC_LENGTH, SPEC_ROWS, Proposer
+from ngramspec.speculative.single import SingleDrafter
 
 Cell = dict[str, Any]
 Make = Callable[[], Speculator]
@@ -72,7 +72,7 @@ class Bench:
     """What the blocks of a report share: an engine, the settings that a cell depends on, the drafters' names and the peers."""
 
     def __init__(self, engine: Engine, settings: dict[str, Any], drafters: Sequence[str], peers: dict[str, Callable[[], Peer]]) -> None:
-        """`drafters`: as `ngramspec.drafters` names them; one that cannot be made or used here goes to `absent` with the reason."""
+        """`drafters`: as `ngramspec.papers.registry` names them; one that cannot be made or used here goes to `absent` with the reason."""
         self.engine, self.settings, self.absent = engine, settings, dict[str, str]()
         self.default = engine.speculator
         self.prices = engine.cost.table / engine.cost.table[1]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ngramspec.datastore.reader import Datastore
-    from ngramspec.engine import Engine
+    from ngramspec.engine.llm_engine import Engine
 
 
 LINE_S = 10.0
@@ -160,19 +160,19 @@ def open_store(folder: Path | str) -> Datastore:
 
 def check_model(model: str) -> None:
     """Look a model's name up, before anything is imported that takes time. Raises ModelNotFoundError."""
-    from ngramspec.model.names import check_name
+    from ngramspec.models.names import check_name
 
     check_name(model)
 
 
 def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False, **settings: Any) -> Engine:
-    """`Engine`, but for `drafters` by their names, see `drafters.names`; `alone`: there is one, and nothing beside it.
+    """`Engine`, but for `drafters` by their names, see `papers.registry`; `alone`: there is one, and nothing beside it.
 
     Raises BadInputError for what is out of bounds, and what `Engine` raises.
     """
     check_model(model)
-    from ngramspec.drafters.names import make_drafter
-    from ngramspec.engine import Engine
+    from ngramspec.engine.llm_engine import Engine
+    from ngramspec.papers.registry import make_drafter
 
     try:
         made = [make_drafter(name) for name in drafters]

@@ -11,16 +11,16 @@ import queue
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ngramspec.batch.params import SamplingParams
 from ngramspec.cli import common, drafts, forms
 from ngramspec.cli.common import BadInputError, option
-from ngramspec.cli.options import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
+from ngramspec.cli.flags import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
+from ngramspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ngramspec.batch.types import Completion, Delta, Stats
     from ngramspec.cli.screen import View
-    from ngramspec.engine import Engine, Hints
+    from ngramspec.engine.llm_engine import Engine, Hints
+    from ngramspec.outputs import Completion, Delta, Stats
 
 
 @with_options("complete", sampling=SamplingParams, engine_settings=EngineConfig)

@@ -198,7 +198,7 @@ def lookup(
     """Find the longest end of a text that occurs in a datastore: what follows it, how often, and where it stands."""
     written = read_prompt(text, file)
 
-    from ngramspec.datastore.filters import with_lf
+    from ngramspec.datastore.file_filters import with_lf
     from ngramspec.datastore.reader import Datastore
     from ngramspec.datastore.update import encoder_of
 
@@ -305,7 +305,7 @@ def tokenizer_backend(name: str | None) -> Any:
     """The `tokenizers.Tokenizer` of a model, which takes seconds to import and load; None where none is named."""
     if name is None:
         return None
-    from ngramspec.model.loading import load_tokenizer
+    from ngramspec.models.loader import load_tokenizer
 
     tokenizer = load_tokenizer(name)
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ngramspec.cli.common import BadInputError, option
-from ngramspec.cli.options import SPECULATION
+from ngramspec.cli.flags import SPECULATION
 
 DraftModel = Annotated[
     str | None,

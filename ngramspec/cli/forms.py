@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ngramspec.batch.errors import GrammarError
-from ngramspec.batch.grammar import Grammar
 from ngramspec.cli.common import BadInputError, check_text, read_file
+from ngramspec.errors import GrammarError
+from ngramspec.grammar.base import Grammar
 
 
 def grammar_of(grammar: str | None, json_schema: str | None) -> Grammar | None:

@@ -88,7 +88,7 @@ def exit_code(error: Exception) -> int | None:
         return 1
     if isinstance(error, BadInputError) or hasattr(error, "format_message"):  # typer's own: unknown option, missing value
         return 2
-    from ngramspec.batch import errors
+    from ngramspec import errors
     from ngramspec.datastore import errors as datastore_errors
 
     damaged = (datastore_errors.DatastoreLockedError, datastore_errors.DatastoreFullError, datastore_errors.DatastoreCorruptError)
@@ -100,7 +100,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def _message(error: Exception) -> str:
-    from ngramspec.batch.errors import ModelNotFoundError
+    from ngramspec.errors import ModelNotFoundError
 
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     # What to do about a model may be a command, on a line of its own. All else is one line, whatever a file is called.

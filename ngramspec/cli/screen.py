@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Completion, Delta
 from ngramspec.cli import common
 from ngramspec.cli.common import printable
-from ngramspec.text.decoding import TextStream
+from ngramspec.outputs import Completion, Delta
+from ngramspec.sampling_params import SamplingParams
+from ngramspec.tokenizer.detokenizer import TextStream
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 _VISIBLE = (

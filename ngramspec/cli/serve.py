@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.cli import common, drafts
 from ngramspec.cli.common import BadInputError, check_text, option
-from ngramspec.cli.options import ENGINE, MODEL_HELP, SPECULATION, with_options
+from ngramspec.cli.flags import ENGINE, MODEL_HELP, SPECULATION, with_options
 from ngramspec.config import EngineConfig
 
 if TYPE_CHECKING:
-    from ngramspec.engine import Engine
+    from ngramspec.engine.llm_engine import Engine
     from ngramspec.server.settings import ServerSettings
 
 _NET, _KEYS, _LOAD, _LOG = "Address", "Keys", "Load", "Log"
@@ -252,7 +252,7 @@ def _run(
     from ngramspec.server import logs
     from ngramspec.server.fim import Fim
     from ngramspec.server.repositories import Repositories
-    from ngramspec.server.serve import run
+    from ngramspec.server.run import run
 
     log = logs.configure(settings.log_format)
 

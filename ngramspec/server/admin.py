@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ngramspec import __version__
 from ngramspec.datastore import Datastore, DatastoreError, DatastoreFullError, DatastoreLockedError
 from ngramspec.server.auth import Identity, administrator
-from ngramspec.server.errors import ApiError, ErrorBody, retry_after
+from ngramspec.server.error_responses import ApiError, ErrorBody, retry_after
 from ngramspec.server.repositories import Repository
 from ngramspec.server.state import State
 

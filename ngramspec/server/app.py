@@ -9,24 +9,24 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ngramspec import __version__
-from ngramspec.engine import Engine
-from ngramspec.server import admin, errors, operation, playground
-from ngramspec.server.admission import Admission
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.grammar.fewest_tokens import FewestTokens
+from ngramspec.server import admin, error_responses, health, playground
 from ngramspec.server.auth import Keyring, identify
-from ngramspec.server.document import document
+from ngramspec.server.body_limits import Bounds
+from ngramspec.server.chat_template import Prompts
 from ngramspec.server.encoding import Encoders
-from ngramspec.server.events import generates
 from ngramspec.server.fim import Fim
-from ngramspec.server.limits import Bounds
 from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.middleware import RequestMiddleware
 from ngramspec.server.openai import chat, completions, responses
-from ngramspec.server.prompts import Prompts
+from ngramspec.server.openapi import document
+from ngramspec.server.queue import Admission
 from ngramspec.server.repositories import Repositories, RepositoryAddress
 from ngramspec.server.settings import ServerSettings
+from ngramspec.server.sse import generates
 from ngramspec.server.state import State
-from ngramspec.text.fewest_tokens import FewestTokens
 
 
 def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
@@ -61,8 +61,8 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
     )
     app.state.server = state
     app.openapi = lambda: document(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
-    errors.install(app)
-    routers = [module.router(state) for module in (completions, chat, responses, llamacpp, admin, operation, playground)]
+    error_responses.install(app)
+    routers = [module.router(state) for module in (completions, chat, responses, llamacpp, admin, health, playground)]
     for router in routers:
         app.include_router(router)
     if settings.cors_origins:

@@ -17,7 +17,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPBearer
 
-from ngramspec.server.errors import ApiError
+from ngramspec.server.error_responses import ApiError
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import Key, ServerSettings
 

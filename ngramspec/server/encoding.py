@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ngramspec.server.errors import ApiError, retry_after
+from ngramspec.server.error_responses import ApiError, retry_after
 from ngramspec.server.metrics import Metrics
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Self
 
 from ngramspec.datastore.tokens import plain
-from ngramspec.server.prompts import before_text
+from ngramspec.server.chat_template import before_text
 
 PREFIX_SHARE = 0.75
 """Of the room for both, what the text before the cursor gets when neither it nor the text after it fits."""

@@ -14,8 +14,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import ngramspec
-from ngramspec.batch.types import Completion
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.outputs import Completion
 
 PREFIX = "ngramspec:"
 FINISH_REASONS = ("stop", "length")

@@ -16,9 +16,9 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ngramspec.server import errors, limits, logs
+from ngramspec.server import body_limits, error_responses, logs
 from ngramspec.server.auth import Hosts
-from ngramspec.server.errors import ApiError, ClientGone
+from ngramspec.server.error_responses import ApiError, ClientGone
 from ngramspec.server.state import State
 
 log = logging.getLogger(__name__)
@@ -71,10 +71,10 @@ class RequestMiddleware:
         try:
             try:
                 self._check_head(scope)
-                body = limits.replace_lone_surrogates(await limits.read_body(scope, receive, self.limits))
+                body = body_limits.replace_lone_surrogates(await body_limits.read_body(scope, receive, self.limits))
                 if not len(self.keyring) or self.keyring.knows(scope["headers"]):
                     self._check_room(scope)
-                    limits.check_body(scope, body, self.limits)
+                    body_limits.check_body(scope, body, self.limits)
                 else:
                     body = b""  # nobody looks at it: the application refuses the request, or the route takes no body
             except ApiError as error:
@@ -82,13 +82,13 @@ class RequestMiddleware:
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
                 await error.response()(scope, receive, answer)
             else:
-                await self.app(inner, limits.replayed(body, receive), answer)
+                await self.app(inner, body_limits.replayed(body, receive), answer)
         except ClientGone:
-            status = errors.CLIENT_GONE
+            status = error_responses.CLIENT_GONE
         except Exception:
             log.exception("request %s failed", name)
             if not status:
-                await errors.unexpected().response()(scope, receive, answer)
+                await error_responses.unexpected().response()(scope, receive, answer)
         finally:
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
@@ -105,7 +105,7 @@ class RequestMiddleware:
             self.admission.check_room(1)
 
     def _check_head(self, scope: Scope) -> None:
-        limits.check_headers(scope["headers"], self.limits)
+        body_limits.check_headers(scope["headers"], self.limits)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or not self.hosts.allow(hosts[0] if hosts else None):
             raise ApiError(403, "this server does not answer under this host name; --allowed-host NAME allows it")

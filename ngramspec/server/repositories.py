@@ -22,9 +22,9 @@ from typing import Any, Literal
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ngramspec import __version__
-from ngramspec.datastore import Datastore, DatastoreError, keeper, trees
+from ngramspec.datastore import Datastore, DatastoreError, indexer_process, workspace
 from ngramspec.datastore.tokens import canonical, digest_of
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server import logs
 
 RESTART_S, PATIENCE_S = 1.0, 30.0
@@ -82,7 +82,7 @@ class Repositories:
         """`paths`: of trees by name, absolute, links resolved. `cache`: the folder for stores. `max_files`: of text in a tree."""
         self.trees = {name: Repository(name, path, [name]) for name, path in (paths or {}).items()}
         self._cache, self._with_installed = cache, with_installed
-        self._max_files = max_files or trees.MAX_FILES
+        self._max_files = max_files or workspace.MAX_FILES
         self._keepers: list[_Keeper] = []
         self._lock, self._closed = threading.Lock(), False
 
@@ -96,13 +96,13 @@ class Repositories:
         tokenizer = canonical(engine.tokenizer.backend_tokenizer)
         fingerprint = digest_of(tokenizer)
         for each in self.trees.values():
-            self._keep(engine, each, each.name, trees.tree(each.path, self._cache, fingerprint, self._max_files), tokenizer)
+            self._keep(engine, each, each.name, workspace.tree(each.path, self._cache, fingerprint, self._max_files), tokenizer)
         if self._with_installed:
             arguments = engine, tokenizer, fingerprint
             threading.Thread(target=self._keep_packages, args=arguments, name="ngramspec-repositories-packages", daemon=True).start()
         threading.Thread(target=self._clear, name="ngramspec-repositories-clear", daemon=True).start()
 
-    def _keep(self, engine: Engine, tree: Repository, name: str, kept: trees.Kept, tokenizer: bytes) -> None:
+    def _keep(self, engine: Engine, tree: Repository, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
         """Keep one of a tree's stores, which may be another tree's already."""
         with self._lock:
             if self._closed:
@@ -121,12 +121,12 @@ class Repositories:
         """Keep the stores of the packages that are installed for the trees. Their files are read first, to know them by what they hold."""
         for each in self.trees.values():
             try:
-                packages = keeper.find_installed(each.path, self._cache, fingerprint)
+                packages = indexer_process.find_installed(each.path, self._cache, fingerprint)
             except DatastoreError as error:
                 logs.event("repository", f"{each.name}: {error}")
                 continue
             if packages is not None:
-                trees.mark_used(packages)
+                workspace.mark_used(packages)
                 self._keep(engine, each, Path(packages.store).name, packages, tokenizer)
             else:
                 where = "in it (.venv, venv), with packages; one that is linked or named elsewhere is not read"
@@ -134,7 +134,7 @@ class Repositories:
 
     def _clear(self) -> None:
         """Delete what is left of trees that are long gone."""
-        for text in trees.clear(self._cache):
+        for text in workspace.clear(self._cache):
             logs.event("repository", text)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Repositories:
 class _Keeper(threading.Thread):
     """Runs the processes that keep one store, and has the engine draft from it."""
 
-    def __init__(self, engine: Engine, name: str, kept: trees.Kept, tokenizer: bytes) -> None:
+    def __init__(self, engine: Engine, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
         super().__init__(name=name, daemon=True)
         self.progress = Progress()
         self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
@@ -209,11 +209,11 @@ class _Keeper(threading.Thread):
     def _process(self, stage: Literal["build", "follow"]) -> bool:
         """One process from its start to its end. Whether it said that the store is there."""
         context = multiprocessing.get_context("spawn")
-        job = keeper.Job(self._kept, stage, self._tokenizer, self._engine.name, f"ngramspec {__version__}")
+        job = indexer_process.Job(self._kept, stage, self._tokenizer, self._engine.name, f"ngramspec {__version__}")
         ours, theirs = context.Pipe()
-        process = context.Process(target=keeper.run, args=(job, theirs), name=f"ngramspec-repository-{self.name}", daemon=True)
+        process = context.Process(target=indexer_process.run, args=(job, theirs), name=f"ngramspec-repository-{self.name}", daemon=True)
         try:
-            keeper.start_process(process)
+            indexer_process.start_process(process)
         except OSError as error:
             self._take("problem", {"text": f"no process can be started for it: {error}", "waits": False})
             return False

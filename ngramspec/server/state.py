@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ngramspec.engine import Engine
-from ngramspec.server.admission import Admission
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.auth import Keyring
+from ngramspec.server.body_limits import Bounds
 from ngramspec.server.encoding import Encoders
-from ngramspec.server.errors import ApiError
+from ngramspec.server.error_responses import ApiError
 from ngramspec.server.fim import Fim
-from ngramspec.server.limits import Bounds
 from ngramspec.server.metrics import Metrics
+from ngramspec.server.queue import Admission
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 

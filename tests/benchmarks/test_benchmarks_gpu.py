@@ -23,9 +23,9 @@ from benchmarks.ours import FixedLength
 from benchmarks.peers import Run
 from benchmarks.recorded import Recital, library_edits, recorded_prompts
 from ngramspec import Engine, SamplingParams
-from ngramspec.batch.pack import depths
-from ngramspec.drafting.base import Text
-from ngramspec.drafting.single import SingleDrafter
+from ngramspec.sampling.batch import depths
+from ngramspec.speculative.base import Text
+from ngramspec.speculative.single import SingleDrafter
 
 CONFIG = {
     "model_type": "llama",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.ours import chain
-from ngramspec.drafting.ngram import LADDER, REACH
+from ngramspec.speculative.ngram_table import LADDER, REACH
 
 
 def test_chain_backs_off_and_follows_the_most_frequent() -> None:

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from benchmarks import guest_replay
-from ngramspec.guests import vllm
+from ngramspec.integrations import vllm
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tiny
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Choice, Completion, Delta, Stats
 from ngramspec.cli import main as cli
+from ngramspec.outputs import Choice, Completion, Delta, Stats
+from ngramspec.sampling_params import SamplingParams
 
 TEXT = "return 日本 x\n"
 

@@ -16,11 +16,11 @@ import tiny
 from playback import TEXT, PlaybackEngine, run
 
 from ngramspec import ModelNotFoundError, OutOfMemoryError, __version__
-from ngramspec.batch.grammar import Grammar
-from ngramspec.batch.params import SamplingParams
 from ngramspec.cli import main as cli
 from ngramspec.cli.common import printable
 from ngramspec.datastore import TokenizerMismatchError
+from ngramspec.grammar.base import Grammar
+from ngramspec.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("drafts", [[], ["--show-drafts"]])
@@ -211,7 +211,7 @@ def test_a_wrong_datastore_is_told_before_a_model_is_loaded(
     command: str,
     kind: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ngramspec.server.serve", SimpleNamespace(run=lambda *_: pytest.fail("it is served")))
+    monkeypatch.setitem(sys.modules, "ngramspec.server.run", SimpleNamespace(run=lambda *_: pytest.fail("it is served")))
     store = tmp_path / "a\nstore\x1b"
     if kind == "file":
         store.touch()

@@ -14,17 +14,16 @@ import typer
 from playback import PlaybackEngine, run
 from typer.testing import CliRunner
 
-from ngramspec import config
-from ngramspec.batch import params
-from ngramspec.batch.options import Choice, Flag, Integer, Number, Texts, option, options_of
-from ngramspec.batch.params import SamplingParams
+from ngramspec import config, sampling_params
 from ngramspec.cli import common
 from ngramspec.cli import complete as complete_module
 from ngramspec.cli.common import BadInputError
 from ngramspec.cli.drafts import draft_settings
+from ngramspec.cli.flags import with_options
 from ngramspec.cli.main import app
-from ngramspec.cli.options import with_options
 from ngramspec.config import EngineConfig
+from ngramspec.options import Choice, Flag, Integer, Number, Texts, option, options_of
+from ngramspec.sampling_params import SamplingParams
 
 FLAGS = {
     "complete": "--file -f --chat --raw --model -m --device --dtype --precision --kv-dtype --quantize --gpu-memory-utilization --threads "
@@ -106,7 +105,9 @@ def more_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`SamplingParams` and `EngineConfig` with one setting more, and `complete` made of them."""
     warmth = ("warmth", float, option(0.5, Number(0, 1), "How warm."))
     careful = ("careful", bool, option(True, Flag(), "Look twice.", panel="Speculation"))
-    monkeypatch.setattr(params, "SamplingParams", dataclasses.make_dataclass("More", [warmth], bases=(SamplingParams,), frozen=True))
+    monkeypatch.setattr(
+        sampling_params, "SamplingParams", dataclasses.make_dataclass("More", [warmth], bases=(SamplingParams,), frozen=True)
+    )
     monkeypatch.setattr(config, "EngineConfig", dataclasses.make_dataclass("More", [careful], bases=(EngineConfig,), frozen=True))
     importlib.reload(complete_module)
     yield

@@ -38,7 +38,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, dic
         made["repositories"] = repositories
         ready(URL, SimpleNamespace(name="tiny", tokenizer=tiny.byte_tokenizer()))
 
-    monkeypatch.setitem(sys.modules, "ngramspec.server.serve", SimpleNamespace(run=served))
+    monkeypatch.setitem(sys.modules, "ngramspec.server.run", SimpleNamespace(run=served))
     return run(monkeypatch, "serve", *arguments), made
 
 

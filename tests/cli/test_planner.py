@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ngramspec.batch.types import Stats
 from ngramspec.cli import main as cli
 from ngramspec.cli import planner
 from ngramspec.cli.complete import with_rates
+from ngramspec.outputs import Stats
 
 TABLE_1 = [
     # alpha, gamma, operations, speed

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.datastore import filters
+from ngramspec.datastore import file_filters
 from ngramspec.datastore.beneath import MAX_DEPTH, Beneath
 from ngramspec.datastore.corpus import Skipped
 from ngramspec.datastore.git_index import IndexFormatError, read_entries
@@ -261,7 +261,7 @@ def test_trees_deeper_than_paths_may_be_are_left_out(tmp_path: Path) -> None:
     os.close(folder)
     found, skipped = listed(tmp_path)
     assert found == {"a.py"}
-    assert skipped.counts[filters.UNREADABLE] == 1
+    assert skipped.counts[file_filters.UNREADABLE] == 1
     subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=True)
 
 

@@ -36,8 +36,8 @@ from ngramspec.datastore import (
     DatastoreNotFoundError,
     EmptyCorpusError,
     TokenizerMismatchError,
-    filters,
-    pieces,
+    file_filters,
+    segment_writer,
 )
 from ngramspec.datastore import build as building
 from ngramspec.datastore import format as stored
@@ -126,7 +126,7 @@ def test_building_again_replaces_a_store(corpus: Path, tmp_path: Path, backend: 
 
 
 def test_memory_bounds_the_segments(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "most_tokens", lambda max_memory, width: max_memory)
+    monkeypatch.setattr(segment_writer, "most_tokens", lambda max_memory, width: max_memory)
     monkeypatch.setattr(building, "BATCH_CHARS", 1)
     summary = build([corpus], tmp_path / "store", backend, "bytes", max_memory=60)
     assert summary.segments == 4
@@ -139,10 +139,10 @@ def test_memory_bounds_the_segments(corpus: Path, tmp_path: Path, backend: Token
 
 def test_segments_stay_within_memory() -> None:
     for width in (2, 4):
-        n = pieces.most_tokens(1 << 30, width)
-        assert (1 << 30) * 0.9 < 4 * width * n + pieces.sort_memory(n, width) <= 1 << 30
-        assert pieces.most_tokens(1 << 40, width) * width < 1 << 31
-    assert pieces.most_tokens(1, 2) == 1 << 16
+        n = segment_writer.most_tokens(1 << 30, width)
+        assert (1 << 30) * 0.9 < 4 * width * n + segment_writer.sort_memory(n, width) <= 1 << 30
+        assert segment_writer.most_tokens(1 << 40, width) * width < 1 << 31
+    assert segment_writer.most_tokens(1, 2) == 1 << 16
 
 
 def test_documents_become_the_same_segment_everywhere(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
@@ -150,12 +150,12 @@ def test_documents_become_the_same_segment_everywhere(corpus: Path, tmp_path: Pa
     encoder = pickle.loads(pickle.dumps(Encoder(backend, "bytes")))
     options = CorpusOptions()
     documents = list(building.corpus.walk(building.corpus.sources_of([corpus]), options, building.corpus.Skipped()))
-    entry = pieces.build_segment(tmp_path, documents, encoder)
+    entry = segment_writer.build_segment(tmp_path, documents, encoder)
     assert entry is not None
     build([corpus], tmp_path / "store", backend, "bytes")
     (built,) = stored.read_manifest(tmp_path / "store").segments
     assert (tmp_path / entry.name).read_bytes() == (tmp_path / "store" / built.name).read_bytes()
-    assert pieces.build_segment(tmp_path, [], encoder) is None
+    assert segment_writer.build_segment(tmp_path, [], encoder) is None
 
 
 def test_vectors_are_passed_through(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
@@ -285,11 +285,11 @@ def test_a_store_of_older_rules_is_read_anew(corpus: Path, tmp_path: Path, backe
     with monkeypatch.context() as older:
         older.setattr("ngramspec.datastore.corpus.RULES", 1)
         older.setattr("ngramspec.datastore.secret_scan.find_secret", lambda *_: None)
-        older.setattr("ngramspec.datastore.filters.decode_text", bytes.decode)
+        older.setattr("ngramspec.datastore.file_filters.decode_text", bytes.decode)
         build([corpus], tmp_path / "store", backend, "bytes")
     assert texts(tmp_path / "store")[f"{corpus}/crlf.py"] == "x = 1\r\n"
     done = update(tmp_path / "store")
-    assert (done.added, done.removed, done.unchanged, done.skipped[filters.SECRET]) == (1, 2, 10, 1)
+    assert (done.added, done.removed, done.unchanged, done.skipped[file_filters.SECRET]) == (1, 2, 10, 1)
     assert texts(tmp_path / "store")[f"{corpus}/crlf.py"] == "x = 1\n"
     assert not update(tmp_path / "store").committed
 
@@ -701,9 +701,9 @@ def test_an_interrupt_leaves_no_rubbish(
 
     where: dict[str, tuple[Any, str, Any]] = {
         "reading": (building.corpus, "read", fail),
-        "tokenizing": (pieces, "encode", fail),
-        "sorting": (pieces, "sort_suffixes", fail),
-        "writing": (pieces, "write_segment", fail_after(pieces.write_segment)),
+        "tokenizing": (segment_writer, "encode", fail),
+        "sorting": (segment_writer, "sort_suffixes", fail),
+        "writing": (segment_writer, "write_segment", fail_after(segment_writer.write_segment)),
         "committing": (stored, "sync_folder", fail_after(stored.sync_folder)),
         "committed": (building.Writer, "commit", fail_after(building.Writer.commit)),
     }
@@ -724,10 +724,10 @@ def test_a_sort_that_outlives_its_build_writes_nothing(
     corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an interrupt nobody waits for the sorting thread; when it is done, the store is no longer its own."""
-    monkeypatch.setattr(pieces, "most_tokens", lambda max_memory, width: 1)
+    monkeypatch.setattr(segment_writer, "most_tokens", lambda max_memory, width: 1)
     monkeypatch.setattr(building, "BATCH_CHARS", 1)
     began, proceed = threading.Event(), threading.Event()
-    real = pieces.sort_suffixes
+    real = segment_writer.sort_suffixes
 
     def slow(*arguments: Any) -> Any:
         began.set()
@@ -742,7 +742,7 @@ def test_a_sort_that_outlives_its_build_writes_nothing(
             threads.extend(thread for thread in threading.enumerate() if "_run" in thread.name)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pieces, "sort_suffixes", slow)
+    monkeypatch.setattr(segment_writer, "sort_suffixes", slow)
     with pytest.raises(KeyboardInterrupt):
         build([corpus], tmp_path / "store", backend, "bytes", tell=interrupted)
     assert not (tmp_path / "store").exists()
@@ -853,7 +853,7 @@ def test_a_distributed_build_holds_the_same(corpus: Path, tmp_path: Path, backen
         assert (summary.segments, summary.files, summary.skipped) == (
             3,
             10,
-            {filters.DUPLICATE: 1, filters.EMPTY: 1, filters.UNKNOWN_TYPE: 1},
+            {file_filters.DUPLICATE: 1, file_filters.EMPTY: 1, file_filters.UNKNOWN_TYPE: 1},
         )
         assert set(texts(tmp_path / "store").values()) == set(contents(corpus).values()) - {"\n"}
         assert is_tidy(tmp_path / "store")

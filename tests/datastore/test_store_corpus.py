@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from ngramspec.datastore import containers, corpus, filters
+from ngramspec.datastore import archives, corpus, file_filters
 from ngramspec.datastore.corpus import CorpusError, CorpusOptions, Skipped
 from ngramspec.datastore.tokens import Encoder, fingerprint
 
@@ -81,14 +81,14 @@ def test_what_a_file_holds_decides(tmp_path: Path) -> None:
         "late_mark.py": "x = 1\n" * 20 + "# DO NOT EDIT\n",
     }
     assert skipped.counts == {
-        filters.BINARY: 1,
-        filters.NOT_UTF8: 1,
-        filters.EMPTY: 1,
-        filters.GENERATED: 2,
-        filters.MINIFIED: 2,
-        filters.SECRET: 1,
-        filters.DUPLICATE: 1,
-        filters.TOO_LARGE: 1,
+        file_filters.BINARY: 1,
+        file_filters.NOT_UTF8: 1,
+        file_filters.EMPTY: 1,
+        file_filters.GENERATED: 2,
+        file_filters.MINIFIED: 2,
+        file_filters.SECRET: 1,
+        file_filters.DUPLICATE: 1,
+        file_filters.TOO_LARGE: 1,
     }
 
 
@@ -111,7 +111,7 @@ def test_text_is_kept_with_line_feeds_whatever_its_file_has(tmp_path: Path, data
     write(tmp_path, {"a.py": data, "b.py": LINES})
     texts, skipped = walk(tmp_path)
     assert texts == {"a.py": LINES}
-    assert skipped.counts == {filters.DUPLICATE: 1}
+    assert skipped.counts == {file_filters.DUPLICATE: 1}
 
 
 def test_odd_line_ends_and_damaged_encodings(tmp_path: Path) -> None:
@@ -120,35 +120,35 @@ def test_odd_line_ends_and_damaged_encodings(tmp_path: Path) -> None:
     write(tmp_path, {"rows.jsonl": json.dumps({"text": "a\r\nb"}) + "\n" + json.dumps({"text": "lone \ud800"}) + "\n"})
     texts, skipped = walk(tmp_path)
     assert texts == {"odd.py": odd, "rows.jsonl#1": "a\nb"}
-    assert skipped.counts == {filters.BINARY: 3, filters.BAD_ROW: 1}
+    assert skipped.counts == {file_filters.BINARY: 3, file_filters.BAD_ROW: 1}
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        (".env", filters.SECRET),
-        (".env.local", filters.SECRET),
-        ("server.pem", filters.SECRET),
-        ("ID_RSA", filters.SECRET),
-        ("store.p12", filters.SECRET),
-        ("package-lock.json", filters.GENERATED),
-        ("x_pb2.py", filters.GENERATED),
-        ("jquery.min.js", filters.MINIFIED),
-        ("photo.jpg", filters.UNKNOWN_TYPE),
-        ("no_extension", filters.UNKNOWN_TYPE),
-        ("main.rs", filters.OTHER_LANGUAGE),
+        (".env", file_filters.SECRET),
+        (".env.local", file_filters.SECRET),
+        ("server.pem", file_filters.SECRET),
+        ("ID_RSA", file_filters.SECRET),
+        ("store.p12", file_filters.SECRET),
+        ("package-lock.json", file_filters.GENERATED),
+        ("x_pb2.py", file_filters.GENERATED),
+        ("jquery.min.js", file_filters.MINIFIED),
+        ("photo.jpg", file_filters.UNKNOWN_TYPE),
+        ("no_extension", file_filters.UNKNOWN_TYPE),
+        ("main.rs", file_filters.OTHER_LANGUAGE),
         ("main.py", None),
         ("Main.PYI", None),
     ],
 )
 def test_a_name_decides(name: str, reason: str | None) -> None:
-    assert filters.name_reason(name, frozenset({"python"}), chosen=False) == reason
+    assert file_filters.name_reason(name, frozenset({"python"}), chosen=False) == reason
 
 
 def test_a_secret_stays_out_even_when_it_is_asked_for(tmp_path: Path) -> None:
     write(tmp_path, {".env": "TOKEN=1\n", "a.py": "x\n"})
     assert walk(tmp_path, include=("*",))[0] == {"a.py": "x\n"}
-    assert walk(tmp_path / ".env")[1].counts == {filters.SECRET: 1}
+    assert walk(tmp_path / ".env")[1].counts == {file_filters.SECRET: 1}
 
 
 def test_languages_and_patterns(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_gitignore_files_of_every_level(tmp_path: Path) -> None:
     )
     texts, skipped = walk(tmp_path)
     assert set(texts) == {"keep.log.py", "src/build/y.py", "src/a.log.py", "other/local.py"}
-    assert skipped.counts[filters.IGNORED] == 4
+    assert skipped.counts[file_filters.IGNORED] == 4
 
 
 @needs_git
@@ -233,7 +233,7 @@ def test_links_pipes_and_devices_are_never_opened(tmp_path: Path, monkeypatch: p
         listener.bind("socket.py")
         texts, skipped = walk(root)
     assert set(texts) == {"a.py", "sub/b.py"}
-    assert skipped.counts == {filters.LINK: 4, filters.SPECIAL: 2}
+    assert skipped.counts == {file_filters.LINK: 4, file_filters.SPECIAL: 2}
 
 
 def test_what_takes_a_files_place_is_not_read(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_unreadable_files_and_folders_are_counted_and_named(tmp_path: Path, monk
     monkeypatch.setattr(os, "open", deny)
     texts, skipped = walk(tmp_path)
     assert set(texts) == {"a.py"}
-    assert skipped.counts == {filters.UNREADABLE: 2}
+    assert skipped.counts == {file_filters.UNREADABLE: 2}
     assert {(path.rpartition("/")[2], why) for path, why in skipped.named} == {
         ("locked.py", "Permission denied"),
         ("closed", "Permission denied"),
@@ -316,7 +316,7 @@ def test_rows_of_jsonl(tmp_path: Path, pack: Any) -> None:
     write(tmp_path, {name: pack(content)})
     texts, skipped = walk(tmp_path, max_file_size=10_000)
     assert texts == {f"{name}#1": "one " * 1000, f"{name}#2": "two", f"{name}#3": "three", f"{name}#8": "six", f"{name}#12": "last"}
-    assert skipped.counts == {filters.BAD_ROW: 4, filters.TOO_LARGE: 2}
+    assert skipped.counts == {file_filters.BAD_ROW: 4, file_filters.TOO_LARGE: 2}
     assert walk(tmp_path, text_fields=("other", "text"), max_file_size=10)[0] == {f"{name}#12": "last"}
 
 
@@ -339,7 +339,7 @@ def test_lines_of_a_gigabyte_are_left_out_and_take_no_memory(tmp_path: Path) -> 
     finally:
         tracemalloc.stop()
     assert texts == {"rows.jsonl#1": "first", "rows.jsonl#3": "last", "a.py": "a"}
-    assert skipped.counts[filters.TOO_LARGE] == 2
+    assert skipped.counts[file_filters.TOO_LARGE] == 2
     assert most < 64 << 20
 
 
@@ -381,10 +381,16 @@ def test_archives_are_read_and_not_extracted(tmp_path: Path, name: str, make: An
     texts, skipped = walk(tmp_path, max_file_size=2000)
     assert set(texts.values()) == {"a\n", "e\n", "f\n", "d\n"}
     assert f"{name}!/p/a.py" in texts
-    assert skipped.counts == {filters.SECRET: 1, filters.UNKNOWN_TYPE: 1, filters.NOT_UTF8: 1, filters.IGNORED: 1, filters.TOO_LARGE: 1}
+    assert skipped.counts == {
+        file_filters.SECRET: 1,
+        file_filters.UNKNOWN_TYPE: 1,
+        file_filters.NOT_UTF8: 1,
+        file_filters.IGNORED: 1,
+        file_filters.TOO_LARGE: 1,
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "d.md"])
     assert walk(tmp_path / name, exclude=("p/", "*.py"))[0] == {}
-    assert {containers.container_of(f"{tmp_path}/{path}") for path in texts} == {f"{tmp_path}/{name}", f"{tmp_path}/d.md"}
+    assert {archives.container_of(f"{tmp_path}/{path}") for path in texts} == {f"{tmp_path}/{name}", f"{tmp_path}/d.md"}
 
 
 def test_links_and_devices_in_archives(tmp_path: Path) -> None:
@@ -400,11 +406,11 @@ def test_links_and_devices_in_archives(tmp_path: Path) -> None:
     write(tmp_path, {"a.tar.gz": make_tar({"b.py": b"b"}, [link, device]), "c.zip": zipped.getvalue()})
     texts, skipped = walk(tmp_path)
     assert texts == {"a.tar.gz!/b.py": "b"}
-    assert skipped.counts == {filters.LINK: 2, filters.SPECIAL: 1}
+    assert skipped.counts == {file_filters.LINK: 2, file_filters.SPECIAL: 1}
 
 
 def test_bombs_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containers, "FLOOR", 1 << 20)
+    monkeypatch.setattr(archives, "FLOOR", 1 << 20)
     many = {f"{n}.py": b"#" * 60 * 100 for n in range(300)}
     write(
         tmp_path,
@@ -417,14 +423,14 @@ def test_bombs_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         },
     )
     read: list[int] = []
-    monkeypatch.setattr(containers, "RATIO", 4)
-    real = containers._Limited.readinto
-    monkeypatch.setattr(containers._Limited, "readinto", lambda self, buffer: (read.append(n := real(self, buffer)), n)[1])
+    monkeypatch.setattr(archives, "RATIO", 4)
+    real = archives._Limited.readinto
+    monkeypatch.setattr(archives._Limited, "readinto", lambda self, buffer: (read.append(n := real(self, buffer)), n)[1])
     texts, skipped = walk(tmp_path)
     assert {"e\n", "x\n", "y\n", "z"} <= set(texts.values())
     assert {(path.rpartition("/")[2]) for path, _ in skipped.named} == {"a.tar.gz", "c.jsonl.gz", "d.zip"}
-    assert skipped.counts[filters.BOMB] == 3
-    assert skipped.counts[filters.TOO_LARGE] == 2
+    assert skipped.counts[file_filters.BOMB] == 3
+    assert skipped.counts[file_filters.TOO_LARGE] == 2
     assert sum(read) < 4 << 20
 
 

@@ -23,9 +23,9 @@ from ngramspec.datastore.errors import (
     DatastoreNotFoundError,
     TokenizerMismatchError,
 )
+from ngramspec.datastore.integrity import first_disorder
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.suffixes import pack_positions, sort_suffixes, unpack
-from ngramspec.datastore.verify import first_disorder
+from ngramspec.datastore.suffix_array import pack_positions, sort_suffixes, unpack
 
 VOCABULARIES = [3, 300, 65535, 65536, 1 << 25]
 

@@ -23,7 +23,7 @@ from ngramspec.datastore.errors import DatastoreCorruptError, DatastoreError
 from ngramspec.datastore.lookup import ROWS, Matcher
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.search import N_SUFFIXES, N_TOKENS, SUFFIXES, TOKENS, WIDTH, occurrences
-from ngramspec.datastore.suffixes import pack_positions
+from ngramspec.datastore.suffix_array import pack_positions
 
 VOCAB = 500
 ROOM = 128 << 20

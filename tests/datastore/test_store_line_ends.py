@@ -15,7 +15,7 @@ from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
 from ngramspec.datastore.line_ends import BEGUN, CRLF, LF, LineEnds
 from ngramspec.datastore.tokens import Encoder
-from ngramspec.drafting.suffix import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import SuffixDrafter
 
 SOURCES = sorted((Path(__file__).parents[2] / "datastore").glob("*.py"))[:12]
 TEXTS = [path.read_text() for path in SOURCES]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from ngramspec.datastore import CorpusOptions, corpus, filters, secret_scan
+from ngramspec.datastore import CorpusOptions, corpus, file_filters, secret_scan
 from ngramspec.datastore.build import build
 from ngramspec.datastore.corpus import Skipped
 
@@ -114,7 +114,7 @@ def test_a_secret_is_left_out_and_counted_by_its_rule(kind: str, tmp_path: Path)
         (tmp_path / f"{n}{name}").write_bytes(b"the first line\n" + text.encode())
     found, skipped = left_out(tmp_path)
     assert len(found) == len(made), [text for n, text in enumerate(made) if f"{n}{name}" not in found]
-    assert skipped.counts == {filters.SECRET: len(made)}
+    assert skipped.counts == {file_filters.SECRET: len(made)}
     assert skipped.secrets.total() == len(made)
 
 
@@ -148,5 +148,5 @@ def test_the_summary_counts_by_rule(tmp_path: Path) -> None:
     (tmp_path / "in" / "good.py").write_text("x = 1\n")
     (tmp_path / "in" / ".env").write_text("A=1\n")
     done = build([tmp_path / "in"], tmp_path / "store", tiny.byte_tokenizer().backend_tokenizer, "bytes")
-    assert (done.files, done.skipped[filters.SECRET]) == (1, 4)
+    assert (done.files, done.skipped[file_filters.SECRET]) == (1, 4)
     assert done.as_json()["secrets"] == {"github-pat": 1, "private-key": 1, "generic-api-key": 1}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny
 
-from ngramspec.datastore import Datastore, corpus, filters, trees
+from ngramspec.datastore import Datastore, corpus, file_filters, workspace
 from ngramspec.datastore.build import build
 from ngramspec.datastore.corpus import CorpusOptions, Skipped
 from ngramspec.datastore.update import update
@@ -202,8 +202,8 @@ def test_nothing_of_a_tree_is_run(armed: tuple[Path, Path], tmp_path: Path, monk
     assert ready.wait(60)
     stop.set()
     watching.join(60)
-    trees.check_size(str(tree), 1000)
-    trees.installed(str(tree), tmp_path / "cache", "print")
+    workspace.check_size(str(tree), 1000)
+    workspace.installed(str(tree), tmp_path / "cache", "print")
     assert not ran.exists(), ran.read_text()
 
 
@@ -255,7 +255,7 @@ def test_a_folder_of_tracked_files_that_becomes_a_link(tmp_path: Path, untracked
         (tree / name).symlink_to(tmp_path / "outside")
     expected, skipped = documents(tree, untracked=untracked)
     assert expected == {"a\n"}
-    assert skipped.counts[filters.LINK] >= 2
+    assert skipped.counts[file_filters.LINK] >= 2
     late = Skipped()
     assert {each.text for file in found for each in corpus.read(file, CorpusOptions(), late)} == {"a\n"}, "it was listed before"
     assert len(late.named) == 2

@@ -19,10 +19,10 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.app import create_app
 from ngramspec.server.repositories import Repositories
-from ngramspec.server.serve import BACKLOG, configuration
+from ngramspec.server.run import BACKLOG, configuration
 from ngramspec.server.settings import ServerSettings
 
 CHAT_TEMPLATE = (

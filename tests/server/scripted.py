@@ -12,9 +12,9 @@ import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.drafting.base import Candidates
-from ngramspec.drafting.proposer import Proposer
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.proposer import Proposer
 
 POSITIONS = 448
 

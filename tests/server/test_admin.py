@@ -13,7 +13,7 @@ from conftest import Server, tiny_engine
 
 from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import writing
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.settings import Key, ServerSettings
 
 TEXT = "def increment(value):\n    return value + 1\n" * 4

@@ -14,7 +14,7 @@ from fastapi.routing import iter_route_contexts
 
 from ngramspec.server import auth
 from ngramspec.server.auth import Identity, Keyring
-from ngramspec.server.errors import ApiError
+from ngramspec.server.error_responses import ApiError
 from ngramspec.server.settings import Key, ServerSettings
 
 OPEN, KEY, ADMIN = "open", "key", "admin"

@@ -14,8 +14,8 @@ from conftest import fim_tokenizer, left_clean, tiny_engine
 from starlette.testclient import TestClient
 from templates import QWEN
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.app import create_app
 from ngramspec.server.settings import ServerSettings
 

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from conftest import Server, chat_tokenizer, fim_tokenizer, left_clean, tiny_engine
 
-from ngramspec.batch.errors import UnsupportedModelError
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.errors import UnsupportedModelError
 from ngramspec.server import encoding
 from ngramspec.server.app import create_app
 from ngramspec.server.encoding import MAX_WAITING_LONG, SHORT, Encoders
-from ngramspec.server.errors import ApiError
+from ngramspec.server.error_responses import ApiError
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.settings import ServerSettings
 

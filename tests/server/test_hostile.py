@@ -21,8 +21,8 @@ import pytest
 from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from pydantic import BaseModel
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.admin import Folder
 from ngramspec.server.llamacpp.schemas import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
 from ngramspec.server.openai.responses_schemas import ResponsesRequest

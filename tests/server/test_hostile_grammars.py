@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from ngramspec.engine import Engine
-from ngramspec.text import trial
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.grammar import trial
 
 CPU_S = trial.TIMEOUT_S + 2
 """Of the process, which compiles again what was tried in time; of the wall's clock it would be no less when the machine is busy."""

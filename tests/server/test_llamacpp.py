@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Completion, Delta
-from ngramspec.engine import Engine
-from ngramspec.server.admission import Work
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.outputs import Completion, Delta
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.fim import Fim
-from ngramspec.server.llamacpp.cutting import Answer
 from ngramspec.server.llamacpp.schemas import LlamaCompletionBody
+from ngramspec.server.llamacpp.stop_rules import Answer
+from ngramspec.server.queue import Work
 from ngramspec.server.settings import ServerSettings
 
 FIM_TOKENS = ("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")

@@ -14,7 +14,7 @@ from conftest import Server, left_clean, tiny_engine
 from benchmarks import load, load_rude, load_soak
 from benchmarks.load_client import Answer, Target, ask, completion, quantile
 from benchmarks.load_server import Resources, make_tiny
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.settings import ServerSettings
 
 

@@ -13,9 +13,9 @@ import pytest
 from conftest import Server
 from prometheus_client.parser import text_string_to_metric_families
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Choice, Completion, Stats
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.outputs import Choice, Completion, Stats
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.metrics import PREFIX, REFUSALS, Metrics
 from ngramspec.server.settings import ServerSettings
 

@@ -14,9 +14,9 @@ import tiny
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import SecretStr
 
-from ngramspec.batch.params import SamplingParams
 from ngramspec.datastore.build import build
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.settings import Key, ServerSettings
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef mul(a, b):\n"

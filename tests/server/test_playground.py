@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from ngramspec.datastore.build import build as build_store
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.playground import POLICY
 from ngramspec.server.settings import Key, ServerSettings
 

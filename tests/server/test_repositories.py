@@ -19,10 +19,10 @@ import tiny
 from conftest import Server, chat_tokenizer, tiny_engine
 
 from ngramspec.datastore import Datastore
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import Identity
-from ngramspec.server.errors import ApiError
+from ngramspec.server.error_responses import ApiError
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import Key, ServerSettings
 

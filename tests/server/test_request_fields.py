@@ -17,11 +17,11 @@ from pydantic import ValidationError, create_model
 from starlette.testclient import TestClient
 
 import ngramspec
-from ngramspec.batch import params
-from ngramspec.batch.options import MAX_INT, Choice, Flag, Integer, Kind, Number, Text, Texts, TokenIds, TokenNumbers, option
-from ngramspec.engine import Engine
-from ngramspec.server.sampling import OWN_SHAPE, SHARED, strict_type
-from ngramspec.server.schemas import StrictModel
+from ngramspec import sampling_params
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.options import MAX_INT, Choice, Flag, Integer, Kind, Number, Text, Texts, TokenIds, TokenNumbers, option
+from ngramspec.server.base_schemas import StrictModel
+from ngramspec.server.sampling_fields import OWN_SHAPE, SHARED, strict_type
 from ngramspec.server.settings import ServerSettings
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Longer(params.SamplingParams):
+class Longer(sampling_params.SamplingParams):
     """The table with one more line."""
 
     patience: int = option(3, Integer(1, 9), "How long to wait.")
@@ -57,7 +57,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, list[Any]]
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch, engine: tuple[Engine, list[Any]]) -> Iterator[FastAPI]:
     """The server as it is where the table is longer: imported anew."""
-    monkeypatch.setattr(params, "SamplingParams", Longer)
+    monkeypatch.setattr(sampling_params, "SamplingParams", Longer)
     monkeypatch.setattr(ngramspec, "server", sys.modules["ngramspec.server"])
     as_before = {name: module for name, module in sys.modules.items() if name.startswith("ngramspec.server")}
     for name in as_before:
@@ -94,7 +94,7 @@ def test_a_parameter_that_is_added_to_the_table_is_there_on_every_route(app: Fas
 
 def test_every_parameter_is_either_shared_or_a_dialects_own() -> None:
     assert not OWN_SHAPE & SHARED.keys()
-    assert {*OWN_SHAPE, *SHARED} == set(params.SamplingParams.__dataclass_fields__)
+    assert {*OWN_SHAPE, *SHARED} == set(sampling_params.SamplingParams.__dataclass_fields__)
 
 
 KINDS: tuple[Kind, ...] = (

@@ -15,8 +15,8 @@ from scripted import reciting_engine
 from templates import Template
 from test_tools import LITTLE, SHAPE, TIME, TOOLS, Tokenizing, check
 
-from ngramspec.server.prompts import Prompts
-from ngramspec.server.tool_turns import Turn
+from ngramspec.server.chat_template import Prompts
+from ngramspec.server.tool_calls.tool_prompt import Turn
 
 FLAT: list[Any] = [
     {"type": "function", "name": "draw", "description": "a draw", "parameters": SHAPE, "strict": False},

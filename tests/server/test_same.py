@@ -18,11 +18,11 @@ import tiny
 from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from prometheus_client.parser import text_string_to_metric_families
 
-from ngramspec.batch.params import SamplingParams
 from ngramspec.datastore.build import build
-from ngramspec.drafting.price import Price
-from ngramspec.engine import Engine
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.fim import Fim
+from ngramspec.speculative.budget.threshold import Price
 
 N_CLIENTS = 16
 N_TOKENS = 32

@@ -18,11 +18,11 @@ from templates import TEMPLATES, Template
 from transformers import PreTrainedTokenizerFast
 
 from ngramspec.datastore.tokens import plain
-from ngramspec.engine import Engine
-from ngramspec.server.openai.tools import ToolDeclared, toolbox
-from ngramspec.server.prompts import Prompts
-from ngramspec.server.tool_turns import Call, Turn
-from ngramspec.text.tool_calls import HERMES, CallFormat
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.server.chat_template import Prompts
+from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat
+from ngramspec.server.tool_calls.stream_parser import ToolDeclared, toolbox
+from ngramspec.server.tool_calls.tool_prompt import Call, Turn
 
 SHAPE = {
     "type": "object",

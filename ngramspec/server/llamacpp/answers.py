@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ngramspec.batch.params import SamplingParams
-from ngramspec.batch.types import Completion, Delta, TokenLogprob
-from ngramspec.engine import Engine
-from ngramspec.server import stats
-from ngramspec.server.admission import Reservation
-from ngramspec.server.llamacpp.cutting import Answer, shown
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.outputs import Completion, Delta, TokenLogprob
+from ngramspec.sampling_params import SamplingParams
+from ngramspec.server import response_stats
 from ngramspec.server.llamacpp.schemas import Generation
-from ngramspec.server.llamacpp.tokens import Tokens
-from ngramspec.server.token_texts import finite
+from ngramspec.server.llamacpp.stop_rules import Answer, shown
+from ngramspec.server.llamacpp.tokenize import Tokens
+from ngramspec.server.queue import Reservation
+from ngramspec.server.token_strings import finite
 
 
 class Answers:
@@ -62,16 +62,16 @@ class Answers:
             "stop_type": stop_type,
             "stopping_word": stopping_word,
             "tokens_cached": completion.cached_tokens,
-            "timings": stats.timings(completion),
+            "timings": response_stats.timings(completion),
         }
         if completion.choices[0].logprobs and not body.stream:
             found["completion_probabilities"] = self._probabilities(completion.choices[0].logprobs[: len(answer.tokens)])
         if body.speculative_metrics in ("summary", "detailed"):
-            found["metrics"] = {"speculative_decoding": stats.speculative(completion, body.speculative_metrics)}
+            found["metrics"] = {"speculative_decoding": response_stats.speculative(completion, body.speculative_metrics)}
         if body.return_sources:
             choice = completion.choices[0]
             n = len(answer.tokens)
-            found["ngramspec"] = {"tokens": stats.sourced(choice.texts[:n], choice.draft_sources[:n])}
+            found["ngramspec"] = {"tokens": response_stats.sourced(choice.texts[:n], choice.draft_sources[:n])}
         return _picked(found, fields) if fields else found
 
     def settings(self, body: Generation, params: SamplingParams) -> dict[str, Any]:

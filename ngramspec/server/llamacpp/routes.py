@@ -14,13 +14,10 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec import __version__
-from ngramspec.server.admission import Reservation, Work
 from ngramspec.server.auth import Identity, identify, operator
-from ngramspec.server.errors import ApiError, refusing
-from ngramspec.server.events import GENERATES, EventStream
+from ngramspec.server.error_responses import ApiError, refusing
 from ngramspec.server.fim import Fim
 from ngramspec.server.llamacpp.answers import Answers
-from ngramspec.server.llamacpp.cutting import Answer, finish, unless_gone
 from ngramspec.server.llamacpp.schemas import (
     DetokenizeBody,
     DetokenizeResponse,
@@ -30,7 +27,10 @@ from ngramspec.server.llamacpp.schemas import (
     TokenizeBody,
     TokenizeResponse,
 )
-from ngramspec.server.llamacpp.tokens import Tokens, text_of
+from ngramspec.server.llamacpp.stop_rules import Answer, finish, unless_gone
+from ngramspec.server.llamacpp.tokenize import Tokens, text_of
+from ngramspec.server.queue import Reservation, Work
+from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import State
 
 T = TypeVar("T")

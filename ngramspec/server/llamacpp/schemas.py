@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, Field, PrivateAttr, Strict, field_validator, model_validator
 
-from ngramspec.batch.options import MAX_INT
-from ngramspec.batch.params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
-from ngramspec.server import sampling
-from ngramspec.server.fields import INFILL, LLAMA
-from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
-from ngramspec.server.structured import Structured
+from ngramspec.options import MAX_INT
+from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
+from ngramspec.server import sampling_fields
+from ngramspec.server.base_schemas import Few, Items, StrictModel, TokenId
+from ngramspec.server.field_support import INFILL, LLAMA
+from ngramspec.server.structured_output import Structured
 
 TextOrTokens = str | Items[TokenId | str]
 """A text, or texts and token ids that are put end to end."""
@@ -24,7 +24,7 @@ OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
 """llama.cpp's, and those of `SamplingParams`; both are taken."""
 
 
-@sampling.takes_sampling(OTHER_NAMES)
+@sampling_fields.takes_sampling(OTHER_NAMES)
 class Generation(Structured):
     """What /infill and /completion share."""
 
@@ -84,7 +84,7 @@ class Generation(Structured):
 
     def params(self, i: int, *, room: int, stop_ids: Sequence[int] = ()) -> SamplingParams:
         """How the i-th text of a prompt is written, in up to `room` tokens. `stop_ids` end it, too. Raises ValueError."""
-        given = self.defaults | sampling.given(self, OTHER_NAMES)
+        given = self.defaults | sampling_fields.given(self, OTHER_NAMES)
         if not given.get("ignore_eos"):
             given["stop_token_ids"] = [*stop_ids, *given.get("stop_token_ids", ())]
         return SamplingParams(
@@ -100,7 +100,7 @@ class Generation(Structured):
     def settings(self, params: SamplingParams) -> dict[str, Any]:
         """llama.cpp's `generation_settings`, without what the model says."""
         theirs = {name: other for other, name in OTHER_NAMES.items()}
-        return {theirs.get(name, name): getattr(params, name) for name in sampling.SHARED} | {
+        return {theirs.get(name, name): getattr(params, name) for name in sampling_fields.SHARED} | {
             "n_predict": self.n_predict,
             "max_tokens": params.max_tokens,
             "seed": -1 if params.seed is None else params.seed,

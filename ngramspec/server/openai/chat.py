@@ -11,21 +11,21 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from ngramspec.batch.types import Choice, Completion, Delta, TokenLogprob
-from ngramspec.server.admission import Work
+from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.errors import ApiError, refusing
-from ngramspec.server.events import GENERATES, EventStream
+from ngramspec.server.chat_template import Prompts
+from ngramspec.server.error_responses import ApiError, refusing
 from ngramspec.server.openai import logprobs
 from ngramspec.server.openai.conversation import Conversation, text_of, unsupported
 from ngramspec.server.openai.handler import CompletionHandler
 from ngramspec.server.openai.schemas import ApplyTemplateRequest, ApplyTemplateResponse, ChatRequest, ChatResponse, Message
-from ngramspec.server.openai.tools import Listener, calls_made, toolbox
-from ngramspec.server.prompts import Prompts
+from ngramspec.server.queue import Work
+from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import State
-from ngramspec.server.token_texts import TokenTexts
-from ngramspec.server.tool_turns import ASSISTANT, TOOL, Call, Turn
-from ngramspec.text.call_reader import Argued, Called, Event, Said
+from ngramspec.server.token_strings import TokenTexts
+from ngramspec.server.tool_calls.call_reader import Argued, Called, Event, Said
+from ngramspec.server.tool_calls.stream_parser import Listener, calls_made, toolbox
+from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"

@@ -13,18 +13,18 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from ngramspec.batch.types import Choice, Completion, Delta, TokenLogprob
-from ngramspec.server.admission import Work
+from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.errors import ApiError, refusing
-from ngramspec.server.events import GENERATES, EventStream
+from ngramspec.server.chat_template import Prompts
+from ngramspec.server.error_responses import ApiError, refusing
 from ngramspec.server.openai.handler import CompletionHandler, held
 from ngramspec.server.openai.logprobs import legacy
 from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
-from ngramspec.server.prompts import Prompts
+from ngramspec.server.queue import Work
+from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import State, no_model
-from ngramspec.server.token_texts import TokenTexts
-from ngramspec.text.decoding import Special
+from ngramspec.server.token_strings import TokenTexts
+from ngramspec.tokenizer.detokenizer import Special
 
 KIND = "text_completion"
 MAX_TOKENS = 16

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ngramspec.engine import Hints
-from ngramspec.server import sampling
-from ngramspec.server.admission import Work
-from ngramspec.server.errors import ApiError, refusing
+from ngramspec.engine.llm_engine import Hints
+from ngramspec.server import sampling_fields
+from ngramspec.server.chat_template import ANSWER, Prompts, Style
+from ngramspec.server.error_responses import ApiError, refusing
 from ngramspec.server.openai.schemas import Part, Sampled
-from ngramspec.server.openai.tools import Listener, Toolbox
-from ngramspec.server.prompts import ANSWER, Prompts, Style
+from ngramspec.server.queue import Work
 from ngramspec.server.state import State
-from ngramspec.server.tool_turns import Turn
-from ngramspec.text.call_reader import CallReader
+from ngramspec.server.tool_calls.call_reader import CallReader
+from ngramspec.server.tool_calls.stream_parser import Listener, Toolbox
+from ngramspec.server.tool_calls.tool_prompt import Turn
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Conversation:
     def encode(self, body: Sampled, max_tokens: int | None) -> list[int]:
         """The prompt's ids. Raises ApiError. Renders and encodes; for `Encoders`."""
         bounds = self.state.bounds
-        if self.toolbox.tools and sampling.given(body).get("skip_special_tokens") is False:
+        if self.toolbox.tools and sampling_fields.given(body).get("skip_special_tokens") is False:
             why = "not beside tools, whose calls are told apart from text by special tokens"
             raise unsupported("skip_special_tokens", why)
         check = bounds.check_text if body.truncate_prompt_tokens is None else None

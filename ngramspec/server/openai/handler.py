@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import ngramspec
-from ngramspec.batch.types import Choice, Completion, Delta
-from ngramspec.server import stats
+from ngramspec.outputs import Choice, Completion, Delta
+from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
-from ngramspec.server.errors import ApiError
+from ngramspec.server.error_responses import ApiError
 from ngramspec.server.openai.schemas import Sampled
 from ngramspec.server.state import State
 
@@ -57,7 +57,7 @@ class CompletionHandler:
             "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
         }
         if "prediction" in self.hints:
-            accepted, rejected = stats.predicted(completions)
+            accepted, rejected = response_stats.predicted(completions)
             usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return usage
 
@@ -65,12 +65,12 @@ class CompletionHandler:
         """`metrics`, and for one prompt `timings`, where they were asked for."""
         if self.level == "none":
             return {}
-        told: dict[str, Any] = {"metrics": {"speculative_decoding": stats.speculative(completions, self.level)}}
-        return told | ({"timings": stats.timings(completions[0])} if len(completions) == 1 else {})
+        told: dict[str, Any] = {"metrics": {"speculative_decoding": response_stats.speculative(completions, self.level)}}
+        return told | ({"timings": response_stats.timings(completions[0])} if len(completions) == 1 else {})
 
     def told_sources(self, part: Choice | Delta) -> dict[str, Any]:
         """What a choice says of its tokens, where it was asked for."""
-        return {"ngramspec": {"tokens": stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
+        return {"ngramspec": {"tokens": response_stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
 
     def told_stop(self, part: Choice | Delta) -> dict[str, Any]:
         """vLLM's `stop_reason`: the stop string, or the one of `stop_token_ids`, that ended a text."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ngramspec.batch.types import TokenLogprob
-from ngramspec.server.token_texts import TokenTexts, finite
+from ngramspec.outputs import TokenLogprob
+from ngramspec.server.token_strings import TokenTexts, finite
 
 
 def legacy(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprob | None, str]], offset: int) -> dict[str, Any]:

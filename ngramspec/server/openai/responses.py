@@ -12,17 +12,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from ngramspec.batch.types import Choice, Completion, Delta
-from ngramspec.server.admission import Work
+from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.events import GENERATES, EventStream
+from ngramspec.server.chat_template import Prompts
 from ngramspec.server.openai.conversation import Conversation
 from ngramspec.server.openai.handler import CompletionHandler
 from ngramspec.server.openai.responses_schemas import Response, ResponsesRequest, in_its_words
 from ngramspec.server.openai.schemas import TEMPERATURE
-from ngramspec.server.prompts import Prompts
+from ngramspec.server.queue import Work
+from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import State
-from ngramspec.text.call_reader import Argued, Called, Said
+from ngramspec.server.tool_calls.call_reader import Argued, Called, Said
 
 Event = dict[str, Any]
 

@@ -13,11 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ngramspec.batch.options import MAX_INT
-from ngramspec.server.errors import ApiError
-from ngramspec.server.fields import RESPONSES
+from ngramspec.options import MAX_INT
+from ngramspec.server.base_schemas import Items, StrictModel
+from ngramspec.server.chat_template import ANSWER, Style
+from ngramspec.server.error_responses import ApiError
+from ngramspec.server.field_support import RESPONSES
 from ngramspec.server.openai.schemas import Part, Sampled
-from ngramspec.server.openai.tools import (
+from ngramspec.server.structured_output import ResponseFormat, Schema
+from ngramspec.server.tool_calls.stream_parser import (
     MAX_TOOLS,
     AllowedTools,
     ChosenTool,
@@ -29,10 +32,7 @@ from ngramspec.server.openai.tools import (
     ToolNamed,
     toolbox,
 )
-from ngramspec.server.prompts import ANSWER, Style
-from ngramspec.server.schemas import Items, StrictModel
-from ngramspec.server.structured import ResponseFormat, Schema
-from ngramspec.server.tool_turns import ASSISTANT, SYSTEM, TOOL, Call, Turn
+from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
 
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": "user", "assistant": ASSISTANT}
 _TEXTS = ("input_text", "output_text", "text", "refusal")

@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ngramspec.batch.options import MAX_INT
-from ngramspec.batch.params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
-from ngramspec.server import sampling
-from ngramspec.server.errors import ApiError, bad_request
-from ngramspec.server.fields import CHAT, COMPLETIONS
-from ngramspec.server.openai.tools import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
-from ngramspec.server.prompts import Style
-from ngramspec.server.schemas import Few, Items, StrictModel, TokenId
-from ngramspec.server.structured import Structured
+from ngramspec.options import MAX_INT
+from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
+from ngramspec.server import sampling_fields
+from ngramspec.server.base_schemas import Few, Items, StrictModel, TokenId
+from ngramspec.server.chat_template import Style
+from ngramspec.server.error_responses import ApiError, bad_request
+from ngramspec.server.field_support import CHAT, COMPLETIONS
+from ngramspec.server.structured_output import Structured
+from ngramspec.server.tool_calls.stream_parser import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 
 TEMPERATURE = 1.0
 """Where a request does not say, as OpenAI has it."""
@@ -31,7 +31,7 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-@sampling.takes_sampling()
+@sampling_fields.takes_sampling()
 class Sampled(Structured):
     """The fields that both of OpenAI's routes share."""
 
@@ -67,7 +67,7 @@ class Sampled(Structured):
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 grammar=self.form,
-                **{"temperature": TEMPERATURE} | sampling.given(self),
+                **{"temperature": TEMPERATURE} | sampling_fields.given(self),
             )
         except ValueError as error:
             raise bad_request(error) from None

@@ -1,0 +1,340 @@
+"""The contract between a device and the step: a `Runner` computes one pass over any mix of rows, `Batch` in, `Output` out.
+
+Also what is the same on every device: which models are refused, the check against transformers' own logits, the proof that rows do not
+depend on each other on this machine, the measurement of what a pass costs. A device's runner replaces a loaded
+model's attention and linear layers by its own. Nothing here knows requests, drafting or stopping.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
+from ngramspec.sampling.batch import ROWS_PER_ITEM, Batch, Span, pack
+from ngramspec.sampling.sampler import Sampler
+from ngramspec.sampling.verify import Run
+from ngramspec.sequence_table import Compiled, Counting, Gained, Spending
+
+if TYPE_CHECKING:  # whoever binds a model has imported them; a runner that needs neither should not wait for them
+    import torch
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Row counts at which the cost of a pass is measured."""
+
+
+class LinearPolicy(Protocol):
+    """How matrix products with one shape of weight are computed; `str` describes it."""
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether a row's result was proved independent of how many rows the pass has."""
+
+
+Kept: TypeAlias = tuple[int, int, np.ndarray]
+"""Of a batch's b-th sequence (b, start, path): the KV in slots `path` [n] becomes that of positions start, start + 1, …"""
+
+
+class Output(Protocol):
+    """What a pass computed, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
+
+    def wait(self) -> float:
+        """Until the pass is done; returns the milliseconds that it took, whatever the host did meanwhile."""
+        ...
+
+    def runs(self) -> list[Run | None]:
+        """What `verify.walk` accepts of each sequence of the batch whose sampler the device serves; None for the others."""
+        ...
+
+    def logits(self, first: int, end: int) -> np.ndarray:
+        """[end - first, V] float32"""
+
+    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32 (`sampling.topk`); None: not
+        computed."""
+
+    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens that the device picked after these rows [m], and of the n likeliest. Of sequences alone of which
+        `runs` tells something, and whose log-probabilities are wanted."""
+        ...
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """[n, H] float32: the last hidden states of rows [n] of the batch, as the language-model head sees them.
+
+        Only where `Runner.keep_states` was asked for them.
+        """
+
+    def commit(self, kept: Sequence[Kept]) -> None:
+        """Keep accepted paths."""
+
+
+class Runner(ABC):
+    """A bound model with its pool. Single-threaded: one caller at a time."""
+
+    model: PreTrainedModel
+    pool: BlockTables
+    max_rows: int
+    vocab_size: int
+    shapes: list[tuple[int, int]]
+    """Per layer (n_kv_heads, head_dim)."""
+    exactness: str
+    precision: str
+    """In which products with the model's weights are computed: "int8" or a dtype."""
+    kv_dtype: str
+    """In which keys and values are kept."""
+    violations: list[str]
+    """What `self_test` found to depend on something else than a row, in words: which kernel, in which shape."""
+    policies: Mapping[tuple[int, int], LinearPolicy]
+    """How matrix products with a weight [N, K] are computed, by (N, K)."""
+    tokenizer: Any = None
+    """The model's own, if it has one. Set by the engine, as is `max_model_len`, for those that compare another model with this one."""
+    max_model_len: int
+    """Longest text, prompt and output together."""
+    asynchronous = False
+    """`forward` returns before the device is done; reading its output waits."""
+    rows_per_item = ROWS_PER_ITEM
+    cost_rows: tuple[int, ...] = COST_ROWS
+
+    @property
+    @abstractmethod
+    def device(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str: ...
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Output:
+        """One pass over the rows [T]. Writes the rows' KV to their slots."""
+
+    def early_exit(self, n_layers: int) -> Callable[[Batch], Output]:
+        """`forward` through the first layers alone, the final norm and the head. It writes their KV to the same slots of the same pool.
+
+        Raises ValueError where there are fewer layers, UnsupportedModelError where they cannot be run by themselves.
+        """
+        raise UnsupportedModelError(f"drafts from the first layers are not made on {self.device}")
+
+    def keep_states(self, wanted: bool) -> None:
+        """Whether outputs from now on have hidden states. Raises UnsupportedModelError on a device that does not provide them."""
+        if wanted:
+            raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
+
+    def keep_candidates(self, wanted: bool) -> None:  # noqa: B027  # a device that does not tell has them computed by whoever wants them
+        """Whether outputs from now on should have candidates."""
+
+    def multi_step(
+        self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,
+        spending: Spending, counting: Counting, interrupt: np.ndarray,
+    ) -> Gained | None:  # fmt: skip
+        """Steps of sequences that have one row each, until one of them ends, or its slots or ROOM do, or `interrupt` [1] int64 is not 0.
+
+        lines [B, COLUMNS] int64, as `sequence_table` has them, brought up to date; stops [n] int32: all their stop tokens; samplers and
+        output positions of those that are drawn above temperature 0; `drafting`: None where no drafts are made. Keys and values of what
+        was accepted are in place. None, with nothing done: this runner makes single passes. Raises MemoryError before the first.
+        """
+        return None
+
+    def run(self, spans: list[Span]) -> torch.Tensor:
+        """A pass over these spans; logits [N, V] float32 on the host, which no other pass writes."""
+        import torch
+
+        return torch.from_numpy(self._logits_of(spans))
+
+    def _logits_of(self, spans: list[Span]) -> np.ndarray:
+        batch = pack(spans, self.pool, self.rows_per_item)
+        return self.forward(batch).logits(0, len(batch.logits_rows)).copy()
+
+    # ------------------------------------------------------------------ proofs and measurements
+
+    def slot_for_tests(self, n_slots: int) -> int:
+        """A free sequence slot with room for so many tokens, for a check or a measurement; release it. Raises OutOfMemoryError."""
+        slot = int(np.flatnonzero(self.pool.n_blocks_of == 0)[0])
+        if not self.pool.reserve(slot, n_slots):
+            raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
+        return slot
+
+    def adopt(self, model: PreTrainedModel) -> tuple[np.ndarray, torch.Tensor]:
+        """Route a model's attention to ours, and set `vocab_size` and `shapes`.
+
+        Returns tokens [n] int32, and transformers' own logits [V] after the last of them, to compare with.
+        """
+        import torch
+
+        from ngramspec.models import masks
+
+        config = model.config.get_text_config()
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        tokens = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
+        with torch.inference_mode():
+            expected = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, -1].float().cpu()
+        model.config._attn_implementation = config._attn_implementation = masks.NAME
+        self.shapes = kv_shapes(model, model.device)
+        return tokens.numpy().astype(np.int32), expected
+
+    def prove(self) -> None:
+        """Set `exactness`: "bitwise" where the policies and `self_test` prove rows independent of each other, else "numerical"."""
+        doubted = [f"{shape}: {policy}" for shape, policy in self.policies.items() if not policy.bitwise]
+        self.violations = []
+        self.exactness = "bitwise" if not doubted and self.self_test() else "numerical"
+        if self.exactness == "numerical":
+            what = ", ".join([*doubted, *self.violations]) or "attention or small operations"
+            log.warning("exactness: numerical (rows depend on their number: %s)", what)
+
+    def mismatch(self, error: float) -> UnsupportedModelError:
+        """The error to raise for logits that are this far from transformers' own."""
+        return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
+
+    def logits_error(self, expected: torch.Tensor, tokens: np.ndarray) -> float:
+        """Largest difference of our logits after `tokens` [n] from `expected` [V], over the size of these."""
+        slot = self.slot_for_tests(len(tokens))
+        try:
+            got = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
+        finally:
+            self.pool.release(slot)
+        return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+    def self_test(self) -> bool:
+        """Whether the logits of a prompt in chunks, a chain and a tree are bitwise those of the same tokens one by one."""
+        return self.rows_are_independent(self._logits_of, 20)
+
+    def rows_are_independent(self, compute: Callable[[list[Span]], np.ndarray], n_prompt: int) -> bool:
+        """Whether rows of a prompt in chunks, a chain and a tree are bitwise those of the same tokens one by one.
+
+        `compute` makes a pass over spans and returns rows [N, any], the last of which belong to the root and the nodes of the last span.
+        """
+        rng = np.random.default_rng(0)
+        n = min(n_prompt, self.pool.max_blocks * BLOCK - 12)
+        tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
+        parents = np.array([-1, -1, 0, 1, 3, 2, 4, 6], np.int32)
+        tree = DraftTree(tokens[n:], parents, np.ones(8, np.float32), np.zeros(8, np.uint8))
+        slot = self.slot_for_tests(n + 8)
+        try:
+            compute([Span(slot, tokens[: n // 2], 0, logits=0)])
+            whole = compute([Span(slot, tokens[n // 2 : n], n // 2, tree)])[-9:]
+            for i in range(n):
+                last = compute([Span(slot, tokens[i : i + 1], i)])
+            same = bool((last[-1] == whole[0]).all())
+            for leaf in sorted(set(range(8)) - set(parents.tolist())):
+                path = [leaf]
+                while parents[path[0]] >= 0:
+                    path.insert(0, int(parents[path[0]]))
+                for depth, node in enumerate(path):
+                    last = compute([Span(slot, tree.tokens[node : node + 1], n + depth)])
+                    same = same and bool((last[-1] == whole[1 + node]).all())
+            return same
+        finally:
+            self.pool.release(slot)
+
+    def time_pass(self, rows: int, context: int) -> float:
+        """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
+        slot = self.slot_for_tests(context + rows)
+        try:
+            spans = [Span(slot, np.full(1, 7, np.int32), context - 1, chain(rows - 1))]
+            start = time.perf_counter()
+            self.forward(pack(spans, self.pool, self.rows_per_item)).logits(0, 0)
+            return (time.perf_counter() - start) * 1e3
+        finally:
+            self.pool.release(slot)
+
+    def measure(self, counts: list[int], rounds: int = 4, budget_s: float = 1.5) -> list[float]:
+        """Milliseconds of passes with the first of these row counts, as many as there is time for and half of them at least: the least of
+        interleaved rounds, since what disturbs a pass only adds to it.
+        """
+        context, started = max(1, min(256, (self.pool.max_blocks * BLOCK - counts[-1]) // 2)), time.perf_counter()
+        times: list[float] = []
+        for rows in counts:
+            if time.perf_counter() - started < budget_s / 2 or 2 * len(times) < len(counts):
+                self.time_pass(rows, context)  # its memory is new
+                times.append(self.time_pass(rows, context))
+        for _ in range(rounds - 1):
+            for i, rows in enumerate(counts[: len(times)]):
+                if time.perf_counter() - started < budget_s:
+                    times[i] = min(times[i], self.time_pass(rows, context))
+        return times
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a pass failed for want of memory, the host's or a device's."""
+    torch = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+
+
+def chain(n: int) -> DraftTree:
+    """A draft of n nodes, for tests and measurements."""
+    return DraftTree(np.full(n, 11, np.int32), np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8))
+
+
+def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, int]]:
+    """Per layer (n_kv_heads, head_dim), as the layers hand them to their attention function. Raises UnsupportedModelError."""
+    import torch
+
+    from ngramspec.models import masks
+
+    probe = masks.Shapes()
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    try:
+        with torch.inference_mode():
+            model.base_model(input_ids=one, position_ids=one, use_cache=False, ngramspec=probe)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be computed with this attention and packed weights: {type(error).__name__}: {error}"
+        ) from error
+    if sorted(probe.seen) != list(range(len(probe.seen))) or not probe.seen:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention in layers {sorted(probe.seen)}; every layer from 0 on must have one"
+        )
+    for _, head_dim in probe.seen.values():
+        if head_dim % 8:
+            raise UnsupportedModelError(f"{type(model).__name__}: head size {head_dim} is not a multiple of 8")
+    return [probe.seen[layer] for layer in sorted(probe.seen)]
+
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+"""What a configuration calls layers that can be computed."""
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse layers that are no attention, or one that the attention here does not compute. Raises UnsupportedModelError."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    types = [str(each) for each in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
+    for other in sorted(set(types) - set(ATTENTION_LAYERS)):
+        where = ", ".join(str(i) for i, each in enumerate(types) if each == other)
+        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(ATTENTION_LAYERS)}")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} keeps a recurrent state, which is not implemented; accepted: decoders with attention alone")
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UnsupportedModelError(
+            f"{name} scales attention by a token's place in the pass (attn_temperature_tuning), which is not its position in the text here"
+        )
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse, with the reason, what a pass over packed rows cannot compute. Raises UnsupportedModelError."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are supported")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} has no language-model head")
+    _check_layers(model)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    for kind in kinds & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(
+            f"{name} uses {kind!r} rotary embeddings, whose angles depend on the whole batch, so that rows would not be independent"
+        )

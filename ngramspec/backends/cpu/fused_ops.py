@@ -1,0 +1,153 @@
+"""Small operations of a layer on the CPU, each in one call instead of many: norm, gated activation.
+
+Knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces modules of a class only after it has given the same
+result on random input as the first of them (`replace_small_operations`), and whole layers are checked again by the runner. A variant that
+computes something else keeps its own code. Every row is computed alone, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import get_num_threads, prange
+from torch import nn
+
+from ngramspec.backends.cpu.attention import PARALLEL
+from ngramspec.backends.cpu.linear import PackedLinear, Shared, SharedPart
+from ngramspec.backends.cpu.llama_forward import norm_row
+from ngramspec.datastore.code_cache import njit
+from ngramspec.models.hf_modules import rms_norm
+from ngramspec.sampling.numeric import exp
+
+_ONE = np.float32(1.0)
+
+
+@njit(cache=True, nogil=True)
+def _rms_few(x, weight, eps, out):
+    for r in range(x.shape[0]):
+        norm_row(x[r], weight, eps, out[r])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _rms_many(x, weight, eps, out):
+    for r in prange(x.shape[0]):
+        norm_row(x[r], weight, eps, out[r])
+
+
+# With Python's own rules of division, each quotient is tested for a zero divisor, and nothing is vectorised.
+@njit(cache=True, nogil=True, error_model="numpy")
+def _silu_row(x, at, out):
+    n = out.shape[0]
+    gate, up = x[:n], x[at : at + n]
+    for j in range(n):
+        out[j] = gate[j] / (_ONE + exp(-gate[j])) * up[j]
+
+
+@njit(cache=True, nogil=True)
+def _silu_few(x, at, out):
+    for r in range(x.shape[0]):
+        _silu_row(x[r], at, out[r])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _silu_many(x, at, out):
+    for r in prange(x.shape[0]):
+        _silu_row(x[r], at, out[r])
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last axis [N]; float32."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = (weight + offset if offset else weight).detach().contiguous().numpy(), np.float32(eps), offset
+
+    def rows(self, x: np.ndarray) -> np.ndarray:
+        """[T, N] → [T, N]"""
+        out = np.empty_like(x)
+        run = _rms_many if x.size >= PARALLEL else _rms_few
+        run(x, self.weight, self.eps, out)
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy())).view(x.shape)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x)) with gate and up as one matrix product."""
+
+    def __init__(self, shared: Shared, down: PackedLinear) -> None:
+        super().__init__()
+        self.shared, self.down = shared, down
+
+    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
+        """[T, N] → [T, N]"""
+        product = self.shared.product
+        both, at = product.rows(x, threads), int(product.columns[1])
+        mid = np.empty((len(both), self.shared.product.sizes[0]), np.float32)
+        run = _silu_many if mid.size >= PARALLEL else _silu_few
+        run(both, at, mid)
+        return self.down.product.rows(mid, threads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
+        return torch.from_numpy(y)[:, : self.down.out_features].reshape(x.shape)
+
+
+_ROUNDING, _CODED = 1e-5, 3e-2
+"""Largest difference from what a part computed, over its size, that counts as rounding; and where activations are codes of 8 bits, which
+the last bit of a number can move by one."""
+
+
+def _same(old: nn.Module, new: nn.Module, width: int, rounding: float = _ROUNDING) -> bool:
+    x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
+    try:
+        expected = old(x)
+        return bool((new(x) - expected).abs().max() <= rounding * expected.abs().max())
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float | None]) -> nn.Module | None:
+    """`offsets`: what is added to the weights, by class and size, as far as it was found; None: another thing is computed."""
+    found = rms_norm(module)
+    if found is None:
+        return None
+    weight, eps = found
+    kind = (type(module), len(weight), eps)
+    if kind not in offsets:  # Gemma's weights are offsets from one
+        offsets[kind] = next((offset for offset in (0.0, 1.0) if _same(module, RMSNorm(weight, eps, offset), len(weight))), None)
+    offset = offsets[kind]
+    return None if offset is None else RMSNorm(weight, eps, offset)
+
+
+def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:
+    """`gated`: whether a class computes what `GatedMLP` does, as far as it is known."""
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    if (
+        not isinstance(gate, SharedPart)
+        or not isinstance(up, SharedPart)
+        or gate.shared is not up.shared
+        or not isinstance(down, PackedLinear)
+    ):
+        return None
+    candidate = GatedMLP(gate.shared, down)
+    if type(module) not in gated:
+        gated[type(module)] = _same(module, candidate, gate.in_features, _CODED if down.product.products.int8 else _ROUNDING)
+    return candidate if gated[type(module)] else None
+
+
+def replace_small_operations(model: nn.Module) -> int:
+    """Swap norms and gated MLPs for fused ones where they compute the same; returns how many were swapped."""
+    swapped = 0
+    offsets: dict[tuple[type, int, float], float | None] = {}
+    gated: dict[type, bool] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.ModuleList):
+                continue
+            fused = _fused_norm(child, offsets) or _fused_mlp(child, gated)
+            if fused is not None:
+                setattr(parent, name, fused)
+                swapped += 1
+    return swapped

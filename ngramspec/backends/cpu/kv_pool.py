@@ -1,0 +1,104 @@
+"""The KV pool in the host's memory: the blocks of `kv_cache.blocks` with keys and values behind them, float32 or float16.
+
+It allocates the arrays that attention reads and writes, and moves an accepted path's keys and values to the positions of their tokens
+(`commit`). Knows nothing of models, drafts or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ngramspec.datastore.code_cache import njit
+from ngramspec.errors import OutOfMemoryError
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK
+
+
+@njit(cache=True, nogil=True)
+def _move(keys, values, tables, slots, starts, ends, paths):
+    """In one layer: slots paths[..] → positions starts[i], starts[i] + 1, … of sequence slots[i], whose part of `paths` ends at ends[i].
+
+    In order, with target <= source, both rising: what is written over has been read, or is not kept.
+    """
+    first = 0
+    for i in range(slots.shape[0]):
+        table = tables[slots[i]]
+        for at in range(first, ends[i]):
+            source, target = paths[at], starts[i] + at - first
+            if source != target:
+                sb, so, tb, to = table[source // BLOCK], source % BLOCK, table[target // BLOCK], target % BLOCK
+                for h in range(keys.shape[1]):
+                    for d in range(keys.shape[2]):
+                        keys[tb, h, d, to] = keys[sb, h, d, so]
+                        values[tb, h, to, d] = values[sb, h, so, d]
+        first = ends[i]
+
+
+@njit(cache=True, nogil=True)
+def move_all(keys, values, tables, slots, starts, ends, paths):
+    """The same in all layers. Not shared out: where the other cores are busy, waiting for them takes longer."""
+    for layer in range(keys.shape[0]):
+        _move(keys[layer], values[layer], tables, slots, starts, ends, paths)
+
+
+class KVPool(BlockTables):
+    """Block tables with the memory behind them: per layer one array of keys and one of values (see `attention`).
+
+    Raises OutOfMemoryError where the arrays cannot be allocated.
+    """
+
+    def __init__(
+        self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, dtype: type[np.generic] = np.float32
+    ) -> None:
+        """`shapes`: per layer (n_kv_heads, head_dim). `dtype`: float32, or uint16 for the bits of float16."""
+        super().__init__(n_blocks, max_seqs, max_len)
+        alike = len(set(shapes)) == 1
+        self.all_keys: np.ndarray | None = None
+        """[layers, blocks, ...], where all layers are of one shape; `all_values` likewise. `keys` and `values` are then parts of them."""
+        self.all_values: np.ndarray | None = None
+        try:
+            # zeros: pages are taken from the system as they are first written
+            if alike:
+                h, d = shapes[0]
+                self.all_keys = np.zeros((len(shapes), n_blocks, h, d, BLOCK), dtype)
+                self.all_values = np.zeros((len(shapes), n_blocks, h, BLOCK, d), dtype)
+                self.keys, self.values = list(self.all_keys), list(self.all_values)
+            else:
+                self.keys = [np.zeros((n_blocks, h, d, BLOCK), dtype) for h, d in shapes]
+                self.values = [np.zeros((n_blocks, h, BLOCK, d), dtype) for h, d in shapes]
+        except MemoryError as e:
+            raise OutOfMemoryError(
+                f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype) >> 20} MiB) does not fit in memory"
+            ) from e
+
+    @staticmethod
+    def block_bytes(shapes: list[tuple[int, int]], dtype: type[np.generic] = np.float32) -> int:
+        return sum(2 * h * d * BLOCK * np.dtype(dtype).itemsize for h, d in shapes)
+
+    def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
+        if not super().fork(source, slots, target, hashes):
+            return False
+        a, i = self.locate(source, slots)
+        b, j = self.locate(target, BLOCK * len(hashes) + np.arange(len(slots)))
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[b, :, :, j] = keys[a, :, :, i]
+            values[b, :, j] = values[a, :, i]
+        return True
+
+    def commit(self, slot: int, start: int, path: np.ndarray) -> None:
+        """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""
+        self.commit_all([(slot, start, path)])
+
+    def commit_all(self, kept: Sequence[tuple[int, int, np.ndarray]]) -> None:
+        """`commit` for several sequences: (slot, start, path) each."""
+        assert all(start >= self.registered[slot] * BLOCK for slot, start, _ in kept), "a registered block is not written"
+        slots, starts, paths = zip(*kept, strict=True)
+        ends = np.cumsum([len(path) for path in paths])
+        which = self.tables, np.array(slots, np.int64), np.array(starts, np.int64), ends, np.concatenate(paths, dtype=np.int64)
+        if self.all_keys is not None:
+            move_all(self.all_keys, self.all_values, *which)
+        else:
+            for keys, values in zip(self.keys, self.values, strict=True):
+                _move(keys, values, *which)

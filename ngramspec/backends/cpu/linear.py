@@ -1,0 +1,70 @@
+"""Modules that stand in for those of transformers on the CPU, over packed weights (`matmul`, `packing`): linear layers and the embedding.
+
+Layers that see the same input share one product. `x [1, T, K]` goes in, `[1, T, N]` comes out, float32. Nothing here knows which layers a
+model has, nor where weights come from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ngramspec.backends.cpu.codegen.kernels import Kernels
+from ngramspec.backends.cpu.matmul import Matrix, Product, rows_of
+
+
+class PackedLinear(nn.Module):
+    """Stands in for `nn.Linear`."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+        self.in_features, self.out_features = product.n_in, product.sizes[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x)
+
+
+class Shared:
+    """One product for several layers that are called on the same input (q, k, v; gate, up)."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.x: torch.Tensor | None = None
+        self.parts: list[torch.Tensor] = []
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if x is not self.x:
+            self.x, self.parts = x, self.product.parts(x)
+        result = self.parts[index]
+        if index == len(self.product.sizes) - 1:
+            self.x, self.parts = None, []
+        return result
+
+
+class SharedPart(nn.Module):
+    """One of the layers of a `Shared`: the first one called computes all, the last one called drops them."""
+
+    def __init__(self, shared: Shared, index: int) -> None:
+        super().__init__()
+        self.shared, self.index = shared, index
+        self.in_features, self.out_features = shared.product.n_in, shared.product.sizes[index]
+
+    @property
+    def matrix(self) -> Matrix:
+        return self.shared.product.matrices[self.index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared.part(self.index, x)
+
+
+class PackedEmbedding(nn.Module):
+    """Stands in for `nn.Embedding`, and for those that multiply what they find by `scale`."""
+
+    def __init__(self, kernels: Kernels, matrix: Matrix, scale: torch.Tensor | float | None) -> None:
+        super().__init__()
+        self.matrix, self._kernels, self._scale = matrix, kernels, scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = torch.from_numpy(rows_of(self._kernels, self.matrix.weight, ids.reshape(-1).numpy())).view(*ids.shape, -1)
+        return found if self._scale is None else found * self._scale

@@ -1,0 +1,244 @@
+"""The runner of a model of the Llama kind whose recipe is known: its weights' source alone is read, and neither torch nor transformers.
+
+Also what every runner on the CPU has: the output in the host's memory, the pool, the precision. It computes batches and returns logits; it
+does not know what a request, a draft or a stop is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+
+from ngramspec.backends.base import Kept, Runner
+from ngramspec.backends.cpu.formats import Blocks
+from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.backends.cpu.llama_forward import Computed, Stack
+from ngramspec.backends.cpu.matmul import Matrix, Products
+from ngramspec.backends.cpu.multi_step import MultiStep
+from ngramspec.backends.cpu.packing import packed_bytes
+from ngramspec.backends.cpu.weight_map import Recipe
+from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.models.tensor_source import KINDS, Source
+from ngramspec.outputs import BLOCK, KEPT, TokenLogprob
+from ngramspec.sampling.batch import Batch, Span, pack
+from ngramspec.sampling.sampler import Sampler
+from ngramspec.sampling.verify import Run, runs
+from ngramspec.sequence_table import Compiled, Counting, Gained, Spending
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue takes 100 µs to start a second thread, omp 2
+
+
+class HostOutput:
+    """Logits rows on the host, and what is known of them since they were computed."""
+
+    def __init__(self, computed: Computed, pool: KVPool, batch: Batch, ms: float) -> None:
+        self._computed, self._pool, self._batch, self._ms = computed, pool, batch, ms
+
+    def wait(self) -> float:
+        return self._ms
+
+    def runs(self) -> list[Run | None]:
+        return runs(self._batch, self._computed.greedy, self._computed.logits)
+
+    def logits(self, first: int, end: int) -> np.ndarray:
+        return self._computed.logits[first:end]
+
+    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        known = self._computed
+        return (known.tokens[first:end], known.values[first:end]) if known.tokens.shape[1] == KEPT else None
+
+    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+        raise NotImplementedError("their sequences are walked by themselves")
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        assert self._computed.states is not None, "states were not kept"
+        return self._computed.states[rows]
+
+    def commit(self, kept: Sequence[Kept]) -> None:
+        self._pool.commit_all([(self._batch.spans[b].slot, start, path) for b, start, path in kept])
+
+
+class PackedPolicy:
+    """In which form the weights of one shape are multiplied."""
+
+    bitwise = True
+
+    def __init__(self) -> None:
+        self.forms: set[str] = set()
+
+    def __str__(self) -> str:
+        return " or ".join(sorted(self.forms))
+
+
+def is_quantised(source: Source) -> bool:
+    """Whether any matrix is in blocks of codes."""
+    return any(KINDS[stored.kind][0] > 1 for stored in source.values())
+
+
+def needed_bytes(source: Source, plain: bool) -> int:
+    """Bytes of the weights once packed, tied ones counted once. `plain`: as float32."""
+    total = 0
+    # one parameter has as many objects as names where it is in memory, or quantised while it is read
+    what = {id(getattr(stored, "tensor", getattr(stored, "stored", stored))): stored for stored in source.values()}
+    for stored in what.values():
+        if len(stored.shape) != 2 or plain:
+            total += 4 * stored.n_rows * stored.shape[-1]
+        else:
+            total += packed_bytes(stored.kind, *stored.shape)
+    return total
+
+
+def settled(precision: str, kv_dtype: str, quantised: bool) -> tuple[str, str]:
+    """Precision and type of keys and values where "auto" was asked for. Raises UnsupportedModelError."""
+    if precision == "int8" and not quantised:
+        raise UnsupportedModelError(
+            "precision 'int8' is for weights in blocks of codes, which this model has not; accepted: 'float32', or quantize='q8_0'"
+        )
+    precision = precision if precision != "auto" else "int8" if quantised else "float32"
+    return precision, kv_dtype if kv_dtype != "auto" else "float16" if precision == "int8" else "float32"
+
+
+def new_pool(shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_seqs: int, max_len: int, max_blocks: int | None) -> KVPool:
+    """Raises OutOfMemoryError where not even one text has room."""
+    dtype: type[np.generic] = np.uint16 if kv_dtype == "float16" else np.float32
+    block_bytes = KVPool.block_bytes(shapes, dtype)
+    n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
+    if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
+        raise OutOfMemoryError(f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}")
+    return KVPool(shapes, n_blocks, max_seqs, max_len, dtype)
+
+
+def policies_of(matrices: Iterable[Matrix]) -> dict[tuple[int, int], PackedPolicy]:
+    policies: dict[tuple[int, int], PackedPolicy] = {}
+    for m in matrices:
+        fmt = m.weight.format
+        form = f"blocks of {sum(fmt.planes)} bits" if isinstance(fmt, Blocks) else fmt.value
+        policies.setdefault((m.weight.n_out, m.weight.n_in), PackedPolicy()).forms.add(form)
+    return policies
+
+
+class StackRunner(Runner):
+    pool: KVPool
+    stack: Stack | None
+    recipe: Recipe | None
+    """What the model is made of, where it is computed in one call."""
+    device, dtype = "cpu", "float32"
+    _n_best = 1
+    _several: MultiStep | None = None
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: Source,
+        *,
+        max_len: int,
+        max_seqs: int,
+        max_rows: int,
+        kv_bytes: int,
+        precision: str = "auto",
+        kv_dtype: str = "auto",
+        code: Path | None = None,
+        make_model: Callable[[], PreTrainedModel] | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """A model that an earlier start has compared with transformers, by this version on this machine. `kv_bytes`: memory for the pool.
+        `precision`: "int8" for activations of 8 bits where weights are in blocks, "float32", or "auto" for the first where there are such
+        weights. `kv_dtype`: "float32", "float16", or "auto" for float16 with int8. `code`: a folder that keeps compiled code.
+        `make_model`: transformers' model, without weights.
+
+        Raises OutOfMemoryError, UnsupportedModelError, ModelNotFoundError where a file has changed.
+        """
+        self.max_rows, self._keep_states, self._make_model = max_rows, False, make_model
+        self.precision, self.kv_dtype = settled(precision, kv_dtype, is_quantised(source))
+        self.recipe, self.shapes = recipe, recipe.shapes()
+        progress("packing weights")
+        try:
+            self.stack = recipe.build(source, Products(self.precision == "int8", folder=code))
+        except MemoryError as e:
+            raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
+        self.vocab_size = self.stack.vocab_size
+        self.policies = policies_of(self.stack.matrices)
+        self.pool = new_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
+        self.prove()
+
+    @property
+    def model(self) -> PreTrainedModel:  # type: ignore[override]
+        """transformers' own, without weights."""
+        if self._make_model is None:
+            raise UnsupportedModelError("this runner has no model of transformers")
+        return self._make_model()
+
+    def forward(self, batch: Batch) -> HostOutput:
+        return self._layers(batch, 0, len(self.shapes))
+
+    def _layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
+        """A pass through some layers, between embedding and head."""
+        started = time.perf_counter()
+        assert self.stack is not None
+        computed = self.stack.run(
+            batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
+        )
+        return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
+
+    def self_test(self) -> bool:
+        """Test one layer of each kind and the head instead of the whole model, so that every start has time for it."""
+        assert self.stack is not None
+        kinds: dict[object, int] = {}
+        for i, layer in enumerate(self.stack.layers):
+            parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in layer.matrices)
+            kinds.setdefault((parts, layer.window, layer.head_norms is None), i)
+        return all(self.rows_are_independent(partial(self._states_of, i), 4) for i in kinds.values()) and self._head_is_independent()
+
+    def _states_of(self, layer: int, spans: list[Span]) -> np.ndarray:
+        """[T, H] of a pass through one layer."""
+        assert self.stack is not None
+        batch = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item)
+        states = self.stack.run(batch, self.pool, numba.get_num_threads(), first=layer, n_layers=1, states=True).states
+        assert states is not None
+        return states
+
+    def _head_is_independent(self) -> bool:
+        tokens = np.arange(9, dtype=np.int32)
+        slot = self.slot_for_tests(len(tokens))
+        try:
+            logits = []
+            for n in (9, 4, 1):
+                batch = pack([Span(slot, tokens[:n], 0, logits=n)], self.pool, self.rows_per_item)
+                logits.append(self._layers(batch, 0, 1).logits(0, n).copy())
+            return all(np.array_equal(logits[0][: len(some)], some) for some in logits)
+        finally:
+            self.pool.release(slot)
+
+    def multi_step(
+        self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,
+        spending: Spending, counting: Counting, interrupt: np.ndarray,
+    ) -> Gained | None:  # fmt: skip
+        if self.stack is None or self._keep_states:
+            return None
+        if self._several is None or self._several.stack is not self.stack:
+            self._several = MultiStep(self.stack, self.pool, self.rows_per_item)
+        return self._several(
+            numba.get_num_threads(), self._n_best, lines, stops, samplers, positions, drafting, spending, counting, interrupt
+        )
+
+    def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
+        if not 1 <= n_layers <= len(self.shapes):
+            raise ValueError(f"draft layers must be 1 to {len(self.shapes)}, the model's own, got {n_layers}")
+        return lambda batch: self._layers(batch, 0, n_layers)
+
+    def keep_states(self, wanted: bool) -> None:
+        self._keep_states = wanted
+
+    def keep_candidates(self, wanted: bool) -> None:
+        self._n_best = KEPT if wanted else 1

@@ -1,0 +1,244 @@
+"""Matrix products on the CPU, x [T, K] with packed weights (`packing`): a row has the same bits whatever the number of rows.
+
+Weights that were quantised in blocks are multiplied with activations of 8 bits ("int8"), or as the numbers that they stand for ("float32");
+others always so. Into which functions of `kernels` a number of rows is put together, `Products` chooses by measuring them on the machine,
+and no bit depends on it. Nothing here knows models or layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numba import get_num_threads, prange
+
+from ngramspec.backends.cpu.codegen.kernels import Kernels
+from ngramspec.backends.cpu.formats import DEPTH, WIDTH, Blocks, Format
+from ngramspec.backends.cpu.packing import Arena, PackedWeight
+from ngramspec.backends.cpu.threads import call
+from ngramspec.datastore.code_cache import njit
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_ROWS = 64
+"""Up to so many rows the best way was looked for; of more, the best part comes first."""
+STEPS, FUNCTIONS = 0, MOST_ROWS + 1
+"""Where in a line of `Products.tables` the rows to take next begin, by the number that is left, and the functions' addresses, by rows."""
+TABLE = FUNCTIONS + 17
+ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = range(9)
+"""Fields of a matrix as compiled code sees it; LINE_OF: its line of the tables."""
+MATRIX = 9
+CACHED = 1 << 18
+"""Bytes of panels that stay in the second cache while rows go by."""
+EACH = 0.25
+"""What a part of the rows costs besides, in measured times of one row."""
+SHARES = 4
+"""Pieces of a product for each thread, so that one that is held back leaves work to the others."""
+
+
+class Matrix(NamedTuple):
+    """A packed weight with its bias, ready to be multiplied."""
+
+    weight: PackedWeight
+    bias: np.ndarray
+    """[16 · panels] float32"""
+    fields: np.ndarray
+    """[MATRIX] int64"""
+
+
+class Products:
+    """What all products of a model share: functions, how rows are put together of them, memory for weights."""
+
+    def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None) -> None:
+        self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
+        self.tables = np.zeros((0, TABLE), np.int64)
+        self._made: list[Matrix] = []
+        self._lines: dict[tuple[Format, bool, bool], int] = {}
+
+    def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
+        """`bias` [N] float32."""
+        whole = np.zeros(weight.n_panels * WIDTH, np.float32)
+        if bias is not None:
+            whole[: weight.n_out] = bias
+        int8 = self.int8 and isinstance(weight.format, Blocks)
+        fields = (
+            weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
+            whole.ctypes.data, self._line(weight.format, int8), int8,
+        )  # fmt: skip
+        self._made.append(Matrix(weight, whole, np.array(fields, np.int64)))
+        return self._made[-1]
+
+    def switch(self, int8: bool, *, soon_over: bool = False) -> None:
+        """Compute with activations of 8 bits from now on, or without. What has copied the fields of matrices is to be made anew.
+        `soon_over`: for a few passes only, which may take longer, so that less is compiled."""
+        self.int8 = int8
+        for m in self._made:
+            one = int8 and isinstance(m.weight.format, Blocks)
+            m.fields[LINE_OF], m.fields[INT8] = self._line(m.weight.format, one, soon_over), one
+
+    def _line(self, fmt: Format, int8: bool, soon_over: bool = False) -> int:
+        if (fmt, int8, soon_over) not in self._lines:
+            functions = self.kernels.of(fmt, int8, few=soon_over)
+            line = np.zeros((1, TABLE), np.int64)
+            for rows, address in functions.items():
+                line[0, FUNCTIONS + rows] = address
+            line[0, : MOST_ROWS + 1] = put_together(measured(functions, fmt, int8))
+            self.tables = np.concatenate([self.tables, line])
+            self._lines[fmt, int8, soon_over] = len(self.tables) - 1
+        return self._lines[fmt, int8, soon_over]
+
+
+def measured(functions: dict[int, int], fmt: Format, int8: bool, repeat: int = 7) -> dict[int, float]:
+    """Seconds that each function takes, by its number of rows, with weights that are in the cache."""
+    n_blocks, n_panels = 24, 8
+    size = Blocks.panel_bytes(fmt, n_blocks) if isinstance(fmt, Blocks) else n_blocks * DEPTH * WIDTH * fmt.itemsize
+    weights = Arena().take(size * n_panels)
+    weight = PackedWeight(fmt, n_panels * WIDTH, n_blocks * DEPTH, weights.reshape(n_panels, size))
+    most = max(functions)
+    x, y = np.zeros((most, n_blocks * DEPTH), np.float32), np.zeros((most, n_panels * WIDTH), np.float32)
+    codes, records, bias = np.zeros(x.shape, np.int8), np.zeros((most, n_blocks, 4), np.float32), np.zeros(n_panels * WIDTH, np.float32)
+    inputs = codes if int8 else x
+    best = dict.fromkeys(functions, np.inf)
+    for _ in range(repeat):
+        for rows, address in functions.items():
+            start = time.perf_counter()
+            _call_often(
+                address, 8, weights.ctypes.data, n_panels, size, n_blocks, weight.super_at, weight.codes_at, inputs.ctypes.data,
+                inputs.strides[0], records.ctypes.data, records.strides[0], bias.ctypes.data, y.ctypes.data, y.strides[0],
+            )  # fmt: skip
+            best[rows] = min(best[rows], time.perf_counter() - start)
+    return best
+
+
+def put_together(seconds: dict[int, float]) -> np.ndarray:
+    """[MOST_ROWS + 1]: how many rows to take next where so many are left, so that all together take least. `seconds` by rows.
+
+    Most rows come first: while they are multiplied, the weights come from memory. A part costs more than what was measured with weights in
+    the cache, by a share of what one row takes.
+    """
+    least, first = np.zeros(MOST_ROWS + 1), np.zeros(MOST_ROWS + 1, np.int64)
+    again = EACH * seconds[1]
+    for n in range(1, MOST_ROWS + 1):
+        ways = [(round((least[n - rows] + each + again) * 1e12), -rows) for rows, each in seconds.items() if rows <= n]
+        cost, rows = min(ways)
+        least[n], first[n] = cost * 1e-12, -rows
+    first[MOST_ROWS] = min(seconds, key=lambda rows: seconds[rows] / rows)  # here and beyond: what takes least a row
+    return first
+
+
+@njit(cache=True, nogil=True)
+def _call_often(address, times, a, b, c, d, e, f, g, h, i, j, k, l, m):  # noqa: E741
+    for _ in range(times):
+        call(address, (a, b, c, d, e, f, g, h, i, j, k, l, m))
+
+
+@njit(cache=True, nogil=True)
+def multiply(m, tables, first, end, n_rows, x, x_step, codes, codes_step, records, records_step, y, y_step):
+    """Panels first to end of a matrix m [MATRIX] for all rows: x, codes, records and y are addresses, `_step`s bytes between rows."""
+    line, weights = m[LINE_OF], m[ADDRESS] + first * m[PANEL_BYTES]
+    bias, to = m[BIAS] + first * 4 * WIDTH, y + first * 4 * WIDTH
+    if m[INT8]:
+        x, x_step = codes, codes_step
+    row = 0
+    while row < n_rows:
+        rows = tables[line, STEPS + min(n_rows - row, MOST_ROWS)]
+        call(
+            tables[line, FUNCTIONS + rows],
+            (
+                weights, end - first, m[PANEL_BYTES], m[BLOCKS], m[SUPER_AT], m[CODES_AT], x + row * x_step, x_step,
+                records + row * records_step, records_step, bias, to + row * y_step, y_step,
+            ),
+        )  # fmt: skip
+        row += rows
+
+
+@njit(cache=True, nogil=True)
+def panels_a_piece(n_panels, bytes_of_one, n_threads):
+    """How many panels are a piece of work."""
+    return max(1, min(n_panels // (SHARES * n_threads), CACHED // bytes_of_one))
+
+
+@njit(cache=True, nogil=True)
+def quantise_rows(function, x, codes, records, first, end):
+    """Rows first to end of x [T, K] to codes [T, K] and records [T, K / 32, 4]."""
+    for r in range(first, end):
+        call(function, (x[r].ctypes.data, x.shape[1] // DEPTH, codes[r].ctypes.data, records[r].ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _product(matrices, columns, tables, quantise, x, codes, records, y, threads):
+    """y [T, sum of columns] of all matrices [M, MATRIX], the i-th from columns[i] on."""
+    n_rows = x.shape[0]
+    if codes.shape[0]:
+        for t in prange(threads):
+            quantise_rows(quantise, x, codes, records, n_rows * t // threads, n_rows * (t + 1) // threads)
+    for i in range(matrices.shape[0]):
+        m = matrices[i]
+        step = panels_a_piece(m[PANELS], m[PANEL_BYTES], threads)
+        to = y.ctypes.data + 4 * columns[i]
+        for j in prange((m[PANELS] + step - 1) // step):
+            first = np.int64(j) * step
+            multiply(
+                m, tables, first, min(m[PANELS], first + step), n_rows, x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0],
+                records.ctypes.data, records.strides[0], to, y.strides[0],
+            )  # fmt: skip
+
+
+class Product:
+    """x @ W.T + b for one weight, or for several that see the same x."""
+
+    def __init__(self, products: Products, matrices: Sequence[Matrix]) -> None:
+        self.products, self.matrices = products, tuple(matrices)
+        self.n_in, self.sizes = matrices[0].weight.n_in, [m.weight.n_out for m in matrices]
+        self.columns = np.concatenate([[0], np.cumsum([m.weight.n_panels * WIDTH for m in matrices])]).astype(np.int64)
+
+    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
+        """[T, K] → [T, C], float32 in C order; the i-th weight's outputs begin at columns[i]."""
+        assert x.shape[1] == self.n_in, (x.shape, self.n_in)  # what follows reads addresses
+        assert x.dtype == np.float32, x.dtype
+        assert x.flags.c_contiguous, x.strides
+        n_rows, n_in = len(x), self.matrices[0].weight.n_blocks * DEPTH
+        if n_in != self.n_in:
+            x = np.pad(x, ((0, 0), (0, n_in - self.n_in)))
+        y = np.empty((n_rows, int(self.columns[-1])), np.float32)
+        if n_rows:
+            fields = np.stack([m.fields for m in self.matrices])
+            n_codes = n_rows if fields[:, INT8].any() else 0
+            codes, records = np.empty((n_codes, n_in), np.int8), np.empty((n_codes, n_in // DEPTH, 4), np.float32)
+            function = self.products.kernels.quantise() if n_codes else 0
+            _product(fields, self.columns, self.products.tables, function, x, codes, records, y, threads)
+        return y
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """[.., K] → each weight's [.., N]."""
+        import torch
+
+        y = torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads()))
+        return [y[:, at : at + n].reshape(*x.shape[:-1], n) for at, n in zip(self.columns.tolist(), self.sizes, strict=False)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., K] → [.., N] for a single weight."""
+        return self.parts(x)[0]
+
+
+@njit(cache=True, nogil=True)
+def _unpack(function, data, n_blocks, super_at, codes_at, rows, result):
+    panel, last = np.empty((n_blocks * DEPTH, WIDTH), np.float32), -1
+    for i in range(rows.shape[0]):
+        p, lane = rows[i] // WIDTH, rows[i] % WIDTH
+        if p != last:
+            call(function, (data[p].ctypes.data, n_blocks, super_at, codes_at, panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
+            last = p
+        for k in range(result.shape[1]):
+            result[i, k] = panel[k, lane]
+
+
+def rows_of(kernels: Kernels, weight: PackedWeight, ids: np.ndarray) -> np.ndarray:
+    """Rows ids [n] of a weight, float32 [n, K]."""
+    result = np.empty((len(ids), weight.n_in), np.float32)
+    _unpack(kernels.unpack(weight.format), weight.data, weight.n_blocks, weight.super_at, weight.codes_at, ids.astype(np.int64), result)
+    return result

@@ -1,0 +1,104 @@
+"""A model's modules over packed weights: its linear layers and embedding are replaced, the rest gets its parameters as float32.
+
+A model of transformers, whose parameters may be on the "meta" device, and the source of its weights enter; the same model, ready to
+compute, leaves. A matrix is packed as it is read, and never lies in memory as numbers. Knows modules, nothing of batches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ngramspec.backends.cpu.linear import PackedEmbedding, PackedLinear, Shared, SharedPart
+from ngramspec.backends.cpu.matmul import Matrix, Product, Products
+from ngramspec.backends.cpu.packing import pack
+from ngramspec.models.parameters import InMemory
+from ngramspec.models.tensor_source import Source, Stored
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that see the same input and become one."""
+TELL_S = 0.3
+"""Seconds between two words on how far packing is."""
+
+
+class Binder:
+    """Packs a model's matrices, each of them once."""
+
+    def __init__(self, model: PreTrainedModel, source: Source, products: Products, plain: bool, progress: Callable[[str], None]) -> None:
+        """`plain`: every matrix as the float32 numbers that it stands for."""
+        self.model, self.source, self.products, self._plain, self._progress = model, source, products, plain, progress
+        self._made: dict[int, Matrix] = {}  # by the parameter, which may be tied
+        self.matrices: dict[str, Matrix] = {}
+        """By the path of the layer."""
+        self._done, self._told_s = 0, -math.inf
+
+    def bind(self) -> None:
+        """Raises UnsupportedModelError, ModelNotFoundError, MemoryError."""
+        embedding = self.model.get_input_embeddings()
+        for path, parent in list(self.model.named_modules()):
+            children = dict(parent.named_children())
+            at = f"{path}." if path else ""
+            for group in GROUPS:
+                layers = [children.get(name) for name in group]
+                if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:  # type: ignore[union-attr]
+                    matrices = [self._matrix(at + name, children[name]) for name in group]
+                    shared = Shared(Product(self.products, matrices))
+                    for i, name in enumerate(group):
+                        setattr(parent, name, SharedPart(shared, i))
+            for name, child in parent.named_children():
+                if type(child) in (nn.Linear, Conv1D):
+                    setattr(parent, name, PackedLinear(Product(self.products, [self._matrix(at + name, child)])))
+                elif child is embedding and isinstance(child, nn.Embedding):
+                    scale = getattr(child, "embed_scale", None)
+                    setattr(parent, name, PackedEmbedding(self.products.kernels, self._matrix(at + name, child), scale))
+        for path, module in self.model.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):
+                    values = self.source[f"{path}.{name}" if path else name].float32()
+                    module._parameters[name] = nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)
+
+    def _matrix(self, path: str, module: nn.Module) -> Matrix:
+        parameter = module.weight
+        if id(parameter) not in self._made:
+            stored = self.source[f"{path}.weight"]
+            bias = self.source[f"{path}.bias"].float32() if getattr(module, "bias", None) is not None else None
+            self._made[id(parameter)] = self._packed(stored, bias, transposed=type(module) is Conv1D)
+        self.matrices[path] = self._made[id(parameter)]
+        return self.matrices[path]
+
+    def _packed(self, stored: Stored, bias: np.ndarray | None, transposed: bool) -> Matrix:
+        self._say(stored)
+        if transposed:
+            whole = np.ascontiguousarray(stored.float32().T)
+            weight = pack("F32", whole.shape, lambda a, b: whole[a:b].view(np.uint8), self.products.arena)
+        elif self._plain:
+            weight = pack("F32", stored.shape, lambda a, b: np.ascontiguousarray(stored.values(a, b)).view(np.uint8), self.products.arena)
+        elif stored.kind == "F32" and isinstance(stored, InMemory) and _is_bfloat16(stored):
+            weight = pack("BF16", stored.shape, lambda a, b: _upper(stored.rows(a, b)), self.products.arena)
+        else:
+            weight = pack(stored.kind, stored.shape, stored.rows, self.products.arena)
+        return self.products.matrix(weight, bias)
+
+    def _say(self, stored: Stored) -> None:
+        self._done += stored.n_rows * stored.row_bytes
+        if time.monotonic() - self._told_s > TELL_S:
+            self._told_s = time.monotonic()
+            self._progress(f"packing weights, {min(100, self._done * 100 // max(1, self.source.n_bytes))} %")
+
+
+def _is_bfloat16(stored: Stored) -> bool:
+    """Whether float32 numbers have nothing in their lower halves."""
+    return not any(
+        (stored.rows(first, min(first + 4096, stored.n_rows)).view(np.uint32) & 0xFFFF).any() for first in range(0, stored.n_rows, 4096)
+    )
+
+
+def _upper(rows: np.ndarray) -> np.ndarray:
+    return (rows.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

@@ -1,0 +1,332 @@
+"""The runner on the CPU: a model whose weights stay in the blocks they came in, computed a pass in one call where it is of the Llama kind
+(`stack`), else by transformers' modules over packed weights (`binding`) and paged attention.
+
+It binds an opened model, computes batches on the host's cores and returns logits. It does not know what a request, a draft or a stop is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ngramspec.backends.base import check_supported, kv_shapes
+from ngramspec.backends.cpu import attention, fused_ops
+from ngramspec.backends.cpu.linear import PackedEmbedding, PackedLinear, SharedPart
+from ngramspec.backends.cpu.llama_forward import Computed, Stack
+from ngramspec.backends.cpu.llama_runner import HostOutput, StackRunner, is_quantised, new_pool, policies_of, settled
+from ngramspec.backends.cpu.matmul import Products
+from ngramspec.backends.cpu.module_patch import Binder
+from ngramspec.backends.cpu.multi_step import MultiStep
+from ngramspec.backends.cpu.weight_map import LayerRecipe, QueryScale, Recipe
+from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.models import masks as model_attention
+from ngramspec.models.parameters import params_source
+from ngramspec.models.reference import (
+    ATTENTION,
+    TEXT,
+    Reference,
+    Text,
+    Trace,
+    behind_mates,
+    difference,
+    kinds_of_layers,
+    layers_of,
+    rows_of,
+    set_attention,
+    texts_to_compare,
+    trace,
+)
+from ngramspec.models.tensor_source import Source
+from ngramspec.sampling.batch import Batch, Span, pack
+from ngramspec.sampling.topk import ranked
+
+TOLERANCE, HALVES = 2e-3, 5e-3
+"""Largest difference from what transformers computes, over its size, that counts as rounding; and with keys and values of 16 bits, of which
+some are rounded to another neighbour than transformers' own."""
+MATES = 3
+"""Rows of another sequence before those that are compared, so that a row's place in the pass is not its position."""
+ROUNDING = 1e-3
+"""Largest difference of the cosine or sine of an angle: one of many turns is rounded when it is multiplied."""
+
+
+class CpuRunner(StackRunner):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: Source | None = None,
+        *,
+        max_len: int,
+        max_seqs: int,
+        max_rows: int,
+        kv_bytes: int,
+        max_blocks: int | None = None,
+        precision: str = "auto",
+        kv_dtype: str = "auto",
+        plain: bool = False,
+        code: Path | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`source`: of the weights of a model on the "meta" device; None: it has them. `plain`: weights as float32. The pool has no more
+        than `max_blocks`. The rest is as for `StackRunner`.
+
+        Raises UnsupportedModelError, OutOfMemoryError, ModelNotFoundError where a file has changed.
+        """
+        self._bound = model.eval()
+        self.max_rows = max_rows
+        self._states: np.ndarray | None = None  # of the last pass, where they are kept
+        self._keep_states = False
+        self._hook: RemovableHandle | None = None
+        check_supported(model)
+        in_memory = not any(p.is_meta for p in model.parameters())
+        source = source or params_source(model)
+        if in_memory and {p.dtype for p in model.parameters()} != {torch.float32}:
+            found = sorted(str(p.dtype) for p in model.parameters())[0]
+            raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
+        self.precision, self.kv_dtype = settled(precision, kv_dtype, is_quantised(source) and not plain)
+        in_memory = in_memory and not is_quantised(source)  # else its weights are not those that will be multiplied
+        self._products = Products(self.precision == "int8", folder=code)
+        self.stack, self.recipe = None, None
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        kinds, texts = kinds_of_layers(model), texts_to_compare(model, max_len)
+        expected = [self._expected(text, kinds) for text in texts] if in_memory else []
+        binder = Binder(model, source, self._products, plain, progress)
+        with torch.inference_mode():
+            try:
+                binder.bind()
+            except MemoryError as e:
+                raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
+            # With activations of 8 bits, rounding would hide what is wrong, or look like it.
+            self._products.switch(False, soon_over=self.precision == "int8")
+            if not in_memory:
+                expected = [self._expected(texts[0], kinds)]
+            fused_ops.replace_small_operations(model)
+            set_attention(model, model_attention.NAME)
+            self.shapes = kv_shapes(model, torch.device("cpu"))
+        self.policies = policies_of(binder.matrices.values())
+        self.pool = new_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks)
+        progress("checking against transformers, and exactness (the first start compiles its kernels)")
+        with torch.inference_mode():
+            self.recipe = self._recipe(source)
+            self._build(source, binder)
+            if not in_memory:
+                small = Reference(model, source, self.kv_dtype)
+                for layer in kinds:
+                    expected += zip(texts, small.trace(layer, texts, gives_tuple=expected[0][1].gives_tuple), strict=True)
+            self._check(expected)
+            self._products.switch(self.precision == "int8")
+            self._build(source, binder)
+        self.prove()
+        if self.stack is not None:
+            self._several = MultiStep(self.stack, self.pool, self.rows_per_item)
+            self._several.compile()
+
+    @property
+    def model(self) -> PreTrainedModel:  # type: ignore[override]
+        return self._bound
+
+    # ------------------------------------------------------------------ binding
+
+    def _expected(self, text: Text, kinds: list[int]) -> tuple[Text, Trace]:
+        """What transformers' modules compute of a text: in all layers near position 0, elsewhere in one of each kind."""
+        whole = text.start == 0 and len(text.ids) <= TEXT
+        set_attention(self.model, ATTENTION[self.kv_dtype])
+        layers = range(len(layers_of(self.model))) if whole else kinds
+        return text, trace(self.model, torch.from_numpy(text.ids).long(), text.positions, layers)
+
+    def _recipe(self, source: Source) -> Recipe | None:
+        """The model as one, where its modules are of the Llama kind; `_check` decides whether that computes the same."""
+        base: Any = self.model.base_model
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        rotary, norm = getattr(base, "rotary_emb", None), getattr(base, "norm", None)
+        layers = getattr(base, "layers", None)
+        if not (
+            layers and len(set(self.shapes)) == 1 and isinstance(rotary, nn.Module) and isinstance(norm, fused_ops.RMSNorm)
+            and isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
+        ):  # fmt: skip
+            return None
+        paths = {module: path for path, module in self.model.named_modules(remove_duplicate=False)}
+
+        def names(path: str) -> tuple[str, str | None]:
+            return f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None
+
+        found = [_layer(layer, paths[layer], names) for layer in layers]
+        norms = [m for m in self.model.modules() if isinstance(m, fused_ops.RMSNorm)]
+        frequencies, angle_scale = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", 1.0)
+        n_kv, head_dim = self.shapes[0]
+        scales = {float(layer.self_attn.scaling) for layer in layers if hasattr(getattr(layer, "self_attn", None), "scaling")}
+        alike = {(float(m.eps), m.offset) for m in norms}
+        if not all(found) or len(scales) != 1 or len(alike) != 1 or frequencies is None or 2 * len(frequencies) != head_dim:
+            return None
+        tied = embedding.matrix is head.product.matrices[0]
+        recipe = Recipe(
+            layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
+            head=names(paths[embedding if tied else head]),
+            norm=names(paths[norm])[0], norm_offset=norm.offset, eps=float(norm.eps), scale=scales.pop(),
+            n_heads=layers[0].self_attn.q_proj.out_features // head_dim, n_kv=n_kv, head_dim=head_dim,
+            frequencies=frequencies.float().tolist(), angle_scale=float(angle_scale), query_scale=_query_scale(self.model),
+        )  # fmt: skip
+        for first in (0, 1000):
+            theirs = rotary(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None])
+            ours = recipe.angles(first, 24)
+            if any(t.shape[-1] != head_dim or np.abs(t[0].float().numpy() - o).max() > ROUNDING for t, o in zip(theirs, ours, strict=True)):
+                return None
+        return recipe
+
+    def _build(self, source: Source, binder: Binder) -> None:
+        if self.recipe is not None:
+            self.stack = self.recipe.build(source, self._products, lambda weight, _: binder.matrices[weight.removesuffix(".weight")])
+
+    # ------------------------------------------------------------------ checks
+
+    def _check(self, expected: list[tuple[Text, Trace]]) -> None:
+        """Compare with what transformers computed of these texts. A stack that computes something else gives way to modules.
+
+        Raises UnsupportedModelError where these do as well.
+        """
+        tolerance = HALVES if self.kv_dtype == "float16" else TOLERANCE
+        if self.stack is not None:
+            if max(self._stack_error(self.stack, text, wanted) for text, wanted in expected) < tolerance:
+                return
+            self.stack, self.recipe = None, None
+        for text, wanted in expected:
+            found = self._modules_error(text, wanted)
+            if not found < tolerance:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__}: logits differ from transformers' own by {found:.2g} of their size, at positions "
+                    f"{text.start} to {text.start + len(text.ids) - 1} in layers {', '.join(map(str, wanted.layers))}"
+                )
+
+    def self_test(self) -> bool:
+        return self.rows_are_independent(self._logits_of, 20)
+
+    def _stack_error(self, stack: Stack, text: Text, wanted: Trace) -> float:
+        """By how much each layer of the stack differs, given what that layer of transformers was given."""
+        slot, n = self.slot_for_tests(len(text.ids)), len(text.ids)
+        got = Trace(wanted.layers)
+        try:
+            batch = pack([Span(slot, text.ids, 0, logits=n)], self.pool, self.rows_per_item)
+            stack.begin_at(text.start)
+            for layer in wanted.layers:
+                given = None if layer == wanted.layers[0] else wanted.inputs[str(layer)].numpy()  # the first begins with the embedding
+                output, logits = stack.run_layer(layer, batch, self.pool, numba.get_num_threads(), given)
+                got.outputs[str(layer)] = torch.from_numpy(output)
+                got.logits = torch.from_numpy(logits[:, : wanted.logits.shape[1]].copy())
+        finally:
+            stack.begin_at(0)
+            self.pool.release(slot)
+        whole = {name: output for name, output in wanted.outputs.items() if "." not in name}
+        return difference(Trace(wanted.layers, wanted.inputs, whole, wanted.logits), got)
+
+    def _modules_error(self, text: Text, wanted: Trace) -> float:
+        """By how much the layers and their parts differ, given what those of transformers were given."""
+        n, mates = len(text.ids), min(MATES, len(text.ids)) if (self.pool.n_blocks_of == 0).sum() > 1 else 0
+        slots, spans = list[int](), list[Span]()
+        try:
+            for ids in (text.ids[:mates], text.ids):
+                if len(ids):
+                    slots.append(self.slot_for_tests(len(ids)))
+                    spans.append(Span(slots[-1], ids, 0, logits=len(ids)))
+            batch = pack(spans, self.pool, self.rows_per_item)
+            got = trace(
+                self.model, torch.from_numpy(batch.input_ids).long(), torch.from_numpy(batch.positions.astype(np.int64)) + text.start,
+                wanted.layers, replayed=behind_mates(wanted, mates), gives_tuple=wanted.gives_tuple,
+                ngramspec=attention.Pass(self.pool, batch),
+            )  # fmt: skip
+        finally:
+            for slot in slots:
+                self.pool.release(slot)
+        got = rows_of(got, slice(mates, mates + n))
+        got.logits = got.logits[:, : wanted.logits.shape[1]]
+        return difference(wanted, got)
+
+    # ------------------------------------------------------------------ passes
+
+    @torch.inference_mode()
+    def _layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
+        if self.stack is not None:
+            return super()._layers(batch, first, n_layers)
+        started = time.perf_counter()
+        base: Any = self.model.base_model
+        whole: Any = getattr(base, "layers", None)
+        if (first, n_layers) != (0, len(self.shapes)):
+            base.layers = nn.ModuleList(whole[first : first + n_layers])
+        inputs = {
+            "input_ids": torch.from_numpy(batch.input_ids)[None],
+            "position_ids": torch.from_numpy(batch.positions.astype(np.int64))[None],
+            "use_cache": False,
+            "ngramspec": attention.Pass(self.pool, batch),
+        }
+        try:
+            if len(batch.logits_rows):
+                logits = self.model(**inputs, logits_to_keep=torch.from_numpy(batch.logits_rows)).logits[0].numpy()
+            else:
+                base(**inputs)
+                logits = np.empty((0, self.vocab_size), np.float32)
+        finally:
+            if whole is not None:
+                base.layers = whole
+        computed = Computed(logits, self._states, *ranked(logits, self._n_best))
+        return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
+
+    def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
+        if not isinstance(getattr(self.model.base_model, "layers", None), nn.ModuleList):
+            raise UnsupportedModelError(f"{type(self.model).__name__}: its first layers cannot be had by themselves")
+        return super().early_exit(n_layers)
+
+    def keep_states(self, wanted: bool) -> None:
+        def remember(_module: nn.Module, _args: tuple[object, ...], output: BaseModelOutputWithPast) -> None:
+            assert output.last_hidden_state is not None
+            self._states = output.last_hidden_state[0].numpy()
+
+        super().keep_states(wanted)
+        if self._hook is not None:
+            self._hook.remove()
+        self._states, self._hook = None, self.model.base_model.register_forward_hook(remember) if wanted else None
+
+
+def _layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> LayerRecipe | None:
+    """The parts of a layer of the Llama kind at a path; None for another."""
+    children = dict(layer.named_children())
+    attn: Any = children.get("self_attn")
+    mlp = children.get("mlp")
+    norms: Any = (children.get("input_layernorm"), children.get("post_attention_layernorm"))
+    if len(children) != 4 or not isinstance(mlp, fused_ops.GatedMLP) or not all(isinstance(norm, fused_ops.RMSNorm) for norm in norms):
+        return None
+    parts = dict(attn.named_children()) if attn is not None else {}
+    heads: list[Any] = [parts.pop(name, None) for name in ("q_norm", "k_norm")]
+    q: Any
+    o: Any
+    q, k, v, o = (parts.pop(name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    if parts or not all(isinstance(p, SharedPart) for p in (q, k, v)) or not isinstance(o, PackedLinear):
+        return None
+    if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) and len(norm.weight) == attn.head_dim for norm in heads):
+        return None
+    if not isinstance(getattr(attn, "scaling", None), float) or not hasattr(attn, "head_dim"):
+        return None
+    window = attn.sliding_window if hasattr(attn, "sliding_window") else getattr(attn.config, "sliding_window", None)  # as it is handed on
+    if any(True for _ in layer.parameters()):
+        return None
+    inside = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    return LayerRecipe(
+        matrices=[names(f"{path}.{name}") for name in inside],
+        norms=[names(f"{path}.{name}")[0] for name in ("input_layernorm", "post_attention_layernorm")],
+        head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,
+        window=window or 0,
+        rotary=bool(getattr(attn, "use_rope", True)),
+    )
+
+
+def _query_scale(model: PreTrainedModel) -> QueryScale | None:
+    rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    growth, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return QueryScale(float(growth), int(length)) if growth and length else None

@@ -1,0 +1,144 @@
+"""What a `Stack` is made of, by names: enough to build it from the weights' source alone, without transformers' modules.
+
+The first start makes it from modules that were checked against transformers (`runner`), later ones read it back as JSON. Knows where in a
+model weights are, not what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ngramspec.backends.cpu.llama_forward import LayerWeights, Stack
+from ngramspec.backends.cpu.matmul import Matrix, Products
+from ngramspec.backends.cpu.packing import pack
+from ngramspec.models.tensor_source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecipe:
+    matrices: list[tuple[str, str | None]]
+    """Parameters of weight and bias, in the order of `LayerWeights.matrices`."""
+    norms: list[str]
+    head_norms: list[str] | None
+    window: int
+    rotary: bool = True
+    """Whether queries and keys are rotated by their position."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + growth · log(1 + floor(p / length)), as Llama 4 and Ministral 3 have it."""
+
+    growth: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    layers: list[LayerRecipe]
+    embedding: str
+    head: tuple[str, str | None]
+    norm: str
+    norm_offset: float
+    """What is added to the weights of norms."""
+    eps: float
+    scale: float
+    n_heads: int
+    n_kv: int
+    head_dim: int
+    frequencies: list[float]
+    """[D / 2] float32: of the rotary embedding's angles."""
+    angle_scale: float
+    """By which cos and sin are multiplied."""
+    query_scale: QueryScale | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Recipe:
+        """Raises TypeError, KeyError or ValueError for what is none."""
+        layers = [LayerRecipe(**{**layer, "matrices": [(w, b) for w, b in layer["matrices"]]}) for layer in found["layers"]]
+        weight, bias = found["head"]
+        query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
+        return cls(**{**found, "layers": layers, "head": (weight, bias), "query_scale": query_scale})
+
+    def check(self, source: Source) -> None:
+        """Raise ValueError or KeyError unless every weight has the shape in which a pass uses it: the pass reads addresses unchecked."""
+        vocab, hidden = source[self.embedding].shape
+        mixed, kv = self.n_heads * self.head_dim, self.n_kv * self.head_dim
+        wanted: list[tuple[str | None, tuple[int, ...]]] = [(self.norm, (hidden,))]
+
+        def want(matrix: tuple[str, str | None], n_out: int, n_in: int) -> None:
+            wanted.extend([(matrix[0], (n_out, n_in)), (matrix[1], (n_out,))])
+
+        want(self.head, source[self.head[0]].shape[0], hidden)
+        for layer in self.layers:
+            q, k, v, out, gate, up, down = layer.matrices
+            inner = source[gate[0]].shape[0]
+            for matrix, n_out in ((q, mixed), (k, kv), (v, kv), (gate, inner), (up, inner)):
+                want(matrix, n_out, hidden)
+            want(out, hidden, mixed)
+            want(down, hidden, inner)
+            wanted.extend((name, (hidden,)) for name in layer.norms)
+            wanted.extend((name, (self.head_dim,)) for name in layer.head_norms or ())
+        for name, shape in wanted:
+            if name is not None and source[name].shape != shape:
+                raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
+        pairs = [len(layer.norms) == 2 and (layer.head_norms is None or len(layer.head_norms) == 2) for layer in self.layers]
+        if not all(pairs) or 2 * len(self.frequencies) != self.head_dim or self.n_heads % self.n_kv or vocab < 1:
+            raise ValueError("numbers of norms, frequencies or heads do not fit each other")
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Per layer (n_kv_heads, head_dim)."""
+        return [(self.n_kv, self.head_dim)] * len(self.layers)
+
+    def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin [n, D] float32 of n positions from the first on."""
+        turns = np.arange(first, first + n, dtype=np.float32)[:, None] * np.array(self.frequencies, np.float32)
+        both = np.concatenate([turns, turns], axis=1)
+        return np.cos(both) * np.float32(self.angle_scale), np.sin(both) * np.float32(self.angle_scale)
+
+    def query_scales(self, first: int, n: int) -> np.ndarray:
+        """[n] float32, of n positions from the first on; [0] where queries are not scaled."""
+        if self.query_scale is None:
+            return np.empty(0, np.float32)
+        times = np.floor(np.arange(first, first + n, dtype=np.float32) / np.float32(self.query_scale.length))
+        return np.float32(1) + np.float32(self.query_scale.growth) * np.log(np.float32(1) + times)
+
+    def build(self, source: Source, products: Products, matrix: Callable[[str, str | None], Matrix] | None = None) -> Stack:
+        """Raises ModelNotFoundError where a file has become shorter, MemoryError. `matrix`: what has packed the weights already."""
+        packed: dict[tuple[str, str | None], Matrix] = {}
+
+        def of(weight: str, bias: str | None) -> Matrix:
+            key = (weight, bias)
+            if key not in packed:
+                stored = source[weight]
+                values = source[bias].float32() if bias else None
+                packed[key] = products.matrix(pack(stored.kind, stored.shape, stored.rows, products.arena), values)
+            return packed[key]
+
+        matrix = matrix or of
+
+        def norm(name: str) -> np.ndarray:
+            weights = source[name].float32()
+            return weights + np.float32(self.norm_offset) if self.norm_offset else weights
+
+        layers = [
+            LayerWeights(
+                tuple(matrix(weight, bias) for weight, bias in layer.matrices),  # type: ignore[arg-type]
+                (norm(layer.norms[0]), norm(layer.norms[1])),
+                (norm(layer.head_norms[0]), norm(layer.head_norms[1])) if layer.head_norms else None,
+                layer.window,
+                layer.rotary,
+            )
+            for layer in self.layers
+        ]
+        return Stack(
+            products, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm), eps=self.eps,
+            scale=self.scale, n_heads=self.n_heads, head_dim=self.head_dim, angles=self.angles, query_scales=self.query_scales,
+        )  # fmt: skip

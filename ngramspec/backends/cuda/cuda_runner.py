@@ -1,0 +1,549 @@
+"""The runner on a CUDA device: a pass is one graph, and its results are the sampled tokens.
+
+Small passes (decoding, with or without drafts) are captured per bucket of rows and groups, from the embedding to the sampled tokens and
+the move of the accepted path's KV; large ones (prompts) are launched kernel by kernel, with the same kernels and the same bits. `forward`
+returns after the launch: reading the output waits. What a request or a drafter is, it does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ngramspec.backends.base import Kept, Runner, chain, check_supported, is_out_of_memory
+from ngramspec.backends.cuda import gpu_sampler, kv_move
+from ngramspec.backends.cuda.attention_schedule import Sharing
+from ngramspec.backends.cuda.device import free_bytes, limits, peak_bytes
+from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
+from ngramspec.backends.cuda.graph_inputs import Bucket, Inputs
+from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
+from ngramspec.backends.cuda.logits_processor import Adjusting, adjust
+from ngramspec.backends.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct, Weight
+from ngramspec.backends.cuda.paged_attention import Workspace, columns, rows_per_item
+from ngramspec.backends.cuda.quantised import Format, QuantisedProduct
+from ngramspec.backends.cuda.row_invariant_linear import Product, violation
+from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.outputs import BLOCK, KEPT, DraftTree, TokenLogprob
+from ngramspec.sampling.batch import SCORED_ROWS, Batch, Span, pack
+from ngramspec.sampling.sampler import Sampler
+from ngramspec.sampling.verify import Run, runs
+from ngramspec.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""Largest difference from transformers' own logits, over their size, that counts as rounding."""
+
+CHECKED_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 256, 257, 511, 768, 2048)
+"""Row counts over which the products with the first weight of every shape are compared, bitwise; of the others, over those of FEW_ROWS."""
+FEW_ROWS = (1, 5, 17)
+
+LONG_TEXT = 6000
+"""Tokens of the self-test's text: splits of 128, 256 and 1,024 keys, of which some programs take several."""
+
+SPACE = 512 << 20
+"""Most bytes of what programs that share out an item's keys leave for each other."""
+
+MARGIN = 256 << 20
+"""Bytes left beside what passes were seen to take: libraries' own, and what lies in pieces too small to use."""
+
+PROGRAMS_PER_PROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPolicy:
+    """How matrix products with one shape of weight are computed, and whether rows proved independent of each other."""
+
+    name: str
+    bitwise: bool
+
+    def __str__(self) -> str:
+        return self.name if self.bitwise else f"{self.name}, numerical"
+
+
+class CudaOutput:
+    def __init__(
+        self,
+        runner: CudaRunner,
+        batch: Batch,
+        logits: torch.Tensor,
+        rows: np.ndarray | None,
+        results: Results | None,
+        picked: list[bool],
+    ) -> None:
+        """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was sampled;
+        `picked`: as `Inputs` has it."""
+        self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
+        self._picked = picked
+
+    def wait(self) -> float:
+        return self._runner.timer.stop()  # what was staged for the pass may be overwritten by the next
+
+    @property
+    def sampled(self) -> np.ndarray | None:
+        if self._results is None:
+            return None
+        self._results.wait()
+        return self._results.sampled[self._rows] if self._rows is not None else self._results.sampled[: len(self._batch.logits_rows)]
+
+    def runs(self) -> list[Run | None]:
+        sampled = self.sampled
+        return [None] * len(self._batch.spans) if sampled is None else runs(self._batch, sampled, picked=self._picked)
+
+    def logits(self, first: int, end: int) -> np.ndarray:
+        if first == end:
+            self._runner.synchronize()
+        chosen = (
+            self._logits[first:end] if self._rows is None else self._logits[torch.from_numpy(self._rows[first:end]).to(self._logits.device)]
+        )
+        return chosen.to("cpu", copy=True).numpy()
+
+    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        if self._results is None:
+            return None
+        self._results.wait()
+        rows = self._rows[first:end] if self._rows is not None else slice(first, end)
+        return self._results.tokens[rows], self._results.values[rows]
+
+    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+        results, rows = self._results, rows if self._rows is None else self._rows[rows]
+        assert results is not None, "nothing was picked"
+        results.wait()
+        return [
+            TokenLogprob(token, chosen - norm, [(i, value - norm) for i, value in zip(ids[:n], values[:n], strict=True) if i >= 0])
+            for token, chosen, norm, ids, values in zip(
+                *(each[rows].tolist() for each in (results.sampled, results.chosen, results.norms, results.tokens, results.values)),
+                strict=True,
+            )
+        ]
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        raise NotImplementedError("`CudaRunner.keep_states` refuses")
+
+    def commit(self, kept: Sequence[Kept]) -> None:
+        for b, start, path in kept:
+            if self._results is None or not self._picked[b]:  # else the pass has done it
+                self._runner.pool.commit(self._batch.spans[b].slot, start, path)
+
+
+class Results:
+    """What a pass sends back for R rows: sampled tokens, the most likely ones and their logits, what log-probabilities are made of; one
+    copy."""
+
+    def __init__(self, n_rows: int, device: torch.device) -> None:
+        words = n_rows * (4 + 2 * KEPT)
+        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        ends = np.cumsum([2 * n_rows, n_rows, n_rows, n_rows * KEPT]).tolist()  # the widest numbers first
+        norms, chosen, sampled, tokens, values = self._device.tensor_split(ends)
+        self.device_norms, self.device_chosen = norms.view(torch.float64), chosen.view(torch.float32)
+        self.device_sampled, self.device_tokens = sampled, tokens.view(n_rows, KEPT)
+        self.device_values = values.view(torch.float32).view(n_rows, KEPT)
+        on_host = np.split(self._host.numpy(), ends)
+        self.norms, self.chosen, self.sampled = on_host[0].view(np.float64), on_host[1].view(np.float32), on_host[2]
+        self.tokens, self.values = on_host[3].reshape(-1, KEPT), on_host[4].view(np.float32).reshape(-1, KEPT)
+
+    def send(self) -> None:
+        self._host.copy_(self._device, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Timer:
+    """What one pass at a time takes on the device, from its first launch to its last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._started = self._ended = 0.0
+
+    def start(self) -> None:
+        if self._events:
+            self._events[0].record()
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        """Everything is launched."""
+        if self._events:
+            self._events[1].record()
+        self._ended = time.perf_counter()
+
+    def stop(self) -> float:
+        """Wait for the pass; its milliseconds."""
+        if not self._events:
+            return (self._ended - self._started) * 1e3
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1]))
+
+
+def recorder(device: torch.device) -> Record | None:
+    """What captures passes on the device; None: they are run."""
+    return Recorder(device) if device.type == "cuda" else None
+
+
+class CudaRunner(Runner):
+    pool: CudaPool
+    asynchronous = True
+    cost_rows = (*ROWS, 257, 512)
+    """Larger passes are not captured: the host launches every kernel."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_len: int,
+        max_seqs: int,
+        max_rows: int,
+        kv_bytes: int | None,
+        max_depth: int,
+        memory_utilization: float = 0.9,
+        exact: bool = True,
+        graphs: bool = True,
+        max_blocks: int | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`kv_bytes` None: what the largest pass leaves of `memory_utilization` of the device's memory; `max_blocks`: most of the pool.
+        `max_depth`: deepest draft node. `exact` False: the vendor's linear products.
+
+        Raises UnsupportedModelError, OutOfMemoryError, MissingPackageError.
+        """
+        self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
+        self._device, self._dtype = model.device, model.dtype
+        self.precision = self.kv_dtype = self.dtype
+        self._exact = exact
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self.limits = limits(self._device)
+        self.timer = Timer(self._device)
+        check_supported(model)
+        if len({p.device for p in model.parameters()}) > 1:
+            raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
+        tokens, expected = self.adopt(model)
+        n_heads, (n_kv_heads, head_dim) = (
+            int(model.config.get_text_config().num_attention_heads),
+            max(self.shapes, key=lambda shape: shape[1]),
+        )
+        self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim, model.dtype.itemsize)
+        self.policies: dict[tuple[int, int], KernelPolicy] = {}
+        self._checked: set[tuple[tuple[int, int], tuple[Format, ...]]] = set()  # shapes and formats whose products were compared
+        self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
+        progress("checking exactness (the first start compiles its kernels)")
+        with torch.inference_mode():
+            bound = self._bind(max_len)
+            progress("making room for keys and values")
+            n_trial = None if kv_bytes is not None else -(-max_rows // BLOCK) + max_seqs  # for the largest pass
+            self.pool = self._make_pool(max_len, max_seqs, kv_bytes, n_trial, max_blocks)
+            self._make_spaces(n_heads)
+            self._graphs = Graphs(self._make_inputs, self._captured, None)
+            self._compare(bound, expected, tokens, max_len)
+            if kv_bytes is None:
+                taken = self._largest_passes()
+                del self.pool, self._decoder.pool, self._graphs
+                free = free_bytes(self._device, memory_utilization) - taken - MARGIN
+                self.pool = self._decoder.pool = self._make_pool(max_len, max_seqs, free, None, max_blocks)
+            self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if graphs else None)
+            self._graphs.capture(decode_buckets(max_seqs, max_rows, self.rows_per_item), progress)
+        self.prove()
+
+    @property
+    def device(self) -> str:
+        return str(self._device)
+
+    @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    # ------------------------------------------------------------------ binding
+
+    def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, n_blocks: int | None, max_blocks: int | None) -> CudaPool:
+        """Of so many bytes, or blocks; no more than all sequences can use."""
+        block_bytes = CudaPool.block_bytes(self.shapes, self._dtype)
+        most = min(max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
+        if kv_bytes is not None:
+            n_blocks = kv_bytes // block_bytes
+            if min(n_blocks, most) * BLOCK < min(max_len, 2 * BLOCK):
+                raise OutOfMemoryError(
+                    f"{max(kv_bytes, 0) >> 20} MiB for keys and values hold {max(n_blocks, 0) * BLOCK} tokens; one block of {BLOCK} takes "
+                    f"{block_bytes} bytes. A smaller model, fewer rows in a pass, or a higher memory utilization may fit"
+                )
+        return CudaPool(self.shapes, min(n_blocks or 0, most), max_seqs, max_len, dtype=self._dtype, device=self._device)
+
+    def _largest_passes(self) -> int:
+        """Bytes that passes take beside weights, keys and values: the largest one, and the largest that graphs keep memory for."""
+        scored = SCORED_ROWS + len(self.pool.n_blocks_of)
+        return self._pass_bytes(self.max_rows, scored) + self._pass_bytes(min(ROWS[-1], self.max_rows), ROWS[-1])
+
+    def _pass_bytes(self, n_rows: int, n_logits: int) -> int:
+        """Of a pass with so many rows of prompts, and logits of so many of them."""
+        slots, spans = list[int](), list[Span]()
+        try:
+            while n_rows > 0 and len(slots) < len(self.pool.n_blocks_of):
+                n = min(n_rows, self.pool.max_blocks * BLOCK)
+                slots.append(self.slot_for_tests(n))
+                spans.append(Span(slots[-1], np.zeros(n, np.int32), 0, logits=min(n, n_logits)))
+                n_rows, n_logits = n_rows - n, n_logits - spans[-1].logits
+            return peak_bytes(self._device, lambda: self.forward(pack(spans, self.pool, self.rows_per_item)).wait())
+        finally:
+            for slot in slots:
+                self.pool.release(slot)
+
+    def _linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        if isinstance(weight, torch.Tensor):
+            product = Product(weight, bias, self.limits.n_processors)
+        else:
+            product = QuantisedProduct(weight, bias, self._dtype, self.limits.n_processors)
+        formats = () if isinstance(weight, torch.Tensor) else tuple(part.format for part in weight)
+        shape = (product.n_out, product.n_in)
+        if not self._exact:
+            self.policies.setdefault(shape, KernelPolicy("the vendor's own choice", False))
+            return VendorProduct(weight, bias)
+        known = self.policies.get(shape)
+        if known is None or known.bitwise:
+            again = (shape, formats) in self._checked
+            self._checked.add((shape, formats))
+            try:
+                most = max(min(self.max_rows, SPACE // (8 * product.splits * shape[0])), 1)  # sums and their total, in float32
+                found = violation(product, [n for n in (FEW_ROWS if again else CHECKED_ROWS) if n <= most])
+                self.policies[shape] = KernelPolicy(f"fixed tiles, {product.splits} pieces" + (f": {found}" if found else ""), not found)
+            except Exception as e:
+                if is_out_of_memory(e):
+                    raise
+                log.warning("products with weights of %s are the vendor's; ours do not run here: %s: %s", shape, type(e).__name__, e)
+                self.policies[shape] = KernelPolicy("the vendor's own choice: ours do not run", False)
+                self._refused.add(shape)
+        return VendorProduct(weight, bias) if shape in self._refused else product
+
+    def _bind(self, max_len: int) -> Stack | None:
+        """Our own kernels throughout, where the model's layers are of the kind they know."""
+        try:
+            return Stack(self.model, self._linear, max_len)
+        except UnsupportedModelError as e:
+            log.debug("its own modules: %s", e)
+            return None
+
+    def _compare(self, stack: Stack | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
+        """Take the first that runs and gives transformers' own logits, `expected` [V]: the stack, or the model's own modules with our
+        attention and products. Raises UnsupportedModelError where neither does."""
+        error = float("nan")
+        for decoder in [stack, None] if stack else [None]:
+            self._decoder: Decoder = decoder or Modules(self.model, self._linear, max_len)
+            self._decoder.pool = self.pool
+            try:
+                error = self.logits_error(expected, tokens)
+            except Exception as e:
+                if decoder is None or is_out_of_memory(e):
+                    raise
+                log.warning(
+                    "%s: our layers do not run here, its own modules compute: %s: %s", type(self.model).__name__, type(e).__name__, e
+                )
+                continue
+            if error < TOLERANCE[self._dtype]:
+                log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
+                return
+        raise self.mismatch(error)
+
+    def self_test(self) -> bool:
+        """Also a long text in large pieces beside another one and in small pieces alone, a tree that is accepted, and every graph.
+
+        Goes on after a violation: `violations` names them all.
+        """
+        real = self._device.type == "cuda"  # an interpreter takes its time
+        n = min(LONG_TEXT if real else 40, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3)
+        tests = {
+            "attention or small operations: a chain and a tree against token by token": super().self_test,
+            f"attention, a text of {n} tokens in large and in small pieces": lambda: self._test_pieces(n),
+            "the walk or the move of keys and values of an accepted tree": self._test_accepted,
+        }
+        self.violations += [what for what, holds in tests.items() if not holds()]
+        samplers = {"alone": None, "greedily": self._sampler(temperature=0), "sampled": self._sampler(temperature=0.8, top_k=20, top_p=0.9)}
+        for bucket in self._graphs.captured:
+            self.violations += [f"the graph of {bucket}, {how}" for how, each in samplers.items() if not self._test_graph(bucket, each)]
+        return not self.violations
+
+    def _pass(self, spans: list[Span]) -> tuple[torch.Tensor, list[int]]:
+        """Logits [N, V] on the host, and the token sampled after each."""
+        batch = pack(spans, self.pool, self.rows_per_item)
+        output = self.forward(batch)
+        logits = torch.from_numpy(output.logits(0, len(batch.logits_rows)).copy())
+        return logits, [] if output.sampled is None else output.sampled.tolist()
+
+    def _sampler(self, **params: Any) -> Sampler:
+        none = np.empty(0, np.int32)
+        return Sampler(SamplingParams(**params), index=0, seed=7, prompt=none, vocab_size=self.vocab_size, stop_ids=frozenset())
+
+    def _test_pieces(self, n: int) -> bool:
+        if n < 2:
+            return True
+        tokens = np.random.default_rng(1).integers(0, self.vocab_size, n).astype(np.int32)
+        slots = [self.slot_for_tests(n)]
+        try:
+            if len(self.pool.n_blocks_of) > 1:
+                slots.append(self.slot_for_tests(n))
+            logits = []
+            for beside, most in ((tokens[::-1].copy(), max(self.max_rows // len(slots), 1)), (None, 48)):
+                for first in range(0, n - 1, most):
+                    here = slice(first, min(first + most, n - 1))
+                    mates = [] if beside is None else [Span(slot, beside[here], first, logits=0) for slot in slots[1:]]
+                    self.run([*mates, Span(slots[0], tokens[here], first, logits=0)])
+                logits.append(self.run([Span(slots[0], tokens[-1:], n - 1)]))
+            return torch.equal(*logits)
+        finally:
+            for slot in slots:
+                self.pool.release(slot)
+
+    def _test_accepted(self) -> bool:
+        """A tree whose right nodes are the last of their siblings: the pass moves their keys and values, and the next token sees them."""
+        depth, prompt, sampler = min(3, self.max_depth), np.arange(5, dtype=np.int32) % self.vocab_size, self._sampler(temperature=0)
+        slot = self.slot_for_tests(len(prompt) + 2 * depth)
+
+        def step(token: int, i: int, tree: DraftTree | None = None) -> tuple[torch.Tensor, list[int]]:
+            return self._pass([Span(slot, np.array([token], np.int32), len(prompt) - 1 + i, tree, sampler=sampler, n_prompt=len(prompt))])
+
+        try:
+            self.run([Span(slot, prompt[:-1], 0, logits=0)])
+            tokens, rows = [int(prompt[-1])], []
+            for i in range(depth + 1):
+                logits, sampled = step(tokens[-1], i)
+                if sampled[0] < 0:
+                    return False
+                rows.append(logits[0])
+                tokens.append(sampled[0])
+            nodes = np.array([t for token in tokens[1 : depth + 1] for t in ((token + 1) % self.vocab_size, token)], np.int32)
+            parents = np.repeat(np.arange(-1, 2 * depth - 1, 2, dtype=np.int32), 2)
+            logits, _ = step(tokens[0], 0, DraftTree(nodes, parents, np.ones(len(nodes), np.float32), np.zeros(len(nodes), np.uint8)))
+            after, _ = step(tokens[depth], depth)
+            return torch.equal(logits[::2], torch.stack(rows)) and torch.equal(after[0], rows[depth])
+        finally:
+            self.pool.release(slot)
+
+    def _test_graph(self, bucket: Bucket, sampler: Sampler | None) -> bool:
+        """What the graph gives for a batch that fills it, against the same launched kernel by kernel."""
+
+        def fits(n_seqs: int) -> bool:
+            n = -(-bucket.rows // n_seqs)
+            return n_seqs * -(-n // self.rows_per_item) <= bucket.items and n_seqs * self.pool.blocks_for(n) <= self.pool.n_available
+
+        n_seqs = next((n for n in range(min(bucket.items, len(self.pool.n_blocks_of)), 0, -1) if fits(n)), 0)
+        slots, spans = list[int](), list[Span]()
+        try:
+            for i in range(n_seqs):
+                tokens = np.arange(i, i + (bucket.rows + i) // n_seqs, dtype=np.int32) % self.vocab_size
+                slots.append(self.slot_for_tests(len(tokens)))
+                spans.append(Span(slots[-1], tokens[:1], 0, chain(len(tokens) - 1), sampler=sampler, n_prompt=1))
+            results = []
+            for each in (bucket, None) if spans else ():
+                with self._graphs.forced(each):
+                    results.append(self._pass(spans))
+            return not results or (torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1])
+        finally:
+            for slot in slots:
+                self.pool.release(slot)
+
+    # ------------------------------------------------------------------ passes
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> CudaOutput:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread: Triton launches on the current one
+        self.timer.start()
+        try:
+            output = self._launch(batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # what is left of the pass may be in pieces
+            raise
+        self.timer.end()
+        return output
+
+    def _launch(self, batch: Batch) -> CudaOutput:
+        n, n_items = len(batch.input_ids), len(batch.items)
+        self.pool.send_tables()
+        bucket = self._graphs.find(n, n_items)
+        if bucket is not None:
+            inputs = self._graphs.inputs(bucket)
+            inputs.fill(batch)
+            inputs.send()
+            self._graphs.replay(bucket)
+            inputs.results.send()
+            rows = None if len(batch.logits_rows) == n else batch.logits_rows
+            return CudaOutput(self, batch, self._logits, rows, inputs.results, inputs.picked)
+        inputs = self._inputs(Bucket(n, n_items))
+        inputs.fill(batch)
+        inputs.send()
+        n_wanted = len(batch.logits_rows)
+        wanted = inputs.device["wanted"][:n_wanted]
+        logits = torch.empty(n_wanted, self.vocab_size, dtype=torch.float32, device=self._device)
+        self._decoder(inputs.ids, inputs.rows, wanted, self._plan, logits)
+        if not n_wanted:
+            return CudaOutput(self, batch, logits, None, None, inputs.picked)
+        results = Results(n_wanted, self._device)
+        self._finish(inputs, logits, wanted, results)
+        results.send()
+        return CudaOutput(self, batch, logits, None, results, inputs.picked)
+
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        return Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing, self._adjusting)
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _make_inputs(self, bucket: Bucket) -> Inputs:
+        inputs = self._inputs(bucket)
+        inputs.send()  # a pass without rows, for the capture
+        inputs.results = Results(bucket.rows, self._device)
+        return inputs
+
+    def _captured(self, inputs: Inputs) -> None:
+        """A pass with the logits of all rows."""
+        logits = self._logits[: inputs.bucket.rows]
+        self._decoder(inputs.ids, inputs.rows, None, self._plan, logits)
+        self._finish(inputs, logits, None, inputs.results)
+
+    def _finish(self, inputs: Inputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: Results) -> None:
+        """Adjust the logits of the rows `wanted` [N], or of all, and sample tokens from them; walk every tree with these and keep the
+        accepted paths' KV."""
+        likeliest = results.device_tokens, results.device_values
+        adjust(logits, wanted, self._adjusting.entries, inputs.device)
+        how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
+        scores = results.device_chosen, results.device_norms
+        gpu_sampler.sample(logits, how, results.device_sampled, self._sampling_space(len(logits)), likeliest, scores)
+        sampled = results.device_sampled
+        if wanted is not None:
+            sampled = torch.full_like(inputs.ids, -1).index_copy_(0, wanted, sampled)
+        d = inputs.device
+        counts, paths = gpu_sampler.walk(sampled, inputs.ids, d["parents"], d["roots"], d["ends"], self.max_depth)
+        slots = paths + (d["starts"] - d["roots"] - 1)[:, None]
+        for memory in self.pool.memory:
+            kv_move.commit(memory, self.pool.device_tables, d["sequences"], d["starts"], slots, counts)
+
+    def _sampling_space(self, n_rows: int) -> gpu_sampler.Workspace:
+        if n_rows <= ROWS[-1]:
+            return self._small_sampling_space
+        return gpu_sampler.Workspace(n_rows, self.vocab_size, self._device, k=KEPT)
+
+    def _make_spaces(self, n_heads: int) -> None:
+        """What attention and sampling keep between launches."""
+        self._adjusting = Adjusting(self._device)
+
+        def place_bytes(shape: tuple[int, int]) -> int:
+            return 4 * shape[0] * columns(self.rows_per_item, n_heads, shape[0]) * (shape[1] + 2)
+
+        n_programs = max(1, PROGRAMS_PER_PROCESSOR * self.limits.n_processors // min(n for n, _ in self.shapes))
+        largest = max(self.shapes, key=place_bytes)
+        n_items = max(self.max_rows, ROWS[-1]) // self.rows_per_item + max(len(self.pool.n_blocks_of), ITEMS[-1])
+        self._sharing = Sharing.of(n_programs, n_items, self.pool.max_blocks * BLOCK, SPACE // place_bytes(largest))
+        self._plan = Plan(self.rows_per_item, Workspace.make(self._sharing.n_places, self.rows_per_item, n_heads, *largest, self._device))
+        self._small_sampling_space = gpu_sampler.Workspace(ROWS[-1], self.vocab_size, self._device, k=KEPT)
+        self._logits = torch.empty(ROWS[-1], self.vocab_size, dtype=torch.float32, device=self._device)

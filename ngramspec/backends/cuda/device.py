@@ -1,0 +1,70 @@
+"""What a device offers: what Triton can compile for it, what memory is free and what work takes of it. Knows no models and no kernels."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ngramspec.errors import MissingPackageError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    n_processors: int
+    shared_bytes: int
+    """Shared memory that a block may have: what Triton holds a kernel against before it launches it."""
+    generation: int = 9
+    """Major number of its compute capability."""
+
+
+@cache
+def limits(device: torch.device) -> Limits:
+    """Of a CUDA device; elsewhere, under the interpreter, those of a small Hopper. Raises MissingPackageError."""
+    if device.type != "cuda":
+        return Limits(4, 227 << 10)
+    try:
+        found = _properties(device.index or 0)
+    except subprocess.CalledProcessError as e:
+        raise MissingPackageError(
+            f"Triton could not compile its launcher ({e}): Python's headers (python3-dev) and a C compiler (gcc or clang) must be installed"
+        ) from e
+    except RuntimeError as e:
+        if "C compiler" not in str(e):
+            raise
+        raise MissingPackageError(f"Triton needs a C compiler, and there is none: install gcc or clang ({e})") from e
+    return Limits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]), torch.cuda.get_device_capability(device)[0])
+
+
+def _properties(index: int) -> Mapping[str, int]:
+    """The first call has Triton compile its driver's launcher."""
+    from triton.runtime import driver
+
+    properties: Mapping[str, int] = driver.active.utils.get_device_properties(index)
+    return properties
+
+
+def free_bytes(device: torch.device, utilization: float) -> int:
+    """Bytes of the device's memory that are left of the share that may be used."""
+    if device.type != "cuda":
+        return 1 << 26
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(min(free, total * utilization - (total - free)))
+
+
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """Most bytes that torch takes from the device for the work, beside what it has; 0 without a device."""
+    if device.type != "cuda":
+        work()
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_reserved(device) - before)

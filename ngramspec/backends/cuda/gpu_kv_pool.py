@@ -1,0 +1,106 @@
+"""The KV pool in the device's memory: `kv_cache.blocks` with their mirror and the keys and values behind them on the device.
+
+It moves an accepted path's keys and values to the positions of their tokens (`commit`), and knows no models, drafts or scheduling.
+Layers of the same shape are one tensor `[L, 2, n_blocks + 1, Hk, BLOCK, D]`: keys and values of a block lie side by side by head. The last
+block belongs to nobody: rows that only fill up a bucket write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ngramspec.backends.cuda import kv_move
+from ngramspec.backends.cuda.upload import Upload
+from ngramspec.errors import OutOfMemoryError
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK
+
+
+class CudaPool(BlockTables):
+    """Raises OutOfMemoryError where the memory cannot be allocated."""
+
+    def __init__(
+        self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`shapes`: per layer (n_kv_heads, head_dim)."""
+        super().__init__(n_blocks, max_seqs, max_len)
+        self.dummy = n_blocks * BLOCK
+        """Slot in memory that nobody reads."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for layer, shape in enumerate(shapes):
+            groups.setdefault(shape, []).append(layer)
+        try:
+            self.memory = [
+                # zeros: what was never written is read with a weight of zero, and must be a number
+                torch.zeros(len(layers), 2, n_blocks + 1, heads, BLOCK, dim, dtype=dtype, device=device)
+                for (heads, dim), layers in groups.items()
+            ]
+        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as e:
+            wanted = n_blocks * self.block_bytes(shapes, dtype) >> 20
+            raise OutOfMemoryError(f"a KV pool of {n_blocks} blocks ({wanted} MiB) does not fit in the memory of {device}") from e
+        self.keys, self.values = [], []
+        located = {layer: (group, i) for group, layers in zip(self.memory, groups.values(), strict=True) for i, layer in enumerate(layers)}
+        for layer in range(len(shapes)):
+            group, i = located[layer]
+            self.keys.append(group[i, 0])
+            self.values.append(group[i, 1])
+        self.device_tables = torch.zeros(max_seqs, self.max_blocks, dtype=torch.int32, device=device)
+        self._staged = torch.zeros(max_seqs, self.max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.upload = Upload(device)
+        self._stale: set[int] = set()
+
+    @staticmethod
+    def block_bytes(shapes: list[tuple[int, int]], dtype: torch.dtype) -> int:
+        return sum(2 * heads * dim * BLOCK * dtype.itemsize for heads, dim in shapes)
+
+    def admit(self, slot: int, hashes: Sequence[bytes], n_slots: int) -> int:
+        self._stale.add(slot)
+        return super().admit(slot, hashes, n_slots)
+
+    def reserve(self, slot: int, n_slots: int) -> bool:
+        if self.blocks_for(n_slots) > self.n_blocks_of[slot]:
+            self._stale.add(slot)
+        return super().reserve(slot, n_slots)
+
+    def register(self, slot: int, hashes: Sequence[bytes]) -> None:
+        self._stale.add(slot)
+        super().register(slot, hashes)
+
+    @torch.inference_mode()
+    def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
+        if not super().fork(source, slots, target, hashes):
+            return False
+        ends = (*self.locate(source, slots), *self.locate(target, BLOCK * len(hashes) + np.arange(len(slots))))
+        a, i, b, j = (torch.as_tensor(x, dtype=torch.int64, device=self.device_tables.device) for x in ends)
+        for memory in self.memory:
+            memory[:, :, b, :, j] = memory[:, :, a, :, i]
+        return True
+
+    def send_tables(self) -> None:
+        """Bring the device's block tables up to date, behind what it is doing now."""
+        if not self._stale:
+            return
+        self.upload.wait()  # a path that was kept sent rows since the last pass, and nobody has waited for them
+        host = self._staged.numpy()
+        for slot in self._stale:
+            n = int(self.n_blocks_of[slot])
+            if n:
+                host[slot, :n] = self.tables[slot, :n]
+                self.upload.copy(self.device_tables[slot, :n], self._staged[slot, :n])
+        self._stale.clear()
+
+    @torch.inference_mode()
+    def commit(self, slot: int, start: int, path: np.ndarray) -> None:
+        """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""
+        assert start >= self.registered[slot] * BLOCK, "a registered block is not written"
+        if not len(path) or path[-1] == start + len(path) - 1:
+            return
+        self.send_tables()
+        device = self.device_tables.device
+        one = [torch.tensor([x], dtype=torch.int32, device=device) for x in (slot, start, len(path))]
+        slots = torch.as_tensor(path, dtype=torch.int32, device=device)[None]
+        for memory in self.memory:
+            kv_move.commit(memory, self.device_tables, one[0], one[1], slots, one[2])

@@ -1,0 +1,304 @@
+"""Sampling on a CUDA device: the token that `ngramspec.sampling.sampler.Sampler` samples from the same logits, for every row of a pass.
+
+Knows rows of logits, sampling parameters as device arrays, and draft trees as parent rows; no sequence, no text. `sample` takes three
+launches whatever the rows ask for, so that it can be captured: the best tokens of each chunk of a row; weights by chunk; then one
+block per row that adds up and draws. Rows that need less return early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ngramspec.backends.cuda.sampling_math import (
+    INFINITE,
+    LAST_ID,
+    LOWEST,
+    PIVOTS,
+    key_of,
+    least_weight,
+    load,
+    logit_of,
+    peak_of,
+    pivot,
+    share_of,
+    uniform,
+    weight_of,
+)
+from ngramspec.backends.cuda.top_kp import COUNTED, cut_and_draw, draw_of_all
+
+CHUNK = 2048
+"""Logits that one block sums up; a sum of so many weights, and their number, fit in 64 bits together."""
+LISTED = 2048
+"""Tokens around a cut that are looked at together."""
+TILE = 4096
+"""Logits that the one block of a row takes at a time."""
+
+_ROWWISE = [
+    "temperature", "top_k", "top_p", "min_p", "seed", "sample", "position", "scored", "out", "chosen", "norms", "ids", "values",
+]  # fmt: skip
+# Rows' arrays may begin anywhere in a larger one, and these kernels are slow to compile: once for all.
+_jit: Any = triton.jit(do_not_specialize_on_alignment=_ROWWISE)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How each of R rows is sampled: device arrays, with the meaning of `types.SamplingParams`. Values are those of valid parameters."""
+
+    temperature: torch.Tensor  # [R] float32; 0: the most likely token
+    top_k: torch.Tensor  # [R] int32; 0: all
+    top_p: torch.Tensor  # [R] float64
+    min_p: torch.Tensor  # [R] float32
+    seed: torch.Tensor  # [R, 2] int32: the low half's bits, the high half's
+    sample: torch.Tensor  # [R] int32: which of the request's n
+    position: torch.Tensor  # [R] int32: of the output token, 0 for the first
+    scored: torch.Tensor  # [R] int32: whether its log-probability is wanted
+
+    def of(self, rows: torch.Tensor) -> Sampling:
+        """The same for these rows [N] int64 alone."""
+        return Sampling(*(getattr(self, field.name).index_select(0, rows) for field in fields(self)))
+
+
+class Workspace:
+    """What `sample` and `candidates` keep between their launches, for up to `n_rows` rows at a time."""
+
+    def __init__(
+        self,
+        n_rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        k: int = 1,
+        chunk: int = CHUNK,
+        tile: int = TILE,
+        listed: int = LISTED,
+    ) -> None:
+        """`k`: candidates that are asked for, 1 where none are. The sizes, powers of two, change no token; `tile` >= `chunk`."""
+        self.n_rows, self.vocab_size, self.k = n_rows, vocab_size, k
+        self.chunk, self.tile, self.listed_size = chunk, tile, listed
+        self.n_chunks = -(-vocab_size // chunk)
+        self.best = torch.empty(n_rows, self.n_chunks, k, dtype=torch.int64, device=device)
+        self.sums = torch.empty(n_rows, self.n_chunks, PIVOTS.value, dtype=torch.int64, device=device)
+        self.listed = torch.empty(n_rows, listed, dtype=torch.int32, device=device)
+        self.parts = torch.empty(n_rows, self.n_chunks, dtype=torch.float64, device=device)
+
+
+@triton.jit
+def _best(logits, stride, n_vocab, n_chunks, best, CHUNK: tl.constexpr, K: tl.constexpr):
+    """The first K of a chunk in the order of (logit falling, id rising), packed: the greater, the earlier."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = load(logits + row.to(tl.int64) * stride, ids, ids < n_vocab)
+    packed = (key_of(x).to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
+    packed = tl.where(ids < n_vocab, packed, LOWEST)
+    for k in tl.static_range(K):
+        first = tl.max(packed, axis=0)
+        tl.store(best + (row * n_chunks + chunk) * K + k, first)
+        packed = tl.where(packed == first, LOWEST, packed)
+
+
+@_jit
+def _sums(
+    logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, scored, best, sums, parts,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """A chunk's weight; for a row with top-k or top-p its number of tokens and weight from each pivot up; for one that is scored the sum of
+    exp(logit - greatest) in float64."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    if SCORES:  # noqa: SIM102  # both would be evaluated
+        if tl.load(scored + row) > 0:
+            greatest = logit_of((peak_of(best, row, n_chunks, CHUNKS, K) >> 32).to(tl.int32)).to(tl.float64)
+            i = chunk * CHUNK + tl.arange(0, CHUNK)
+            wide = tl.load(logits + row.to(tl.int64) * stride + i, mask=i < n_vocab, other=float("-inf")).to(tl.float64)
+            tl.store(parts + row * n_chunks + chunk, tl.sum(tl.exp(wide - greatest), axis=0))
+    t = tl.load(temperature + row)
+    if t > 0:
+        peak = (peak_of(best, row, n_chunks, CHUNKS, K) >> 32).to(tl.int32)
+        if peak < INFINITE:
+            top = logit_of(peak)
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = load(logits + row.to(tl.int64) * stride, ids, ids < n_vocab)
+            weight = weight_of(x, top, t)
+            at = sums + (row * n_chunks + chunk) * PIVOTS
+            if (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0):
+                key = key_of(x)
+                counted = weight + COUNTED
+                for j in tl.static_range(PIVOTS):
+                    tl.store(at + j, tl.sum(tl.where(key >= pivot(top, t, tl.full((), j, tl.int32)), counted, 0), axis=0))
+            else:
+                tl.store(at, tl.sum(tl.where(weight >= least_weight(tl.load(min_p + row)), weight, 0), axis=0))
+
+
+@triton.jit
+def _first_of(best, row, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.constexpr):
+    """The first K of a row from those of its chunks; -1 and -inf where there are no more."""
+    i = tl.arange(0, WIDE)
+    packed = tl.load(best + row * n_chunks * K + i, mask=i < n_chunks * K, other=LOWEST)
+    for k in tl.static_range(K):
+        first = tl.max(packed, axis=0)
+        tl.store(ids + row * K + k, tl.where(first == LOWEST, -1, (first & LAST_ID).to(tl.int32) ^ LAST_ID))
+        tl.store(values + row * K + k, tl.where(first == LOWEST, float("-inf"), logit_of((first >> 32).to(tl.int32))))
+        packed = tl.where(packed == first, LOWEST, packed)
+
+
+@_jit
+def _finish(
+    logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, seed, sample, position, scored, best, sums, parts, listed,
+    out, ids, values, chosen, norms,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    CANDIDATES: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if CANDIDATES:
+        _first_of(best, row, n_chunks, ids, values, WIDE, K)
+    packed = peak_of(best, row, n_chunks, CHUNKS, K)
+    peak = (packed >> 32).to(tl.int32)
+    top = logit_of(peak)
+    token = (packed & LAST_ID).to(tl.int32) ^ LAST_ID
+    t = tl.load(temperature + row)
+    if (peak >= INFINITE) | (top == float("-inf")):
+        token = tl.full((), -1, tl.int32)
+    elif t > 0:
+        row_logits = logits + row.to(tl.int64) * stride
+        least = least_weight(tl.load(min_p + row))
+        u = uniform(seed, sample, position, row)
+        k, p = tl.load(top_k + row), tl.load(top_p + row)
+        if (k > 0) | (p < 1.0):
+            share = share_of(p)
+            token = cut_and_draw(
+                row_logits, n_vocab, n_chunks, row, best, sums, listed + row.to(tl.int64) * LISTED, peak, top, t, k.to(tl.int64), share,
+                least, u, CHUNK, CHUNKS, TILE, LISTED, K,
+            )  # fmt: skip
+        else:
+            token = draw_of_all(row_logits, n_vocab, n_chunks, row, sums, top, t, least, u, CHUNK, CHUNKS)
+    tl.store(out + row, token)
+    if SCORES:  # noqa: SIM102  # both would be evaluated
+        if tl.load(scored + row) > 0:
+            i = tl.arange(0, CHUNKS)
+            total = tl.sum(tl.load(parts + row * n_chunks + i, mask=i < n_chunks, other=0.0), axis=0)
+            tl.store(norms + row, top.to(tl.float64) + tl.log(total))
+            tl.store(chosen + row, tl.load(logits + row.to(tl.int64) * stride + tl.maximum(token, 0)))
+
+
+@_jit
+def _candidates(best, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.constexpr):
+    _first_of(best, tl.program_id(0), n_chunks, ids, values, WIDE, K)
+
+
+@triton.jit
+def _walk(sampled, ids, parents, roots, ends, counts, paths, depth, stride, BLOCK: tl.constexpr):
+    b = tl.program_id(0)
+    node, end = tl.load(roots + b), tl.load(ends + b)
+    count, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    found = tl.where(node < 0, end, node)
+    while (found < end) & (count < depth):
+        token = tl.load(sampled + node)
+        first, found = node + 1, end
+        while (first < end) & (found == end):
+            i = first + tl.arange(0, BLOCK)
+            child = (tl.load(parents + i, mask=i < end, other=-1) == node) & (tl.load(ids + i, mask=i < end, other=-1) == token)
+            found = tl.min(tl.where(child & (i < end), i, end), axis=0)
+            first += BLOCK
+        if found < end:
+            tl.store(paths + b * stride + count, found)
+            node = found
+            count += 1
+    tl.store(counts + b, count)
+    for first in range(0, depth, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(paths + b * stride + i, tl.full((BLOCK,), -1, tl.int32), mask=(i >= count) & (i < depth))
+
+
+# ---------------------------------------------------------------------- launches
+
+
+def sample(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    out: torch.Tensor,
+    workspace: Workspace | None = None,
+    likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scores: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The token after each row of logits [R, V] float32 into out [R] int32; -1 where the greatest logit is not finite or one is no number.
+
+    `likeliest`: also do what `candidates` does, with these (out, values); then the workspace's k is theirs. `scores`: of rows that are
+    `scored`, into these also the token's logit [R] float32 and the logarithm of the sum of all logits' exponentials [R] float64, whose
+    difference is its log-probability. Without a workspace one is allocated.
+    """
+    R, V = logits.shape
+    k = 1 if likeliest is None else likeliest[0].shape[1]
+    w = _checked(logits, workspace, k)
+    ids, values = likeliest if likeliest is not None else (out, out)
+    chosen, norms = scores if scores is not None else (out, out)
+    if R == 0:
+        return out
+    chunks = triton.next_power_of_2(w.n_chunks)
+    stride = logits.stride(0)
+    off = {"enable_fp_fusion": False}
+    _best[w.n_chunks, R](logits, stride, V, w.n_chunks, w.best, CHUNK=w.chunk, K=w.k, num_warps=4, **off)
+    how = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    _sums[w.n_chunks, R](
+        logits, stride, V, w.n_chunks, *how, sampling.scored, w.best, w.sums, w.parts,
+        CHUNK=w.chunk, CHUNKS=chunks, K=w.k, SCORES=scores is not None, num_warps=4, **off,
+    )  # fmt: skip
+    _finish[R,](
+        logits, stride, V, w.n_chunks, *how, sampling.seed, sampling.sample, sampling.position, sampling.scored,
+        w.best, w.sums, w.parts, w.listed, out, ids, values, chosen, norms,
+        CHUNK=w.chunk, CHUNKS=chunks, TILE=w.tile, LISTED=w.listed_size, K=w.k, WIDE=triton.next_power_of_2(w.n_chunks * w.k),
+        CANDIDATES=likeliest is not None, SCORES=scores is not None, num_warps=16, **off,
+    )  # fmt: skip
+    return out
+
+
+def candidates(
+    logits: torch.Tensor, k: int, out: torch.Tensor, values: torch.Tensor | None = None, workspace: Workspace | None = None
+) -> torch.Tensor:
+    """The k most likely tokens after each row of logits [R, V] float32 into out [R, k] int32, their logits into values [R, k] float32.
+
+    As `speculative.features.likeliest` orders them: the lower id first where logits are equal; -1 and -inf where V < k.
+    """
+    R, V = logits.shape
+    w = _checked(logits, workspace, k)
+    if values is None:
+        values = torch.empty(R, k, dtype=torch.float32, device=logits.device)
+    if R:
+        _best[w.n_chunks, R](logits, logits.stride(0), V, w.n_chunks, w.best, CHUNK=w.chunk, K=k, num_warps=4, enable_fp_fusion=False)
+        _candidates[R,](w.best, w.n_chunks, out, values, WIDE=triton.next_power_of_2(w.n_chunks * k), K=k, num_warps=4)
+    return out
+
+
+def walk(
+    sampled: torch.Tensor,
+    ids: torch.Tensor,
+    parents: torch.Tensor,
+    roots: torch.Tensor,
+    ends: torch.Tensor,
+    depth: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`verify.walk` for B sequences: from its root row to the child row whose id was sampled at the row before, and so on.
+
+    sampled, ids, parents [R] int32: the token sampled at a row, its own, the row of its parent in the draft (-1: none); a sequence's rows
+    are those from roots[b] to ends[b] - 1, parents first. A root of -1: no sequence. Returns counts [B] int32, the draft rows that are
+    accepted, and paths [B, depth] int32, these rows in order and -1 behind them. The last token is the one sampled at the last of
+    them (or the root).
+    """
+    B = len(roots)
+    counts = torch.empty(B, dtype=torch.int32, device=sampled.device)
+    paths = torch.empty(B, depth, dtype=torch.int32, device=sampled.device)
+    if B:
+        _walk[B,](sampled, ids, parents, roots, ends, counts, paths, depth, paths.stride(0), BLOCK=128, num_warps=1)
+    return counts, paths
+
+
+def _checked(logits: torch.Tensor, workspace: Workspace | None, k: int) -> Workspace:
+    """The workspace, or a new one. Raises ValueError where it does not fit."""
+    R, V = logits.shape
+    w = workspace if workspace is not None else Workspace(R, V, logits.device, k=k)
+    if (V, k) != (w.vocab_size, w.k) or w.n_rows < R:
+        raise ValueError(f"a workspace for {w.n_rows} rows of {w.vocab_size} logits and k = {w.k}, got {R} rows of {V} and k = {k}")
+    return w

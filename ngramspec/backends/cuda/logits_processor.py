@@ -1,0 +1,113 @@
+"""Logit bias, the stops that `min_tokens` holds back, and penalties on a CUDA device: what `Sampler.adjusted` does to a row.
+
+Samplers' entries (tokens, each once, and what is done to them) go in, logits are changed in place before tokens are picked from them. An
+entry knows how often its token is in the text so far; how often it is in the draft above a row is counted there. Lists that are longer
+than there is room for stay on the host, and so does the picking of their sequences' tokens. Knows rows and parents; no text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ngramspec.backends.cuda.upload import Upload
+from ngramspec.sampling.batch import Batch
+from ngramspec.sampling.sampler import ENTRY, Sampler
+
+ROOM = 1 << 16
+"""Entries of all sequences of a pass."""
+BLOCK = 512
+WORDS = ENTRY.itemsize // 4
+_BIASED, _HELD, _PROMPT = tl.constexpr(Sampler.BIASED), tl.constexpr(Sampler.HELD), tl.constexpr(Sampler.PROMPT)
+
+
+class Adjusting:
+    """Entries of the sequences of one pass at a time."""
+
+    def __init__(self, device: torch.device, room: int = ROOM) -> None:
+        self._staged = torch.zeros(room, WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = self._staged.numpy().view(ENTRY)[:, 0]
+        self.entries = torch.zeros(room, WORDS, dtype=torch.int32, device=device)
+        self._upload = Upload(device)
+
+    def stage(self, batch: Batch, rows: dict[str, np.ndarray]) -> list[bool]:
+        """Send what the batch's sequences adjust, and write for each row of theirs where that lies -> of each sequence whether its tokens
+        can be picked within the pass."""
+        picked, n = [], 0
+        rows["n_entries"].fill(0)
+        for s, span in enumerate(batch.spans):
+            sampler = span.sampler
+            plain = sampler is not None and (sampler.on_device or sampler.scores_few)
+            if sampler is None or plain or not sampler.by_entries:
+                picked.append(plain)
+                continue
+            entries = sampler.entries(None if span.tree is None else span.tree.tokens)
+            picked.append(n + len(entries) <= len(self._host))
+            if picked[s] and len(entries):
+                if n == 0:
+                    self._upload.wait()
+                self._host[n : n + len(entries)] = entries
+                mine, p = slice(int(batch.roots[s]), int(batch.ends[s])), sampler.params
+                rows["entries"][mine], rows["n_entries"][mine] = n, len(entries)
+                rows["repetition"][mine] = p.repetition_penalty
+                rows["presence"][mine], rows["frequency"][mine] = p.presence_penalty, p.frequency_penalty
+                rows["held"][mine] = batch.positions[mine] + 1 - span.n_prompt < p.min_tokens
+                n += len(entries)
+        if n:
+            self._upload.copy(self.entries[:n], self._staged[:n])
+        return picked
+
+
+@triton.jit
+def _adjust(
+    logits, stride, wanted, entries, starts, counts, held, repetition, presence, frequency, ids, parents,
+    WANTED: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    row = tl.load(wanted + i).to(tl.int32) if WANTED else i
+    n = tl.load(counts + row)
+    if n > 0:
+        start, holds = tl.load(starts + row), tl.load(held + row) != 0
+        factor, once, each = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
+        for first in range(0, n, BLOCK):
+            e = first + tl.arange(0, BLOCK)
+            at = entries + (start + e) * WORDS
+            token = tl.load(at, mask=e < n, other=-1)
+            bias = tl.load(at + 1, mask=e < n, other=0).to(tl.float32, bitcast=True)
+            count = tl.load(at + 2, mask=e < n, other=0)
+            flags = tl.load(at + 3, mask=e < n, other=0)
+            node = row
+            above = tl.load(parents + node)
+            while above >= 0:
+                count += (token == tl.load(ids + node)).to(tl.int32)
+                node = above
+                above = tl.load(parents + node)
+            x_at = logits + i.to(tl.int64) * stride + token
+            x = tl.load(x_at, mask=e < n, other=0.0)
+            x = tl.where((flags & _BIASED) != 0, x + bias, x)
+            x = tl.where(((flags & _HELD) != 0) & holds, float("-inf"), x)
+            x = tl.where((count > 0) | ((flags & _PROMPT) != 0), tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
+            x = tl.where(count > 0, x - (once + each * count.to(tl.float32)), x)
+            tl.store(x_at, x, mask=e < n)
+
+
+def adjust(
+    logits: torch.Tensor,
+    wanted: torch.Tensor | None,
+    entries: torch.Tensor,
+    rows: dict[str, torch.Tensor],
+    block: int = BLOCK,
+) -> None:
+    """Change logits [N, V] float32, those after the rows `wanted` [N] of a pass, or after its first N, in place.
+
+    `rows`: of all rows, where their entries begin and how many they are, "entries" and "n_entries" [R] int32; whether stops are "held"
+    back [R] int32; "repetition", "presence", "frequency" [R] float32; "ids" and "parents" [R] int32.
+    """
+    names = ("entries", "n_entries", "held", "repetition", "presence", "frequency", "ids", "parents")
+    if len(logits):
+        _adjust[len(logits),](
+            logits, logits.stride(0), logits if wanted is None else wanted, entries, *(rows[name] for name in names),
+            WANTED=wanted is not None, BLOCK=block, WORDS=WORDS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,284 @@
+"""A model's pass over packed rows on the device: by our own kernels where its layers are of the Llama kind, else by its own modules.
+
+Token ids and `Rows` on the device go in, logits come out. Both ways allocate by torch (so that a captured graph owns what it uses) and
+never wait for the device. Neither knows requests or drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ngramspec.backends.cuda import layers
+from ngramspec.backends.cuda.attention_metadata import Rows
+from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
+from ngramspec.backends.cuda.packed import PackedEmbedding, PackedLinear, joined_weights, packed_parts
+from ngramspec.backends.cuda.paged_attention import Workspace, attend
+from ngramspec.backends.cuda.quantised import Packed
+from ngramspec.backends.cuda.rope_kv import rope_kv, write_kv
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.hf_modules import bias_of, rms_norm, weight_of
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
+
+LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Models whose layers `Stack` computes, if they have the modules that it expects and the logits agree."""
+
+
+class Linear(Protocol):
+    """A linear layer: our `Product`, or the vendor's."""
+
+    bias: torch.Tensor | None
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+Weight = torch.Tensor | list[Packed]
+"""[N, K], or weights in blocks above each other."""
+
+MakeLinear = Callable[[Weight, torch.Tensor | None], Linear]
+"""From a weight [N, K] and its bias [N] or None."""
+
+
+class VendorProduct:
+    """The vendor library's own choice for every number of rows: the fastest, and not row-invariant. For comparison."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight if isinstance(self.weight, torch.Tensor) else torch.cat([part.dense(dtype) for part in self.weight])
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._dense(x.dtype))[None].float()
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, self._dense(x.dtype), self.bias)
+        return y if out is None else out.copy_(y)
+
+
+@dataclass(slots=True)
+class Plan:
+    """How attention is launched in one kind of pass; no bit depends on it. Handed on to `attend`."""
+
+    rows_per_item: int
+    workspace: Workspace
+
+
+class Decoder(Protocol):
+    pool: CudaPool
+    """Set before the first pass: how large it can be is known once the weights are in place."""
+
+    def __call__(self, ids: torch.Tensor, rows: Rows, wanted: torch.Tensor | None, plan: Plan, out: torch.Tensor) -> None:
+        """ids [R] int32; the logits of the rows `wanted` [N] int64, or of all, go to `out` [N, V] float32."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    first: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    second: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    scale: float
+    window: int
+
+
+class Stack:
+    """Decoder layers of the Llama kind, nine kernels a layer.
+
+    The norms' sums, the rotary embedding and the activation take up the partial sums of the products before them, so that splitting a
+    product over its inner dimension, which small models and few rows need to keep the device busy, costs no kernel of its own.
+    """
+
+    pool: CudaPool
+
+    def __init__(self, model: PreTrainedModel, make: MakeLinear, max_len: int) -> None:
+        """Takes the weights over: the modules' own become views of the joined ones. Raises UnsupportedModelError for other layers."""
+        name = type(model).__name__
+        if name not in LLAMA_KIND:
+            raise UnsupportedModelError(f"{name} is not of the Llama kind")
+        base: Any = model.base_model
+        config = model.config.get_text_config()
+        if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= set(dict(base.named_children())):
+            raise UnsupportedModelError(f"{name}: other modules than expected")
+        self.embedding = base.embed_tokens
+        self.eps = float(config.rms_norm_eps)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.last = base.norm.weight.detach()
+        self.head = make(_take_over(model, "lm_head")[0], None)
+        positions = torch.arange(max_len, device=self.last.device)[None]
+        cos, sin = base.rotary_emb(self.last[None, None], positions)
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        everywhere = getattr(config, "sliding_window", None) if name == "MistralForCausalLM" else None
+        self.layers = [self._layer(layer, make, everywhere) for layer in base.layers]
+        first = base.layers[0].self_attn
+        self.head_dim = int(first.head_dim)
+        self.n_heads = first.q_proj.out_features // self.head_dim
+
+    @staticmethod
+    def _layer(layer: Any, make: MakeLinear, window: int | None) -> _Layer:
+        attn, mlp = layer.self_attn, layer.mlp
+        names = {name for name, child in attn.named_children() if not isinstance(child, nn.Identity)}
+        if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"} or set(
+            dict(layer.named_children())
+        ) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+            raise UnsupportedModelError(f"{type(layer).__name__}: other modules than expected")
+        linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(type(linear) in (nn.Linear, PackedLinear) for linear in linears):
+            raise UnsupportedModelError(f"{type(layer).__name__}: other linear layers than expected")
+        return _Layer(
+            first=layer.input_layernorm.weight.detach(),
+            qkv=make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
+            q_norm=attn.q_norm.weight.detach() if "q_norm" in names else None,
+            k_norm=attn.k_norm.weight.detach() if "k_norm" in names else None,
+            out=make(*_take_over(attn, "o_proj")),
+            second=layer.post_attention_layernorm.weight.detach(),
+            gate_up=make(*_take_over(mlp, "gate_proj", "up_proj")),
+            down=make(*_take_over(mlp, "down_proj")),
+            scale=float(attn.scaling),
+            window=int(getattr(attn, "sliding_window", window) or 0),
+        )
+
+    def __call__(self, ids: torch.Tensor, rows: Rows, wanted: torch.Tensor | None, plan: Plan, out: torch.Tensor) -> None:
+        if isinstance(self.embedding, PackedEmbedding):
+            x = self.embedding(ids)
+        else:
+            x = layers.embed(ids, self.embedding.weight)
+        q = torch.empty(len(ids), self.n_heads, self.head_dim, dtype=x.dtype, device=x.device)
+        mixed = torch.zeros_like(q)  # rows that only fill up a bucket are not written
+        partials, bias = None, None
+        for i, layer in enumerate(self.layers):
+            keys, values = self.pool.keys[i], self.pool.values[i]
+            if partials is None:
+                normed = layers.norm(x, layer.first, self.eps)
+            else:
+                normed = layers.add_norm(x, partials, bias, layer.first, self.eps)
+            rope_kv(
+                layer.qkv.partial(normed), layer.qkv.bias, self.cos, self.sin, rows, keys, values, q, layer.q_norm, layer.k_norm, self.eps
+            )
+            attend(q, keys, values, rows, mixed, scale=layer.scale, window=layer.window, **_launch(plan))
+            partials = layer.out.partial(mixed.view(len(ids), -1))
+            normed = layers.add_norm(x, partials, layer.out.bias, layer.second, self.eps)
+            mid = layers.gated(layer.gate_up.partial(normed), layer.gate_up.bias, activation=self.activation, dtype=x.dtype)
+            partials, bias = layer.down.partial(mid), layer.down.bias
+        assert partials is not None
+        normed = layers.add_norm(x, partials, bias, self.last, self.eps)
+        self.head(normed if wanted is None else normed[wanted], out=out)
+
+
+class Modules:
+    """transformers' own modules with our attention, pool and linear layers."""
+
+    pool: CudaPool
+
+    def __init__(self, model: PreTrainedModel, make: MakeLinear, max_len: int) -> None:
+        """Raises UnsupportedModelError where the model has layers whose attention cannot be replaced."""
+        self.model = model
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, PackedLinear):
+                    setattr(parent, name, ProductModule(make([child.packed], child.bias), child))
+                elif (weight := weight_of(child)) is not None:
+                    setattr(parent, name, ProductModule(make(weight, bias_of(child)), child))
+                elif (norm := _our_norm(child)) is not None:
+                    setattr(parent, name, norm)
+
+    def __call__(self, ids: torch.Tensor, rows: Rows, wanted: torch.Tensor | None, plan: Plan, out: torch.Tensor) -> None:
+        output = self.model(
+            input_ids=ids.long()[None],
+            position_ids=rows.positions.long()[None],
+            use_cache=False,
+            ngramspec=Attention(self.pool, rows, plan),
+            **({} if wanted is None else {"logits_to_keep": wanted}),
+        )
+        out.copy_(output.logits[0])
+
+
+class Attention:
+    """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`models.masks.AttentionPass`)."""
+
+    def __init__(self, pool: CudaPool, rows: Rows, plan: Plan) -> None:
+        self.pool, self.rows, self.plan = pool, rows, plan
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
+    ) -> torch.Tensor:
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        write_kv(k.contiguous(), v.contiguous(), self.rows, keys, values)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows that only fill up a bucket are not written
+        attend(q.contiguous(), keys, values, self.rows, out, scale=scale, window=window, softcap=softcap, **_launch(self.plan))
+        return out
+
+
+class ProductModule(nn.Module):
+    """Stands in for `nn.Linear`."""
+
+    def __init__(self, product: Linear, old: nn.Module) -> None:
+        super().__init__()
+        self.product, self.weight = product, old.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class NormModule(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last axis, each row by itself."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layers.norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+
+
+def _our_norm(module: nn.Module) -> NormModule | None:
+    """Our norm for an RMS norm that gives the same numbers; others stay as they are."""
+    found = rms_norm(module)
+    if found is None:
+        return None
+    weight, eps = found
+    x = torch.randn(1, 5, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    ours = NormModule(weight, eps)
+    slack = 1e-5 if weight.dtype == torch.float32 else 2e-2
+    return ours if torch.allclose(module(x).float(), ours(x).float(), rtol=slack, atol=slack) else None
+
+
+def _take_over(parent: nn.Module, *names: str) -> tuple[Weight, torch.Tensor | None]:
+    """The weights (and biases) of linear layers above each other; the layers keep views of them, those in blocks among others too."""
+    linears: list[Any] = [getattr(parent, name) for name in names]
+    biases = [linear.bias for linear in linears]
+    bias = next((b for b in biases if b is not None), None)
+    if bias is not None:
+        missing = (bias.new_zeros(linear.out_features) for linear in linears)
+        bias = torch.cat([zeros if b is None else b.detach() for b, zeros in zip(biases, missing, strict=True)])
+    if (parts := packed_parts(linears)) is not None:
+        if parts[0].codes.is_cuda:
+            torch.cuda.empty_cache()
+        return parts, bias
+    if len(linears) == 1:
+        return linears[0].weight.detach(), bias
+    weight = joined_weights(linears)
+    for name, old, part in zip(names, linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear = nn.Linear(old.in_features, old.out_features, bias=False, device="meta")
+        linear.weight, linear.bias = nn.Parameter(part, requires_grad=False), old.bias
+        setattr(parent, name, linear)
+    if weight.is_cuda:
+        torch.cuda.empty_cache()  # what the separate weights took is in pieces too small for the next joined ones
+    return weight, bias
+
+
+def _launch(plan: Plan) -> dict[str, Any]:
+    return {"rows_per_item": plan.rows_per_item, "workspace": plan.workspace}

@@ -1,0 +1,203 @@
+"""Top-k and top-p on a CUDA device: one block finds where a row is cut off and draws from what is left.
+
+Knows one row of logits, its weights, and what was summed up by chunks before. The cut is a position in the order (logit falling, id
+rising): all tokens with greater logits, and the first few of those with this one. It is searched for by halving: sums by chunk bracket
+it between two of 16 logits, passes over the row narrow that until few enough tokens are inside, and these are gathered
+for the rest. What is drawn is drawn from a list if a list holds all that the cut leaves, else by passes over the row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ngramspec.backends.cuda.sampling_math import LOWEST, PIVOTS, WHOLE, halfway, key_of, load, logit_of, part_of, pivot, weight_of
+
+COUNTED = tl.constexpr(1 << 52)
+"""Added to the weight of each token of a chunk: the upper bits of the sum are their number, at most 2048."""
+_COUNT_SHIFT = tl.constexpr(52)
+_WEIGHT_MASK = tl.constexpr((1 << 52) - 1)
+
+
+@triton.jit
+def _skip(best, row, n_chunks, first, lo, CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Whether no logit of a tile has a key from `lo` up."""
+    c = first // CHUNK + tl.arange(0, TILE // CHUNK)
+    peaks = tl.load(best + (row * n_chunks + c) * K, mask=c < n_chunks, other=LOWEST)
+    return (tl.max(peaks, axis=0) >> 32).to(tl.int32) < lo
+
+
+@triton.jit
+def _kept(x, cut, room, seen, top, t, least):
+    """Weights of the tokens that the cut leaves (0 for others), `seen` of the `room` for those at the cut being taken; and those at it."""
+    key = key_of(x)
+    tied = (key == cut).to(tl.int32)
+    weight = weight_of(x, top, t)
+    keep = (key > cut) | ((tied > 0) & (seen + tl.cumsum(tied, axis=0) <= room))
+    return tl.where(keep & (weight >= least), weight, 0), tl.sum(tied, axis=0)
+
+
+@triton.jit
+def _found(weight, goal):
+    """Index at which the running sum passes the goal."""
+    return tl.sum((tl.cumsum(weight, axis=0) <= goal).to(tl.int32), axis=0)
+
+
+@triton.jit
+def draw_of_all(row_logits, n_vocab, n_chunks, row, sums, top, t, least, u, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The token of a row with neither top-k nor top-p: the chunk by the chunks' sums, the token within it."""
+    c = tl.arange(0, CHUNKS)
+    of_chunks = tl.load(sums + (row * n_chunks + c) * PIVOTS, mask=c < n_chunks, other=0)
+    goal = part_of(tl.sum(of_chunks, axis=0), u)
+    upto = tl.cumsum(of_chunks, axis=0)
+    chunk = tl.sum((upto <= goal).to(tl.int32), axis=0)
+    goal -= tl.max(tl.where(upto <= goal, upto, 0), axis=0)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    weight = weight_of(load(row_logits, ids, ids < n_vocab), top, t)
+    return chunk * CHUNK + _found(tl.where(weight >= least, weight, 0), goal)
+
+
+@triton.jit
+def _draw_of_list(row_logits, listed, n_listed, cut, room, top, t, least, u, LISTED: tl.constexpr):
+    """The token where all that the cut leaves are in the list."""
+    i = tl.arange(0, LISTED)
+    ids = tl.load(listed + i, mask=i < n_listed, other=0)
+    weight, _ = _kept(load(row_logits, ids, i < n_listed), cut, room, 0, top, t, least)
+    return tl.sum(tl.where(i == _found(weight, part_of(tl.sum(weight, axis=0), u)), ids, 0), axis=0)
+
+
+@triton.jit
+def _draw_of_row(
+    row_logits, n_vocab, n_chunks, row, best, cut, room, top, t, least, u,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The token where more are left than a list holds: once over the row for the total, once up to the token."""
+    total, seen = tl.full((), 0, tl.int64), tl.full((), 0, tl.int32)
+    for first in range(0, n_vocab, TILE):
+        if not _skip(best, row, n_chunks, first, cut, CHUNK, TILE, K):
+            ids = first + tl.arange(0, TILE)
+            weight, tied = _kept(load(row_logits, ids, ids < n_vocab), cut, room, seen, top, t, least)
+            total += tl.sum(weight, axis=0)
+            seen += tied
+    goal = part_of(total, u)
+    token = tl.full((), -1, tl.int32)
+    first, seen = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    while (token < 0) & (first < n_vocab):
+        if not _skip(best, row, n_chunks, first, cut, CHUNK, TILE, K):
+            ids = first + tl.arange(0, TILE)
+            weight, tied = _kept(load(row_logits, ids, ids < n_vocab), cut, room, seen, top, t, least)
+            here = tl.sum(weight, axis=0)
+            if here > goal:
+                token = first + _found(weight, goal)
+            goal -= here
+            seen += tied
+        first += TILE
+    return token
+
+
+@triton.jit
+def _between(row_logits, n_vocab, n_chunks, row, best, lo, hi, top, t, CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Number and weight of the row's tokens with keys from `lo` to below `hi`."""
+    number, weight = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    for first in range(0, n_vocab, TILE):
+        if not _skip(best, row, n_chunks, first, lo, CHUNK, TILE, K):
+            ids = first + tl.arange(0, TILE)
+            x = load(row_logits, ids, ids < n_vocab)
+            key = key_of(x)
+            inside = (key >= lo) & (key < hi)
+            number += tl.sum(inside.to(tl.int32), axis=0)
+            weight += tl.sum(tl.where(inside, weight_of(x, top, t), 0), axis=0)
+    return number, weight
+
+
+@triton.jit
+def _gather(
+    row_logits, n_vocab, n_chunks, row, best, lo, hi, listed,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Write the ids of the row's tokens with keys from `lo` to below `hi`, rising, to the list; returns their number, LISTED at most."""
+    tl.debug_barrier()  # the list before has been read
+    n = tl.full((), 0, tl.int32)
+    for first in range(0, n_vocab, TILE):
+        if not _skip(best, row, n_chunks, first, lo, CHUNK, TILE, K):
+            ids = first + tl.arange(0, TILE)
+            key = key_of(load(row_logits, ids, ids < n_vocab))
+            inside = ((key >= lo) & (key < hi) & (ids < n_vocab)).to(tl.int32)
+            at = n + tl.cumsum(inside, axis=0) - 1
+            tl.store(listed + at, ids, mask=(inside > 0) & (at < LISTED))
+            n += tl.sum(inside, axis=0)
+    tl.debug_barrier()  # what one thread wrote another reads
+    return tl.minimum(n, LISTED)
+
+
+@triton.jit
+def cut_and_draw(
+    row_logits, n_vocab, n_chunks, row, best, sums, listed, peak, top, t, top_k, share, least, u,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The token of a row with top-k, top-p (`share` of 2**53) or both."""
+    j = tl.arange(0, PIVOTS)
+    c = tl.arange(0, CHUNKS)[:, None]
+    cells = tl.load(sums + (row * n_chunks + c) * PIVOTS + j[None, :], mask=c < n_chunks, other=0)
+    numbers = tl.sum((cells >> _COUNT_SHIFT) & 0xFFF, axis=0)
+    weights = tl.sum(cells & _WEIGHT_MASK, axis=0)
+    keys = pivot(top, t, j)
+    above = peak + 1
+    by_number = (top_k > 0) & (top_k < tl.max(numbers, axis=0))
+    total = tl.max(weights, axis=0)
+    # The cut: all tokens with greater keys, and the first `room` of those with this one.
+    cut, room = tl.min(keys, axis=0), tl.full((), 0x7FFFFFFF, tl.int64)
+    n_listed, complete = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for phase in range(2):  # top-k, then top-p of what it left
+        if ((phase == 0) & by_number) | ((phase == 1) & ((share < WHOLE) | (complete == 0))):
+            goal = tl.where(phase == 0, top_k, tl.maximum(part_of(total, share), 1))
+            # Tokens from key `lo` up reach the goal, those from `hi` up do not.
+            lo, hi = cut, above
+            number_above, weight_above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+            if complete == 0:
+                at = tl.sum((tl.where(phase == 0, numbers, weights) < goal).to(tl.int32), axis=0)
+                lo = tl.sum(tl.where(j == at, keys, 0), axis=0)
+                number = tl.sum(tl.where(j == at, numbers, 0), axis=0)
+                if (number > LISTED) & (at > 0):
+                    hi = tl.sum(tl.where(j == at - 1, keys, 0), axis=0)
+                    number_above = tl.sum(tl.where(j == at - 1, numbers, 0), axis=0)
+                    weight_above = tl.sum(tl.where(j == at - 1, weights, 0), axis=0)
+                while (number - number_above > LISTED) & (lo + 1 < hi):
+                    middle = halfway(lo, hi)
+                    n, w = _between(row_logits, n_vocab, n_chunks, row, best, middle, hi, top, t, CHUNK, TILE, K)
+                    if tl.where(phase == 0, number_above + n, weight_above + w) >= goal:
+                        lo, number = middle, number_above + n
+                    else:
+                        hi, number_above, weight_above = middle, number_above + n, weight_above + w
+                if number <= LISTED:
+                    complete = tl.full((), 1, tl.int32)
+                    hi, number_above, weight_above = above, tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+                n_listed = tl.full((), 0, tl.int32)
+                if number - number_above <= LISTED:
+                    n_listed = _gather(row_logits, n_vocab, n_chunks, row, best, lo, hi, listed, CHUNK, TILE, LISTED, K)
+            i = tl.arange(0, LISTED)
+            ids = tl.load(listed + i, mask=i < n_listed, other=0)
+            x = load(row_logits, ids, i < n_listed)
+            key, weight = key_of(x), weight_of(x, top, t)
+            worth = tl.where(phase == 0, 1, weight)
+            base = tl.where(phase == 0, number_above, weight_above)
+            while lo + 1 < hi:
+                middle = halfway(lo, hi)
+                if base + tl.sum(tl.where(key >= middle, worth, 0), axis=0) >= goal:
+                    lo = middle
+                else:
+                    hi = middle
+            cut = lo
+            number_above += tl.sum((key > cut).to(tl.int32), axis=0)
+            weight_above += tl.sum(tl.where(key > cut, weight, 0), axis=0)
+            unit = weight_of(logit_of(cut), top, t)
+            if phase == 0:
+                room = goal - number_above
+                total = weight_above + room * unit
+            else:
+                room = (goal - weight_above + unit - 1) // unit
+    if complete == 1:
+        token = _draw_of_list(row_logits, listed, n_listed, cut, room, top, t, least, u, LISTED)
+    else:
+        token = _draw_of_row(row_logits, n_vocab, n_chunks, row, best, cut, room, top, t, least, u, CHUNK, TILE, K)
+    return token

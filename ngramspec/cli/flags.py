@@ -1,0 +1,112 @@
+"""Options of commands that a table of settings declares, and those that all commands with a model have.
+
+Dataclasses of settings (see `options`) enter, a command with an option for each of their fields leaves; what a user gave is checked
+against them. Knows no setting in particular.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ngramspec.cli.common import BadInputError, check_text, option, parse_size
+from ngramspec.errors import InvalidInputError
+from ngramspec.options import Choice, Flag, Integer, Number, Option, Text, Texts, options_of
+
+PROMPT, ENGINE, SAMPLING, SEARCH, SPECULATION, OUTPUT = "Prompt", "Model and device", "Sampling", "Search", "Speculation", "Output"
+_PANELS = (PROMPT, ENGINE, SAMPLING, SEARCH, SPECULATION)
+"""The order in which `--help` shows them; others follow as they come, and `OUTPUT` is last."""
+_TYPES: dict[type, Any] = {Integer: int, Number: float, Flag: bool, Choice: str, Text: str, Texts: list[str]}
+_SIZE = "SIZE"
+"""The metavar of numbers of bytes, which are given as 2G."""
+
+Prompt = Annotated[str | None, typer.Argument(help="Text to complete; - reads it from standard input, as does a pipe.")]
+PromptFile = Annotated[Path | None, option(PROMPT, "Take the prompt from this file.", "--file", "-f")]
+MODEL_HELP = "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2; random:SHAPE to measure."
+Model = Annotated[str, option(ENGINE, MODEL_HELP, "--model", "-m")]
+
+
+def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of tables of settings, which are dataclasses.
+
+    Each of `tables` stands for a parameter of the decorated function, which is called with a dict of values by field for it: of what was
+    given, and of every switch. A value out of bounds is a BadInputError that names its option, or an InvalidInputError of the table.
+    """
+    options = {
+        name: [each for each in options_of(table).values() if each.flags is not None and (not each.only or command in each.only)]
+        for name, table in tables.items()
+    }
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function, eval_str=True).parameters
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in own.items() if name not in tables]
+        parameters += [_parameter(each) for several in options.values() for each in several]
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [context, *sorted(parameters, key=_rank)]
+
+        @functools.wraps(function)
+        def run(context: typer.Context, **values: Any) -> None:
+            given = {name: _given(options[name], values, context) for name in tables}
+            for name, table in tables.items():
+                table(**given[name])  # checks what depends on several values
+            function(**values, **given)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def _flags(each: Option) -> tuple[str, ...]:
+    return each.flags or ("--no-" + each.flag.removeprefix("--") if each.default is True else each.flag,)
+
+
+def _is_negative(each: Option) -> bool:
+    """A switch that is on, and whose flag turns it off."""
+    return each.default is True and "/" not in _flags(each)[0]
+
+
+def _parameter(each: Option) -> inspect.Parameter:
+    help_text, default = each.help, each.default
+    if _is_negative(each):
+        help_text, default = each.off or f"Off: {each.help}", False
+    declared = option(each.panel or SAMPLING, help_text, *_flags(each), metavar=each.metavar)
+    annotation: Any = str if each.metavar == _SIZE else _TYPES[type(each.kind)]
+    if default is None or isinstance(each.kind, Texts):
+        annotation, default = annotation | None, None
+    return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, declared])
+
+
+def _rank(parameter: inspect.Parameter) -> int:
+    """Where the heading of a parameter stands in `--help`."""
+    declared = [each for each in getattr(parameter.annotation, "__metadata__", ()) if hasattr(each, "rich_help_panel")]
+    panel = declared[0].rich_help_panel if declared else None
+    if panel is None:
+        return -1
+    return _PANELS.index(panel) if panel in _PANELS else len(_PANELS) + (panel == OUTPUT)
+
+
+def _given(options: list[Option], values: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+    """Takes the values of these options out of `values`; returns every switch, and of the others what was given."""
+    given = {}
+    for each in options:
+        value, flag = values.pop(each.name), _flags(each)[0]
+        if isinstance(each.kind, Flag):
+            value = value != _is_negative(each)
+        elif (source := context.get_parameter_source(each.name)) is None or source.name == "DEFAULT":
+            continue
+        if each.metavar == _SIZE:
+            value = parse_size(value, flag)
+        check_text(value, flag)
+        try:
+            each.check(value)
+        except InvalidInputError as error:
+            raise BadInputError(f"{flag}: {error}") from error
+        given[each.name] = value
+    return given

@@ -1,0 +1,322 @@
+"""What an engine is made of: a model's name and settings enter, a model bound to its device, with what passes of it cost, leaves.
+
+The one module that knows which devices there are. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numba
+
+from ngramspec.backends.base import Runner
+from ngramspec.backends.cpu.llama_runner import StackRunner, needed_bytes
+from ngramspec.backends.cpu.weight_map import Recipe
+from ngramspec.config import EngineConfig
+from ngramspec.datastore import code_cache
+from ngramspec.datastore.cache_dir import cache_dir
+from ngramspec.errors import InvalidInputError, MissingPackageError
+from ngramspec.models import crashes, start_cache
+from ngramspec.models.memory import available_memory, check_memory
+from ngramspec.models.tensor_source import quantised_source
+from ngramspec.outputs import BLOCK
+from ngramspec.sampling import sampler, verify
+from ngramspec.speculative import draft_stats, proposer
+from ngramspec.speculative.base import Drafter, Speculator
+from ngramspec.speculative.budget import cost_model
+from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.single import SingleDrafter
+from ngramspec.tokenizer.encode import Encoding
+
+if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor for transformers' models
+    from transformers import PreTrainedModel
+
+    from ngramspec.models.loader import LoadedModel
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+LEARNED = 500
+"""Steps after which the curve that they taught is kept for later starts, beside the one that was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where an engine computes, and how."""
+
+    device: str
+    dtype: str
+    threads: int
+    max_rows: int
+    exact: bool
+    """Products with rows that do not depend on each other; on the CPU, with weights kept as they came."""
+    precision: str
+    """On the CPU; elsewhere the dtype's."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    """A model on its device, ready to run."""
+
+    name: str
+    tokenizer: Any
+    """transformers' own kind, or None."""
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    runner: Runner
+    cost: CostModel
+    encoding: Encoding
+    keep: Callable[[], None]
+    """Leave to later starts what was learned of the cost of passes."""
+
+
+def check_device(config: EngineConfig) -> DeviceConfig:
+    """Raises InvalidInputError for a device that is not there, or what it does not do, MissingPackageError for what it needs."""
+    kind, _, number = config.device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdigit())):
+        raise InvalidInputError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {config.device!r}")
+    device = kind
+    if kind == "cuda":
+        import torch
+
+        device, n_devices = f"cuda:{number or 0}", torch.cuda.device_count()
+        if int(number or 0) >= n_devices:
+            there = f"{n_devices or 'no'} CUDA device{'s' * (n_devices != 1)}"
+            raise InvalidInputError(f"there is no device {device!r}: torch {torch.__version__} sees {there}")
+        if importlib.util.find_spec("triton") is None:
+            raise MissingPackageError(f"device {device!r} needs Triton, which is not installed: pip install 'ngramspec[cuda]'")
+    accepted = {"cpu": ("float32",), "cuda": ("bfloat16", "float16", "float32")}[kind]
+    dtype = accepted[0] if config.dtype == "auto" else config.dtype
+    if dtype not in accepted:
+        raise InvalidInputError(f"dtype on {kind} must be 'auto' or {' or '.join(map(repr, accepted))}, got {dtype!r}")
+    other = {"cpu": "unpacked", "cuda": "vendor"}[kind]
+    if config.linears not in ("exact", other):
+        raise InvalidInputError(f"linears on {kind} must be 'exact' or {other!r}, got {config.linears!r}")
+    max_rows = config.max_rows or {"cpu": 256, "cuda": 2048}[kind]
+    if kind == "cuda" and (config.precision, config.kv_dtype, config.quantize) != ("auto", "auto", "none"):
+        raise InvalidInputError("precision, kv_dtype and quantize are settings of the CPU; on CUDA, dtype says both")
+    exact = config.linears == "exact"
+    threads = config.threads or n_cores()
+    return DeviceConfig(device, dtype, threads, max_rows, exact, config.precision if exact else "float32")
+
+
+def bind(
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool = False
+) -> BoundModel:
+    """Load a model, bind it and measure it, in the thread that is to run it. `modules`: its runner is to have transformers' modules.
+
+    Raises what `loading.load_model` and the device's runner raise (see `errors`).
+    """
+
+    def clear() -> None:
+        log.warning("an earlier start crashed: compiling everything anew")
+        code_cache.clear()
+        for folder in ("code", "starts"):
+            shutil.rmtree(cache_dir() / folder, ignore_errors=True)
+
+    with crashes.watch_start(cache_dir() / "crashes", clear):
+        return _bind(model, tokenizer, config, device, progress, modules)
+
+
+def _bind(
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool
+) -> BoundModel:
+    numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
+    warmer = threading.Thread(target=warm_up, daemon=True)
+    warmer.start()
+    kept, found = None, None
+    if isinstance(model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
+        settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
+        kept = start_cache.kept_of(model, settings, cache_dir())
+        found = kept.read() if kept else None
+    again = _again(found, kept, tokenizer, config, device, progress) if found and kept and not modules else None
+    runner, about = again or _first_time(model, tokenizer, config, device, progress)
+    runner.tokenizer, runner.max_model_len = about.tokenizer, min(_longest(config, about.trained), runner.pool.n_tokens)
+    warmer.join()
+    row_counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
+    times, taught = ((found or {}).get(key, []) for key in ("measured_ms", "learned_ms"))
+    if not times or len(times) > len(row_counts):
+        progress("measuring what a pass costs")
+        times, taught = runner.measure(row_counts), []
+    cost = CostModel(row_counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned_ms=taught)
+
+    def keep() -> None:
+        if kept and isinstance(runner, StackRunner) and runner.exactness == "bitwise" and (recipe := runner.recipe) is not None:
+            learned = cost.times.tolist() if cost.n_seen >= LEARNED else taught
+            document = {"recipe": recipe.as_json(), "measured_ms": times, "learned_ms": learned}
+            if document != found:
+                kept.write(document)
+
+    keep()
+    log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
+    encoding = Encoding(about.tokenizer, runner.vocab_size)
+    return BoundModel(about.name, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, keep)
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    name: str
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    trained: int
+    """Longest text that the model was trained for."""
+
+
+def _longest(config: EngineConfig, trained: int) -> int:
+    if config.max_model_len is not None and config.max_model_len > trained:
+        raise InvalidInputError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {config.max_model_len}")
+    return config.max_model_len or trained
+
+
+def _again(
+    found: dict[str, Any], kept: start_cache.Kept, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
+) -> tuple[StackRunner, _About] | None:
+    """A model that an earlier start has checked, from its file and what was kept; None where that is not enough."""
+    if (opened := start_cache.reopen(kept.file, tokenizer, cache_dir())) is None:
+        return None
+    source = quantised_source(opened.source) if config.quantize == "q8_0" else opened.source
+    try:
+        recipe = Recipe.of_json(found["recipe"])
+        recipe.check(source)
+    except (KeyError, TypeError, ValueError):
+        return None
+    about = _About(opened.name, opened.tokenizer, opened.eos_token_ids, int(opened.config.get("max_position_embeddings") or 4096))
+    check_memory(needed_bytes(source, plain=False), "cpu", about.name)
+
+    def make_model() -> PreTrainedModel:
+        from ngramspec.models.loader import open_model
+
+        return open_model(str(kept.file.path)).model
+
+    runner = StackRunner(recipe, source, make_model=make_model, **_cpu_options(config, device, _longest(config, about.trained), progress))
+    return runner, about
+
+
+def _first_time(
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
+) -> tuple[Runner, _About]:
+    """A model by transformers' modules, which are then replaced."""
+    import torch
+
+    from ngramspec.models.loader import LoadedModel, eos_token_ids, load_model, open_model, quiet
+
+    torch.set_num_threads(device.threads)
+    loaded: LoadedModel
+    if isinstance(model, str) and device.device == "cpu":
+        quantize = None if config.quantize == "none" else config.quantize
+        loaded = open_model(model, tokenizer=tokenizer, progress=progress, quantize=quantize)
+    elif isinstance(model, str):
+        from ngramspec.backends.cuda.packed import IN_BLOCKS  # imports Triton
+
+        dtype = getattr(torch, device.dtype)
+        loaded = load_model(model, dtype=dtype, device=device.device, tokenizer=tokenizer, progress=progress, keep=IN_BLOCKS)
+    else:
+        moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
+        loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
+    trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
+    about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained)
+    with quiet():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them
+        return _runner(loaded, config, device, _longest(config, trained), progress), about
+
+
+def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress) -> Runner:
+    """A model's runner where nothing is known of it yet."""
+    if device.device == "cpu":
+        from ngramspec.backends.cpu.runner import CpuRunner
+        from ngramspec.models.loader import OpenModel
+        from ngramspec.models.parameters import params_source
+
+        source = loaded.source if isinstance(loaded, OpenModel) else params_source(loaded.model)
+        plain = not device.exact
+        check_memory(needed_bytes(source, plain), "cpu", loaded.name)
+        return CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress))
+    from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
+
+    return CudaRunner(
+        loaded.model,
+        max_len=_max_len(config, longest),
+        max_seqs=config.max_seqs,
+        max_rows=device.max_rows,
+        kv_bytes=config.kv_memory,
+        max_depth=config.spec_length + 1,
+        memory_utilization=config.gpu_memory_utilization,
+        exact=device.exact,
+        graphs=config.graphs,
+        progress=progress,
+    )
+
+
+def _max_len(config: EngineConfig, longest: int) -> int:
+    return longest + config.spec_rows + 1  # draft nodes stand behind the last token: room for them past the longest text
+
+
+def _cpu_options(config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress) -> dict[str, Any]:
+    return {
+        "max_len": _max_len(config, longest),
+        "max_seqs": config.max_seqs,
+        "max_rows": device.max_rows,
+        "kv_bytes": config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
+        "precision": device.precision,
+        "kv_dtype": config.kv_dtype,
+        "code": cache_dir() / "code",
+        "progress": progress,
+    }
+
+
+def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
+    """What an engine with these settings drafts with."""
+    if not config.speculation:
+        return Speculator()
+    if alone is not None:
+        draws = config.acceptance == "rejection"
+        return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=config.spec_rows, draws=draws)
+    return proposer.Proposer(
+        vocab_size=vocab_size,
+        max_order=config.max_order,
+        history=config.history,
+        spec_length=config.spec_length,
+        spec_rows=config.spec_rows,
+        max_seqs=config.max_seqs,
+        answers=config.answers,
+        recycle=config.recycle,
+        similar=config.similar,
+        drafters=drafters,
+    )
+
+
+def n_cores() -> int:
+    """Cores that this process may use; two threads of one core count once."""
+    try:
+        mine = os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+    siblings = set()
+    for cpu in mine:
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            siblings.add(str(cpu))
+    return len(siblings)
+
+
+def _default_kv_bytes() -> int:
+    """A quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
+    free = available_memory()
+    return min(4 << 30, free // 4) if free else 1 << 30
+
+
+def warm_up() -> None:
+    """Compile, or load from disk, what the steps need besides the model, while the model loads."""
+    proposer.warmup()
+    sampler.warmup()
+    verify.warmup()
+    draft_stats.warmup()
+    cost_model.warmup()

@@ -1,0 +1,595 @@
+"""The engine's faces: synchronous, streaming and asynchronous, over the one thread that steps.
+
+Prompts, parameters and hints enter from any thread and become requests of sequences; pieces of text and results leave. What a step does,
+and what an engine is made of, is `core`'s and `assembly`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+
+import numpy as np
+
+from ngramspec.config import EngineConfig
+from ngramspec.datastore.reader import Datastore
+from ngramspec.engine import assembly, sequence
+from ngramspec.engine.acceptance import Acceptance, acceptance
+from ngramspec.engine.assembly import Progress
+from ngramspec.engine.request import Deliver, Hints, Request
+from ngramspec.engine.step import Core
+from ngramspec.engine.thread import StepThread
+from ngramspec.errors import InvalidInputError, PromptTooLongError
+from ngramspec.grammar import forced_tokens
+from ngramspec.grammar.base import Constraint, Grammar
+from ngramspec.grammar.llguidance import Grammars
+from ngramspec.kv_cache.blocks import BlockHashes
+from ngramspec.outputs import BLOCK, Beam, Completion, Delta, EngineStatus
+from ngramspec.papers.beam import BeamSearch
+from ngramspec.sampling.sampler import Sampler
+from ngramspec.sampling_params import MAX_SEED, SamplingParams
+from ngramspec.speculative.base import Drafter, Speculator
+from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.open_datastores import Store, check_store, named, open_store
+from ngramspec.speculative.proposer import Proposer
+from ngramspec.tokenizer.detokenizer import NoText, Special, TextStream
+from ngramspec.tokenizer.encode import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Deliver", "Engine", "Hints", "Request"]
+
+
+class Engine:
+    """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        datastore: Store | Sequence[Store] | Mapping[str, Store] = (),
+        drafters: Sequence[Drafter] = (),
+        alone: Drafter | None = None,
+        progress: Progress | None = None,
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded model (which the engine takes over and changes).
+
+        `options`: settings by their names in `EngineConfig`, which says what they mean; or a `config` that has them.
+
+        `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s, by name or named by
+        their folders; they are opened before the model is loaded. `drafters`: further sources of drafts; `alone`: draft by this one only,
+        as it says. `progress` is told of the stages of loading.
+
+        Raises InvalidInputError, DatastoreError, TokenizerMismatchError, and what `loading.load_model` and `backends.base.Runner` raise.
+        """
+        if config is not None and options:
+            raise TypeError(f"give either a config or options, got both: {', '.join(options)}")
+        self.config = config = config or EngineConfig(**options)
+        stores = {name: open_store(store) for name, store in named(datastore).items()}
+        if alone is not None and (drafters or stores):
+            raise InvalidInputError("a drafter that drafts alone has neither other drafters nor datastores beside it")
+        device = assembly.check_device(config)
+        self.threads, self.prefix_cache = device.threads, config.prefix_cache
+        self._datastores: dict[str, Datastore] = {}  # replaced as a whole, never changed
+
+        def make(thread: StepThread) -> Core:
+            bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None), modules=bool(drafters or alone))
+            self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
+            self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
+            self._keep = bound.keep
+            self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
+            self._grammars = Grammars(self._encoding, self.eos_token_ids)
+            for store in stores.values():
+                check_store(store, self._encoding, self.name)
+            drafts = assembly.speculator(config, self.vocab_size, drafters, alone)
+            core = Core(self.runner, drafts, self.cost, thread.fail, acceptance(config.acceptance, config.lenience))
+            if stores:
+                core.use_datastores(stores)
+            self._datastores = stores
+            return core
+
+        self._thread = StepThread(make)
+
+    @property
+    def core(self) -> Core:
+        """What the engine's thread runs. Not for other threads while requests are under way."""
+        return self._thread.core
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def speculator(self) -> Speculator:
+        """What drafts."""
+        return self.core.speculator
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """How drafts are accepted."""
+        return self.core.acceptance
+
+    @property
+    def source_names(self) -> list[str]:
+        """Who may have drafted a token: what `Stats.drafted_by_source` counts by, and `draft_sources` begin with."""
+        return [*self.speculator.source_names, forced_tokens.SOURCE]
+
+    def use(
+        self,
+        *,
+        speculator: Speculator | None = None,
+        cost: CostModel | None = None,
+        acceptance: Acceptance | None = None,
+        foresees: bool | None = None,
+    ) -> None:
+        """Go on with other parts: what drafts, what a pass is said to cost, how drafts are accepted, whether what a grammar foresees is
+        drafted. For comparisons.
+
+        Only while no request is under way; returns when it is in force. Raises InvalidInputError, EngineClosedError, and what the
+        speculator's drafters raise at `bind`.
+        """
+
+        def change() -> None:
+            if self.core.scheduler.has_work:
+                raise InvalidInputError("parts of the engine change only while no request is under way")
+            if speculator is not None:
+                self.core.use(speculator)
+            if cost is not None:
+                self.core.cost = cost
+            if acceptance is not None:
+                self.core.acceptance = acceptance
+            if foresees is not None:
+                self.core.foresees = foresees
+
+        self._thread.call(change)
+
+    def time_pass(self, rows: int, context: int) -> float:
+        """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
+        return self.runner.time_pass(rows, context)
+
+    # ------------------------------------------------------------------ datastores
+
+    @property
+    def datastores(self) -> dict[str, Datastore]:
+        """The datastores in use, by name: as they are now."""
+        return dict(self._datastores)
+
+    def add_datastore(self, name: str, store: Store) -> None:
+        """Draft from one more datastore, or from another one under a name that is in use, for requests under way too.
+
+        From any thread; returns when it is in force. Raises DatastoreError, InvalidInputError, TokenizerError, EngineClosedError.
+        """
+        ((name, _),) = named({name: store}).items()
+        opened = check_store(store, self._encoding, self.name)
+        ready = self.speculator.index(opened)  # here: it can take seconds, in which passes go on
+        self._thread.call(lambda: self._use_datastores(self._datastores | {name: opened}, ready))
+
+    def remove_datastore(self, name: str) -> None:
+        """Draft from a datastore no longer, for requests under way neither; they go on without.
+
+        From any thread; returns when it is in force. Raises KeyError, EngineClosedError.
+        """
+
+        def remove() -> None:
+            if name not in self._datastores:
+                raise KeyError(name)
+            self._use_datastores({other: store for other, store in self._datastores.items() if other != name})
+
+        self._thread.call(remove)
+
+    def _use_datastores(self, stores: dict[str, Datastore], ready: list[Any] | None = None) -> None:
+        self.core.use_datastores(stores, ready)
+        self._datastores = stores
+
+    # ------------------------------------------------------------------ faces
+
+    @overload
+    def complete(self, prompt: str | list[int], params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion: ...
+    @overload
+    def complete(
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **hints: Unpack[Hints]
+    ) -> list[Completion]: ...
+    def complete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
+        """Complete a prompt (text or token ids), or a list of them together.
+
+        Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
+        """
+        several = _is_several(prompt)
+        requests: list[Request] = []
+        try:
+            for each in prompt if several else [prompt]:
+                requests.append(self.submit(each, params, **hints))
+            results = [request.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        return results if several else results[0]
+
+    @overload
+    async def acomplete(self, prompt: str | list[int], params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion: ...
+    @overload
+    async def acomplete(
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **hints: Unpack[Hints]
+    ) -> list[Completion]: ...
+    async def acomplete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
+        """`complete` for asyncio."""
+
+        async def one(each: Prompt) -> Completion:
+            completion = None
+            async for piece in self.astream(each, params, **hints):
+                completion = piece.completion
+            assert completion is not None
+            return completion
+
+        if _is_several(prompt):
+            return list(await asyncio.gather(*(one(each) for each in prompt)))
+        return await one(prompt)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Stream:
+        """Pieces of text as they are written; the last one carries the completion. Closing or dropping the iterator cancels the request."""
+        pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
+        return Stream(self.submit(prompt, params, deliver=pieces.put, **hints), pieces)
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> AsyncGenerator[Delta]:
+        """`stream` for asyncio. The request is submitted with the first piece that is asked for; leaving the loop over it, or cancelling
+        the task, cancels it."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+        def deliver(piece: Delta | Exception) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        if params is not None and params.grammar is not None:
+            await asyncio.to_thread(self.compile_grammar, params.grammar, tenant=hints.get("tenant", ""))
+        request = self.submit(prompt, params, deliver=deliver, **hints)
+        try:
+            while True:
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+                if piece.completion is not None:
+                    return
+        finally:
+            request.cancel()
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver | None = None, final_only: bool = False,
+        **hints: Unpack[Hints],
+    ) -> Request:  # fmt: skip
+        """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
+        must not call the engine, but may cancel the request. Without one the result is all there is. `final_only`: it is called once, with
+        the last delta, whose completion has all of the text, or with the error; as nobody waits for pieces, the engine need not stop for
+        them after every pass.
+
+        Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
+        """
+        self._thread.check_caller()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError(f"params must be SamplingParams, got {type(params).__name__}")
+        ids = self.encode(prompt)
+        for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+            if max(tokens, default=0) >= self.vocab_size:
+                raise InvalidInputError(f"{name} must be for token ids 0 to {self.vocab_size - 1}, got {max(tokens)}")
+        if not isinstance(final_only, bool):
+            raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
+        self._check_hints(hints)
+        completion = Completion(
+            ids.tolist(),
+            [],
+            params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
+            self._exactness(params, hints.get("speculation", True)),
+            precision=self.runner.precision,
+        )
+        seqs = self._sequences(ids, params, completion, hints)
+        completion.choices.extend(seq.choice for seq in seqs)
+        request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only)
+        self._thread.add(request)
+        return request
+
+    def _sequences(self, ids: np.ndarray, params: SamplingParams, completion: Completion, hints: Hints) -> list[sequence.Sequence]:
+        """One per sample."""
+        expected, chosen, tenant = hints.get("prediction"), hints.get("datastores"), hints.get("tenant", "")
+        prediction = None
+        if expected is not None:
+            prediction = self._encoding.with_line_ends_of(ids, self._encoding.ids(expected, "prediction", add_special_tokens=False))
+        shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
+        block_hashes = BlockHashes(tenant or "", ids) if shares else None
+        constraint = None if params.grammar is None else self.compile_grammar(params.grammar, tenant=tenant)
+        bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
+        special = self._encoding.special_tokens
+        stop_tokens = {special[text]: text for text in params.stop if text in special}
+        stop_ids = frozenset({*params.stop_token_ids, *stop_tokens, *(() if params.ignore_eos else self.eos_token_ids)})
+        seqs = [
+            sequence.Sequence(
+                ids,
+                params,
+                Sampler(
+                    params,
+                    index=index,
+                    seed=completion.seed,
+                    prompt=ids,
+                    vocab_size=self.vocab_size,
+                    stop_ids=stop_ids,
+                    constraint=constraint and constraint.fork(),
+                    bad_words=bad_words,
+                ),
+                NoText()
+                if self.tokenizer is None
+                else TextStream(
+                    self.tokenizer,
+                    completion.prompt_token_ids,
+                    params.stop,
+                    params.min_tokens,
+                    params.include_stop_str_in_output,
+                    Special.of(params.skip_special_tokens, params.spaces_between_special_tokens),
+                ),
+                index=index,
+                stop_ids=stop_ids,
+                stop_tokens=stop_tokens,
+                max_len=self.max_model_len,
+                speculation=hints.get("speculation", True),
+                prediction=prediction,
+                tenant=tenant,
+                datastores=None if chosen is None else frozenset(chosen),
+                block_hashes=None if block_hashes is None else block_hashes.copy(),
+            )
+            for index in range(params.n)
+        ]
+        if params.prompt_logprobs is not None:
+            completion.prompt_logprobs = seqs[0].prompt_logprobs = [None]
+        return seqs
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """The tokens of a word, and those behind a blank, as vLLM has it: where they are as many and begin otherwise. A control token's
+        text is that token, too."""
+        bare, behind = self.encode_text(word), self.encode_text(" " + word.lstrip())
+        spelled = [bare, behind] if bare and len(behind) == len(bare) and behind[0] != bare[0] else [bare]
+        number = self._encoding.special_tokens.get(word)
+        return spelled if number is None else [*spelled, [number]]
+
+    def _check_hints(self, hints: Hints) -> None:
+        """Raises TypeError for unknown ones, InvalidInputError for wrong ones."""
+        if unknown := set(hints) - set(Hints.__annotations__):
+            raise TypeError(f"unknown hint {', '.join(sorted(unknown))}; there are {', '.join(Hints.__annotations__)}")
+        for name in ("speculation", "prefix_cache"):
+            if not isinstance(hints.get(name, True), bool):
+                raise InvalidInputError(f"{name} must be True or False, got {hints[name]!r}")
+        tenant = hints.get("tenant")
+        if tenant is not None and not isinstance(tenant, str):
+            raise InvalidInputError(f"tenant must be text or None, got {tenant!r}")
+        chosen = hints.get("datastores")
+        if chosen is None:
+            return
+        several = isinstance(chosen, (list, tuple, set, frozenset))
+        if wrong := [name for name in chosen if name not in self._datastores] if several else [chosen]:
+            raise InvalidInputError(f"datastores must be among {sorted(self._datastores)}, got {wrong if several else chosen!r}")
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        width: int,
+        max_tokens: int = 128,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        ignore_eos: bool = False,
+        speculation: bool = True,
+        grammar: Grammar | None = None,
+    ) -> list[Beam]:
+        """The `width` best texts that beam search finds, best first; the same bit for bit with speculation and without (see `papers.beam`).
+
+        `length_penalty`: a text's score is the sum of its log-probabilities over its length to this power; `early_stopping`: end when
+        `width` texts have ended, though one under way may still be better; `grammar`: what all texts follow, to their end; there may be
+        fewer then. Other requests go on, pass by pass in turn. It waits until
+        `width` of the engine's `max_seqs` slots are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
+        (KeyboardInterrupt) ends it before its next pass.
+        Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError.
+        """
+        ids = self.encode(prompt)
+        most = min(len(self.runner.pool.n_blocks_of), self.runner.max_rows)
+        if not 1 <= width <= most:
+            raise InvalidInputError(f"width must be 1 to {most}, what max_seqs and max_rows allow, got {width}")
+        if max_tokens < 1:
+            raise InvalidInputError(f"max_tokens must be 1 or more, got {max_tokens}")
+        if not -10 <= length_penalty <= 10:
+            raise InvalidInputError(f"length_penalty must be -10 to 10, got {length_penalty}")
+        drafts: Speculator = Speculator()
+        if speculation and self.speculator.active:
+            drafts = Proposer(vocab_size=self.vocab_size, spec_length=self.speculator.spec_length, max_seqs=width, answers=0)
+        search = BeamSearch(
+            ids,
+            width=width,
+            limit=min(max_tokens, self.max_model_len - len(ids)),
+            stop_ids=frozenset() if ignore_eos and grammar is None else frozenset(self.eos_token_ids),
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            runner=self.runner,
+            scheduler=self.core.scheduler,
+            block_hashes=BlockHashes("" if self.prefix_cache else secrets.token_hex(), ids),
+            speculator=drafts,
+            cost_ms=self.core.cost.table,
+            constraint=None if grammar is None else self.compile_grammar(grammar),
+        )
+        over = False
+
+        def turn() -> None:
+            nonlocal over
+            try:
+                if not search.done:
+                    self.core.n_passes += search.step()
+                over = search.done
+            except Exception:
+                over = True
+                raise
+            finally:
+                if over:
+                    search.close()
+
+        try:
+            self._thread.call(turn, until=lambda: over)
+        except BaseException:
+            search.stopped = True  # where the caller was interrupted, it goes no further
+            raise
+        return [Beam(ended.tokens, self._text(ids, ended.tokens, search.stop_ids), ended.score) for ended in search.ended]
+
+    def _text(self, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:
+        """The text of an output, of which a stop token at the end is no part."""
+        if self.tokenizer is None:
+            return ""
+        stream = TextStream(self.tokenizer, prompt.tolist())
+        worded = tokens[:-1] if tokens[-1] in stop_ids else tokens
+        return "".join([*map(stream.push, worded), stream.finish()])
+
+    def encode(self, prompt: Prompt) -> np.ndarray:
+        """Token ids [n] int32 of a prompt, as the model will see them. Raises InvalidInputError, PromptTooLongError, TokenizerError."""
+        ids = self._encoding.ids(prompt, "prompt")
+        if len(ids) == 0:
+            raise InvalidInputError("the prompt is empty: at least one token is needed")
+        if len(ids) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens; with max_model_len {self.max_model_len}, at most {self.max_model_len - 1} fit"
+            )
+        return ids
+
+    def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text with nothing put before or behind it. "<|im_end|>" in it is spelled out, or with `parse_special` the control
+        token.
+
+        From any thread. Raises InvalidInputError, TokenizerError.
+        """
+        if parse_special:
+            return self._encoding.ids(text, "text", add_special_tokens=False).tolist()
+        return self._encoding.plain(text)
+
+    def compile_grammar(self, grammar: Grammar, *, tenant: str | None = "") -> Constraint:
+        """Return a text that follows the grammar, at its beginning. What is compiled is kept for the tenant's requests; otherwise `submit`
+        compiles it, in up to two seconds. With None, as in hints, it is kept for nobody.
+
+        From any thread. Raises GrammarError, TokenizerError.
+        """
+        return self._grammars.compile(grammar, tenant).fork()
+
+    # ------------------------------------------------------------------ what it is and does
+
+    @property
+    def promise(self) -> str:
+        """What all completions can be relied on to be: `Completion.exactness` of those for which it is least."""
+        return self._exactness(SamplingParams(temperature=1.0), speculation=True)
+
+    @property
+    def precision(self) -> str:
+        """In which products with the model's weights are computed: "int8" or a dtype."""
+        return self.runner.precision
+
+    def _exactness(self, params: SamplingParams, speculation: bool) -> str:
+        return self.acceptance.exactness(self.exactness, params) if speculation and self.speculator.active else self.exactness
+
+    def props(self) -> dict[str, Any]:
+        """What this engine is: model, exactness, limits, measured costs."""
+        counts = [int(c) for c in self.cost.counts]
+        return {
+            "model": self.name,
+            "exactness": self.exactness,
+            "device": self.runner.device,
+            "dtype": self.runner.dtype,
+            "precision": self.runner.precision,
+            "kv_dtype": self.runner.kv_dtype,
+            "threads": self.threads,
+            "speculation": self.speculator.active,
+            "acceptance": self.acceptance.name,
+            "lenience": self.acceptance.lenience,
+            "datastores": [{"name": name, **store.info()} for name, store in self._datastores.items()],
+            "prefix_cache": self.prefix_cache,
+            "max_model_len": self.max_model_len,
+            "max_seqs": len(self.runner.pool.n_blocks_of),
+            "kv_tokens": self.runner.pool.n_tokens,
+            "cost_ms": {c: round(float(self.cost.table[c]), 3) for c in counts if c <= self.cost.max_rows},
+            "linear_policies": {f"{n}x{k}": str(policy) for (n, k), policy in self.runner.policies.items()},
+        }
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no requests any more: it was closed, or it died."""
+        return self._thread.closed
+
+    def status(self) -> EngineStatus:
+        """What the engine is doing now. From any thread, and in no time: it waits for nothing."""
+        scheduler, pool = self.core.scheduler, self.runner.pool
+        n_cached = len(pool.cached)
+        return EngineStatus(
+            waiting=self._thread.n_waiting,
+            running=len(scheduler.running),
+            kv_tokens=pool.n_tokens,
+            kv_used=(pool.n_blocks - len(pool.free) - n_cached) * BLOCK,
+            kv_cached=n_cached * BLOCK,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            cached_tokens=scheduler.cached_tokens,
+            preemptions=scheduler.n_preempted,
+            passes=self.core.n_passes,
+            speculation_gain=self.core.timing.price.gain,
+            price_bar=self.core.timing.price.bar,
+            reliability=self.speculator.reliability(),
+        )
+
+    def close(self) -> None:
+        """Stop; requests under way end with EngineClosedError. Any number of times."""
+        self._thread.close()
+        self._grammars.close()
+        self._keep()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stream(Iterator[Delta]):
+    """The pieces of one request. Closing it, dropping it or leaving its `with` block cancels what is not written yet."""
+
+    def __init__(self, request: Request, pieces: queue.SimpleQueue[Delta | Exception]) -> None:
+        self._request, self._pieces, self._over = request, pieces, False
+
+    def __next__(self) -> Delta:
+        """Raises the request's error."""
+        if self._over:
+            raise StopIteration
+        try:
+            piece = self._pieces.get()
+        except BaseException:  # an interrupt
+            self.close()
+            raise
+        self._over = isinstance(piece, Exception) or piece.completion is not None
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
+
+    def close(self) -> None:
+        """Any number of times."""
+        if not self._over:
+            self._over = True
+            self._request.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _is_several(prompt: Any) -> bool:
+    """A list of prompts, as against one prompt: text, or a list of ids."""
+    return isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) > 0 and (isinstance(prompt[0], str) or np.ndim(prompt[0]) == 1)

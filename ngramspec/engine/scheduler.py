@@ -1,0 +1,131 @@
+"""Which sequences get rows in the next step: admission, chunked prefill, preemption. Knows block tables, not models.
+
+Sequences wait in the order of their arrival and run in it. Every running sequence that lacks one token of KV gets its
+row; what is left of the row budget goes to prompts, oldest first. A sequence is admitted with blocks for all tokens it
+has, and starts behind what is known of its prefix; when a running one finds the pool full, the youngest gives its blocks
+back, waits, and computes what is gone of its KV anew later: the same bits, since a row does not depend on how a text was
+cut into passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ngramspec.engine.sequence import Sequence
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK
+from ngramspec.sampling.batch import SCORED_ROWS
+
+
+@dataclass(slots=True)
+class ScheduledRows:
+    """Rows for one sequence: its tokens from `computed` on, `n_rows` of them."""
+
+    seq: Sequence
+    n_rows: int
+
+    @property
+    def samples(self) -> bool:
+        """The rows reach the last known token, so that this pass samples the next one."""
+        return self.seq.computed + self.n_rows == self.seq.n_tokens
+
+
+class Scheduler:
+    def __init__(self, tables: BlockTables, max_rows: int) -> None:
+        self.tables = tables
+        self.max_rows = max_rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
+        self.has_room: Callable[[list[int]], bool] = lambda n_tokens: True
+        """Whether there is room beside the pool, too, for new sequences of so many tokens: what drafts for them may keep KV of its own."""
+        self.n_preempted = 0
+        self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
+        """Tokens looked for in the prefix cache, found there, and of these those of new sequences."""
+
+    def halve_rows(self, n_rows: int) -> bool:
+        """A pass of so many rows was too large: half of it from now on. False where it had no more than a row for every sequence."""
+        if n_rows <= len(self.running):
+            return False
+        self.max_rows = min(self.max_rows, max(n_rows // 2, len(self.running)))
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> int:
+        """A sequence has ended or is cancelled: its blocks are free at once. Returns the slot it had, or -1."""
+        if seq.slot < 0:
+            self.waiting.remove(seq)
+            return -1
+        self.running.remove(seq)
+        return self._release(seq)
+
+    def _release(self, seq: Sequence) -> int:
+        slot, seq.slot, seq.computed = seq.slot, -1, 0
+        self.tables.release(slot)
+        self.slots.append(slot)
+        return slot
+
+    def schedule(self) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
+        """(rows for this step, sequences that were admitted, slots of sequences that were preempted)."""
+        preempted: list[int] = []
+        work: list[ScheduledRows] = []
+        for seq in list(self.running):
+            if seq.slot < 0 or seq.n_tokens - seq.computed > 1:
+                continue
+            while not self.tables.reserve(seq.slot, seq.n_tokens):
+                youngest = self.running.pop()
+                preempted.append(self._release(youngest))
+                self.waiting.appendleft(youngest)
+                self.n_preempted += 1
+                work = [w for w in work if w.seq is not youngest]
+                if youngest is seq:
+                    break
+            if seq.slot >= 0:
+                work.append(ScheduledRows(seq, 1))
+        left, scored = self.max_rows - len(work), SCORED_ROWS
+        for seq in self.running:
+            if seq.n_tokens - seq.computed > 1 and (n := _piece(seq, left, scored)) > 0:
+                work.append(ScheduledRows(seq, n))
+                left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
+        admitted: list[Sequence] = []
+        while self.waiting and self.slots and not preempted and _piece(self.waiting[0], left, scored) > 0:
+            seq = self.waiting[0]
+            drafted = [s.n_tokens for s in (*admitted, seq) if s.speculation]
+            if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq)):
+                break
+            self.waiting.popleft()
+            self.running.append(seq)
+            admitted.append(seq)
+            work.append(ScheduledRows(seq, n := _piece(seq, left, scored)))
+            left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
+        return work, admitted, preempted
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give the sequence a slot and blocks for all tokens it has, as many as possible with their KV; the last one is always computed."""
+        reads = seq.block_hashes is not None and not seq.lacks_prompt_logprobs
+        names = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else ()
+        taken = self.tables.admit(self.slots[-1], names, seq.n_tokens)
+        if taken < 0:
+            return False
+        seq.slot, seq.computed = self.slots.pop(), taken * BLOCK
+        if reads:
+            self.prefix_queries += seq.n_tokens
+            self.prefix_hits += seq.computed
+        if seq.admitted_s is None:
+            seq.admitted_s, seq.n_cached = time.perf_counter(), seq.computed
+            self.cached_tokens += seq.computed
+        return True
+
+
+def _piece(seq: Sequence, left: int, scored: int) -> int:
+    """Rows of a prompt where `left` are left of the pass, `scored` of those that keep logits."""
+    return min(seq.n_tokens - seq.computed, left, scored if seq.lacks_prompt_logprobs else left)

@@ -1,0 +1,221 @@
+"""One running text: its tokens, when it ends, and what it reports. Knows nothing of passes, pools or batches.
+
+The step appends tokens one by one, in order (`append` says when the text has ended), whether they were drafted or not;
+so a stop token or stop string in the middle of an accepted run ends the text exactly there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from ngramspec.kv_cache.blocks import BlockHashes
+from ngramspec.outputs import Choice, Delta, DraftTree, TokenLogprob
+from ngramspec.sampling.sampler import Sampler, token_logprob
+from ngramspec.sampling_params import SamplingParams
+
+
+class TextSink(Protocol):
+    """What a sequence needs of `text.TextStream`."""
+
+    stopped_by: str | None
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Sequence:
+    """A choice in the making. The scheduler owns `slot` and `computed`, the step `tree`."""
+
+    slot = -1
+    """Place in the pool and the speculator while running."""
+    computed = 0
+    """Tokens whose keys and values are in the pool."""
+    n_cached = 0
+    """Of these, tokens that were there when the sequence was first admitted."""
+    admitted_s: float | None = None
+    """When that was, by `time.perf_counter`."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """Filled in as the prompt is computed, where a list is put here; the first token has none."""
+    tree: DraftTree | None = None
+    drafting_paused = False
+    """No draft in this pass: the text is not to be foreseen, and looking costs time."""
+    streams = False
+    """Somebody waits for what each pass adds."""
+    is_plain: bool
+    """Its tokens are functions of a row, the seed and the position alone, end it alone, and are all that is wanted of a pass."""
+    rest = last_rest = 0
+    """Passes for which none will be looked for, and for how many none was the last time."""
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        sampler: Sampler,
+        text: TextSink,
+        *,
+        index: int,
+        stop_ids: frozenset[int],
+        stop_tokens: Mapping[int, str] = MappingProxyType({}),
+        max_len: int,
+        speculation: bool,
+        prediction: np.ndarray | None = None,
+        tenant: str | None = "",
+        datastores: frozenset[str] | None = None,
+        block_hashes: BlockHashes | None = None,
+    ) -> None:
+        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text,
+        and those of `stop_tokens` are stop strings, which may be part of it.
+
+        `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not;
+        `datastores`: names of those that drafts may come from, None: all; `block_hashes`: of the prompt's blocks, None: no prefix cache.
+        """
+        self.params, self.sampler, self.text = params, sampler, text
+        self.stop_ids, self.stop_tokens, self.speculation = stop_ids, stop_tokens, speculation
+        self.prediction, self.tenant, self.datastores, self.block_hashes = prediction, tenant, datastores, block_hashes
+        self.n_prompt = self.n_tokens = len(prompt)
+        self.limit = min(self.n_prompt + params.max_tokens, max_len)
+        self.buffer = np.empty(self.limit, np.int32)
+        self.buffer[: self.n_prompt] = prompt
+        self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
+        self._appends = not params.stop and sampler.is_plain  # nothing but the tokens themselves is to be looked after
+        self.is_plain = self._appends and sampler.on_device
+        self._n_wordless = 0  # 1 where the last token is one that ended the text
+        self._closed = False
+        self._new_text = ""  # not yet in a delta
+        self._n_told = 0  # tokens that are in deltas
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[n_tokens] int32: prompt and output so far."""
+        return self.buffer[: self.n_tokens]
+
+    @property
+    def n_output(self) -> int:
+        return self.n_tokens - self.n_prompt
+
+    @property
+    def n_untold(self) -> int:
+        """Tokens that are in no delta."""
+        return len(self.choice.token_ids) - self._n_told
+
+    @property
+    def finished(self) -> bool:
+        return self.choice.finish_reason is not None
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Every row of the prompt is wanted with its logits."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.n_prompt
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest useful draft node: one more token always comes from the model itself."""
+        return self.limit - self.n_tokens - 1 if self.speculation else 0
+
+    def sample(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
+        """The next token after logits row [V], and its log-probability where asked for."""
+        token = self.sampler.sample(row, self.n_output)
+        n = self.params.logprobs
+        return token, None if n is None else token_logprob(row, token, n)
+
+    def score_prompt(self, first: int, rows: np.ndarray) -> None:
+        """Log-probabilities of the prompt's tokens behind positions first, first + 1, … from their logits rows [n, V]."""
+        known, n = self.prompt_logprobs, self.params.prompt_logprobs
+        assert known is not None
+        assert n is not None
+        for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
+            known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
+
+    def extend(self, run: np.ndarray, logprobs: list[TokenLogprob] | None = None) -> int:
+        """Take the next tokens [n] int32, with their log-probabilities [n] where asked for, to the end of the text at most -> how many.
+
+        Raises NotFiniteError or InvalidInputError at -1: none could be picked.
+        """
+        tokens = run.tolist()
+        if self._appends and tokens[-1] >= 0 and self.n_tokens + len(tokens) <= self.limit and self.stop_ids.isdisjoint(tokens):
+            self.buffer[self.n_tokens : self.n_tokens + len(tokens)] = run
+            self.n_tokens += len(tokens)
+            self.choice.token_ids += tokens
+            if logprobs is not None and self.choice.logprobs is not None:
+                self.choice.logprobs += logprobs
+            if self.n_tokens == self.limit:
+                self.finish("length")
+            return len(tokens)
+        for n, token in enumerate(tokens, 1):
+            if token < 0:
+                raise self.sampler.unpicked(self.n_output)
+            if self.append(token, None if logprobs is None else logprobs[n - 1]):
+                return n
+        return len(tokens)
+
+    def append(self, token: int, logprob: TokenLogprob | None) -> bool:
+        """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""
+        self.buffer[self.n_tokens] = token
+        self.n_tokens += 1
+        self.sampler.accept(token)
+        choice = self.choice
+        choice.token_ids.append(token)
+        if logprob is not None and choice.logprobs is not None:
+            choice.logprobs.append(logprob)
+        if token in self.stop_ids and self.n_output > self.params.min_tokens:
+            self._n_wordless = 1
+            choice.stop_reason = self.stop_tokens.get(token, token if token in self.params.stop_token_ids else None)
+            self.finish("stop")
+            return True
+        if self.params.stop:
+            self.show()
+        constraint = self.sampler.constraint
+        if self.text.stopped_by is not None or (constraint is not None and constraint.complete):
+            choice.stop_reason = self.text.stopped_by
+            self.finish("stop")
+        elif self.n_tokens == self.limit:
+            self.finish("length")
+        return self.finished
+
+    def finish(self, reason: str) -> None:
+        self.choice.finish_reason = reason
+        if self.params.stop:
+            self.show()
+            if self.text.stopped_by is not None and reason == "length":  # held-back text completed a stop string
+                self.choice.finish_reason, self.choice.stop_reason = "stop", self.text.stopped_by
+
+    def show(self) -> None:
+        """Bring the text up to date. Without stop strings nothing waits for it: it can be done while the next pass is under way."""
+        choice = self.choice
+        for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._n_wordless]:
+            choice.texts.append("")
+            self._give(self.text.push(token))
+        if self.finished and not self._closed:
+            self._closed = True
+            choice.texts.extend([""] * self._n_wordless)
+            self._give(self.text.finish())
+            if self._n_wordless and self.params.include_stop_str_in_output:
+                self._give(self.stop_tokens.get(choice.token_ids[-1], ""))
+
+    def delta(self) -> Delta:
+        """What the sequence gained since the last delta, its text brought up to date."""
+        self.show()
+        choice, n = self.choice, self._n_told
+        delta = Delta(
+            choice.index,
+            self._new_text,
+            choice.token_ids[n:],
+            choice.draft_sources[n:],
+            choice.finish_reason,
+            texts=choice.texts[n:],
+            logprobs=choice.logprobs[n:] if choice.logprobs is not None else None,
+            stop_reason=choice.stop_reason,
+        )
+        self._new_text, self._n_told = "", len(choice.token_ids)
+        return delta
+
+    def _give(self, piece: str) -> None:
+        self.choice.text += piece
+        self._new_text += piece
+        if piece and self.choice.texts:
+            self.choice.texts[-1] += piece

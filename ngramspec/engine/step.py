@@ -1,0 +1,361 @@
+"""The step, for all running sequences at once: schedule → draft → pack → forward → accept → commit.
+
+Owns the scheduler, the runner and the speculator, and moves data between them; each knows nothing of the others.
+Not thread-safe: `thread` calls it from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ngramspec.backends.base import Output, Runner, is_out_of_memory
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.similar_files import Index
+from ngramspec.engine.acceptance import Acceptance, Walk
+from ngramspec.engine.multi_step import MultiStep
+from ngramspec.engine.observers import Accepted, Observers, seen
+from ngramspec.engine.scheduler import ScheduledRows, Scheduler
+from ngramspec.engine.sequence import Sequence
+from ngramspec.grammar import forced_tokens
+from ngramspec.outputs import DraftTree, TokenLogprob
+from ngramspec.sampling.batch import Batch, Span, pack
+from ngramspec.sampling.verify import Run
+from ngramspec.speculative.base import Speculator, Text
+from ngramspec.speculative.budget.backoff import rest
+from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.budget.step_timer import Plan, Timing
+
+log = logging.getLogger(__name__)
+
+_NOTHING = np.empty(0, np.int32)
+
+
+class Core:
+    def __init__(
+        self,
+        runner: Runner,
+        speculator: Speculator,
+        cost: CostModel,
+        on_error: Callable[[Sequence, Exception], None],
+        acceptance: Acceptance | None = None,
+    ) -> None:
+        """`on_error` is told of a sequence that failed alone; the others go on."""
+        self.runner, self.timing, self.on_error = runner, Timing(cost), on_error
+        self.acceptance = acceptance or Walk()
+        self.scheduler = Scheduler(runner.pool, runner.max_rows)
+        self.n_passes = 0
+        self._most_rows = sys.maxsize
+        """Of a pass with drafts; less once one did not fit into memory."""
+        self.foresees = True
+        """Draft what grammars foresee."""
+        self._n_looked = 0  # sequences that a draft was looked for in this step
+        self._speculates = False
+        self.use(speculator)
+
+    @property
+    def cost(self) -> CostModel:
+        return self.timing.cost
+
+    @cost.setter
+    def cost(self, cost: CostModel) -> None:
+        self.timing = Timing(cost)
+
+    def use(self, speculator: Speculator) -> None:
+        """Draft with this one. Not while sequences run.
+
+        Raises what its drafters raise at `bind`, and UnsupportedModelError where they want states that the runner cannot tell.
+        """
+        self.runner.keep_states(speculator.needs_hidden_states)
+        self.runner.keep_candidates(speculator.needs_topk)
+        speculator.bind(self.runner)
+        self.speculator = speculator
+        self.scheduler.has_room = speculator.has_room
+        self._observers = Observers(speculator, self.runner.pool)
+        self._multi_step = MultiStep(self.runner, speculator, self._observers)
+
+    def use_datastores(self, stores: Mapping[str, Datastore], ready: list[Index] | None = None) -> None:
+        """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
+        running = ((seq.slot, seq.tokens, seq.datastores) for seq in self.scheduler.running if seq.speculation)
+        self.speculator.use_datastores(stores, running, ready)
+
+    def add(self, seq: Sequence) -> None:
+        seq.speculation = seq.speculation and self.speculator.active
+        self.scheduler.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence, wherever it stands; its blocks are free when this returns."""
+        slot = self.scheduler.remove(seq)
+        if slot >= 0:
+            self.speculator.end(slot)
+        self._observers.ended(seq)
+
+    def step(self, meanwhile: Callable[[], None] = lambda: None, interrupt: np.ndarray | None = None) -> list[Sequence]:
+        """One pass of the model, or several; returns the sequences that got tokens. Finished ones have been removed.
+
+        `meanwhile` is called while the pass is under way, or where there is none. Several are made while `interrupt` [1] int64 is 0; None:
+        only one.
+        """
+        self.timing.start()
+        rows = self._schedule()
+        if not rows:
+            meanwhile()
+            return []
+        if interrupt is not None and self._multi_step.takes(rows, self.acceptance):
+            changed = self._step_several([each.seq for each in rows], interrupt)
+            if changed is not None:
+                meanwhile()
+                return changed
+        self._draft(rows)
+        batch = self._pack(rows)
+        try:
+            output = self._forward(batch, meanwhile)
+        except Exception as e:
+            if not (is_out_of_memory(e) and self._halve(rows, len(batch.input_ids))):
+                raise
+            log.warning("out of memory in a pass of %d rows; from now on they have half as many: %s", len(batch.input_ids), e)
+            return []
+        accepted = self._accept(rows, batch, output)
+        changed = self._commit(accepted, batch, output)
+        self.timing.made(sum(len(each.tokens) for each in accepted))
+        self._over()
+        return changed
+
+    def _over(self) -> None:
+        """The step is over, and idleness follows where there is nothing to do."""
+        if not self.scheduler.has_work:
+            self.timing.finish()
+            self.timing.tell()
+
+    def _step_several(self, seqs: list[Sequence], interrupt: np.ndarray) -> list[Sequence] | None:
+        """Several steps in one call; None where it takes a single one."""
+        try:
+            steps = self._multi_step.run(seqs, self.timing, self._most_rows, interrupt)
+        except MemoryError:  # single passes find out what is too much
+            return None
+        if steps is None:
+            return None
+        self.n_passes += len(steps.gained.marks)
+        gained = list[tuple[Sequence, np.ndarray]]()
+        for b, seq in enumerate(seqs):
+            if seq.slot < 0:  # another text of its request has failed
+                continue
+            try:
+                gained.append((seq, self._multi_step.take(b, seq, steps)))
+            except Exception as e:
+                self._fail(seq, e)
+        changed = [seq for seq, _ in gained if seq.slot >= 0]
+        for seq in changed:
+            if seq.finished:
+                self._finish(seq)
+            else:
+                self.runner.pool.truncate_to(seq.slot, seq.computed)
+        self._multi_step.over(steps, [each for each in gained if each[0].slot >= 0 and each[0].speculation])
+        self._over()
+        return changed
+
+    def _halve(self, rows: list[ScheduledRows], n_rows: int) -> bool:
+        """Smaller passes from now on; what this one was to compute is still to be computed. False where it could not be smaller."""
+        if not self.scheduler.halve_rows(n_rows):
+            return False
+        self._most_rows = n_rows // 2
+        for each in rows:
+            each.seq.tree = None
+        return True
+
+    def _schedule(self) -> list[ScheduledRows]:
+        """The rows of this step; the speculator hears of who comes and who gave way."""
+        rows, admitted, preempted = self.scheduler.schedule()
+        for slot in preempted:
+            self.speculator.end(slot)
+        for seq in admitted:
+            if seq.speculation:
+                self._begin(seq)
+        return rows
+
+    def _begin(self, seq: Sequence) -> None:
+        self.speculator.begin(
+            seq.slot,
+            seq.tokens,
+            banned=tuple(token for token, bias in seq.params.logit_bias.items() if bias <= -100),
+            stops=tuple(seq.stop_ids),
+            prediction=seq.prediction,
+            n_output=seq.n_output,
+            tenant=seq.tenant,
+            datastores=seq.datastores,
+            temperature=seq.params.temperature,
+            text=Text(seq.sampler, seq.n_prompt, seq.limit),
+        )
+
+    def _draft(self, rows: list[ScheduledRows]) -> None:
+        """Give every sequence that samples in this pass its tree, and room for the tree's keys and values."""
+        for each in rows:
+            each.seq.tree = None
+        sampling = [each.seq for each in rows if each.samples]
+        seqs = [seq for seq in sampling if seq.max_depth > 0]
+        self._n_looked, self._speculates = 0, bool(seqs)
+        if not seqs:
+            return
+        plain = self.timing.wants_plain()
+        for seq in seqs:
+            seq.drafting_paused = plain or (seq.sampler.constraint is None and self._rests(seq))
+        depths = np.array([0 if seq.drafting_paused else seq.max_depth for seq in seqs], np.int32)
+        self._n_looked = int(np.count_nonzero(depths))
+        if not self._n_looked:
+            return
+        slots = np.array([seq.slot for seq in seqs], np.int32)
+        base = sum(each.n_rows for each in rows)
+        plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_looked)
+        most = max(min(self.timing.cost.max_rows, self._most_rows) - base, 0)
+        trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.price)
+        pool, room = self.runner.pool, most - sum(map(len, trees))
+        for seq, tree in zip(seqs, trees, strict=True):
+            if seq.sampler.constraint is not None and tree.drawn_from is None and not seq.drafting_paused:
+                given, tree = tree, self._follow_grammar(seq, tree, plan, base, room)
+                room -= len(tree) - len(given)
+            n = pool.reserve_behind(seq.slot, seq.n_tokens, len(tree))  # a full pool: fewer guesses
+            seq.tree = tree.first(n) if n else None
+
+    def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: Plan, base: int, room: int) -> DraftTree:
+        """The tree without what the sequence's grammar forbids, and with what it foresees where that pays."""
+        assert seq.sampler.constraint is not None
+        cost = plan.cost_ms
+        few, many = min(base, len(cost) - 2), min(base + 8, len(cost) - 1)
+        least = plan.price * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.foresees else np.inf
+        return forced_tokens.follow(
+            tree,
+            seq.sampler.constraint.walker(),
+            source=len(self.speculator.source_names),
+            max_depth=min(seq.max_depth, self.speculator.spec_length),
+            max_nodes=min(self.speculator.spec_rows, len(tree) + max(room, 0)),
+            least=least,
+        )
+
+    def _rests(self, seq: Sequence) -> bool:
+        """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
+        seq.rest, seq.last_rest, rests = rest(seq.rest, seq.last_rest, seq.rest > 0 or self.speculator.is_unpredictable(seq.slot))
+        return rests
+
+    def _pack(self, rows: list[ScheduledRows]) -> Batch:
+        return pack([self._span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
+
+    def _span(self, rows: ScheduledRows) -> Span:
+        seq, first, samples = rows.seq, rows.seq.computed, rows.samples
+        logits = rows.n_rows if seq.lacks_prompt_logprobs else int(samples)
+        sampler = seq.sampler if samples and self.acceptance.samples_on_device(seq) else None
+        return Span(seq.slot, seq.buffer[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, samples)
+
+    def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
+        """The pass."""
+        n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
+        sampling = [span for span in batch.spans if span.samples]
+        self.timing.carries(
+            n_rows,
+            nodes=n_rows - known,
+            n_seqs=len(sampling),
+            keys=sum(span.start + len(span.tokens) for span in batch.spans),
+            looked=self._n_looked,
+            has_prompt=known > len(batch.spans),
+            speculates=self._speculates,
+        )
+        output = self.runner.forward(batch)
+        self.n_passes += 1
+        meanwhile()
+        output.wait()
+        return output
+
+    def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output) -> list[Accepted]:
+        """Append to each sequence what the model accepts. One that fails (its logits, its text) ends alone."""
+        results = []
+        for i, (each, span, run) in enumerate(zip(rows, batch.spans, output.runs(), strict=True)):
+            seq = each.seq
+            if seq.slot < 0:  # another text of its request has failed
+                continue
+            try:
+                if seq.lacks_prompt_logprobs:
+                    seq.score_prompt(span.start, output.logits(span.first_logits, span.first_logits + len(span.tokens)))
+                if not span.samples:
+                    tokens = path = _NOTHING
+                elif run is not None and self.acceptance.walks_by_pass:
+                    n = seq.extend(run[0], _scores(output, span, run, seq.params.logprobs))
+                    tokens, path = run[0][:n], run[1][:n]
+                else:
+                    tokens, path = self.acceptance.accept(seq, output, span)
+            except Exception as e:
+                self._fail(seq, e)
+            else:
+                results.append(Accepted(seq, span, i, tokens, path))
+        return results
+
+    def _commit(self, accepted: list[Accepted], batch: Batch, output: Output) -> list[Sequence]:
+        """Keep the accepted paths' keys and values and drop the rest; observers and the speculator see what came of the pass."""
+        accepted = [each for each in accepted if each.seq.slot >= 0]
+        self._keep(accepted, output)
+        self._observers.after(accepted, batch)
+        changed, going_on = list[Sequence](), list[Accepted]()
+        heard: list[tuple[int, int, int]] = []
+        for each in accepted:
+            seq = each.seq
+            if seq.slot < 0:
+                continue
+            try:
+                self._observers.after_one(each, output)
+            except Exception as e:
+                self._fail(seq, e)
+                continue
+            if not len(each.tokens):
+                continue
+            seq.tree = None
+            changed.append(seq)
+            if seq.finished:
+                self._finish(seq)
+            else:
+                self.runner.pool.truncate_to(seq.slot, seq.computed)
+            if seq.speculation:
+                if not seq.finished:
+                    going_on.append(each)
+                if self.speculator.needs_topk and not seq.drafting_paused:
+                    last = each.span.start + len(each.span.tokens) - 1
+                    heard.append((seq.slot, int(seq.buffer[last - 1]) if last else -1, each.index))
+        if going_on or heard:
+            slots = np.array([each.seq.slot for each in going_on], np.int32)
+            accepted_paths = [each.tokens for each in going_on], [_drafted(each) for each in going_on]
+            self.speculator.observe(slots, *accepted_paths, seen(heard, batch, output))
+        return changed
+
+    def _keep(self, accepted: list[Accepted], output: Output) -> None:
+        """What the pass has computed for good: the rows of known tokens and of accepted paths. A path that lies where it belongs, since it
+        took every first node, stays there."""
+        moved = []
+        for each in accepted:
+            end, n = each.span.start + len(each.span.tokens), len(each.path)
+            if n and each.path[-1] >= n:
+                moved.append((each.index, end, end + each.path))
+            each.seq.computed = end + n
+        if moved:
+            output.commit(moved)
+
+    def _finish(self, seq: Sequence) -> None:
+        self.remove(seq)
+        if seq.speculation and seq.tenant is not None:
+            self.speculator.remember(seq.tokens[seq.n_prompt :], seq.tenant)
+
+    def _fail(self, seq: Sequence, error: Exception) -> None:
+        self.remove(seq)
+        self.on_error(seq, error)
+
+
+def _scores(output: Output, span: Span, run: Run, n: int | None) -> list[TokenLogprob] | None:
+    """Log-probabilities of a run's tokens, where asked for."""
+    if n is None:
+        return None
+    return output.scores(span.root_logits + np.concatenate([[0], 1 + run[1]]), n)
+
+
+def _drafted(accepted: Accepted) -> np.ndarray:
+    """The accepted path [j] int32 as nodes of the speculator's own tree, -1 for those that are not in it."""
+    tree, path = accepted.span.tree, accepted.path
+    return path if tree is None or tree.origins is None else tree.origins[path]

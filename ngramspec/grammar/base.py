@@ -1,0 +1,151 @@
+"""What a text must look like, as a user gives it, and what a sampler needs of that on its way through the text.
+
+A JSON schema, a regular expression, a list of texts or a grammar enters as a `Grammar`, checked as far as its own form goes; whoever
+compiles it (`grammar.llguidance`) hands back a `Constraint`. Knows no tokenizer and no library of grammars.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from ngramspec.errors import GrammarError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
+MAX_BYTES = 1 << 18
+"""Of a grammar's text; of GBNF, which is translated in Python, an eighth."""
+MAX_CHOICES = 4096
+_GBNF, _LARK = re.compile(r"^\s*root\s*::=", re.MULTILINE), re.compile(r"^\s*\??start\s*(\.-?\d+)?\s*:(?!:)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Every text that the model writes follows it, whole texts that it accepts and nothing else. Make one with the functions below.
+
+    Raises GrammarError (an InvalidInputError) for what is none, or too large. What only a compiler can tell is told at `submit`.
+    """
+
+    kind: str
+    text: str
+    """JSON of a schema or of a list of choices; the regular expression or the grammar; nothing for `json_object`."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise GrammarError(f"a grammar's kind must be {' or '.join(map(repr, KINDS))}, got {self.kind!r:.80}")
+        if not isinstance(self.text, str) or (not self.text and self.kind != "json_object"):
+            raise GrammarError(f"a grammar of kind {self.kind} must be text, got {self.text!r:.80}")
+        try:
+            n_bytes = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise GrammarError(f"a grammar must be valid Unicode text: character {error.start} is a lone surrogate") from None
+        if n_bytes > (most := MAX_BYTES // 8 if self.kind == "gbnf" else MAX_BYTES):
+            raise GrammarError(f"a grammar of kind {self.kind} has at most {most} bytes, got {n_bytes}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
+        """JSON that a schema describes: the schema, or its JSON."""
+        if not isinstance(schema, str):
+            return cls("json_schema", _json(schema))
+        try:
+            parsed = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"a JSON schema must be JSON: {error}") from None
+        if not isinstance(parsed, (dict, bool)):
+            raise GrammarError(f"a JSON schema must be an object, true or false, got {schema:.80}")
+        return cls("json_schema", schema)
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls("json_object", "")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """A regular expression that the whole text matches. Without back-references and looking around."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """One of these texts."""
+        good = isinstance(texts, (list, tuple)) and all(isinstance(text, str) and text for text in texts)
+        if not good or not 1 <= len(texts) <= MAX_CHOICES:
+            raise GrammarError(f"choices must be 1 to {MAX_CHOICES} non-empty texts, got {texts!r:.80}")
+        return cls("choice", _json(list(texts)))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Self:
+        """A grammar in Lark's notation, whose rule is `start`."""
+        return cls("lark", grammar)
+
+    @classmethod
+    def gbnf(cls, grammar: str) -> Self:
+        """A grammar in llama.cpp's notation, whose rule is `root`."""
+        return cls("gbnf", grammar)
+
+    @classmethod
+    def written(cls, grammar: str) -> Self:
+        """A grammar in llama.cpp's notation, or in Lark's, whichever its first rule is in."""
+        if _GBNF.search(grammar):
+            return cls.gbnf(grammar)
+        if _LARK.search(grammar):
+            return cls.lark(grammar)
+        raise GrammarError("there is neither a rule `root ::= …`, as llama.cpp has it, nor `start: …`, as Lark has it")
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"a JSON schema must be JSON: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarKind:
+    """Of an option that takes a `Grammar`."""
+
+    accepted = "None or a Grammar, such as Grammar.json_schema({…})"
+
+    def accepts(self, value: object) -> bool:
+        return value is None or isinstance(value, Grammar)
+
+
+class Walker(Protocol):
+    """Runs ahead of a text along draft tokens, and comes back. What it does changes nothing for the text."""
+
+    def step(self, token: int) -> bool:
+        """Go on by a token, where the grammar allows it."""
+        ...
+
+    def back(self) -> None:
+        """Undo the last step."""
+
+    def foreseen(self) -> list[tuple[int, float]]:
+        """What must follow here, or will as far as one can tell: tokens, each with the chance that it comes behind those before."""
+        ...
+
+
+class Constraint(Protocol):
+    """Where a text stands in its grammar."""
+
+    @property
+    def complete(self) -> bool:
+        """The text is whole, and nothing may follow."""
+        ...
+
+    def mask(self) -> np.ndarray:
+        """[W] uint32: the tokens that may come next, token t as bit t % 32 of word t // 32; the end of the text is one of them where it
+        may end. Raises GrammarError."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """The text goes on with this token. Raises GrammarError for one that may not come."""
+
+    def fork(self) -> Constraint: ...
+
+    def walker(self) -> Walker: ...

@@ -1,0 +1,92 @@
+"""What the guests of all hosts ask at their border: is the host's version one that was tested, do the datastores fit its tokenizer, is what
+drafts need compiled.
+
+Versions, folders and tokenizers enter; open stores, token ids and typed errors leave. Knows no host but by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngramspec.datastore.reader import Datastore
+from ngramspec.errors import HostVersionError, InvalidInputError
+from ngramspec.integrations.draft_session import warmup
+from ngramspec.speculative.open_datastores import Store, check_store, named, open_store
+from ngramspec.tokenizer.encode import Encoding, Prompt
+
+log = logging.getLogger(__name__)
+
+ANYWAY = "NGRAMSPEC_UNTESTED_HOSTS"
+"""Set to 1, this variable has a guest try a host's version that nobody tested."""
+
+SILENT_S = 5.0
+"""Loading what was compiled before takes less."""
+
+
+def compile_drafting() -> None:
+    """`warmup`; where that takes longer than loading what was compiled before, the log says what is waited for."""
+    timer = threading.Timer(
+        SILENT_S, log.warning, ["ngramspec compiles what drafts need, which takes minutes on the first start and is then kept on disk"]
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        warmup()
+    finally:
+        timer.cancel()
+
+
+def check_version(host: str, version: str, tested: tuple[str, str]) -> None:
+    """`tested`: the first and the last version that were; between them by their numbers, any third number. Raises HostVersionError."""
+    first, last = (_numbers(each)[:2] for each in tested)
+    if not first <= _numbers(version)[:2] <= last and os.environ.get(ANYWAY) != "1":
+        raise HostVersionError(
+            f"{host} {version} was not tested; {tested[0]} to {tested[1]} were. {ANYWAY}=1 tries it: drafts may then fail, or the host"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = "".join(char for char in part if char.isdecimal())
+        numbers.append(int(digits) if digits else 0)
+    return tuple(numbers)
+
+
+def open_stores(
+    datastore: Store | Sequence[Store] | Mapping[str, Store], tokenizer: Any, model: str, vocab_size: int
+) -> dict[str, Datastore]:
+    """The datastores by name, opened, and made with the host's tokenizer (of transformers, or a `tokenizers.Tokenizer`).
+
+    Raises InvalidInputError, DatastoreError, TokenizerMismatchError, TokenizerError.
+    """
+    encoding = Encoding(_wrapped(tokenizer), vocab_size)
+    stores = {name: check_store(open_store(store), encoding, model) for name, store in named(datastore).items()}
+    for name, store in stores.items():
+        if (n := store.snapshot.manifest.vocab_size) > vocab_size:
+            raise InvalidInputError(f"datastore {name!r} has token ids up to {n - 1}, and {model!r} knows those to {vocab_size - 1}")
+    return stores
+
+
+def prediction_ids(prediction: Prompt | None, tokenizer: Any, vocab_size: int) -> np.ndarray | None:
+    """[n] int32 of a prediction, text or token ids. Raises InvalidInputError, TokenizerError."""
+    if prediction is None:
+        return None
+    return Encoding(tokenizer, vocab_size).ids(prediction, "prediction", add_special_tokens=False)
+
+
+class _Backend:
+    """A tokenizer of the `tokenizers` library in the place of transformers' own."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.backend_tokenizer = tokenizer
+
+
+def _wrapped(tokenizer: Any) -> Any:
+    return tokenizer if tokenizer is None or hasattr(tokenizer, "backend_tokenizer") else _Backend(tokenizer)

@@ -1,0 +1,126 @@
+"""What a model's files may ask for, checked before anything is opened, parsed or made of them.
+
+A folder, a JSON file or a config enters; a typed error leaves if it asks for more than its tensors can account for. The module does not
+know architectures: it knows what keys of configs are called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
+
+CONFIG_BYTES, TEXT_BYTES = 1 << 24, 1 << 28
+"""Most bytes of a config, and of any other file that is parsed as a whole; the largest tokenizers take some 35 MB."""
+MOST_LAYERS = 4096
+"""Layers, experts and the like, if no tensors bound them, and values of a list; the deepest models have some 130 layers, and the widest
+512 experts in one."""
+MOST_POSITIONS = 1 << 25
+"""Longest text that a config may name; the longest today is 10 million tokens."""
+_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"}
+_SIZES = {
+    "hidden_size", "n_embd", "d_model", "embedding_size", "intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size",
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads", "head_dim", "vocab_size", "n_positions",
+}  # fmt: skip
+"""Keys whose value is at most a dimension of some tensor."""
+_MANY = ("layers", "expert", "labels", "modules", "blocks", "codebooks", "groups")
+"""Parts of keys that name a number of things that are made one by one."""
+_WIDTHS = ("_size", "_dim", "_rank")
+"""Ends of keys that name a width of such things; those of parts that a model does not have may be wider than any tensor."""
+_SHARES = {"partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"}
+_ACCOUNT = 32
+"""Weights that one number of a packed tensor may hold."""
+
+
+def check_files(folder: Path, spec: str) -> None:
+    """Raise ModelNotFoundError if anything in a model's folder is no regular file: reading a pipe waits, reading a device never ends."""
+    try:
+        for entry in os.scandir(folder):
+            try:
+                found = entry.stat()
+            except FileNotFoundError:
+                continue  # a link to nothing, which is missing to whoever needs it
+            if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+                raise ModelNotFoundError(f"{spec}: {entry.name} is no regular file; accepted: files, folders and links to them")
+            if found.st_size > TEXT_BYTES and entry.name.endswith((".json", ".jinja", ".txt", ".model")):
+                raise ModelNotFoundError(f"{spec}: {entry.name} has {found.st_size} bytes; accepted: up to {TEXT_BYTES}")
+            if stat.S_ISDIR(found.st_mode) and entry.name.endswith("chat_templates"):
+                check_files(Path(entry.path), spec)
+    except OSError as error:
+        raise ModelNotFoundError(f"{spec}: {error}") from error
+
+
+def read_object(path: Path, spec: str) -> dict[str, Any]:
+    """Return the object in a JSON file of the size of a config. Raises ModelNotFoundError."""
+    try:
+        # Without O_NONBLOCK a named pipe would be waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is no regular file")
+            raw = file.read(CONFIG_BYTES + 1)
+        if len(raw) > CONFIG_BYTES:
+            raise ValueError(f"it has more than {CONFIG_BYTES} bytes")
+        found = json.loads(raw.decode(), object_hook=_special_float)
+        if not isinstance(found, dict):
+            raise ModelNotFoundError(f"{spec}: {path.name} holds {type(found).__name__}, not an object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ModelNotFoundError(f"{spec}: {path.name} cannot be read: {error}") from error
+    return found
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers writes {"__float__": "Infinity"} for numbers that JSON has not."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
+def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]] | None = None) -> None:
+    """Raise UnsupportedModelError if a config names more layers than there are tensors, more of anything than the widest tensor has, or
+    numbers that no model has.
+
+    `shapes`: of all tensors; None: there are none, as for random weights.
+    """
+    widest = _ACCOUNT * max((n for shape in shapes for n in shape), default=0) if shapes is not None else 1 << 20
+    layers = len(shapes) if shapes is not None else MOST_LAYERS
+    for key, value in _values(config):
+        if isinstance(value, (list, str)) and len(value) > MOST_LAYERS:
+            raise UnsupportedModelError(f"{spec}: {key} has a length of {len(value)} in its config; accepted: up to {MOST_LAYERS}")
+    for key, value in _numbers(config):
+        least, most, why = -(1 << 31), float(1 << 31), ""
+        if key in _LAYERS:
+            least, most, why = 0, layers, ", by its tensors"
+        elif key in _SIZES:
+            least, most, why = 0, widest, ", by its tensors"
+        elif key in _SHARES:
+            least, most = 0, 1
+        elif "max_position" in key or key in ("max_seq_len", "max_sequence_length", "seq_length"):
+            least, most = 0, MOST_POSITIONS
+        elif any(word in key for word in _MANY) and not key.endswith(_WIDTHS) and isinstance(value, int):
+            most = max(MOST_LAYERS, widest // _ACCOUNT if "labels" not in key else 0)
+        elif isinstance(value, float) or "theta" in key or "base" in key:
+            continue  # a factor: it makes other numbers, not more of them
+        if not least <= value <= most:
+            raise UnsupportedModelError(f"{spec}: {key} is {value!r} by its config; accepted: {max(least, 0)} to {most:.0f}{why}")
+
+
+def _numbers(found: Any) -> Iterator[tuple[str, int | float]]:
+    """Every number of a config, with the key that it or the list around it has."""
+    for key, value in _values(found):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield key, value
+
+
+def _values(found: Any) -> Iterator[tuple[str, Any]]:
+    """Every value of a config, lists and objects among them, with the key that it or the list around it has."""
+    left = [("", found)]
+    while left:
+        key, value = left.pop()
+        yield key, value
+        if isinstance(value, dict):
+            left.extend((str(name), each) for name, each in value.items())
+        elif isinstance(value, list):
+            left.extend((key, each) for each in value)

@@ -1,0 +1,315 @@
+"""Finding and opening a model: from a name to a model without weights, the source of its weights, and its tokenizer.
+
+A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. The kind of model, its config and the directory of its
+weights are checked before a weight is read; `load_model` reads them all as well. A model's own code is never run and nothing is unpickled.
+`random:NAME` is a model of that shape without a file (`random_weights`). What replaces its attention and linear layers is the runner's
+business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
+
+from ngramspec.datastore.cache_dir import cache_dir as default_cache_dir
+from ngramspec.errors import (
+    InvalidInputError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    RemoteCodeError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from ngramspec.models import awq_gptq, gguf, gguf_hf_mapping, header_limits, kept, random_weights, safetensors, vocabulary
+from ngramspec.models.gguf_cache import Progress, derived, remove_converted
+from ngramspec.models.memory import check_memory
+from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
+from ngramspec.models.parameters import fill, params_source
+from ngramspec.models.random_weights import empty_model, parameter_bytes
+from ngramspec.models.shapes import PREFIX as RANDOM
+from ngramspec.models.shapes import read_shape
+from ngramspec.models.tensor_source import Source, quantised_source
+from ngramspec.tokenizer.encode import added_tokens
+
+DEQUANTISED = ("fp8", "mxfp4")
+"""Ways of quantising that transformers takes back while it loads, without another package."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in evaluation mode, without gradients, and what is needed to talk to it."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    """transformers' own kind, a PreTrainedTokenizerBase; None: there is none, and prompts are token ids."""
+    name: str
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text, by what the model's files state and by the names of its control tokens (`vocabulary.end_token_ids`)."""
+
+
+@dataclass(slots=True)
+class OpenModel(LoadedModel):
+    """The same before its weights are read: parameters are on the "meta" device, buffers are real. Models whose weights are nowhere as
+    they are (random ones, those that transformers converts) have them already."""
+
+    source: Source
+    """The parameters' weights."""
+
+
+def open_model(
+    spec: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    quantize: str | None = None,
+) -> OpenModel:
+    """Open the model that `spec` names (see `names.ACCEPTED`), with `tokenizer` or else its own; random weights have none of their own.
+
+    What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: `datastore.cache_dir`). `quantize`, None or
+    "q8_0": the source makes 8-bit blocks of matrices that are not in blocks.
+
+    Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError; InvalidInputError for `quantize`.
+    """
+    if quantize not in (None, "q8_0"):
+        raise InvalidInputError(f"quantize must be None or 'q8_0', got {quantize!r}")
+    opened = _open(spec, torch.float32, "cpu", tokenizer, progress or _no_progress, cache_dir or default_cache_dir())
+    if quantize:
+        opened.source = quantised_source(opened.source)
+    return opened
+
+
+class Keeping(NamedTuple):
+    """How weights are kept otherwise than as tensors of a dtype."""
+
+    saved_bytes: Callable[[PreTrainedModel, Source, torch.dtype], int]
+    """By how much less the weights of an empty model will take than as tensors."""
+    replace: Callable[[PreTrainedModel, Source, torch.dtype, str], None]
+    """Gives the empty model modules that keep their weights, on a device."""
+
+
+def load_model(
+    spec: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    keep: Keeping | None = None,
+) -> LoadedModel:
+    """The same with all weights in a dtype on a device, but for those that `keep` keeps otherwise. Raises as `open_model` does."""
+    progress = progress or _no_progress
+    opened = _open(spec, dtype, device, tokenizer, progress, cache_dir or default_cache_dir())
+    model = opened.model
+    if any(parameter.is_meta for parameter in model.parameters()):
+        needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        check_memory(needed - (keep.saved_bytes(model, opened.source, dtype) if keep else 0), device, spec)
+        progress(f"loading {spec}: weights")
+        with _memory(spec, device):
+            if keep:
+                keep.replace(model, opened.source, dtype, device)
+            fill(model, opened.source, dtype, device)
+    return LoadedModel(model, opened.tokenizer, opened.name, opened.eos_token_ids)
+
+
+def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that `spec` names, without its weights. Raises as `open_model` does."""
+    with quiet(), contextlib.ExitStack() as stack:
+        if spec.startswith(RANDOM):
+            raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
+        path = resolve(spec)
+        if isinstance(path, str):
+            path = download(path, HUB_TOKENIZER)
+        if path.is_file():
+            path = derived(gguf.read(path), gguf_hf_mapping.derive, cache_dir or default_cache_dir(), _no_progress, stack)
+        header_limits.check_files(path, spec)
+        return _read_tokenizer(path, spec)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Ids that end a text of a model that came from no GGUF file: those that generation config, config and tokenizer state, and control
+    tokens whose names say so, as in llama.cpp. A word of the vocabulary ends no text here: Qwen's </s> is HTML to transformers."""
+    stated: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        stated.update([ids] if isinstance(ids, int) else ids or ())
+    added = {str(token): number for number, token in added_tokens(tokenizer).items()}
+    return tuple(sorted(vocabulary.end_token_ids(added, stated)))
+
+
+def _no_progress(message: str) -> None:
+    pass
+
+
+def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: Progress, cache_dir: Path) -> OpenModel:
+    """`dtype`, `device`: of models that have weights already."""
+    with quiet(), contextlib.ExitStack() as stack:
+        if spec.startswith(RANDOM):
+            model = _random_model(spec, dtype, device, progress)
+            return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), params_source(model))
+        path = resolve(spec)
+        if isinstance(path, str):
+            path = download(path, HUB_MODEL, progress)
+        file = gguf.read(path) if path.is_file() else None
+        folder = path
+        if file:
+            remove_converted(cache_dir, progress)
+            folder = derived(file, gguf_hf_mapping.derive, cache_dir, progress, stack)
+        header_limits.check_files(folder, spec)
+        config = header_limits.read_object(folder / "config.json", spec)
+        _check_kind(config, spec)
+        tensors = safetensors.read(folder, spec) if file is None else {}
+        if file is None:
+            header_limits.check_sizes(config, spec, [tensor.shape for tensor in tensors.values()])
+        given, tokenizer = tokenizer, tokenizer or _read_tokenizer(folder, spec)
+        source: Source | None = None
+        if file:
+            model = empty_model(config, torch.float32)
+            source = gguf_hf_mapping.parameters(file, folder, model)
+        elif (quantised := config.pop("quantization_config", None)) is None:
+            model = empty_model(config, torch.float32)
+            source = safetensors.parameters(tensors, model)
+        elif quantised.get("quant_method") in awq_gptq.METHODS:
+            model = empty_model(config, torch.float32)
+            source = safetensors.parameters(tensors, model, awq_gptq.in_groups(tensors, quantised, spec))
+            if source is None:
+                raise UnsupportedModelError(f"{spec}: its tensors are not those of {type(model).__name__} with {quantised['quant_method']}")
+        if source is None:
+            check_memory(_weight_bytes(tensors, quantised is not None, dtype), device, spec)
+            progress(f"loading {spec}: weights")
+            model = _read_weights(folder, dtype, device, spec)
+            source = params_source(model)
+        elif (folder / "generation_config.json").is_file():
+            model.generation_config = _read_generation_config(folder, spec)
+        ends = kept.end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)
+    model = model.eval().requires_grad_(False)
+    return OpenModel(model, tokenizer, file.name if file else spec, ends, source)
+
+
+def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress) -> PreTrainedModel:
+    config = read_shape(spec)
+    header_limits.check_sizes(config, spec)
+    _check_kind(config, spec)
+    model = empty_model(config, dtype)
+    check_memory(parameter_bytes(model), device, spec)
+    progress(f"loading {spec}: random weights")
+    with _memory(spec, device):
+        return random_weights.fill(model, device)
+
+
+def _read_generation_config(folder: Path, spec: str) -> Any:
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelNotFoundError(f"{spec}: generation_config.json cannot be read: {error}") from error
+
+
+def _check_kind(config: dict[str, Any], spec: str) -> None:
+    kind = config.get("model_type")
+    native = isinstance(kind, str) and kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not native and "auto_map" in config:
+        raise RemoteCodeError(
+            f"{spec}: model_type {kind!r} is not part of transformers {transformers.__version__} and would run code shipped with the "
+            "model (trust_remote_code), which ngramspec never does; accepted: architectures that transformers has"
+        )
+    reason = None
+    if config.get("is_encoder_decoder"):
+        reason = "it is an encoder-decoder"
+    elif modality := next((m for m in ("vision", "audio") if f"{m}_config" in config), None):
+        reason = f"it reads {'images' if modality == 'vision' else 'sound'} as well as text"
+    elif not native:
+        reason = f"transformers {transformers.__version__} has no text decoder of that type"
+    elif kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):
+        reason = "it is an encoder, which reads text in both directions"
+    if reason:
+        raise UnsupportedModelError(f"{spec}: model_type {kind!r} is not supported: {reason}; accepted: decoders of text")
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if method is not None and not (isinstance(quantised, dict) and method in (*DEQUANTISED, *awq_gptq.METHODS)):
+        raise UnsupportedModelError(
+            f"{spec}: its weights are quantised by {method!r}, which is not read here; accepted: the same model as a GGUF file, or with "
+            "weights as they were trained (quantize='q8_0' makes them smaller on the CPU)"
+        )
+
+
+def _weight_bytes(tensors: dict[str, safetensors.Tensor], quantised: bool, dtype: torch.dtype) -> int:
+    """Bytes of the weights once transformers has loaded them."""
+    return sum(t.n_bytes if quantised or "F" not in t.dtype else math.prod(t.shape) * dtype.itemsize for t in tensors.values())
+
+
+def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
+    try:
+        if (folder / kept.NAMES).is_file():
+            return kept.read_tokenizer(folder)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        # Tokenizer libraries raise bare Exceptions for damaged files.
+        if "trust_remote_code" in str(error):
+            raise RemoteCodeError(f"{spec}: its tokenizer is code shipped with the model, which ngramspec never runs") from error
+        raise TokenizerError(f"{spec}: the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> PreTrainedModel:
+    device_map = {} if device == "cpu" else {"device_map": {"": device}}
+    model: PreTrainedModel
+    info: dict[str, Any]
+    try:
+        with _memory(spec, device):
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                **device_map,
+            )  # type: ignore[misc]
+    except (ImportError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedModelError(f"{spec}: transformers {transformers.__version__} cannot load it: {error}") from error
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise UnsupportedModelError(
+            f"{spec}: config.json and weights disagree: {name} is {list(found)} in the files and {list(wanted)} by the config"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise UnsupportedModelError(f"{spec}: its files lack {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}")
+    return model
+
+
+@contextlib.contextmanager
+def _memory(spec: str, device: str) -> Iterator[None]:
+    """Whatever torch raises when memory runs out becomes an OutOfMemoryError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' bars and warnings off, then as they were."""
+    log = transformers.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()

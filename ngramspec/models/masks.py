@@ -1,0 +1,80 @@
+"""The attention function that transformers calls in every layer, whatever the device.
+
+It passes query, key and value on to the `AttentionPass` that the runner gave the model as the keyword argument `ngramspec`, and refuses
+arguments that would change the result. It does not know how keys and values are stored, nor which rows see which.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from ngramspec.errors import UnsupportedModelError
+
+NAME = "ngramspec"
+"""The name under which transformers has this attention."""
+
+
+class AttentionPass(Protocol):
+    """What a runner gives a model's attention layers for one pass."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
+    ) -> torch.Tensor:
+        """q [T, H, D], k and v [T, Hk, D] → [T, H, D]. `window` and `softcap` of 0 mean none."""
+        ...
+
+
+class Shapes:
+    """Stands in for a pass and records the shape of every layer's keys, since configurations cannot be relied on."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int]] = {}
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
+    ) -> torch.Tensor:
+        self.seen[layer] = (k.shape[1], k.shape[2])
+        return torch.zeros_like(q)
+
+
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "cache_position", "is_causal", "layer_idx"}
+)
+"""Arguments that models hand to every attention function and that change nothing here."""
+
+
+def forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    ngramspec: AttentionPass | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer: query [1, H, T, D], key and value [1, Hk, T, D]; returns [1, T, H, D].
+
+    Raises UnsupportedModelError for an argument that would change the mathematics.
+    """
+    if ngramspec is None:
+        raise UnsupportedModelError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
+    unknown = sorted(name for name, value_ in others.items() if value_ is not None and name not in HARMLESS)
+    if unknown or attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'a mask'}, which is not implemented"
+        )
+    if value.shape != key.shape:
+        raise UnsupportedModelError(f"{type(module).__name__}: attention over keys {tuple(key.shape)}, values {tuple(value.shape)}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return ngramspec.attend(module.layer_idx, q, k, v, scale, sliding_window or 0, softcap or 0.0)[None], None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(NAME, forward)

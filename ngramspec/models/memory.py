@@ -1,0 +1,38 @@
+"""How much memory there is for a model, on the host and on devices."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from ngramspec.errors import OutOfMemoryError
+
+
+def available_memory(device: str = "cpu") -> int | None:
+    """Bytes that can be allocated now on the device, or None where the platform does not say."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = []
+    with contextlib.suppress(OSError, ValueError):
+        meminfo = Path("/proc/meminfo").read_text()
+        if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE):
+            free.append(int(match[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free.append(limit - int((group / "memory.current").read_text()) + (int(cached[1]) if cached else 0))
+    return min(free, default=None)
+
+
+def check_memory(needed: int, device: str, what: str) -> None:
+    """Raise OutOfMemoryError unless `needed` bytes are free on the device."""
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise OutOfMemoryError(
+            f"{what} needs {needed / 2**30:.1f} GiB for its weights on {device}, where {max(free, 0) / 2**30:.1f} GiB are free; "
+            "a smaller model or a 16-bit dtype (bfloat16) may fit"
+        )

@@ -1,0 +1,87 @@
+"""What the name of a model means: a folder, a GGUF file, a hub repository, the shorthand smollm2, or random weights in some shape.
+
+A name enters; a path leaves, or the name of a repository, or a typed error. Nothing here imports torch or transformers, so that a wrong
+name is refused at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ngramspec.errors import ModelNotFoundError
+from ngramspec.models import gguf, header_limits
+from ngramspec.models.shapes import PREFIX as RANDOM
+from ngramspec.models.shapes import SHAPES, read_shape
+from ngramspec.models.smollm2 import smollm2_gguf
+
+ACCEPTED = (
+    "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, smollm2, "
+    f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
+)
+HUB_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
+HUB_MODEL = [*HUB_TOKENIZER, "*.safetensors"]
+
+
+def check_name(spec: str) -> None:
+    """Find what a name means and read its config or header. Raises ModelNotFoundError, or UnsupportedModelError for a GGUF file's type."""
+    if spec.startswith(RANDOM):
+        read_shape(spec)
+        return
+    path = resolve(spec)
+    if isinstance(path, str):
+        path = download(path, ["config.json"])
+    if path.is_file():
+        gguf.read(path)
+    else:
+        header_limits.check_files(path, spec)
+        header_limits.read_object(path / "config.json", spec)
+
+
+def resolve(spec: str) -> Path | str:
+    """A folder or GGUF file as a path, a hub repository as its name."""
+    if spec == "smollm2":
+        return smollm2_gguf()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        inside = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; name one of its GGUF files: {', '.join(inside)}" if inside else ""
+        raise ModelNotFoundError(f"the folder {spec!r} has no config.json, so it holds no model{hint}")
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return path
+        raise ModelNotFoundError(f"the file {spec!r} is not a model; accepted: {ACCEPTED}")
+    if spec.lower().endswith(".gguf") or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", spec):
+        raise ModelNotFoundError(f"there is no file or folder {spec!r}; accepted: {ACCEPTED}")
+    return spec
+
+
+def download(name: str, patterns: list[str], progress: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of a hub repository's files by these patterns, from the hub or its cache. Raises ModelNotFoundError."""
+    import huggingface_hub.utils
+    from huggingface_hub import errors as hub_errors
+
+    if progress:
+        progress(f"looking up {name} on the hub")
+    bars = not huggingface_hub.utils.are_progress_bars_disabled()
+    huggingface_hub.utils.disable_progress_bars()
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+    except hub_errors.GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"the hub gives {name!r} only to accounts that its owners accepted; log in with `hf auth login`"
+        ) from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(f"{name!r} is neither a local folder nor a model on the hub; accepted: {ACCEPTED}") from error
+    except Exception as error:
+        # The hub client raises its HTTP library's errors as they are, and which library that is has changed before.
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelNotFoundError(
+            f"{name!r} is not a local folder, and the hub could not be asked for it (offline?): {reason}; accepted: {ACCEPTED}"
+        ) from error
+    finally:
+        if bars:
+            huggingface_hub.utils.enable_progress_bars()

@@ -1,0 +1,82 @@
+"""A model's parameters in memory: as a source of weights (`stored`), and given to an empty model from one.
+
+Knows transformers' models, not where weights lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.tensor_source import Source, Stored, chunks
+
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory(Stored):
+    """A parameter that a model already has."""
+
+    tensor: torch.Tensor
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        rows = self.tensor.detach().reshape(self.n_rows, self.shape[-1])[first:end].contiguous()
+        return rows.cpu().view(torch.uint8).numpy().reshape(end - first, self.row_bytes)
+
+
+class ParamsSource(Source):
+    """The parameters that a model has in memory, as they are when they are asked for."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        super().__init__({}, sum(p.numel() * p.element_size() for p in model.parameters()))
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> Stored:
+        parameter = self._parameters[name]
+        if parameter.dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise UnsupportedModelError(f"{name} is {str(parameter.dtype).removeprefix('torch.')}; accepted: {known}")
+        return InMemory(kind=DTYPES[parameter.dtype], shape=tuple(parameter.shape), tensor=parameter)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def params_source(model: PreTrainedModel) -> Source:
+    """The parameters of a model that is in memory. Asking for one that is neither float32, float16 nor bfloat16 raises
+    UnsupportedModelError."""
+    return ParamsSource(model)
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, source: Source, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Give a model on the "meta" device its parameters in a dtype on a device, and evaluation mode; tied parameters stay tied.
+
+    At most one tensor in `dtype`, and a few million weights in float32, lie in memory beside those that are done.
+    Raises ModelNotFoundError where a file ends too soon, torch.OutOfMemoryError.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, empty in list(module._parameters.items()):
+            if empty is None:
+                continue
+            if empty not in made:
+                stored = source[f"{path}.{name}" if path else name]
+                values = torch.empty((stored.n_rows, stored.shape[-1]), dtype=dtype, device=device)
+                for first, end in chunks(stored):
+                    values[first:end] = torch.from_numpy(stored.values(first, end)).to(dtype)
+                made[empty] = nn.Parameter(values.reshape(empty.shape), requires_grad=False)
+            setattr(module, name, made[empty])
+    model.config.dtype = dtype
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,83 @@
+"""Models of a known shape with random weights, for measuring what a pass costs where the real weights are not at hand.
+
+A config enters; a transformers model leaves, made where it will run: no copy of it ever lies on the host. What it
+writes means nothing, but it is not noise either: activations keep their size through the layers, attention picks a few keys out of
+many, and logits are as peaked as a trained model's, so that tokens vary with the text and greedy text repeats now and then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers.pytorch_utils import Conv1D
+
+from ngramspec.errors import UnsupportedModelError
+
+LOGIT_STD = 4.0
+"""Standard deviation of the logits."""
+QUERY_STD = 3.0
+"""That of attention scores: with 1, hundreds of keys would be averaged away, and the text before would hardly count."""
+_BIAS_STD = 0.1
+
+
+def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config with parameters on the "meta" device, which take no memory. Raises UnsupportedModelError."""
+    rest = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "dtype", "torch_dtype")}
+    try:
+        # Buffers are small, and hold the angles of rotary embeddings. Parameters that take no memory need no values.
+        with init_empty_weights(include_buffers=False), initialization.no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(str(config.get("model_type")), **rest), dtype=dtype
+            )
+        model.tie_weights()  # each parameter was replaced as it was registered
+        return model
+    except (
+        StrictDataclassError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RuntimeError,
+    ) as error:
+        raise UnsupportedModelError(f"transformers makes no decoder of this config: {error}") from error
+
+
+def parameter_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's parameters, tied ones counted once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, device: str, seed: int = 0) -> PreTrainedModel:
+    """Give an `empty_model` random parameters on the device, in evaluation mode: the same for the same seed and kind of device.
+
+    Raises torch.OutOfMemoryError.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is filled once and stays tied
+    norms = [m for m in model.base_model.modules() if getattr(m._parameters.get("weight"), "ndim", 0) == 1]
+    for path, module in model.named_modules():
+        for name, empty in list(module._parameters.items()):
+            if empty is None:
+                continue
+            if empty not in made:
+                values = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+                if values.dim() > 1:
+                    gain = QUERY_STD if path.endswith("q_proj") else 1.0
+                    n_in = values.shape[0] if isinstance(module, Conv1D) else values.shape[-1]
+                    values.normal_(0.0, gain * n_in**-0.5, generator=generator)
+                elif name == "bias":
+                    values.normal_(0.0, _BIAS_STD, generator=generator)
+                else:
+                    values.fill_(LOGIT_STD if module is norms[-1] else 1.0)
+                made[empty] = nn.Parameter(values, requires_grad=False)
+            setattr(module, name, made[empty])
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,329 @@
+"""What transformers computes, layer by layer, for whoever stands in for its modules to compare with.
+
+`kinds_of_layers` says which layers differ in more than their weights, `texts_to_compare` at which positions a model may behave differently,
+`trace` records what goes into and comes out of layers and their parts in one pass, and `difference` compares two traces. In a replayed
+trace every layer and every part is given what the first one saw, so that rounding does not accumulate from one to the next and a router of
+experts decides on the same numbers. `Reference` is transformers' model with float32 weights in one layer at a time. How the other side
+computes is not known here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.random_weights import empty_model
+from ngramspec.models.tensor_source import Source
+
+WORDS = 64
+"""Words of the vocabulary that a `Reference` has."""
+TEXT, FAR_TEXT = 24, 8
+"""Tokens of the text at position 0, and of those further out and behind a window's end."""
+MOST_OPERATIONS = 3e11
+"""Multiplications and additions that one layer may take for a text that is longer than its window: a few seconds. Beyond, that text is left
+out."""
+_NAMES = ("position", "window", "chunk", "floor_scale", "context_len", "block_len")
+"""Parts of the names of integers in a configuration that are positions or numbers of positions."""
+
+
+# ------------------------------------------------------------------ what differs
+
+
+def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers: the model's first list of modules that is as long as it has layers. Raises UnsupportedModelError."""
+    n = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == n:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__}: it has no list of {n} layers, so its layers cannot be checked one by one")
+
+
+def kinds_of_layers(model: PreTrainedModel) -> list[int]:
+    """The first layer of each kind.
+
+    Two layers are of one kind if their modules have the same classes, shapes of parameters and values of every attribute that is a number,
+    a string, a truth value, None or a sequence of these, and if the configuration's lists with one entry per layer name the same for both.
+    An attribute that is every layer's own index makes no kind.
+    """
+    layers = layers_of(model)
+    described = [dict(_description(layer)) for layer in layers]
+    for name in list(described[0]):
+        if [each.get(name) for each in described] in (list(range(len(layers))), list(range(1, len(layers) + 1))):
+            for each in described:
+                each.pop(name, None)
+    config = model.config.get_text_config().to_dict()
+    lists = [value for value in config.values() if isinstance(value, list | tuple) and len(value) == len(layers)]
+    found: dict[str, int] = {}
+    for i, each in enumerate(described):
+        found.setdefault(repr((sorted(each.items()), [str(value[i]) for value in lists])), i)
+    return list(found.values())
+
+
+def _description(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    for path, module in layer.named_modules():
+        yield f"{path} class", type(module).__qualname__
+        yield f"{path} parameters", str([(name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None])
+        for name, value in vars(module).items():
+            if not name.startswith("_") and _is_plain(value):
+                yield f"{path}.{name}", value
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                yield f"{path}.{name}", (tuple(buffer.shape), buffer.double().sum().item(), buffer.double().square().sum().item())
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids [n] int32 whose first one is at position `start`."""
+
+    ids: np.ndarray
+    start: int
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[n] int64"""
+        return torch.arange(self.start, self.start + len(self.ids))
+
+
+def texts_to_compare(model: PreTrainedModel, max_len: int) -> list[Text]:
+    """A short text from position 0 on; shorter ones across every position that the configuration names, behind it, and up to the last
+    position; one longer than each window in which some layer computes, if texts of `max_len` tokens are."""
+    config = model.config.get_text_config()
+    words = min(WORDS, config.vocab_size)
+    last = int(getattr(config, "max_position_embeddings", 0) or max_len)
+    named = sorted({n for n in _named_positions(config.to_dict()) if n > 1})
+    starts = {last - FAR_TEXT, *(n - FAR_TEXT // 2 for n in named), *(n + FAR_TEXT for n in named)}
+    texts = [_text(words, 0, min(TEXT, last))]
+    texts += [_text(words, start, FAR_TEXT) for start in sorted(starts) if 0 < start <= last - FAR_TEXT]
+    longer = [n + FAR_TEXT for n in named if TEXT < n + FAR_TEXT <= min(max_len, last)]
+    return texts + [_text(words, 0, n) for n in longer if 2 * n * _layer_size(model) <= MOST_OPERATIONS]
+
+
+def _text(words: int, start: int, n: int) -> Text:
+    return Text((np.arange(n, dtype=np.int64) * 31 % words).astype(np.int32), start)
+
+
+def _named_positions(config: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _named_positions(value)
+        elif any(part in str(name) for part in _NAMES):
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (int(each) for each in values if isinstance(each, int | float) and not isinstance(each, bool))
+
+
+def _layer_size(model: PreTrainedModel) -> int:
+    """Parameters of the largest layer."""
+    return max(sum(p.numel() for p in layer.parameters()) for layer in layers_of(model))
+
+
+# ------------------------------------------------------------------ what is computed
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one pass over n rows computed: of layer 3 under "3", of its part `mlp` under "3.mlp"."""
+
+    layers: list[int]
+    """Those that were computed; the others passed their input on."""
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[n, H] each"""
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[n, V]"""
+    gives_tuple: bool = False
+    """Whether layers return their output as the first of several."""
+
+
+@torch.no_grad()
+def trace(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, layers: Sequence[int], *, gives_tuple: bool = False,
+    replayed: Trace | None = None, **inputs: object,
+) -> Trace:  # fmt: skip
+    """Compute these layers between embedding and head; the others pass their input on, as `gives_tuple` says.
+
+    ids, positions: [n] int64. `replayed`: its layers and parts get the inputs that they had there. `inputs`: for the model.
+    """
+    found = Trace(list(layers), gives_tuple=gives_tuple)
+    handles = []
+    for i, layer in enumerate(layers_of(model)):
+        if i not in found.layers:
+            continue
+        for name, module in ((str(i), layer), *((f"{i}.{part}", child) for part, child in layer.named_children())):
+            before, after = _recorder(found, name, len(ids), replayed)
+            handles += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+    with _passed_on(model, found):
+        try:
+            output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+    found.logits = output.logits[0].float()
+    return found
+
+
+def _recorder(found: Trace, name: str, n: int, replayed: Trace | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def is_rows(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (1, n)
+
+    def before(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = args[0] if args else next((kwargs[key] for key in ("hidden_states", "x", "input") if key in kwargs), None)
+        if not is_rows(given) or name in found.inputs:
+            return None
+        assert isinstance(given, torch.Tensor)
+        if replayed is None or name not in replayed.inputs:
+            found.inputs[name] = given[0].clone()
+            return None
+        found.inputs[name] = replayed.inputs[name]
+        instead = replayed.inputs[name][None].clone()
+        if args:
+            return (instead, *args[1:]), kwargs
+        return args, {key: instead if value is given else value for key, value in kwargs.items()}
+
+    def after(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if is_rows(first) and name not in found.outputs:
+            found.outputs[name] = first[0].clone()
+        if "." not in name:
+            found.gives_tuple = isinstance(output, tuple)
+
+    return before, after
+
+
+@contextmanager
+def _passed_on(model: PreTrainedModel, found: Trace) -> Iterator[None]:
+    """Layers that are not computed return their input."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden,) if gives_tuple else hidden
+
+    gives_tuple = found.gives_tuple
+    idle = [layer for i, layer in enumerate(layers_of(model)) if i not in found.layers]
+    for layer in idle:
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in idle:
+            del layer.forward
+
+
+def difference(expected: Trace, got: Trace) -> float:
+    """The largest difference of a row, over the largest number of that row; of layers, over the largest number that the layer added."""
+    worst = 0.0
+    for name, output in expected.outputs.items():
+        if name not in got.outputs:
+            return float("inf")
+        added = output
+        if "." not in name and (given := expected.inputs.get(name)) is not None and given.shape == output.shape:
+            added = output - given
+        worst = max(worst, _difference(output, got.outputs[name], added))
+    return max(worst, _difference(expected.logits, got.logits, expected.logits))
+
+
+def _difference(expected: torch.Tensor, got: torch.Tensor, size_of: torch.Tensor) -> float:
+    sizes = size_of.abs().amax(-1)
+    sizes = torch.maximum(sizes, 1e-4 * expected.abs().amax(-1))  # what a sum of float32 numbers loses
+    sizes = torch.maximum(sizes, 1e-3 * sizes.max()).clamp(min=1e-6)
+    return float(((got - expected).abs().amax(-1) / sizes).nan_to_num(nan=torch.inf).max())
+
+
+def rows_of(trace_: Trace, rows: slice) -> Trace:
+    """The same of some of its rows."""
+    inputs, outputs = ({name: x[rows] for name, x in each.items()} for each in (trace_.inputs, trace_.outputs))
+    return Trace(trace_.layers, inputs, outputs, trace_.logits[rows], trace_.gives_tuple)
+
+
+def behind_mates(trace_: Trace, n: int) -> Trace:
+    """The same with its first n rows before them once more, as those of another sequence."""
+    inputs = {name: torch.cat([x[:n], x]) for name, x in trace_.inputs.items()}
+    return Trace(trace_.layers, inputs, gives_tuple=trace_.gives_tuple)
+
+
+# ------------------------------------------------------------------ transformers' own
+
+
+def _eager(module: torch.nn.Module) -> Callable[..., Any]:
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return own or AttentionInterface()["sdpa"]
+
+
+def _attend_16_bits(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The family's own attention over keys and values of 16 bits."""
+    return _eager(module)(module, query, key.half().float(), value.half().float(), *args, **kwargs)
+
+
+ATTENTION = {"float32": "eager", "float16": "ngramspec_reference_float16"}
+"""transformers' own attention, by the type of keys and values."""
+AttentionInterface.register(ATTENTION["float16"], _attend_16_bits)
+AttentionMaskInterface.register(ATTENTION["float16"], eager_mask)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Have all layers call the attention function of this name."""
+    model.config._attn_implementation = model.config.get_text_config()._attn_implementation = name
+
+
+class Reference:
+    """transformers' model with the first WORDS words, all its layers, and weights in one of them at a time, float32."""
+
+    def __init__(self, model: PreTrainedModel, source: Source, kv_dtype: str) -> None:
+        """`model`: of the same configuration. Raises UnsupportedModelError."""
+        config = model.config.to_dict()
+        words = min(WORDS, config["vocab_size"])
+        config |= {key: words for key in config if key.startswith("vocab_size")}
+        config |= {f"{token}_token_id": None for token in ("pad", "bos", "eos")}
+        self.model = empty_model(config, torch.float32).eval()
+        self._source, self._n_words = source, words
+        inside = {id(module) for layer in layers_of(self.model) for module in layer.modules()}
+        self._fill([(path, module) for path, module in self.model.named_modules() if id(module) not in inside])
+        set_attention(self.model, ATTENTION[kv_dtype])
+
+    def trace(self, layer: int, texts: Sequence[Text], *, gives_tuple: bool) -> list[Trace]:
+        """What it computes of each text with that layer alone. Raises UnsupportedModelError, ModelNotFoundError."""
+        here = layers_of(self.model)[layer]
+        path = next(path for path, module in self.model.named_modules() if module is here)
+        modules = [(f"{path}.{name}" if name else path, module) for name, module in here.named_modules()]
+        inputs = [(torch.from_numpy(text.ids).long(), text.positions) for text in texts]
+        empty = [dict(module._parameters) for _, module in modules]
+        self._fill(modules)
+        try:
+            return [trace(self.model, ids, positions, [layer], gives_tuple=gives_tuple) for ids, positions in inputs]
+        except (RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+            name = type(self.model).__name__
+            raise UnsupportedModelError(f"{name}: its layer {layer} cannot be computed and checked by itself: {error}") from error
+        finally:
+            for (_, module), parameters in zip(modules, empty, strict=True):
+                module._parameters.update(parameters)
+
+    @torch.no_grad()
+    def _fill(self, modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
+        made: dict[Any, torch.nn.Parameter] = {}
+        for path, module in modules:
+            for name, empty in list(module._parameters.items()):
+                if empty is None:
+                    continue
+                if empty not in made:
+                    full = f"{path}.{name}" if path else name
+                    stored = self._source[full]
+                    cut = stored.shape != tuple(empty.shape)
+                    values = stored.values(0, self._n_words) if cut and len(stored.shape) == 2 else stored.float32()[: empty.shape[0]]
+                    if values.shape != tuple(empty.shape):
+                        raise UnsupportedModelError(f"{full} is {list(stored.shape)}, where {list(empty.shape)} was expected")
+                    made[empty] = torch.nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)
+                module._parameters[name] = made[empty]

@@ -1,0 +1,114 @@
+"""The weights of a model folder: safetensors files, whose rows are read where they lie.
+
+`parameters` takes a folder and the model of its config, and leaves a `Source`. What transformers would convert on the way (names of old
+checkpoints, experts in single tensors, other dtypes) is not for here: then there is none, and transformers loads the model. It does not
+know configs.
+
+Format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
+from ngramspec.models import header_limits
+from ngramspec.models.tensor_source import KINDS, File, InFile, Source, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    dtype: str
+    """As safetensors names it: "F32", "BF16", "I64", …"""
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    """From the beginning of the file."""
+    n_bytes: int
+
+
+def read(folder: Path, spec: str) -> dict[str, Tensor]:
+    """All tensors of a folder's weights, from the headers alone.
+
+    Raises ModelNotFoundError where files are missing or damaged, UnsupportedModelError where they are pickled.
+    """
+    tensors = {}
+    for path in weight_files(folder, spec):
+        if not path.is_file():
+            raise ModelNotFoundError(f"{spec}: {path.name} is missing or no regular file")
+        try:
+            with safe_open(path, "pt"):  # checks the whole header
+                pass
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header: dict[str, Any] = json.loads(file.read(length))
+        except (SafetensorError, OSError, ValueError, struct.error) as error:
+            raise ModelNotFoundError(f"{spec}: {path.name} is missing or damaged: {error}") from error
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), path, 8 + length + start, end - start)
+    return tensors
+
+
+def weight_files(folder: Path, spec: str) -> list[Path]:
+    """Raises as `read` does."""
+    index = folder / "model.safetensors.index.json"
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if index.is_file():
+        names = header_limits.read_object(index, spec).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ModelNotFoundError(f"{spec}: {index.name} has no weight_map")
+        for name in names.values():
+            if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+                raise ModelNotFoundError(f"{spec}: {index.name} names {name!r}; accepted: safetensors files in the same folder")
+        return [folder / name for name in sorted(set(names.values()))]
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickled:
+        raise UnsupportedModelError(f"{spec}: its weights are pickled ({pickled[0]}) and could run code when read; accepted: safetensors")
+    raise ModelNotFoundError(f"{spec}: there is no model.safetensors in {folder}")
+
+
+def parameters(tensors: dict[str, Tensor], model: PreTrainedModel, known: Mapping[str, Stored] = MappingProxyType({})) -> Source | None:
+    """Where the parameters of a model on the "meta" device are; None where the tensors are not those of the model as they are.
+
+    `known`: parameters that several tensors stand for.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model)):
+        return None
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    if model.state_dict().keys() - by_name.keys():
+        return None  # buffers that are saved
+    prefix = f"{model.base_model_prefix}."
+    known_as: dict[Any, list[str]] = {}
+    for name, parameter in by_name.items():
+        known_as.setdefault(parameter, []).append(name)
+    files: dict[Path, File] = {}
+    stored: dict[str, Stored] = {}
+    for parameter, names in known_as.items():
+        candidates = [n for name in names for n in (name, name.removeprefix(prefix))]
+        one = next((known[n] for n in candidates if n in known), None)
+        if one is None:
+            found = next((tensors[n] for n in candidates if n in tensors), None)
+            if found is None or found.dtype not in KINDS:
+                return None
+            if found.path not in files:
+                files[found.path] = File(found.path)
+            one = InFile(kind=found.dtype, shape=found.shape, file=files[found.path], offset=found.offset)
+        if one.shape != tuple(parameter.shape):
+            return None
+        stored |= dict.fromkeys(names, one)
+    return Source(stored, sum(tensor.n_bytes for tensor in tensors.values()))

@@ -1,0 +1,149 @@
+"""Published shapes of models by name, for models of random weights: a name or the path of a config.json enters, a config leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ngramspec.errors import ModelNotFoundError
+from ngramspec.models.header_limits import read_object
+
+PREFIX = "random:"
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+
+
+def _llama_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rope_scaling": _llama_rope(8.0),
+        "tie_word_embeddings": False,
+    },
+    "Llama-3.1-70B": _LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "rope_scaling": _llama_rope(8.0),
+        "tie_word_embeddings": False,
+    },
+    "Llama-3.2-1B": _LLAMA
+    | {
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "rope_scaling": _llama_rope(32.0),
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.2-3B": _LLAMA
+    | {
+        "head_dim": 128,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 28,
+        "rope_scaling": _llama_rope(32.0),
+        "tie_word_embeddings": True,
+    },
+    "Qwen2.5-Coder-0.5B": {
+        "model_type": "qwen2",
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "initializer_range": 0.02,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen2.5-Coder-7B": {
+        "model_type": "qwen2",
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "SmolLM2-135M": {
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+    },
+}
+"""The published config.json of each, as far as it says what is computed."""
+
+
+def read_shape(spec: str) -> dict[str, Any]:
+    """The config that "random:NAME" names: one of SHAPES, a config.json, or a folder that has one. Raises ModelNotFoundError."""
+    name = spec.removeprefix(PREFIX)
+    if name in SHAPES:
+        return dict(SHAPES[name])
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ModelNotFoundError(f"there is no shape {name!r}; accepted: {', '.join(SHAPES)}, or the path of a config.json")
+    return read_object(path, spec)

@@ -1,0 +1,215 @@
+"""Weights as they lie in files, read a few rows at a time.
+
+A `Source` gives, by the name of a parameter of transformers' model, a `Stored`: its kind, its shape, and its rows as bytes in the order
+that the model has them. Nothing is mapped: a row is read when it is asked for, so that a file that shrinks is a typed error. It does not
+know formats of files, names of tensors, nor what becomes of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ngramspec.errors import ModelNotFoundError
+
+KINDS: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+}
+"""What is read, by GGML's name: weights in a block, bytes of a block."""
+
+CHUNK = 1 << 22
+"""Weights that are float32 at one time while a tensor is read whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored(ABC):
+    """One parameter of a model. A vector is one row."""
+
+    kind: str
+    """One of KINDS."""
+    shape: tuple[int, ...]
+    """As transformers' model has it: [N, K], [N], …"""
+
+    @property
+    def n_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, the last dimension of the shape."""
+        return row_bytes(self.kind, self.shape[-1])
+
+    @abstractmethod
+    def rows(self, first: int, end: int) -> np.ndarray:
+        """Rows first to end, [end - first, row_bytes] uint8. Raises ModelNotFoundError where the file ends before them."""
+
+    def values(self, first: int, end: int) -> np.ndarray:
+        """The same rows dequantised, [end - first, K] float32."""
+        return dequantise(self.kind, self.rows(first, end))
+
+    def float32(self) -> np.ndarray:
+        """The whole parameter in its shape, bit for bit what `gguf.quants.dequantize` makes of it. Raises as `rows` does."""
+        whole = np.empty((self.n_rows, self.shape[-1]), np.float32)
+        for first, end in chunks(self):
+            whole[first:end] = self.values(first, end)
+        return whole.reshape(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFile(Stored):
+    """A tensor in a file, its rows one after the other."""
+
+    file: File
+    offset: int
+    """Where its first byte lies."""
+    interleaved: int = 0
+    """Heads whose rows GGUF's llama has in pairs (0, d/2), (1, d/2 + 1), …, where transformers has 0, 1, …; 0: rows are in order."""
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        assert 0 <= first <= end <= self.n_rows
+        if not self.interleaved or first == end:
+            return self._read(first, end)
+        order = interleaved_rows(np.arange(first, end), self.n_rows, self.interleaved)
+        lowest = int(order.min())
+        return self._read(lowest, int(order.max()) + 1)[order - lowest]
+
+    def _read(self, first: int, end: int) -> np.ndarray:
+        rows = np.empty((end - first, self.row_bytes), np.uint8)
+        self.file.read_into(rows, self.offset + first * self.row_bytes)
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed(Stored):
+    """A parameter that is not in a file as the model has it: float32, computed as a whole whenever rows are asked for.
+
+    For what is small or rare: norms that are stored plus one, matrices that are stored transposed.
+    """
+
+    stored: Stored
+    compute: Callable[[np.ndarray], np.ndarray]
+    """From what the file holds to the parameter, float32 both."""
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        whole = np.ascontiguousarray(self.compute(self.stored.float32()), np.float32)
+        return whole.reshape(self.n_rows, self.shape[-1])[first:end].view(np.uint8)
+
+    def float32(self) -> np.ndarray:
+        return self.rows(0, self.n_rows).view(np.float32).reshape(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantised(Stored):
+    """The rows of another in Q8_0, rounded as GGML does it."""
+
+    stored: Stored
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        from gguf import GGMLQuantizationType, quants
+
+        return quants.quantize(self.stored.values(first, end), GGMLQuantizationType.Q8_0)
+
+
+class Source(Mapping[str, Stored]):
+    """A model's parameters by their names in transformers' model; tied ones have several."""
+
+    def __init__(self, stored: Mapping[str, Stored], n_bytes: int) -> None:
+        self._stored = stored
+        self.n_bytes = n_bytes
+        """Of all tensors, as they lie in the files."""
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def quantised_source(source: Source) -> Source:
+    """The same with Q8_0 in place of matrices of plain numbers whose rows are whole blocks. Vectors stay as they are."""
+    block = KINDS["Q8_0"][0]
+
+    def of(stored: Stored) -> Stored:
+        plain = KINDS[stored.kind][0] == 1 and len(stored.shape) == 2 and stored.shape[1] % block == 0
+        return Quantised(kind="Q8_0", shape=stored.shape, stored=stored) if plain else stored
+
+    return Source({name: of(stored) for name, stored in source.items()}, source.n_bytes)
+
+
+def row_bytes(kind: str, n: int) -> int:
+    """Bytes of a row of n weights, a multiple of the kind's block."""
+    per_block, n_bytes = KINDS[kind]
+    return n // per_block * n_bytes
+
+
+def chunks(stored: Stored) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that cover a parameter, of about CHUNK weights each."""
+    step = stored.n_rows if isinstance(stored, Computed) else max(1, CHUNK // stored.shape[-1])
+    for first in range(0, stored.n_rows, step):
+        yield first, min(first + step, stored.n_rows)
+
+
+def dequantise(kind: str, rows: np.ndarray) -> np.ndarray:
+    """[n, row_bytes] uint8 → [n, K] float32, bit for bit as `gguf.quants.dequantize`."""
+    if kind == "F32":
+        return rows.view(np.float32)
+    if kind == "F16":
+        return rows.view(np.float16).astype(np.float32)
+    if kind == "BF16":
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    from gguf import GGMLQuantizationType, quants  # not needed to start
+
+    return quants.dequantize(rows, GGMLQuantizationType[kind])
+
+
+def interleaved_rows(rows: np.ndarray, n_rows: int, n_heads: int) -> np.ndarray:
+    """Where the given rows of a query or key projection lie in llama's GGUF (`permute` of llama.cpp's conversion, reversed)."""
+    half = n_rows // n_heads // 2
+    head, row = np.divmod(rows, 2 * half)
+    return head * 2 * half + row % half * 2 + row // half
+
+
+class File:
+    """A file that is read at places, by several threads at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        self._lock = threading.Lock()
+
+    def read_into(self, rows: np.ndarray, offset: int) -> None:
+        """Fill an array with the bytes from `offset` on. Raises ModelNotFoundError where the file ends before, or cannot be read."""
+        into, done = rows.reshape(-1).data, 0
+        try:
+            with self._lock:
+                self._file.seek(offset)
+                while done < len(into):
+                    n = self._file.readinto(into[done:])
+                    if not n:
+                        raise ModelNotFoundError(f"{self.path} ends at byte {offset + done}, before the weights that its header names")
+                    done += n
+        except OSError as error:
+            raise ModelNotFoundError(f"{self.path} cannot be read: {error}") from error

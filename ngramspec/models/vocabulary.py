@@ -1,0 +1,221 @@
+"""A vocabulary as llama.cpp reads it: which of its tokens end a text, which are control tokens, and the tokenizer of byte-pair ones.
+
+The header of a GGUF file, or the tokens of any tokenizer, enter; ids and tokenizers leave. Knows no weights and no folders.
+
+Names and rules are those of `llama_vocab::impl::load` in llama.cpp's `src/llama-vocab.cpp` (as of llama-cpp-python 0.3.36), which goes by
+a token's text as well as by the metadata, since conversions differ in what they state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+
+from ngramspec.errors import TokenizerError
+from ngramspec.models.gguf import Gguf, read_array
+from ngramspec.models.splits import BLANK, split_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_NAMES = frozenset(
+    [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+    ]
+)
+"""Tokens that end a text wherever a vocabulary has them."""
+FIM_END_NAMES = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Tokens beside a text that is filled in, which end it, too: the metadata's name, and the texts looked for where the metadata is silent.
+llama.cpp takes any one of several; here it is the first."""
+FIM_NAMES = frozenset(
+    [
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ]
+)
+CONTROL_NAMES = END_NAMES | FIM_NAMES | {name for names in FIM_END_NAMES.values() for name in names}
+"""Tokens that are control tokens whatever kind the file says they are."""
+SHOWN_NAMES = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
+"""Tokens of gpt-oss's format that are matched like control tokens, and are part of the text."""
+
+
+class TokenKind(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+
+
+def end_token_ids(ids: Mapping[str, int], stated: Iterable[int], stated_fim: Mapping[str, int] | None = None) -> set[int]:
+    """The tokens that end a text.
+
+    `ids`: every token's by its text; `stated`: those that the model's files state; `stated_fim`: those for keys of `FIM_END_NAMES`.
+    """
+    ends = {ids[name] for name in END_NAMES if name in ids} | set(stated)
+    for key, names in FIM_END_NAMES.items():
+        if stated_fim and key in stated_fim:
+            ends.add(stated_fim[key])
+        else:
+            ends.update([ids[name] for name in names if name in ids][:1])
+
+    def ends_by(*names: str) -> bool:
+        return any(ids.get(name) in ends for name in names)
+
+    # In the formats of gpt-oss and Solar Open, <|end|> ends a message and others follow. Gemma 4 and PLaMo 2 write </s> as text.
+    if ends_by("<|call|>", "<|calls|>") and ends_by("<|return|>", "<|flush|>"):
+        ends.discard(ids.get("<|end|>", -1))
+    if ends_by("<|tool_response>", "<|plamo:eos|>"):
+        ends.discard(ids.get("</s>", -1))
+    return ends
+
+
+def end_token_ids_of(gguf: Gguf) -> set[int]:
+    """The tokens that end a text of a GGUF file's model, by its metadata and its vocabulary. llama.cpp's ids for files that state no
+    end of sequence at all (11 in a byte-pair vocabulary) are left out: they are Falcon's."""
+    tokens = _tokens(gguf)
+
+    def stated(names: Iterable[str]) -> dict[str, int]:
+        found = {name: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names}
+        return {name: number for name, number in found.items() if isinstance(number, int) and 0 <= number < len(tokens)}
+
+    ids = {token: number for number, token in enumerate(tokens)}
+    return end_token_ids(ids, stated(("eos", "eot", "eom")).values(), stated(FIM_END_NAMES))
+
+
+def added_tokens(gguf: Gguf) -> list[AddedToken]:
+    """The tokens that are matched in a text before it is split, by their ids. Special are those that are no part of a text."""
+    tokens, ends = _tokens(gguf), end_token_ids_of(gguf)
+    ids = {token: number for number, token in enumerate(tokens)}
+    kinds = read_array(gguf, "tokenizer.ggml.token_type")[: len(tokens)]
+    kinds += [TokenKind.NORMAL] * (len(tokens) - len(kinds))
+    for name in CONTROL_NAMES & ids.keys():
+        kinds[ids[name]] = TokenKind.CONTROL
+    for name in SHOWN_NAMES & ids.keys():
+        kinds[ids[name]] = TokenKind.USER_DEFINED
+    for name, kind in (("<|end|>", TokenKind.USER_DEFINED), ("</s>", TokenKind.NORMAL)):
+        if name in ids and ids[name] not in ends:
+            kinds[ids[name]] = kind
+    matched = (TokenKind.UNKNOWN, TokenKind.CONTROL, TokenKind.USER_DEFINED)
+    return [
+        AddedToken(token, normalized=False, special=kind != TokenKind.USER_DEFINED)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in matched and token
+    ]
+
+
+def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
+    """The tokenizer of a file whose `tokenizer.ggml.model` is gpt2.
+
+    Raises TokenizerError for an unknown `tokenizer.ggml.pre`, or for merges that do not fit the vocabulary.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, metadata = _tokens(gguf), gguf.metadata
+    split = split_of(metadata.get("tokenizer.ggml.pre"))
+    ids = {token: number for number, token in enumerate(tokens)}
+    merges = [_halves(merge) for merge in _strings(gguf, "tokenizer.ggml.merges")]
+    try:
+        model = BPE(ids, merges, ignore_merges=split.ignore_merges, byte_fallback=not split.in_bytes)
+    except Exception as error:  # the library raises nothing more particular
+        raise TokenizerError(f"{gguf.path}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
+    backend = Tokenizer(model)
+    if split.normalizer is not None:
+        backend.normalizer = split.normalizer
+    backend.pre_tokenizer = split.pre_tokenizer({token for token in ids if len(token) == 1})
+    backend.decoder = split.decoder
+    backend.add_tokens(added_tokens(gguf))
+    named = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        named[f"{name}_token"] = tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", split.add_bos) and named["bos_token"] is not None,
+        add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False) and named["eos_token"] is not None,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        **named,
+    )
+
+
+def complete(backend: Tokenizer, gguf: Gguf) -> None:
+    """Give a tokenizer that transformers has read of a file the control tokens that llama.cpp sees in it, and SentencePiece's first blank
+    where llama.cpp puts it: before every text between control tokens, be there a blank or not."""
+    backend.add_tokens([token for token in added_tokens(gguf) if backend.token_to_id(token.content) is not None])
+    if gguf.metadata.get("tokenizer.ggml.model") != "llama":
+        return
+    begins = bool(gguf.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    blanks = normalizers.Replace(" ", BLANK)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), blanks]) if begins else blanks
+    backend.pre_tokenizer = None
+    strip = [decoders.Strip(" ", 1, 0)] if begins else []
+    backend.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+
+
+def _tokens(gguf: Gguf) -> list[str]:
+    return _strings(gguf, "tokenizer.ggml.tokens")
+
+
+def _strings(gguf: Gguf, key: str) -> list[str]:
+    values = read_array(gguf, key)
+    if not values or not isinstance(values[0], str):
+        raise TokenizerError(f"{gguf.path}: {key} must be an array of strings")
+    return values
+
+
+def _halves(merge: str) -> tuple[str, str]:
+    """The two parts of a merge, between which is a blank; the first may be one."""
+    at = merge.find(" ", 1)
+    return merge[:at], merge[at + 1 :]

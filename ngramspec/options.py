@@ -1,0 +1,194 @@
+"""What a setting is, said once: name, kind, bounds, default and meaning, for whoever checks it or asks for it.
+
+A dataclass declares its fields with `option`; its values are checked with `check`, and command lines and HTTP dialects build what they
+accept from `options_of`. Knows no setting in particular, and imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from ngramspec.errors import InvalidInputError
+
+MAX_INT = 2**31 - 1
+
+
+class Kind(Protocol):
+    """The values that an option takes."""
+
+    @property
+    def accepted(self) -> str:
+        """What is accepted, as the end of "must be …"."""
+        ...
+
+    def accepts(self, value: object) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    low: int
+    high: int = MAX_INT
+    optional: bool = False
+    """None is accepted, too."""
+
+    @property
+    def accepted(self) -> str:
+        bounds = f"an integer from {self.low}" + (f" to {self.high}" if self.high != MAX_INT or not self.low else "")
+        return f"None or {bounds}" if self.optional else bounds
+
+    def accepts(self, value: object) -> bool:
+        if value is None:
+            return self.optional
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool) and self.low <= int(value) <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    low: float
+    high: float
+    above: bool = False
+    """The lower bound itself is out of bounds."""
+
+    @property
+    def accepted(self) -> str:
+        return f"a number in {'(' if self.above else '['}{self.low}, {self.high}]"
+
+    def accepts(self, value: object) -> bool:
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return False
+        inside = bool(self.low <= value <= self.high)  # type: ignore[operator]  # numbers.Real declares no order; a NaN is in no bounds
+        return inside and not (self.above and value == self.low)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    accepted = "True or False"
+
+    def accepts(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    values: tuple[str, ...]
+
+    @property
+    def accepted(self) -> str:
+        return " or ".join(map(repr, self.values))
+
+    def accepts(self, value: object) -> bool:
+        return isinstance(value, str) and value in self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text whose meaning is checked where it is used."""
+
+    accepted = "text"
+
+    def accepts(self, value: object) -> bool:
+        return isinstance(value, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    most: int
+
+    @property
+    def accepted(self) -> str:
+        return f"up to {self.most} non-empty strings"
+
+    def accepts(self, value: object) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) <= self.most and all(isinstance(text, str) and text for text in value)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    optional: bool = False
+    """None is accepted, too, and an empty list is not."""
+
+    @property
+    def accepted(self) -> str:
+        return "None or one or more token ids (integers from 0)" if self.optional else "token ids (integers from 0)"
+
+    def accepts(self, value: object) -> bool:
+        if value is None or value in ([], ()):
+            return (value is None) == self.optional
+        return isinstance(value, (list, tuple)) and all(Integer(0).accepts(token) for token in value)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """A number for each of some token ids."""
+
+    low: float
+    high: float
+
+    @property
+    def accepted(self) -> str:
+        return f"a dict of token id to a number in [{self.low:g}, {self.high:g}]"
+
+    def accepts(self, value: object) -> bool:
+        number = Number(self.low, self.high)
+        return isinstance(value, dict) and all(Integer(0).accepts(token) and number.accepts(each) for token, each in value.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting."""
+
+    name: str
+    default: Any
+    kind: Kind
+    help: str
+    """What it means: a sentence or two."""
+    flags: tuple[str, ...] | None = ()
+    """What a command line calls it; (): `flag`, with --no- for a switch that is on by default; None: it does not have it."""
+    metavar: str | None = None
+    panel: str = ""
+    """The heading under which a command line shows it."""
+    only: tuple[str, ...] = ()
+    """The commands that have it; (): all that take such settings."""
+    off: str = ""
+    """For a switch that is on by default: what it means to turn it off, the help of its --no-… flag."""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def check(self, value: object) -> None:
+        """Raises InvalidInputError."""
+        if not self.kind.accepts(value):
+            raise InvalidInputError(f"{self.name} must be {self.kind.accepted}, got {value!r}")
+
+
+def option(default: Any, kind: Kind, meaning: str, **more: Any) -> Any:
+    """A field of a dataclass of settings. `default`: a value, or a function that makes one; `meaning` and `more`: see `Option`."""
+    metadata = {"option": {"kind": kind, "help": meaning, **more}}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@cache
+def _options(settings: Any) -> dict[str, Option]:
+    found = {}
+    for field in dataclasses.fields(settings):
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        found[field.name] = Option(field.name, default, **field.metadata["option"])
+    return found
+
+
+def options_of(settings: type) -> dict[str, Option]:
+    """The options of a dataclass by name, in its order."""
+    return _options(settings)
+
+
+def check(settings: Any) -> None:
+    """Every field of a dataclass of settings against its option. Raises InvalidInputError for the first that is out of bounds."""
+    for name, each in options_of(type(settings)).items():
+        each.check(getattr(settings, name))

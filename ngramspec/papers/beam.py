@@ -1,0 +1,350 @@
+"""Beam search, with drafts: width w, the same beams and scores bit for bit with drafts as without (Leviathan et al., appendix A.4).
+
+A prompt enters, the best w texts leave. Every beam is a sequence of its own in the pool; one that splits hands its blocks on. A pass
+verifies a tree of drafts behind every beam, and search goes on over its rows until it needs one that was not computed. Knows the
+runner, the scheduler's slots and n-gram tables; the engine calls `step` between its own steps, in its thread.
+
+The search is that of transformers' `generate(num_beams=w, do_sample=False)`. In each step the continuations of all beams are ranked by the
+sum of their log-probabilities (ties: the earlier beam, then the lower token id). Of the first w, those that end are done; the first w
+that do not end are the new beams. A text's final score is its sum over its length to the power of `length_penalty`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ngramspec.backends.base import Output, Runner
+from ngramspec.engine.observers import seen
+from ngramspec.engine.scheduler import Scheduler
+from ngramspec.errors import OutOfMemoryError
+from ngramspec.grammar.base import Constraint
+from ngramspec.kv_cache.blocks import BlockHashes
+from ngramspec.outputs import BLOCK, DraftTree
+from ngramspec.sampling.batch import Span, depths, pack
+from ngramspec.sampling.sampler import NotFiniteError, masked
+from ngramspec.speculative.base import Seen, Speculator
+
+_FREE = np.ones(2)
+"""What rows cost where all that is foreseen is wanted."""
+FORESEEN = 32
+"""Nodes per beam that drafts are chosen from."""
+BREADTHS = (1, 2, 4)
+"""Nodes at one depth, over the width."""
+
+
+@dataclass(slots=True)
+class _Beam:
+    """A text that goes on, with its place in the pool and in the speculator."""
+
+    tokens: np.ndarray  # [n] int32, prompt and output
+    score: float
+    lane: int
+    """Index into `BeamSearch.slots`; the speculator's own slot."""
+    computed: int
+    """Tokens whose KV is in the pool."""
+    block_hashes: BlockHashes
+    constraint: Constraint | None
+    """Where the text stands in its grammar."""
+    tree: DraftTree | None = None
+
+
+@dataclass(slots=True)
+class _Hypothesis:
+    """A beam of the pass and what search has put behind it since."""
+
+    score: float
+    beam: int
+    new: tuple[int, ...]
+    path: tuple[int, ...]
+    """Nodes of the beam's tree that carry `new`, as far as there are any."""
+    row: int
+    """Logits row behind the last token, -1: not computed in this pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A finished text."""
+
+    tokens: list[int]
+    """Output, with the token that ended it."""
+    score: float
+
+
+class BeamSearch:
+    """One search. `step` it until `done`, then read `ended` (best first), and `close` it in any case. Not thread-safe."""
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        *,
+        width: int,
+        limit: int,
+        stop_ids: frozenset[int],
+        length_penalty: float,
+        early_stopping: bool,
+        runner: Runner,
+        scheduler: Scheduler,
+        block_hashes: BlockHashes,
+        speculator: Speculator,
+        cost_ms: np.ndarray,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """prompt [n] int32; `limit`: most tokens of output; `block_hashes`: of the prompt's blocks; `speculator`: for `width` sequences, of
+        this search alone; cost_ms [R] float64: time of a pass with T rows at index T; `constraint`: the beginning of a text in
+        the grammar that all texts follow."""
+        self.prompt, self.width, self.limit, self.stop_ids = prompt, width, limit, stop_ids
+        self.length_penalty, self.early_stopping = length_penalty, early_stopping
+        self.runner, self.scheduler, self.speculator, self.cost_ms = runner, scheduler, speculator, cost_ms
+        self.slots: list[int] = []
+        self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes, constraint)]
+        self.ended: list[Ended] = []
+        self.stopped = False
+        """By whoever waits for it: it goes no further."""
+        self._complete = False
+        self._n_output = 0
+        self._top = width * (1 + len(stop_ids))
+        """Continuations of a beam that can matter: w that go on, where all that end come first."""
+
+    @property
+    def done(self) -> bool:
+        return self.stopped or self._complete
+
+    def step(self) -> bool:
+        """One pass; False where there are too few slots for it yet. Raises OutOfMemoryError, NotFiniteError."""
+        if not self.slots and not self._begin():
+            return False
+        missing = len(self.beams[0].tokens) - self.beams[0].computed
+        if missing > self.runner.max_rows:  # only the prompt can be that long
+            beam = self.beams[0]
+            piece = pack([self._span(beam, self.runner.max_rows, logits=0)], self.runner.pool, self.runner.rows_per_item)
+            self.runner.forward(piece).logits(0, 0)  # waits until the next pass may be staged
+            beam.computed += self.runner.max_rows
+            self._register(beam)
+            return True
+        self._draft()
+        spans = [self._span(beam, len(beam.tokens) - beam.computed) for beam in self.beams]
+        batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
+        output = self.runner.forward(batch)
+        heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
+        likely = seen(heard, batch, output) if self.speculator.needs_topk else None
+        texts = self._search(output, spans)
+        if not self.done:
+            self._commit(output, texts, likely)
+        return True
+
+    def close(self) -> None:
+        """Give everything back. Any number of times."""
+        for slot in self.slots:
+            self.runner.pool.release(slot)
+        self.scheduler.slots.extend(self.slots)
+        self.slots = []
+
+    # ------------------------------------------------------------------ a pass
+
+    def _begin(self) -> bool:
+        if len(self.scheduler.slots) < self.width:
+            return False
+        self.slots = [self.scheduler.slots.pop() for _ in range(self.width)]
+        beam = self.beams[0]
+        names = beam.block_hashes.hashes[: (len(self.prompt) - 1) // BLOCK]
+        taken = self.runner.pool.admit(self.slots[0], names, len(self.prompt))
+        if taken < 0:
+            raise self._full(len(self.prompt))
+        beam.computed = taken * BLOCK
+        self.speculator.begin(0, self.prompt, stops=tuple(self.stop_ids))
+        return True
+
+    def _full(self, n: int) -> OutOfMemoryError:
+        pool = self.runner.pool
+        return OutOfMemoryError(
+            f"a beam of {n} tokens does not fit in the KV pool beside {len(self.beams) - 1} others and what else runs: "
+            f"{pool.n_available * BLOCK} of its {pool.n_tokens} tokens are free; a larger kv_memory, a smaller width or less text may fit"
+        )
+
+    def _span(self, beam: _Beam, n_rows: int, logits: int = 1) -> Span:
+        tokens = beam.tokens[beam.computed : beam.computed + n_rows]
+        return Span(self.slots[beam.lane], tokens, beam.computed, beam.tree, logits)
+
+    def _draft(self) -> None:
+        """Give every beam its tree, and room for its rows."""
+        pool = self.runner.pool
+        for beam in self.beams:
+            if not pool.reserve(self.slots[beam.lane], len(beam.tokens)):
+                raise self._full(len(beam.tokens))
+        for beam, tree in zip(self.beams, self._trees(), strict=True):
+            n = min(len(tree), pool.max_blocks * BLOCK - len(beam.tokens))
+            while n and not pool.reserve(self.slots[beam.lane], len(beam.tokens) + n):  # a full pool: fewer guesses
+                n //= 2
+            beam.tree = tree.first(n) if n else None
+
+    def _trees(self) -> list[DraftTree]:
+        """Of what is foreseen, the nodes that make most steps per second.
+
+        At every depth, those of all beams together that weigh most: a node's weight is its probability times its beam's, over that of all
+        beams. A step goes on only if all it needs is there: with chance M^w, where the nodes of its depth weigh M together.
+        """
+        n, deepest = len(self.beams), self.limit - self._n_output - 1
+        lanes = np.array([beam.lane for beam in self.beams], np.int32)
+        trees = self.speculator.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * FORESEEN)
+        ends = np.cumsum([0] + [len(tree) for tree in trees])
+        depth = np.concatenate([depths(tree.parents) for tree in trees])
+        parents = np.concatenate([np.where(tree.parents < 0, -1, tree.parents + end) for tree, end in zip(trees, ends, strict=False)])
+        shares = np.exp(np.array([beam.score for beam in self.beams]) - self.beams[0].score)
+        weights = np.repeat(shares / shares.sum(), np.diff(ends)) * np.concatenate([tree.probs for tree in trees])
+        best, chosen = 1 / self.cost_ms[n], np.zeros(len(depth), np.bool_)
+        for breadth in BREADTHS:
+            kept, steps = np.zeros(len(depth) + 1, np.bool_), 1.0
+            kept[-1] = True  # the roots
+            for d in range(1, depth.max(initial=0) + 1):
+                there = np.flatnonzero((depth == d) & kept[parents])
+                there = there[np.argsort(-weights[there], kind="stable")[: breadth * self.width]]
+                kept[there] = True
+                steps += float(weights[there].sum()) ** self.width
+                rows = n + int(kept.sum()) - 1
+                if len(there) == 0 or rows >= len(self.cost_ms):
+                    break
+                if steps / self.cost_ms[rows] > best:
+                    best, chosen = steps / self.cost_ms[rows], kept[:-1].copy()
+        return [_cut(tree, chosen[a:b]) for tree, a, b in zip(trees, ends[:-1], ends[1:], strict=True)]
+
+    def _search(self, output: Output, spans: list[Span]) -> list[_Hypothesis]:
+        """Step after step, as long as all rows that a step needs are there."""
+        first = np.cumsum([0] + [span.n_logits for span in spans])
+        known: dict[int, list[tuple[int, float]]] = {}
+
+        def continuations(h: _Hypothesis) -> list[tuple[int, float]]:
+            if h.row not in known:
+                constraint = self._constraint(h)
+                mask = None if constraint is None else constraint.mask()
+                known[h.row] = _continuations(output.logits(h.row, h.row + 1)[0], self._top, mask)
+            return known[h.row]
+
+        def behind(h: _Hypothesis, token: int, score: float) -> _Hypothesis:
+            tree, root = self.beams[h.beam].tree, int(first[h.beam])
+            match = () if tree is None else np.flatnonzero((tree.parents == h.row - root - 1) & (tree.tokens == token)).tolist()
+            path, row = ((*h.path, match[0]), root + 1 + match[0]) if match else (h.path, -1)
+            return _Hypothesis(score, h.beam, (*h.new, token), path, row)
+
+        texts = [_Hypothesis(beam.score, b, (), (), int(first[b])) for b, beam in enumerate(self.beams)]
+        while not self.done and (ranking := self._rank(texts, continuations)) is not None:
+            texts = self._take([behind(texts[i], token, score) for score, i, token in ranking])
+        return texts
+
+    def _rank(
+        self, texts: list[_Hypothesis], continuations: Callable[[_Hypothesis], list[tuple[int, float]]]
+    ) -> list[tuple[float, int, int]] | None:
+        """The next step's continuations as far as they count, best first: (score, index into `texts`, token); None where a row is needed
+        that is not there. No continuation scores more than what it continues, so that a text far down needs no row."""
+        last = self._n_output + 1 == self.limit
+        every = sorted(
+            ((t.score + logprob, i, token) for i, t in enumerate(texts) if t.row >= 0 for token, logprob in continuations(t)),
+            key=lambda c: (-c[0], c[1], c[2]),
+        )
+        n = going = 0
+        while n < len(every) and (n if last else going) < self.width:
+            going += every[n][2] not in self.stop_ids
+            n += 1
+        unknown = max((t.score for t in texts if t.row < 0), default=-math.inf)
+        if unknown > -math.inf and ((n if last else going) < self.width or unknown >= every[n - 1][0]):
+            return None
+        return every[:n]
+
+    def _take(self, ranking: list[_Hypothesis]) -> list[_Hypothesis]:
+        """Take the step: what ends goes to `ended`, what goes on is returned."""
+        self._n_output += 1
+        last, w = self._n_output == self.limit, self.width
+        size = self._n_output**self.length_penalty
+        ends = [last or h.new[-1] in self.stop_ids for h in ranking]
+        going = [h for h, end in zip(ranking, ends, strict=True) if not end][:w]
+        for h, end in list(zip(ranking, ends, strict=True))[:w]:
+            if end:
+                output = [*self.beams[h.beam].tokens[len(self.prompt) :].tolist(), *h.new]
+                self.ended.append(Ended(output, h.score / size))
+        self.ended = sorted(self.ended, key=lambda e: -e.score)[:w]
+        full = len(self.ended) == w
+        self._complete = not going or (full and (self.early_stopping or going[0].score / size <= self.ended[-1].score))
+        return going
+
+    def _commit(self, output: Output, texts: list[_Hypothesis], likely: Seen | None) -> None:
+        """Make beams of the texts: the first that continues a beam keeps its lane, the others get those of beams that none continues."""
+        backwards = list(enumerate(texts))[::-1]
+        first = {h.beam: i for i, h in backwards}
+        kept = [self.beams[b].lane for b in first]
+        free = [lane for lane in range(self.width) if lane not in kept]
+        for lane in free:
+            self.runner.pool.release(self.slots[lane])
+        # a beam is split before it goes on, where it overwrites its drafts
+        self.beams = [self._keep(output, h) if first[h.beam] == i else self._split(h, free.pop()) for i, h in backwards][::-1]
+        going = [texts[i] for i in first.values()]
+        news, paths = ([np.array(a, np.int32) for a in each] for each in ([h.new for h in going], [h.path for h in going]))
+        self.speculator.observe(np.array(kept, np.int32), news, paths, likely)
+
+    def _next(self, h: _Hypothesis, lane: int, block_hashes: BlockHashes) -> _Beam:
+        tokens = np.append(self.beams[h.beam].tokens, np.array(h.new, np.int32))
+        return _Beam(tokens, h.score, lane, len(tokens) - 1, block_hashes, self._constraint(h))
+
+    def _constraint(self, h: _Hypothesis) -> Constraint | None:
+        """Where the text of a hypothesis stands in its grammar."""
+        beginning = self.beams[h.beam].constraint
+        if beginning is None:
+            return None
+        constraint = beginning.fork()
+        for token in h.new:
+            constraint.accept(token)
+        return constraint
+
+    def _path(self, h: _Hypothesis) -> np.ndarray:
+        """Slots of the nodes that carry all new tokens but the last one, which the next pass computes."""
+        return len(self.beams[h.beam].tokens) + np.array(h.path[: len(h.new) - 1], np.int64)
+
+    def _keep(self, output: Output, h: _Hypothesis) -> _Beam:
+        old = self.beams[h.beam]
+        beam = self._next(h, old.lane, old.block_hashes)
+        output.commit([(h.beam, len(old.tokens), self._path(h))])
+        self._register(beam)
+        self.runner.pool.truncate_to(self.slots[beam.lane], beam.computed)
+        return beam
+
+    def _split(self, h: _Hypothesis, lane: int) -> _Beam:
+        old, pool = self.beams[h.beam], self.runner.pool
+        beam = self._next(h, lane, old.block_hashes.copy())
+        source, target = self.slots[old.lane], self.slots[lane]
+        n_shared = pool.registered[source]
+        slots = np.concatenate([np.arange(n_shared * BLOCK, len(old.tokens)), self._path(h)])
+        if not pool.fork(source, slots, target, beam.block_hashes.hashes[:n_shared]):
+            raise self._full(len(beam.tokens))
+        self._register(beam)
+        self.speculator.begin(lane, beam.tokens, stops=tuple(self.stop_ids))
+        return beam
+
+    def _register(self, beam: _Beam) -> None:
+        beam.block_hashes.extend(beam.tokens)
+        self.runner.pool.register(self.slots[beam.lane], beam.block_hashes.hashes[: beam.computed // BLOCK])
+
+
+def _cut(tree: DraftTree, kept: np.ndarray) -> DraftTree:
+    """The tree of the kept nodes, [N] bool; a kept node's parent is kept."""
+    index = np.cumsum(kept) - 1
+    parents = np.where(tree.parents < 0, -1, index[tree.parents])[kept].astype(np.int32)
+    return DraftTree(tree.tokens[kept], parents, tree.probs[kept], tree.sources[kept])
+
+
+def _continuations(row: np.ndarray, n: int, mask: np.ndarray | None = None) -> list[tuple[int, float]]:
+    """The n most likely tokens and their log-probabilities, best first, of equal ones the lower id; row [V] float32. With a `mask` of
+    those that may come, as many as there are."""
+    x = row.astype(np.float64)
+    top = x.max()
+    if not np.isfinite(top):
+        raise NotFiniteError
+    x -= top
+    total = math.log(np.exp(x).sum())
+    if mask is not None:
+        row = masked(row, mask)
+    least = np.partition(row, -n)[-n] if n < len(row) else -np.inf
+    tokens = np.flatnonzero((row >= least) & (row > -np.inf))
+    tokens = tokens[np.argsort(-row[tokens], kind="stable")[:n]]
+    return [(int(token), float(x[token] - total)) for token in tokens]

@@ -1,0 +1,90 @@
+"""PaSS, parallel speculative sampling: look-ahead tokens behind the text, whose outputs in the model's own pass are the next draft.
+
+After Monea et al., "PaSS: Parallel Speculative Sampling" (2023). L tokens that were added to the model's vocabulary, with embeddings
+trained for it, stand behind the last known token as if they were text; what the model picks behind the i-th is its guess of the token i +
+1 places on. The paper drafts in one pass and verifies in the next. Here both are one: the look-ahead tokens hang in the draft tree, behind
+the last known token and behind every token of the draft, so that wherever the walk ends the next draft is known.
+
+Nothing but their ids is wanted, since a model that was trained so has their embeddings among its own; the authors published none. Any
+other ids make the same text, and poor drafts. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ngramspec.outputs import DraftTree
+from ngramspec.speculative.base import Candidates
+
+GUESSED, AHEAD = 0.5, 0.1
+"""Assumed chance that the model takes a token of the draft, and, for the merged tree, what a look-ahead token is worth to it."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """A sequence."""
+
+    draft: list[int] = field(default_factory=list)
+    """What follows its last token, as far as it was foreseen."""
+    children: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Of the last pass: the node with this parent and this token."""
+    picked: list[int] = field(default_factory=list)
+    """What the model picked behind the root and behind every node; -1: nothing."""
+
+
+class ParallelTokens:
+    """Drafts from the look-ahead tokens with these ids, in their order."""
+
+    name = "pass"
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        """Raises ValueError."""
+        if not ids or len(set(ids)) != len(ids) or min(ids) < 0:
+            raise ValueError(f"look-ahead tokens are different ids from 0, one or more, got {list(ids)}")
+        self.ids = list(ids)
+        self._texts: dict[int, _Text] = {}
+
+    def begin(self, seq: int, tokens: np.ndarray) -> None:
+        self._texts[seq] = _Text()
+
+    def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
+        return [self._tree(self._texts[seq].draft, budget) for seq in seqs]
+
+    def _tree(self, draft: list[int], budget: int) -> Candidates:
+        """The draft, then look-ahead tokens behind the last known token and behind each of its own, nearest first."""
+        draft = draft[: budget // 2]
+        nodes: list[tuple[int, int, float]] = [(node - 1, token, GUESSED ** (node + 1)) for node, token in enumerate(draft)]
+        taken = {(parent, token) for parent, token, _ in nodes}
+        for behind in range(-1, len(draft)):
+            parent, prob = behind, GUESSED ** (behind + 1)
+            for token in self.ids:
+                if (parent, token) in taken:  # the draft itself goes on with it
+                    break
+                prob *= AHEAD
+                nodes.append((parent, token, prob))
+                parent = len(nodes) - 1
+        parents, tokens, probs = zip(*nodes[:budget], strict=True) if budget > 0 else ((), (), ())
+        return Candidates(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(probs, np.float32))
+
+    def on_topk(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
+        text = self._texts[seq]
+        text.children = {edge: i for i, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
+        text.picked = tokens[:, 0].tolist()
+
+    def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
+        text, node = self._texts[seq], -1
+        text.draft = []
+        for token in accepted[:-1].tolist():
+            node = text.children.get((node, token), -2)
+        for token in self.ids:
+            node = text.children.get((node, token), -2)
+            if node < 0 or node + 1 >= len(text.picked) or text.picked[node + 1] < 0:
+                break
+            text.draft.append(text.picked[node + 1])
+        text.children, text.picked = {}, []
+
+    def end(self, seq: int) -> None:
+        self._texts.pop(seq, None)

@@ -1,0 +1,145 @@
+"""Verification: walking a draft with the model's own tokens. Chains and trees, greedy and sampled, one way.
+
+A draft tree and the model's tokens after its rows go in; the accepted tokens and their nodes come out. At each node the
+model's own token is sampled; the walk steps to the child that carries it and ends where there is none. With position-keyed
+sampling this *is* speculative sampling for a deterministic draft (a one-hot q: accept x with probability p(x), else the
+residual p without x), for chains and trees alike. Knows no KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from ngramspec.datastore.code_cache import njit
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK, DraftTree
+from ngramspec.sampling.batch import Batch, Span, pack
+from ngramspec.sampling.sampler import Sampler, draws, pick
+from ngramspec.sampling.topk import ranked
+from ngramspec.sampling_params import SamplingParams
+
+
+def walk(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """Yield (token, node) for every accepted token, in order: node is the draft node that carried it, or -1 for the last.
+
+    `sample(row)` is the model's token after row 0 (the root) or row i + 1 (node i). It is called for the rows of the path
+    alone and in order, so that a sampler may carry state along it; a consumer that stops early stops the sampling too.
+    """
+    node = -1
+    while True:
+        token = sample(node + 1)
+        child = -1
+        if tree is not None and len(tree.tokens):
+            child = _child(tree.parents, tree.tokens, node, token)
+        yield token, child
+        if child < 0:
+            return
+        node = child
+
+
+@njit(cache=True, nogil=True)
+def _child(parents, tokens, node, token):
+    for i in range(node + 1, parents.shape[0]):
+        if parents[i] == node and tokens[i] == token:
+            return i
+    return -1
+
+
+Run: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""What a walk accepts: the tokens [k] int32, and the draft nodes [k - 1] int32 that carried all but the last of them. A last token of -1
+stands where the model's logits hold no finite maximum."""
+
+
+def runs(batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None, picked: Sequence[bool] | None = None) -> list[Run | None]:
+    """`walk` of all sequences whose tokens are `picked` or can be drawn; None for the others. All in one call. `picked` None: those whose
+    spans have a sampler, where a token is a function of a row, the seed and the position alone.
+
+    `greedy` [N] int32: the choice after each row whose logits were wanted, -1 for none. `logits` [N, V]: what sequences above temperature
+    0 draw from; None: `greedy` holds what these draw, too.
+    """
+    if picked is None:
+        picked = [span.sampler is not None and span.sampler.on_device and span.samples for span in batch.spans]
+    how = [_how(span, draws=logits is not None) if each else _ALONE for span, each in zip(batch.spans, picked, strict=True)]
+    if not any(how):
+        return [None] * len(how)
+    tokens, nodes = np.empty((2, len(batch.input_ids)), np.int32)
+    tree = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
+    ends = follow_all(np.array(how, np.int8), *tree, greedy, tokens, nodes)
+    if DRAWN in how:
+        which = [b for b, each in enumerate(how) if each == DRAWN]
+        spans = [batch.spans[b] for b in which]
+        drawn = draws([span.sampler for span in spans if span.sampler], [span.start + len(span.tokens) - span.n_prompt for span in spans])
+        draw_all(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
+    return [
+        (tokens[root:end], nodes[root : end - 1]) if each else None
+        for each, root, end in zip(how, batch.roots.tolist(), ends.tolist(), strict=True)
+    ]
+
+
+_ALONE, FOLLOWED, DRAWN = range(3)
+
+
+def _how(span: Span, *, draws: bool) -> int:
+    """A span's sequence is walked along the tokens that were picked after all rows, or drawing them on the way; others by themselves."""
+    return DRAWN if draws and span.sampler is not None and not span.sampler.greedy else FOLLOWED
+
+
+@njit(cache=True, nogil=True)
+def follow_all(how, input_ids, parents, roots, ends, root_logits, picked, tokens, nodes):
+    """Walks where the tokens picked after all rows are known -> where each ends; sequence b's begins at roots[b] in tokens and nodes."""
+    to = roots.copy()
+    for b in range(how.shape[0]):
+        if how[b] == FOLLOWED:
+            at = root = here = np.int64(roots[b])
+            token = picked[root_logits[b]]
+            for r in range(root + 1, ends[b]):  # a child comes after its parent, and siblings differ in token
+                if parents[r] == here and input_ids[r] == token:
+                    tokens[at], nodes[at] = token, r - root - 1
+                    here = r
+                    at += 1
+                    token = picked[root_logits[b] + r - root]
+            tokens[at] = token
+            to[b] = at + 1
+    return to
+
+
+@njit(cache=True, nogil=True)
+def draw_all(which, input_ids, parents, roots, ends, root_logits, greedy, logits, draws, tokens, nodes, to):
+    """The same where tokens are drawn, row by row of the path: sequence which[i] as `draws` has it at i. Fills in where they end."""
+    for i in range(which.shape[0]):
+        b = which[i]
+        root = here = np.int64(roots[b])
+        n = 0
+        while here >= 0:
+            row = root_logits[b] + here - root
+            best = greedy[row]
+            token = np.int64(-1)
+            if best >= 0:
+                token = np.int64(pick(np.ascontiguousarray(logits[row]), logits[row, best], draws, i, n))
+            tokens[root + n] = token
+            above, here = here, np.int64(-1)
+            for r in range(above + 1, ends[b]):
+                if here < 0 and parents[r] == above and input_ids[r] == token:
+                    here = np.int64(r)
+                    nodes[root + n] = r - root - 1
+            n += 1
+        to[b] = root + n
+
+
+def warmup() -> None:
+    """Compile, or load from disk, everything here and in `pack`."""
+    tables = BlockTables(2, 2, BLOCK)
+    tree = DraftTree(np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, np.float32), np.zeros(1, np.uint8))
+    spans = []
+    for slot, temperature in enumerate((0.0, 1.0)):
+        tables.reserve(slot, 2)
+        params = SamplingParams(temperature=temperature)
+        sampler = Sampler(params, index=0, seed=0, prompt=np.zeros(1, np.int32), vocab_size=8, stop_ids=frozenset())
+        spans.append(Span(slot, np.zeros(1, np.int32), 0, tree, sampler=sampler, n_prompt=1))
+    batch = pack(spans, tables)
+    logits = np.zeros((len(batch.logits_rows), 8), np.float32)
+    runs(batch, ranked(logits)[0], logits)
+    list(walk(tree, lambda row: row))

@@ -1,0 +1,348 @@
+"""From what a request says to the token ids of its prompt; text in messages and tools never becomes a control token.
+
+Texts, messages and tools enter, lists of ids leave. Control tokens are all that the tokenizer's vocabulary was extended with, special or
+not; in a chat they come from the template alone, and in a text to be continued from the text itself, if it is to be parsed. Knows the
+engine's tokenizer; nothing of HTTP or of sampling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from inspect import signature
+from typing import Any, NamedTuple
+
+from jinja2.defaults import DEFAULT_NAMESPACE
+from tokenizers import AddedToken, Tokenizer
+
+from ngramspec.datastore.tokens import plain
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.server.body_limits import replace_lone_surrogates
+from ngramspec.server.error_responses import ApiError
+from ngramspec.server.template_process import TemplateLimitError, template_processes
+from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, learn
+from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, in_text
+
+Tools = Sequence[dict[str, Any]]
+"""As OpenAI's chats declare them."""
+Hide = Callable[[str, str], str]
+
+
+class Style(NamedTuple):
+    """How a template is asked for a prompt."""
+
+    answer_follows: bool = True
+    """The prompt ends with the beginning of the assistant's answer."""
+    goes_on: bool = False
+    """It ends within the last message."""
+    variables: Mapping[str, Any] = {}
+    """What the template can read beside messages and tools."""
+
+
+ANSWER = Style()
+
+
+class Prompts:
+    """The prompts of one engine. Threads may share it; encoding a long text takes a while."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._tokenizer = engine, engine.tokenizer
+        self._bos: list[int] = [] if self._tokenizer is None else before_text(self._tokenizer)
+        controls = {} if self._tokenizer is None else _control_tokens(self._tokenizer.backend_tokenizer)
+        self._control_ids = frozenset(controls)
+        self._control = _any_of([token.content for token in controls.values()])
+        self._special = _any_of([token.content for token in controls.values() if token.special])
+        texts = [token.content for token in controls.values()]
+        self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
+        self._endings = {text[n:] for text in texts for n in range(1, len(text))}
+        self._longest = max(map(len, texts), default=0)
+        self._controls = {token.content: number for number, token in controls.items()}
+        self._specials = {token.content: number for number, token in controls.items() if token.special}
+        self._marks = {number: token for token, number in self._specials.items()}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def to_continue(self, text: str, *, parse_special: bool) -> list[int]:
+        """The ids of a text to be continued, behind the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
+        return self._bos + self._engine.encode_text(text, parse_special=parse_special)
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model writes calls of tools: as its template has it, or in a form that the prompt tells it."""
+        return self._learned or HERMES
+
+    @property
+    def marks(self) -> dict[int, str]:
+        """The tokens that no text shows, some of which tell of a call."""
+        return self._marks
+
+    @cached_property
+    def added(self) -> dict[str, int]:
+        """The tokens beside text of which a text with calls may consist."""
+        return {text: number for text, number in self._controls.items() if text not in self._specials or text in self.calls.special}
+
+    def chat(
+        self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER, check: Callable[[str], None] | None = None
+    ) -> list[int]:
+        """The model's own template over the messages, up to where its answer begins. Raises ApiError (400) where it refuses them.
+
+        Control tokens in a message are text: each is hidden from the template and the tokenizer behind a random mark, and encoded apart.
+        So is what the template could join with its own or another message's text to a control token, if it does. What the assistant is
+        said to have written keeps the tokens that are not special (such as those around a chain of thought): they are in the text that
+        the server gave out, and templates look for them there. Of tools and calls, names, descriptions and values are messages' text, and
+        so are variables of the template. `check` sees the text before it is encoded, and may raise.
+        """
+        self._check(turns, style)
+        turns, tools = self._plainly(turns, tools)
+        foreign = False
+
+        def seen(text: str, role: str) -> str:
+            nonlocal foreign
+            foreign = foreign or bool(self._forbidden(role).search(text))
+            return text
+
+        def put(text: str, role: str) -> str:
+            return text if role == TOOL and _WORD.fullmatch(text) else marks.put(text)
+
+        rendered = self._render(turns, tools, style, seen)
+        if check is not None:
+            check(rendered)
+        marks = _Marks()
+        hidden = self._told(turns, tools, style, lambda text, role: self._hide(text, role, marks))
+        pieces = marks.split(self._rendered(hidden)) if marks.texts else [(rendered, False)]
+        allowed = [token for text, is_user in pieces if not is_user for token in self._control.findall(text)]
+        if not foreign and self._control.findall(rendered) == allowed:
+            ids = self._encode(rendered)  # nothing was hidden, or ends of messages to which nothing was joined
+        else:
+            ids = self._join(pieces)
+        if sum(token in self._control_ids for token in ids) > len(allowed):  # the tokenizer's normalizer makes one of other text
+            marks = _Marks()
+            ids = self._join(marks.split(self._render(turns, tools, style, put)))
+        return ids
+
+    def text(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> str:
+        """What `chat` encodes. Raises ApiError (400)."""
+        self._check(turns, style)
+        return self._render(*self._plainly(turns, tools), style)
+
+    def _check(self, turns: Sequence[Turn], style: Style) -> None:
+        """Raises ApiError (400)."""
+        if style.goes_on and (turns[-1].role != ASSISTANT or turns[-1].calls):
+            why = "continue_final_message: the last message must be a text of the assistant"
+            raise ApiError(400, why, param="continue_final_message")
+        for name in style.variables:
+            if name in self._own_names or not name.isidentifier():
+                why = "the server's own" if name.isidentifier() else "no name of a variable"
+                param = "chat_template_kwargs"
+                raise ApiError(400, f"{param}: {name[:40]!r} is {why}", param=param)
+
+    @cached_property
+    def _own_names(self) -> frozenset[str]:
+        """What templates are told, and how they are applied."""
+        applied = signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({*applied, *self._tokenizer.special_tokens_map, *DEFAULT_NAMESPACE, *_TOLD})
+
+    def _plainly(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools]:
+        """The same without tools, where there are some and the template knows none."""
+        if not (tools or any(turn.calls or turn.role == TOOL for turn in turns)) or self._learned is not None:
+            return turns, tools
+        return in_text(turns, tools, takes_system=self._takes_system), ()
+
+    @cached_property
+    def _learned(self) -> CallFormat | None:
+        return learn(self._template, list(self._specials))
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        try:
+            return "probe" in self._template([{"role": SYSTEM, "content": "probe"}, {"role": USER, "content": "a"}], [], True)
+        except ValueError:
+            return False
+
+    def _hide(self, text: str, role: str, marks: _Marks) -> str:
+        """The text with marks in the place of what is, or could become, a control token."""
+        body = text.strip()  # templates strip too
+        start = len(text) - len(text.lstrip())
+        before, after = text[:start], text[start + len(body) :]
+        reach = range(min(self._longest, len(body)), 0, -1)
+        end = next((n for n in reach if body[-n:] in self._beginnings), 0)
+        body, tail = body[: len(body) - end], body[len(body) - end :]
+        start = next((n for n in reach if body[:n] in self._endings), 0)
+        head, body = body[:start], body[start:]
+        middle = self._forbidden(role).sub(lambda found: marks.put(found[0]), body)
+        return before + marks.put(head) + middle + marks.put(tail) + after
+
+    def _forbidden(self, role: str) -> re.Pattern[str]:
+        return self._special if role == ASSISTANT else self._control
+
+    def _render(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide = lambda text, role: text) -> str:
+        return self._rendered(self._told(turns, tools, style, hide))
+
+    def _told(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide) -> _Told:
+        """What the template is handed, with `hide(text, role)` in the place of each text."""
+        variables = {name: _hidden(value, hide) for name, value in style.variables.items()}
+        return _Told([self._message(turn, hide) for turn in turns], [_hidden(tool, hide) for tool in tools], style, variables)
+
+    def _rendered(self, told: _Told) -> str:
+        """Raises ApiError (400)."""
+        try:
+            return self._continued(told) if told.style.goes_on else self._template(*told[:2], told.style.answer_follows, **told.variables)
+        except TemplateLimitError as e:
+            raise ApiError(400, f"these messages are too much: {e}", param="messages", code="template_limit") from None
+        except ValueError as e:
+            raise ApiError(400, f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
+
+    def _continued(self, told: _Told) -> str:
+        """The prompt up to the end of the last message, without the blanks there where the template strips them, as transformers has it.
+        Raises ValueError."""
+        (*before, last), end = told.messages, _nonce()
+        rendered = self._template([*before, last | {"content": f"{last['content']}{end} "}], told.tools, False, **told.variables)
+        text, found, behind = rendered.rpartition(end)
+        if not found:
+            raise ValueError("it does not show the last message, which is to be continued")
+        return text if behind.startswith(" ") or not last["content"].strip() else text.rstrip()
+
+    def _message(self, turn: Turn, hide: Hide) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": turn.role, "content": hide(turn.content, turn.role)}
+        if turn.calls:
+            message["tool_calls"] = [
+                {"id": _short(call.id), "type": "function", "function": {"name": hide(call.name, TOOL), "arguments": arguments}}
+                for call in turn.calls
+                for arguments in [self._arguments(call.arguments, hide)]
+            ]
+        if turn.role == TOOL:
+            message |= {"tool_call_id": _short(turn.call_id or ""), "name": hide(turn.name or "", TOOL)}
+        return message
+
+    def _arguments(self, given: str, hide: Hide) -> Any:
+        try:
+            parsed = json.loads(replace_lone_surrogates((given or "{}").encode()))
+        except (ValueError, RecursionError):
+            parsed = given
+        if self.calls.arguments_as_text or not isinstance(parsed, dict):
+            return hide(given, TOOL)
+        return _hidden(parsed, hide)
+
+    def _template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool, **variables: Any) -> str:
+        """What the tokenizer's `apply_chat_template` says, within limits. Raises ValueError."""
+        told = {"messages": [{name: value for name, value in message.items() if value is not None} for message in messages]}
+        told |= {"tools": tools or None, "documents": None, "add_generation_prompt": answer_follows}  # type: ignore[dict-item]
+        template = self._tokenizer.get_chat_template(None, tools or None)
+        return template_processes().render(template, {**self._tokenizer.special_tokens_map, **variables, **told})
+
+    def check_template(self) -> None:
+        """Raises UnsupportedModelError for a template that takes more time or memory than it may for a conversation of a few words."""
+        if not self.has_chat_template:
+            return
+        turns = [{"role": role, "content": "probe"} for role in (USER, ASSISTANT, USER)]
+        try:
+            for messages in (turns[:1], turns):
+                with contextlib.suppress(ValueError):
+                    self._template(messages, [], True)
+            _ = self._learned
+        except TemplateLimitError as error:
+            raise UnsupportedModelError(f"the model's chat template cannot be used: {error}") from None
+
+    def _encode(self, text: str) -> list[int]:
+        """Control tokens are what they are."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _join(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
+        spelled = cache(self._engine.encode_text)  # the same few texts, maybe very often
+        return [token for text, is_user in pieces for token in (spelled(text) if is_user else self._encode(text))]
+
+
+class _Told(NamedTuple):
+    """What a template is handed."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    style: Style
+    variables: dict[str, Any]
+
+
+class _Marks:
+    """Stand-ins for texts while a template is rendered. Private-use characters that nobody can guess: no case, no blanks, no escapes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._nonce = _nonce()
+
+    def put(self, text: str) -> str:
+        """A stand-in for the text; nothing for nothing."""
+        if not text:
+            return ""
+        self.texts.append(text)
+        return f"{self._nonce}{len(self.texts) - 1};"
+
+    def split(self, rendered: str) -> list[tuple[str, bool]]:
+        """(text, whether it stood behind a mark), in order."""
+        cut = re.split(f"{self._nonce}([0-9]+);", rendered)
+        pieces = [(self.texts[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(cut)]
+        return [(text, is_user) for text, is_user in pieces if text]
+
+
+def _nonce() -> str:
+    return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
+
+
+_TOLD = ("messages", "raise_exception", "strftime_now", "self", "caller", "loop")
+"""What templates read that no signature names."""
+_WORD = re.compile(r"[A-Za-z0-9_]*")
+
+
+def _hidden(value: Any, hide: Hide) -> Any:
+    """A value of JSON with every text in it hidden."""
+    if isinstance(value, str):
+        return hide(value, TOOL)
+    if isinstance(value, Mapping):
+        return {hide(key, TOOL): _hidden(each, hide) for key, each in value.items()}
+    return [_hidden(each, hide) for each in value] if isinstance(value, list) else value
+
+
+def _short(number: str) -> str:
+    """The id of a call as Mistral's templates ask for it: nine letters and digits, here the digest of any other."""
+    return number if re.fullmatch("[a-zA-Z0-9]{9}", number) else hashlib.sha256(number.encode()).hexdigest()[:9]
+
+
+def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
+    _, control = plain(tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1)
+    return {number: token for number, token in tokenizer.get_added_tokens_decoder().items() if control[number]}
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds the texts, the longest where several begin at a place, as tokenizers do; none: never.
+
+    The pattern is their tree of letters, so that a search does not slow down with their number.
+    """
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for letter in text:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+
+    def pattern(node: dict[str, Any]) -> str:
+        further = [re.escape(letter) + pattern(node[letter]) for letter in sorted(node) if letter]
+        if "" not in node and len(further) == 1:
+            return further[0]
+        return f"(?:{'|'.join(further)}){'?' if '' in node else ''}" if further else ""
+
+    return re.compile(pattern(tree) or r"(?!)")
+
+
+def before_text(tokenizer: Any) -> list[int]:
+    """The ids that the tokenizer puts before a text."""
+    with_special, without = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    for at in range(len(with_special) - len(without) + 1):
+        if with_special[at : at + len(without)] == without:
+            return with_special[:at]
+    return []

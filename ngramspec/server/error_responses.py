@@ -1,0 +1,195 @@
+"""Errors as the server tells them: OpenAI's envelope for everything, whatever went wrong.
+
+Exceptions enter, JSON responses `{"error": {"message", "type", "param", "code"}}` leave. What the caller did wrong is told in full;
+what the server did wrong goes to the log and leaves as a plain sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from ngramspec.errors import EngineClosedError, InvalidInputError, NgramspecError, OutOfMemoryError, PromptTooLongError
+
+INVALID = "invalid_request_error"
+CLIENT_GONE = 499
+"""nginx's status for a client that went away; nobody reads it but the log."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_SHOWN = 5  # validation errors that one message tells of
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["message", "type", "param", "code"]})
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's envelope."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer to the client, not a defect. `type` follows from the status where it is not given."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,  # noqa: A002 - the envelope's own name
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.type = type or _TYPES.get(status, INVALID if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+class ClientGone(Exception):  # noqa: N818 - not an error of anybody
+    """The client went away; what ran for it has been cancelled."""
+
+
+def unexpected() -> ApiError:
+    """What a client learns of a defect."""
+    return ApiError(500, "the server failed to answer this request; its log says why", code="internal_error")
+
+
+def of_engine(error: Exception, *, submitting: bool = False) -> ApiError:
+    """What an engine's error means to the client. While `submitting`, a ValueError is about what the request asks for."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+    if isinstance(error, OutOfMemoryError):
+        return ApiError(503, "the server is out of memory for this request; try again later", code="out_of_memory", headers=retry_after(5))
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
+    if isinstance(error, InvalidInputError) or (submitting and isinstance(error, (ValueError, NgramspecError))):
+        return bad_request(error)
+    return unexpected()
+
+
+def bad_request(error: Exception) -> ApiError:
+    """A 400 from a message that names its parameter first, as those of `SamplingParams` do."""
+    named = re.match(r"(\w+) must be ", str(error))
+    return ApiError(400, str(error), param=named[1] if named else None)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Within it, a ValueError (values out of range, text that cannot be encoded) is the client's: 400, or what `of_engine` says."""
+    try:
+        yield
+    except ApiError:
+        raise
+    except (ValueError, NgramspecError) as error:
+        raise of_engine(error, submitting=True) from error
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, round(seconds)))}
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of an application leave in the envelope. A defect's traceback is left to the outermost middleware."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        if error.status == 400:
+            request.app.state.server.metrics.refused("invalid")
+        return error.response()
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return await known(request, validation_error(error.errors()))
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return of_http(error, request).response()
+
+    async def gone(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(CLIENT_GONE, "the client went away").response()
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+
+
+def of_http(error: HTTPException, request: Request) -> ApiError:
+    """Starlette's own refusals: no such route, another method."""
+    status, headers = error.status_code, dict(error.headers or {})
+    if status == 405:
+        headers["Allow"] = _allowed(request)
+    messages = {
+        404: f"there is no {request.method} {request.url.path[:200]}; GET /openapi.json lists what there is",
+        405: f"{request.method} is not allowed here; allowed: {headers.get('Allow')}",
+    }
+    message = messages.get(status) or (str(error.detail) if status < 500 else HTTPStatus(status).phrase)
+    return ApiError(status, message, headers=headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of every route with this path; Starlette names those of the first one."""
+
+    def is_there(method: str) -> bool:
+        inner = "GET" if method == "HEAD" else method  # it is answered as a GET is
+        return any(route.matches({**request.scope, "method": inner})[0] is Match.FULL for route in request.app.routes)
+
+    return ", ".join(method for method in _METHODS if is_there(method))
+
+
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """400 that names what is wrong and the first parameter that is. Values of the request are not repeated: they may be long, or secret."""
+    told = []
+    for error in errors[:_SHOWN]:
+        name = _name(error.get("loc", ()))
+        told.append(f"{name}: {error['msg']}" if name else str(error["msg"]))
+    if len(errors) > _SHOWN:
+        told.append(f"and {len(errors) - _SHOWN} more")
+    first = _name(errors[0].get("loc", ())) if errors else ""
+    return ApiError(400, "; ".join(told) or "the request is not valid", param=first or None)
+
+
+def _name(location: Sequence[str | int]) -> str:
+    """`messages[0].content` from ("body", "messages", 0, "content", "str"): the branches of a union are pydantic's own affair."""
+    name = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in _BRANCHES:
+            name += f".{part}" if name else part
+        else:
+            break
+    return name
+
+
+_BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none"}

@@ -1,0 +1,260 @@
+"""What becomes of every field that OpenAI, vLLM and llama.cpp document for requests of completions: one table, by route.
+
+A request's JSON as an object enters; an ApiError for the first field that would change the answer and that nobody heeds leaves. Fields that
+are done have their types in the models of requests; here they are told of. docs/server.md shows the table. Knows no model of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any
+
+from ngramspec.options import options_of
+from ngramspec.sampling_params import SamplingParams
+from ngramspec.server.error_responses import ApiError
+
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/completion", "/infill")
+COMPLETIONS, CHAT, RESPONSES, LLAMA, INFILL = ROUTES
+OPENAI, V1, LLAMAS = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES), (LLAMA, INFILL)
+SHOWN_CHARS = 64  # of a name that nobody knows
+
+
+class Fate(Enum):
+    DONE = "done"
+    ACCEPTED = "accepted"
+    """Whatever it says: the text is the same."""
+    REFUSED = "refused"
+    """Where it asks for something: 400."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One row: fields that share their fate on some routes."""
+
+    names: tuple[str, ...]
+    routes: tuple[str, ...]
+    fate: Fate
+    why: str
+    """What it does; for what is refused, why; for what is accepted, why the text is the same."""
+    neutral: tuple[Any, ...] = ()
+    """Values of a refused field that ask for nothing, beside null."""
+    matters_with: tuple[tuple[str, Any], ...] = ()
+    """(name, value with which it is off) of the fields that give a refused one its meaning; none: it has one by itself."""
+
+    def asks(self, value: Any, given: Mapping[str, Any]) -> bool:
+        """Whether the value, among all that is given, is for what is refused."""
+        if value is None or any(_same(value, each) for each in self.neutral):
+            return False
+        return not self.matters_with or any(given.get(name) is not None and not _same(given[name], off) for name, off in self.matters_with)
+
+
+def _same(value: Any, other: Any) -> bool:
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _done(routes: tuple[str, ...], names: str, why: str = "") -> Field:
+    return Field(tuple(names.split()), routes, Fate.DONE, why)
+
+
+def _accepted(routes: tuple[str, ...], names: str, why: str) -> Field:
+    return Field(tuple(names.split()), routes, Fate.ACCEPTED, why)
+
+
+def _refused(routes: tuple[str, ...], names: str, why: str, *neutral: Any, matters_with: tuple[tuple[str, Any], ...] = ()) -> Field:
+    return Field(tuple(names.split()), routes, Fate.REFUSED, why, neutral, matters_with)
+
+
+_PENALTIES = (("repeat_penalty", 1), ("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
+_TEXT_ONLY = "text only"
+_RAW = "a chain of thought stays in the text"
+_TEMPLATE = "templates take messages, tools and `chat_template_kwargs`"
+_NOT_SAMPLED = "not among our samplers"
+
+_ROWS = (
+    # ------------------------------------------------------------------ done
+    _done((COMPLETIONS, *LLAMAS), "prompt", "the text to continue; for /infill the beginning of the line"),
+    _done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant, tool"),
+    _done((CHAT,), "add_generation_prompt", "false: the prompt ends behind the last message, with no answer begun"),
+    _done((CHAT,), "continue_final_message", "the text goes on with the last message, the assistant's; with `add_generation_prompt` false"),
+    _done((CHAT,), "chat_template_kwargs", "what else the model's template reads, such as `enable_thinking`; not what the server tells it"),
+    _done((INFILL,), "input_prefix input_suffix input_extra", "what stands around the cursor, and parts of other files"),
+    _done((COMPLETIONS,), "suffix", "fill in the middle, where the model can"),
+    _done((COMPLETIONS,), "echo", "the prompt before the text"),
+    _done((COMPLETIONS,), "best_of", "n of so many, the likeliest; equal to n while streamed"),
+    _done((RESPONSES,), "input instructions", "the conversation: messages, calls of functions, their results"),
+    _done(V1, "model", "any name is answered by the model that is served, others than its own are refused with `--strict-model`"),
+    _done(V1, "n", "texts for a prompt; a response is one"),
+    _done(LLAMAS, "n_cmpl", "texts for a prompt"),
+    _done((*OPENAI, *LLAMAS), "max_tokens", "most tokens to write; 0: the prompt is computed, and nothing written; -1: as many as fit"),
+    _done((RESPONSES,), "max_output_tokens", "most tokens to write"),
+    _done((CHAT,), "max_completion_tokens", "`max_tokens` by its new name, which counts"),
+    _done((*OPENAI, *LLAMAS), "n_predict", "`max_tokens` in llama.cpp's words"),
+    _done(ROUTES, "stop", "texts that end the answer"),
+    _done(ROUTES, "seed", "the same seed gives the same text"),
+    _done(ROUTES, "logit_bias", "numbers added to logits, for token ids of the vocabulary"),
+    _done(OPENAI, "logprobs", "log-probabilities of the tokens"),
+    _done((CHAT,), "top_logprobs", "and of so many others"),
+    _done(LLAMAS, "n_probs", "log-probabilities of so many tokens"),
+    _done(ROUTES, "stream", "pieces as they are written"),
+    _done(V1, "stream_options", "`include_usage`; `continuous_usage_stats` and `include_obfuscation` change nothing"),
+    _done(LLAMAS, "repeat_penalty", "`repetition_penalty` in llama.cpp's words"),
+    _done(LLAMAS, "n_indent", "a line with less indentation ends the text"),
+    _done(LLAMAS, "t_max_predict_ms", "after so long, the next line end ends the text"),
+    _done(LLAMAS, "return_tokens", "token ids in the answer"),
+    _done(LLAMAS, "response_fields", "which fields the answer has"),
+    _done(ROUTES, "cache_prompt", "false: computed without the prefix cache, with the same text"),
+    _done(
+        (COMPLETIONS, LLAMA), "parse_special", "false: control tokens in the prompt's text are spelled out; default: the server's setting"
+    ),
+    _done(
+        ROUTES,
+        "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar grammar json_schema",
+        "the form of the answer; see below",
+    ),
+    _done((RESPONSES,), "text", "`format` is the form of the answer; `verbosity` changes nothing"),
+    _done((RESPONSES,), "reasoning", "`effort` is what templates read as `reasoning_effort`; `summary` changes nothing"),
+    _done((CHAT,), "reasoning_effort", "told to templates that read it; others have no such word, and nothing changes"),
+    _done((RESPONSES,), "include", "what else to tell; log-probabilities are refused"),
+    _done(V1, "truncate_prompt_tokens truncation_side", "the last tokens of a prompt (`right`: the first); -1: what the context holds"),
+    _done((*OPENAI, *LLAMAS), "prediction", "ours; see above"),
+    _done(ROUTES, "datastore speculation speculative_metrics return_sources", "ours; see above"),
+    # ------------------------------------------------------------------ of tools
+    _done((CHAT, RESPONSES), "tools tool_choice", "what the answer may call, and whether it has to"),
+    _done((CHAT, RESPONSES), "parallel_tool_calls", "false: one call at most; absent: one where a call is required, else any number"),
+    _refused((CHAT,), "functions function_call", "tools have taken their place", [], "none"),
+    _refused((CHAT,), "parse_tool_calls", "calls are told apart from text wherever there are tools", True),
+    # ------------------------------------------------------------------ accepted, whatever they say
+    _accepted((CHAT,), "verbosity", "a hint, which no template knows"),
+    _accepted(ROUTES, "user safety_identifier metadata client_metadata store", "about the request; nothing is stored or passed on"),
+    _accepted(ROUTES, "service_tier priority request_id session_id", "requests run in the order in which they come, under our own ids"),
+    _accepted(ROUTES, "prompt_cache_key prompt_cache_retention prompt_cache_options", "cached prompts are found by their tokens"),
+    _accepted(ROUTES, "id_slot n_cache_reuse n_keep n_discard", "there are no slots to choose, and no context is shifted"),
+    _accepted(
+        ROUTES,
+        "speculative.n_min speculative.n_max speculative.p_min speculative.type",
+        "drafts change how soon the answer comes, never which",
+    ),
+    _accepted(ROUTES, "stream_interval sse_ping_interval return_progress timings_per_token verbose", "how often a stream tells what"),
+    _accepted(ROUTES, "t_max_prompt_ms", "prompts are computed to their end"),
+    _accepted(ROUTES, "backend_sampling mm_payload guided_decoding_backend", "how, not what"),
+    _accepted(ROUTES, "samplers", "the order is ours: penalties, temperature, top-k, top-p, min-p, each where its own field asks"),
+    _accepted(
+        ROUTES, "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", "only with `dry_multiplier`, which is refused"
+    ),
+    _accepted(ROUTES, "mirostat_tau mirostat_eta", "only with `mirostat`, which is refused"),
+    _accepted(ROUTES, "xtc_threshold", "only with `xtc_probability`, which is refused"),
+    _accepted(ROUTES, "dynatemp_exponent", "only with `dynatemp_range`, which is refused"),
+    _accepted(ROUTES, "adaptive_decay", "only with `adaptive_target`, which is refused"),
+    _accepted(LLAMAS, "model", "there is one"),
+    _accepted((LLAMA,), "input_prefix input_suffix input_extra", "of /infill: here the prompt is all there is, as llama.cpp has it"),
+    # ------------------------------------------------------------------ refused: sampling
+    _refused(ROUTES, "typical_p typ_p", _NOT_SAMPLED, 1),
+    _refused(ROUTES, "top_n_sigma", _NOT_SAMPLED, -1, 0),
+    _refused(ROUTES, "mirostat", _NOT_SAMPLED, 0),
+    _refused(ROUTES, "dry_multiplier xtc_probability dynatemp_range", _NOT_SAMPLED, 0),
+    _refused(ROUTES, "adaptive_target", _NOT_SAMPLED, -1),
+    _refused(ROUTES, "min_keep", _NOT_SAMPLED, 0),
+    _refused(ROUTES, "repeat_last_n", "penalties look at the whole text", -1, matters_with=_PENALTIES),
+    _refused(ROUTES, "use_beam_search watermarking", _NOT_SAMPLED, False),
+    _refused(ROUTES, "length_penalty", "of beam search", 1),
+    _refused(ROUTES, "repetition_detection", _NOT_SAMPLED),
+    _refused(ROUTES, "lora", "there are no adapters", []),
+    _refused(ROUTES, "guided_whitespace_pattern", "JSON has the blanks that docs/server.md tells of", ""),
+    _refused(ROUTES, "grammar_lazy", "a grammar begins with the text", False),
+    _refused(ROUTES, "grammar_triggers preserved_tokens", "a grammar begins with the text", []),
+    _refused(ROUTES, "vllm_xargs kv_transfer_params ec_transfer_params", "there are no extensions", {}),
+    _refused(ROUTES, "cache_salt", "prompts are shared within a key's tenant: give out several keys"),
+    # ------------------------------------------------------------------ refused: what would have to be stored
+    _refused((RESPONSES,), "previous_response_id conversation", "nothing is stored here; send the items that came before"),
+    _refused((RESPONSES,), "prompt", "prompts are not stored here"),
+    _refused((RESPONSES,), "background", "responses are not stored here; stream them", False),
+    # ------------------------------------------------------------------ refused: prompts
+    _refused((RESPONSES,), "truncation", "a prompt is cut by `truncate_prompt_tokens` alone", "disabled"),
+    _refused((CHAT,), "chat_template", "no template comes from a request"),
+    _refused((CHAT,), "documents", _TEMPLATE, []),
+    _refused((CHAT,), "echo", "the answer is a message of its own", False),
+    _refused((CHAT,), "add_special_tokens", "the template has them", False),
+    _refused((COMPLETIONS,), "add_special_tokens", "the tokenizer's own beginning; send token ids for another", True),
+    _refused((COMPLETIONS,), "prompt_embeds", "text and token ids only"),
+    _refused((INFILL, CHAT, RESPONSES), "parse_special", "here text is never a control token; /completion has it", False),
+    _refused((LLAMA,), "image_data multimodal_data", _TEXT_ONLY, []),
+    _refused((CHAT,), "audio web_search_options moderation", "text of the model alone"),
+    _refused((CHAT,), "modalities", _TEXT_ONLY, ["text"]),
+    _refused((CHAT,), "media_io_kwargs mm_processor_kwargs", _TEXT_ONLY, {}),
+    # ------------------------------------------------------------------ refused: what the answer shows
+    _refused(ROUTES, "prompt_logprobs", "`echo` with `logprobs` tells them"),
+    _refused(ROUTES, "logprob_token_ids", "log-probabilities are of the likeliest", []),
+    _refused(ROUTES, "post_sampling_probs", "log-probabilities are the model's, before sampling", False),
+    _refused(
+        ROUTES,
+        "return_tokens_as_token_ids return_token_ids return_token_offsets return_prompt_text return_mm_kwargs",
+        "`return_tokens` of /completion has ids",
+        False,
+    ),
+    _refused(ROUTES, "routed_experts_prompt_start", "experts are not told of", 0),
+    _refused((CHAT,), "include_reasoning", _RAW, True),
+    _refused((CHAT,), "reasoning_format", _RAW, "none", "auto"),
+    _refused((CHAT,), "reasoning_control thinking_forced_open", _RAW, False),
+    _refused(OPENAI, "thinking_token_budget", _RAW, -1),
+    # ------------------------------------------------------------------ refused: one dialect's words on another's routes
+    _refused((RESPONSES,), "top_logprobs logprobs", "only /v1/chat/completions tells log-probabilities", 0, False),
+    _refused((RESPONSES,), "max_tokens max_completion_tokens", "here it is `max_output_tokens`"),
+    _refused((RESPONSES,), "max_tool_calls", "functions are called by the client"),
+    _refused(OPENAI, "n_cmpl", "here it is `n`", 1),
+    _refused(OPENAI, "n_probs", "here it is `logprobs`", 0),
+    _refused(OPENAI, "repeat_penalty", "here it is `repetition_penalty`", 1),
+    _refused(OPENAI, "n_indent", "/completion and /infill have it", 0),
+    _refused(OPENAI, "t_max_predict_ms", "/completion and /infill have it", 0, -1),
+    _refused(OPENAI, "return_tokens", "/completion and /infill have it", False),
+    _refused(OPENAI, "response_fields", "/completion and /infill have it", []),
+    _refused(LLAMAS, "n", "here it is `n_cmpl`", 1),
+    _refused(LLAMAS, "truncate_prompt_tokens", "/v1 has it"),
+)
+
+
+def _rows() -> Iterator[Field]:
+    told = {name for row in _ROWS for name in row.names}
+    for name, option in options_of(SamplingParams).items():
+        if name not in told:
+            yield _done(ROUTES, name, option.help)
+    yield from _ROWS
+
+
+FIELDS = tuple(_rows())
+"""The whole table. Sampling parameters that all dialects have under their own names come first, as they are declared."""
+BY_ROUTE: dict[str, dict[str, Field]] = {
+    route: {name: row for row in FIELDS if route in row.routes for name in row.names} for route in ROUTES
+}
+
+
+def check(route: str, given: Mapping[str, Any]) -> None:
+    """Raises ApiError 400 for a field that asks for what is refused, and, as OpenAI does, for one that nobody documents: it may be a
+    slip of the pen for one that would change the text. null asks for nothing, whatever the name."""
+    table = BY_ROUTE[route]
+    for name, value in given.items():
+        row = table.get(name)
+        if row is None:
+            if value is not None:
+                raise _unknown(name, route)
+        elif row.fate is Fate.REFUSED and row.asks(value, given):
+            raise ApiError(400, f"{name} is not supported: {row.why}", param=name, code="not_supported")
+
+
+def _unknown(name: str, route: str) -> ApiError:
+    shown = name[:SHOWN_CHARS]
+    near = get_close_matches(shown, BY_ROUTE[route], 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return ApiError(400, f"{shown!r}: {route} has no such field{meant}", param=shown, code="unknown_field")
+
+
+def described(route: str, schema: dict[str, Any]) -> None:
+    """Add to the JSON schema of a route's requests what its model does not name, and that there is nothing else."""
+    for name, row in BY_ROUTE[route].items():
+        if row.fate is Fate.ACCEPTED:
+            schema["properties"].setdefault(name, {"description": f"Accepted: {row.why}."})
+        elif row.fate is Fate.REFUSED and not row.matters_with:
+            schema["properties"].setdefault(name, {"enum": [None, *row.neutral], "description": f"Not supported: {row.why}."})
+    schema["additionalProperties"] = False

@@ -1,0 +1,287 @@
+"""Admission and running: the way from a route to the engine and back, and the end of it when a client goes away.
+
+A route makes a `Reservation` before it does any work, hands in prompts as `Work`, and gets completions or a stream of deltas. However the
+response ends, closing the reservation cancels what was running under it. Knows ASGI and the engine's faces, neither prompts nor formats of
+answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from fastapi import Request
+from starlette.types import Message, Receive
+
+from ngramspec.engine.llm_engine import Engine, Hints
+from ngramspec.engine.llm_engine import Request as EngineRequest
+from ngramspec.outputs import Completion, Delta
+from ngramspec.sampling_params import SamplingParams
+from ngramspec.server.error_responses import ApiError, ClientGone, of_engine, retry_after
+from ngramspec.server.loop_bridge import Mailbox
+from ngramspec.server.metrics import Metrics
+from ngramspec.server.settings import ServerSettings
+from ngramspec.server.stream_padding import Pacer
+
+Piece = tuple[int, Delta | Exception]
+
+
+@dataclass(slots=True)
+class Work:
+    """One prompt to complete."""
+
+    prompt: list[int]
+    params: SamplingParams
+    hints: Hints = field(default_factory=lambda: Hints())
+
+
+async def _read(pieces: asyncio.Queue[Piece], n_works: int) -> AsyncIterator[tuple[int, Delta]]:
+    while n_works:
+        index, what = await pieces.get()
+        if isinstance(what, Exception):
+            raise what
+        n_works -= what.completion is not None
+        yield index, what
+
+
+class Reservation:
+    """Room for some sequences, reserved before any work is done for them, and the requests that run in it.
+
+    `with` it, or hand it to an `EventStream`. Used in the event loop's thread.
+    """
+
+    def __init__(self, admission: Admission, sequences: int) -> None:
+        self.sequences = sequences
+        self.requests: list[EngineRequest] = []
+        self.fail: Callable[[Exception], None] = lambda error: None
+        """Ends whoever waits for results with an error."""
+        self._admission = admission
+        self._detached = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._detached:
+            self.close()
+
+    def detach(self) -> None:
+        """Leaving the `with` block no longer closes it: a streaming response that outlives the block does."""
+        self._detached = True
+
+    def return_room(self) -> None:
+        """The engine is done with these sequences, though the answer may still be on its way. Any number of times."""
+        self._admission._reserved -= self.sequences
+        self.sequences = 0
+
+    def close(self) -> None:
+        """Cancel what still runs, return the room, and be forgotten. Any number of times."""
+        for request in self.requests:
+            if not request.done:
+                request.cancel()
+        self.return_room()
+        self._admission._reservations.discard(self)
+
+
+class Admission:
+    """Bounds what is in flight, runs it, and follows its clients. Used from one event loop."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings, metrics: Metrics) -> None:
+        self.engine, self.settings, self.metrics = engine, settings, metrics
+        self.capacity = int(engine.props()["max_seqs"]) + settings.max_queue
+        """Sequences in flight: those that run and those that wait."""
+        self.draining = False
+        self._reservations: set[Reservation] = set()  # of all that are not answered to the end
+        self._reserved = 0
+        self._mean_s = 1.0  # of a request, lately
+        self._mailbox = Mailbox()
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that are reserved."""
+        return self._reserved
+
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """Requests under way."""
+        return [request for reservation in self._reservations for request in reservation.requests if not request.done]
+
+    # ------------------------------------------------------------------ admission
+
+    def reserve(self, sequences: int = 1) -> Reservation:
+        """Reserve room, at once or not at all: raises ApiError 429 where it is full, 503 where there is no new work."""
+        self.check_open()
+        reservation = Reservation(self, 0)
+        self._grow(reservation, sequences)
+        self._reservations.add(reservation)
+        return reservation
+
+    def check_open(self) -> None:
+        """Raises ApiError 503 where no new work is taken."""
+        if self.draining:
+            self.metrics.refused("draining")
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10))
+        if self.engine.closed:
+            self.metrics.refused("engine_dead")
+            raise ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
+
+    def _grow(self, reservation: Reservation, sequences: int) -> None:
+        if sequences > self.capacity:
+            raise ApiError(400, f"the request is for {sequences} texts at once; this server holds {self.capacity}", param="n")
+        more = max(0, sequences - reservation.sequences)
+        self.check_room(more)
+        self._reserved += more
+        reservation.sequences += more
+
+    def check_room(self, sequences: int) -> None:
+        """Raises ApiError 429 where there is no room for so many more."""
+        if self._reserved + sequences > self.capacity:
+            self.metrics.refused("queue_full")
+            wait_s = min(60.0, self._mean_s * max(1.0, self._reserved / self.capacity))
+            raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=retry_after(wait_s))
+
+    # ------------------------------------------------------------------ running
+
+    async def results(self, reservation: Reservation, http: Request, works: Sequence[Work]) -> list[Completion]:
+        """Run to the end. Raises ApiError, and ClientGone where the client left; either way nothing runs on."""
+        started = time.perf_counter()
+        left: dict[int, Completion] = {}
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def take(piece: Piece) -> None:
+            index, what = piece
+            if ended.done():
+                return
+            if isinstance(what, Exception):
+                ended.set_exception(what)
+                return
+            assert what.completion is not None
+            left[index] = what.completion
+            if len(left) == len(works):
+                ended.set_result(None)
+
+        with reservation:
+            watch = asyncio.create_task(until_gone(http.receive))
+            try:
+                self._submit(reservation, http, works, take, final_only=True)
+                await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not ended.done():
+                    raise ClientGone
+                ended.result()
+                done = [left[i] for i in range(len(works))]
+                await self._pace(done, started, watch)
+                return done
+            finally:
+                watch.cancel()
+                if ended.done() and not ended.cancelled():
+                    ended.exception()  # looked at, so that asyncio does not complain of it
+
+    def stream(self, reservation: Reservation, http: Request, works: Sequence[Work]) -> AsyncIterator[tuple[int, Delta]]:
+        """Run, and hand out (number of the work, delta) as they come. What is wrong with the works raises here, before anything is sent.
+
+        The last delta of each work carries its completion. With `pad_stream` every delta holds one token of each text, at an even rate.
+        """
+        if self.settings.pad_stream:
+            pacer = Pacer(len(works), self._interval_s)
+            self._submit(reservation, http, works, lambda piece: pacer.put(*piece))
+            return pacer.read()
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._submit(reservation, http, works, pieces.put_nowait)
+        return _read(pieces, len(works))
+
+    def _submit(
+        self, reservation: Reservation, http: Request, works: Sequence[Work], take: Callable[[Piece], None], *, final_only: bool = False
+    ) -> None:
+        """Hand the works in, one or more. Raises ApiError; then none of them runs."""
+        assert works
+        self.check_open()
+        self._grow(reservation, sum(work.params.n for work in works))
+        self._mailbox.bind()
+        reservation.fail = lambda error: take((0, error))
+        started, unfinished = time.perf_counter(), len(works)
+
+        def deliver(index: int) -> Callable[[Delta | Exception], None]:
+            def from_engine(what: Delta | Exception) -> None:  # in the engine's thread
+                self._mailbox.post(receive, (index, what))
+
+            return from_engine
+
+        def receive(piece: Piece) -> None:
+            nonlocal unfinished
+            index, what = piece
+            if isinstance(what, Exception):
+                self.metrics.finished(reservation.requests[index].completion, "error")
+                take((index, of_engine(what)))
+                return
+            if what.completion is not None:
+                unfinished -= 1
+                self._count(what.completion, http, started)
+                if not unfinished:
+                    reservation.return_room()  # a slow reader keeps its text, not its room
+            take(piece)
+
+        try:
+            for i, work in enumerate(works):
+                reservation.requests.append(
+                    self.engine.submit(work.prompt, work.params, deliver=deliver(i), final_only=final_only, **work.hints)
+                )
+        except Exception as error:
+            reservation.close()
+            known = of_engine(error, submitting=True)
+            if known.status == 500:
+                raise
+            raise known from error
+
+    def _count(self, completion: Completion, http: Request, started: float) -> None:
+        """Tell the metrics and the log of a request that the engine is done with."""
+        cancelled = any(choice.finish_reason == "cancelled" for choice in completion.choices)
+        self.metrics.finished(completion, "cancelled" if cancelled else "done")
+        if not cancelled:
+            self._mean_s += 0.1 * (time.perf_counter() - started - self._mean_s)
+        facts = http.scope.get("state", {}).setdefault("facts", {})
+        for name, value in (
+            ("prompt_tokens", len(completion.prompt_token_ids)),
+            ("cached_tokens", completion.cached_tokens),
+            ("completion_tokens", sum(len(choice.token_ids) for choice in completion.choices)),
+        ):
+            facts[name] = facts.get(name, 0) + value
+        facts |= {"queued_ms": round(completion.queued_s * 1e3, 1), "ttft_ms": round(completion.ttft_s * 1e3, 1)}
+
+    @property
+    def _interval_s(self) -> float:
+        return self.settings.pad_stream / 1e3
+
+    async def _pace(self, done: list[Completion], started: float, watch: asyncio.Task[None]) -> None:
+        """Hold a whole answer back for as long as its tokens take at the even pace."""
+        takes_s = max(c.ttft_s + self._interval_s * max(len(choice.token_ids) for choice in c.choices) for c in done)
+        rest = started + takes_s - time.perf_counter()
+        if self.settings.pad_stream and rest > 0:
+            await asyncio.wait({watch}, timeout=rest)
+            if watch.done():
+                raise ClientGone
+
+    # ------------------------------------------------------------------ the end
+
+    async def drain(self, timeout: float) -> None:
+        """Take no new work; wait until all are answered, for `timeout` seconds, then end the rest with a 503."""
+        self.draining = True
+        deadline = time.monotonic() + timeout
+        while self._reservations and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self.cancel_all()
+
+    def cancel_all(self) -> None:
+        """End everything in flight with a 503."""
+        for reservation in list(self._reservations):
+            reservation.fail(ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10)))
+            reservation.close()
+
+
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client is gone. The request's body must have been read."""
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()

@@ -1,0 +1,91 @@
+"""What speculation did for a request, in the words that clients know: vLLM's per-request metrics and llama.cpp's timings.
+
+Completions enter, plain dicts for an answer leave. Who may see how much is decided by the routes. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from ngramspec.outputs import Completion, Stats
+
+PREDICTION = "prediction"
+"""The source of drafts that a request's prediction is."""
+
+
+def total(completions: Completion | Sequence[Completion]) -> Stats:
+    """The statistics of all their choices together."""
+    stats = Stats()
+    for completion in [completions] if isinstance(completions, Completion) else completions:
+        stats.add(completion.stats)
+    return stats
+
+
+def speculative(completions: Completion | Sequence[Completion], level: Literal["summary", "detailed"]) -> dict[str, Any]:
+    """`metrics.speculative_decoding` as vLLM has it, over all choices.
+
+    `acceptance_histogram[k]`: passes with a draft that accepted k tokens of it, up to `num_spec_tokens`, the deepest draft. Drafts are
+    trees, so a pass may verify more tokens than it can accept. `detailed` adds counts by source and by position in the draft.
+    """
+    stats = total(completions)
+    deepest = max(len(stats.drafted_by_depth), len(stats.accepted_lengths) - 1, 0)
+    metrics: dict[str, Any] = {
+        "mean_acceptance_length": 1.0 + stats.accepted / stats.drafts if stats.drafts else 1.0,
+        "draft_acceptance_rate": stats.acceptance_rate,
+        "acceptance_histogram": stats.accepted_lengths + [0] * (deepest + 1 - len(stats.accepted_lengths)),
+        "num_spec_steps": stats.drafts,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "num_spec_tokens": deepest,
+    }
+    if level == "detailed":
+        metrics["by_source"] = {
+            source: _counts(n, stats.accepted_by_source.get(source, 0))
+            | {"num_expected_draft_tokens": round(stats.expected_by_source.get(source, 0.0), 3)}
+            for source, n in sorted(stats.drafted_by_source.items())
+        }
+        accepted = stats.accepted_by_depth + [0] * (deepest - len(stats.accepted_by_depth))
+        metrics["by_position"] = [_counts(n, accepted[depth]) for depth, n in enumerate(stats.drafted_by_depth)]
+    return metrics
+
+
+def _counts(drafted: int, accepted: int) -> dict[str, int]:
+    return {"num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted}
+
+
+def predicted(completions: Sequence[Completion]) -> tuple[int, int]:
+    """Draft tokens that came from the request's prediction: (those that the text took, those that it did not)."""
+    accepted = sum(choice.draft_sources.count(PREDICTION) for completion in completions for choice in completion.choices)
+    return accepted, max(total(completions).drafted_by_source.get(PREDICTION, 0) - accepted, 0)
+
+
+def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:
+    """Each token's text, and who drafted it; None: the model wrote it unaided."""
+    return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
+
+
+def timings(completion: Completion) -> dict[str, float]:
+    """llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
+
+    `prompt_n` counts what was computed, `cache_n` what the prefix cache had. Waiting in the queue is in neither.
+    """
+    stats = completion.stats
+    prompt_n = len(completion.prompt_token_ids) - completion.cached_tokens
+    first_s = completion.ttft_s or completion.duration_s
+    found: dict[str, float] = {"cache_n": completion.cached_tokens}
+    found |= _pace("prompt", prompt_n, max(first_s - completion.queued_s, 0.0))
+    found |= _pace("predicted", stats.tokens, max(completion.duration_s - first_s, 0.0))
+    if stats.drafts:
+        found |= {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted}
+    return found
+
+
+def _pace(name: str, n: int, seconds: float) -> dict[str, float]:
+    """0 stands for what cannot be said of no tokens or no time."""
+    return {
+        f"{name}_n": n,
+        f"{name}_ms": seconds * 1e3,
+        f"{name}_per_token_ms": seconds * 1e3 / n if n else 0.0,
+        f"{name}_per_second": n / seconds if seconds else 0.0,
+    }

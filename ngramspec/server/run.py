@@ -1,0 +1,339 @@
+"""Running the application: a socket, uvicorn, the model loading behind it, and the signals that end it.
+
+Settings and a function that makes the engine enter. The server answers 503 until the engine is there and after it was
+told to stop. `Protocol` adds to uvicorn's HTTP what bounds rude clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from starlette.responses import HTMLResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.server import logs
+from ngramspec.server.app import create_app
+from ngramspec.server.auth import is_loopback
+from ngramspec.server.error_responses import ApiError, retry_after
+from ngramspec.server.file_descriptors import most_for_connections, raise_limit
+from ngramspec.server.repositories import Repositories
+from ngramspec.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+ACCEPTED_AT_ONCE = 1
+"""Connections that asyncio accepts in one turn of its loop. A few turns pass until a connection is counted or closed: with the backlog,
+asyncio's default, it would run out of descriptors before one of them is."""
+ACCEPT_LOG_S = 10
+"""Seconds between two lines of the log that say that no connection can be accepted."""
+SEND_BUFFER = 64 << 10
+"""Bytes that the kernel keeps for a client that does not read."""
+HEAD_BYTES = 256 << 10
+"""Longer heads are cut off by the parser; those above `Limits.header_bytes` by us, with an answer in our envelope."""
+LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<meta http-equiv="refresh" content="2"><title>ngramspec</title><p role="status">The model is being loaded.</p></html>"""
+"""The page at / until the playground is there; it comes back by itself."""
+HALF_CLOSED_S = (0.01, 0.01, 0.2)
+"""After so long without an answer, a client that has shut its side down is asked whether it is there; when that is looked at, and how
+often then."""
+LINGER_S = 3
+"""For responses that are being written when the server stops."""
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1 with deadlines: for a client to send its request, and to read what it was sent.
+
+    With no write buffer of ours, `pause_writing` means that the kernel takes no more: the client's buffer and the kernel's are full.
+    """
+
+    settings: ClassVar[ServerSettings]
+    most_descriptors: ClassVar[int]
+    idle: ClassVar[dict[Protocol, None]]
+    """The server's connections without a whole request that is being answered, by how long they have been so."""
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> type[Protocol]:
+        return type("Protocol", (cls,), {"settings": settings, "most_descriptors": most_for_connections(), "idle": {}})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
+        number = 0
+        if (peer := transport.get_extra_info("socket")) is not None:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            number = peer.fileno()
+        self._refused = False
+        self._unread: asyncio.TimerHandle | None = None
+        self._listens: asyncio.TimerHandle | None = None
+        self._unsent: asyncio.TimerHandle | None = self._abort_after(self.settings.receive_timeout)
+        if len(self.connections) > self.settings.max_connections or number >= self.most_descriptors:
+            self._make_room(max(len(self.connections) - self.settings.max_connections, number - self.most_descriptors + 1), number)
+        if not self._refused:
+            self.idle[self] = None
+
+    def _make_room(self, excess: int, number: int) -> None:
+        """Close the `excess` connections that have been idle for longest; if there is none, refuse this one, descriptor `number`."""
+        oldest = list(itertools.islice(self.idle, excess))
+        for each in oldest:
+            del self.idle[each]
+            each.transport.close()
+        if oldest:
+            return
+        self._refuse(503, ApiError(503, "too many connections", headers=retry_after(5)))
+        with contextlib.suppress(OSError):  # what is unread at the close would reset the connection before the client reads the answer
+            os.read(number, HEAD_BYTES)
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.idle.pop(self, None)
+        for timer in (self._unread, self._unsent, self._listens):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self.conn.their_state is h11.DONE:  # a request behind one that is not answered: h11 would stop reading, and a client that
+            self._answer_and_close()  # goes away would not be noticed
+            return
+        super().data_received(data)
+        state = self.conn.their_state
+        if state is h11.DONE and self.conn.trailing_data[0]:
+            self._answer_and_close()
+        whole = state is not h11.SEND_BODY and not (state is h11.IDLE and self.conn.trailing_data[0])
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+            self.idle.pop(self, None)
+        if whole and self._unsent is not None:
+            self._unsent.cancel()
+            self._unsent = None
+        elif not whole and self._unsent is None:
+            self._unsent = self._abort_after(self.settings.receive_timeout)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:  # no other request has come behind this one
+            self.idle[self] = None
+
+    def _answer_and_close(self) -> None:
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started:
+            scope = self.cycle.scope
+            scope["headers"] = [*scope["headers"], (b"connection", b"close")]  # as if the client had said so: the answer will
+        self.flow.resume_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. With a whole request it may still listen, or be gone: true: the connection stays, to be found out."""
+        cycle = self.cycle
+        if self._refused or cycle is None or cycle.response_complete or self.conn.their_state is not h11.DONE:
+            return False
+        self._answer_and_close()
+        self._listens = self.loop.call_later(HALF_CLOSED_S[0], self._ask_whether_it_listens, True)
+        return True
+
+    def _ask_whether_it_listens(self, first: bool) -> None:
+        """Whoever is gone refuses what is sent, and only then: an interim response, or a comment in a stream of events."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if first and self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")) or b"")
+        elif first and self.conn.our_state is h11.SEND_BODY and self.cycle.scope["state"].get("events"):
+            self.transport.write(self.conn.send(h11.Data(data=b": \n\n")) or b"")
+        self._listens = self.loop.call_later(HALF_CLOSED_S[1 if first else 2], self._ask_whether_it_listens, False)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._abort_after(self.settings.send_timeout)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, in our envelope."""
+        error = sys.exception()
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            self._refuse(431, ApiError(431, "the headers are too long"))
+        else:  # 501, too: a Transfer-Encoding that nobody knows is as much the client's mistake
+            self._refuse(400, ApiError(400, "this is not an HTTP request that can be read: " + str(error)[:100]))
+
+    def _refuse(self, status: int, error: ApiError) -> None:
+        body = json.dumps(error.body).encode()
+        names = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | error.headers
+        head = h11.Response(status_code=status, headers=list(names.items()), reason=b"")
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in (head, h11.Data(data=body), h11.EndOfMessage())))
+        # Closing with something unread resets the connection, and the client would not see the answer: read on for a moment.
+        self._refused = True
+        self.transport.write_eof()
+        self._abort_after(LINGER_S)
+
+
+class Front:
+    """The ASGI application that uvicorn gets: the real one once there is an engine, 503 before."""
+
+    def __init__(self) -> None:
+        self.app: FastAPI | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        else:
+            error = ApiError(503, "the model is being loaded", code="loading", headers=retry_after(2))
+            page = HTMLResponse(LOADING, 503, {**error.headers, "Cache-Control": "no-store"})
+            await (page if scope["path"] == "/" else error.response())(scope, receive, send)
+
+
+class AcceptErrors:
+    """asyncio's handler of exceptions, which logs the one that comes a thousand times a second with a count and now and then."""
+
+    def __init__(self) -> None:
+        self._unsaid, self._next = 0, 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or "accept" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+            return
+        self._unsaid += 1
+        if loop.time() >= self._next:
+            log.warning("no connection can be accepted: %s (%d times since this was last said)", error.strerror, self._unsaid)
+            self._unsaid, self._next = 0, loop.time() + ACCEPT_LOG_S
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains on the first signal and stops on the second."""
+
+    def __init__(self, config: uvicorn.Config, front: Front, settings: ServerSettings) -> None:
+        super().__init__(config)
+        self.front, self.settings = front, settings
+        self.signalled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(AcceptErrors())
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # uvicorn's backlog is also how many asyncio accepts at a time
+        if self.signalled:
+            self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Called on SIGTERM and SIGINT. The second one does not wait for a pass, a stream, or a datastore that is being written."""
+        if self.signalled:
+            os._exit(128 + sig)
+        self.signalled = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._drain, signal.Signals(sig).name)
+
+    def _drain(self, why: str) -> None:
+        async def drain() -> None:
+            if self.front.app is not None:
+                log.info("%s: no new work; running requests have %g s to end", why, self.settings.drain_timeout)
+                await self.front.app.state.server.admission.drain(self.settings.drain_timeout)
+            self.should_exit = True
+
+        self._draining = asyncio.create_task(drain())
+
+
+def run(
+    make_engine: Callable[[], Engine],
+    settings: ServerSettings,
+    repositories: Repositories | None = None,
+    ready: Callable[[str, Engine], None] = lambda url, engine: None,
+) -> None:
+    """Serve until a signal ends it. `ready` is called with the server's address once it takes work.
+
+    Raises OSError where the address cannot be had, and what `make_engine` raises.
+    """
+    repositories = repositories or Repositories()
+    raise_limit()
+    listener = listen(settings.host, settings.port)
+    front = Front()
+    server = Server(configuration(front, settings), front, settings)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    if not is_loopback(settings.host) and not settings.api_keys:
+        log.warning("%s is reachable from other machines, and there are no keys: whoever reaches it can use it; see --api-key", url)
+    loaded: list[Engine | BaseException] = []
+
+    def load() -> None:
+        try:
+            engine = make_engine()
+            loaded.append(engine)
+            app = create_app(engine, settings, repositories)
+            gc.collect()
+            gc.freeze()  # half a million objects stay: everything waits while the collector looks at them again
+            front.app = app
+            logs.event("ready", f"{engine.name} is served at {url}", url=url, model=engine.name, exactness=engine.promise)
+            repositories.start(engine)
+            ready(url, engine)
+        except BaseException as error:
+            loaded.append(error)
+            server.should_exit = True
+
+    logs.event("loading", f"listening at {url} while the model is loaded", url=url)
+    # A daemon: a signal while it loads does not wait for it.
+    threading.Thread(target=load, name="ngramspec-load", daemon=True).start()
+    server.run(sockets=[listener])
+    repositories.close()
+    for each in loaded:
+        if isinstance(each, Engine):
+            each.close()
+        else:
+            raise each
+
+
+def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    """How uvicorn runs an application."""
+    return uvicorn.Config(
+        app,
+        http=Protocol.of(settings),
+        loop="asyncio",
+        backlog=ACCEPTED_AT_ONCE,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_graceful_shutdown=LINGER_S,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError that names the address."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error

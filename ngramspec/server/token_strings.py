@@ -1,0 +1,76 @@
+"""What single tokens say: the text and bytes of each, alone and in a running text.
+
+Token ids enter, texts and bytes leave. Knows the tokenizer, and neither requests nor answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from ngramspec.tokenizer.detokenizer import Special, TextStream
+
+LEAST = -9999.0
+"""OpenAI's word for "very unlikely"; JSON has no infinity."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenTexts:
+    """What each token of a vocabulary says. Threads may share it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        if tokenizer is not None:
+            self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])  # a word's blank shows only behind another
+            self._before = self._decode([])
+        self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
+
+    def text(self, token: int) -> str:
+        r"""The token's text, control tokens' too; `bytes:\xe6` where it is not whole characters."""
+        raw = self.bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def running(self, tokens: Sequence[int], special: Special = Special.SKIPPED) -> list[str]:
+        """What each of a text's tokens adds to it: whole characters where they are complete."""
+        if self._tokenizer is None or not tokens:
+            return [""] * len(tokens)
+        stream = TextStream(self._tokenizer, special=special)
+        added = [stream.push(token) for token in tokens]
+        return [*added[:-1], added[-1] + stream.finish()]
+
+    def _bytes(self, token: int) -> bytes:
+        if self._tokenizer is None:
+            return b""
+        text = self._decode([token])[len(self._before) :]
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if found := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):  # as SentencePiece spells bytes
+            return bytes([int(found[1], 16)])
+        if all(letter in _LETTERS for letter in piece):  # as GPT-2 does
+            return bytes(_LETTERS[letter] for letter in piece)
+        return text.encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        ids = self._anchor + tokens
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _letters() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: one that is no visible Latin-1 character has the next free one from 256."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return {chr(byte if byte in visible else next(spare)): byte for byte in range(256)}
+
+
+_LETTERS = _letters()
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return max(logprob, LEAST)

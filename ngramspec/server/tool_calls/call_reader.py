@@ -1,0 +1,205 @@
+"""Tool calls in a text as it grows: what is said and what is called.
+
+Tokens' texts enter in pieces of any size, `Said`, `Called` and `Argued` leave, in the text's order. Text is held back only while it may
+still become a call; what turns out to be none is said, unchanged but for blanks beside calls. The forms of calls are in `call_forms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import regex
+
+from ngramspec.server.tool_calls.call_formats import CallFormat
+from ngramspec.server.tool_calls.call_forms import FORMS, Argued, Called, CallForm, Event, KnownTools, Parse, Said, Scanner, template_form
+
+__all__ = ["Argued", "CallReader", "Called", "Event", "KnownTools", "Said"]
+
+CONTEXT = 256
+"""Characters before the place where a call is looked for that are kept, for forms that begin only at certain places."""
+MAX_WASTED = 1_000_000
+"""Characters read in vain as calls; beyond, a text is passed on as it is."""
+MIN_CUT = 5
+"""Characters of a form's first word that are markup, and no text, where the text was cut off within it."""
+_CODE_ENDS = regex.compile("```")
+
+
+class CallReader:
+    """Reads one text."""
+
+    def __init__(self, form: CallFormat, tools: KnownTools, *, held: bool = False, calls_only: bool = False, several: bool = True) -> None:
+        """`held`: a grammar holds calls to the template's form, so that they are passed on while they are written; other calls are
+        passed on when they are whole. `calls_only`: the text is nothing but calls. `several`: pass on more than the first call."""
+        own = template_form(form, held=held)
+        self._forms: tuple[CallForm, ...] = (*([] if own is None else [own]), *FORMS)
+        self._begin, self._begin_in_code = _any_begin(self._forms), _any_begin([each for each in self._forms if each.marked], _CODE_ENDS)
+        self._trusts_json = not form.trigger
+        self._scan = Scanner(tools, streams=held)
+        self._calls_only, self._several = calls_only, several
+        self._from = 0
+        """Where the text begins that is neither said nor called yet."""
+        self._start = 0
+        """Where a call is tried, or looked for next."""
+        self._hidden: list[tuple[int, int]] = []
+        """Special tokens, which no text shows."""
+        self._tried: list[CallForm] = []
+        """Forms that may begin at `_start`; the first is being read."""
+        self._parse: Parse | None = None
+        self._in_code = False
+        """Within a fenced block that is no call."""
+        self._n_calls = self._n_wasted = 0
+        self._plain = False
+        """Something was said."""
+        self._fresh = True
+        """Nothing was said since the beginning or the last call."""
+        self._found = False
+        """The parser at work has passed something on."""
+
+    @property
+    def n_calls(self) -> int:
+        return min(self._n_calls, 1) if not self._several else self._n_calls
+
+    @property
+    def is_whole(self) -> bool:
+        """The text did not end within a call."""
+        return not self._scan.broken
+
+    def push(self, text: str) -> list[Event]:
+        """The text goes on."""
+        self._scan.text += text
+        return list(self._run()) if text else []
+
+    def mark(self, token: str) -> list[Event]:
+        """A special token comes, which no text shows."""
+        before = len(self._scan.text)
+        self._hidden.append((before, before + len(token)))
+        return self.push(token)
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """The text is over. `cut`: it would have gone on."""
+        events: list[Event] = []
+        if cut and self._parse is not None and (self._tried[0].marked or self._scan.sure or self._found):
+            if self._scan.streams:
+                self._scan.ended = True
+                events += [event for event in self._parse if event is not None and not isinstance(event, Said)]
+            self._from = self._start = len(self._scan.text)  # the beginning of a call is no text
+            self._parse = None
+        elif cut and self._parse is None:
+            pattern = self._begin_in_code if self._in_code else self._begin
+            found = pattern.search(self._scan.text, self._start, partial=True)
+            least = 1 if self._fresh and self._n_calls else MIN_CUT
+            if found and found.partial and len(found[0].strip()) >= least and not self._is_text(found[0]):
+                self._scan.text = self._scan.text[: found.start()]
+        self._scan.ended = True
+        events += self._run()
+        return events
+
+    def _is_text(self, beginning: str) -> bool:
+        """Whether only forms that are not marked begin like this."""
+        return not any(form.marked and form.begin.fullmatch(beginning.strip(), partial=True) for form in self._forms)
+
+    def _run(self) -> Iterator[Event]:
+        while (yield from (self._look() if self._parse is None else self._read())):
+            pass
+
+    # ------------------------------------------------------------------ both return whether there is more to do
+
+    def _look(self) -> Generator[Event, None, bool]:
+        """Find where the next call may begin, and say what comes before."""
+        scan = self._scan
+        pattern = self._begin_in_code if self._in_code else self._begin
+        found = None if self._n_wasted > MAX_WASTED else pattern.search(scan.text, self._start, partial=not scan.ended)
+        end = len(scan.text) if found is None else found.start()
+        if found is not None and not found.partial:
+            yield from self._say(len(scan.text[:end].rstrip()), end)
+            self._start = end
+            self._tried = [form for form in self._forms if form.begin.match(scan.text, end) and (form.marked or not self._in_code)]
+            self._begin_form()
+            if self._parse is None:  # the end of a fenced block
+                self._in_code = False
+                yield from self._pass_by(found.end())
+            return True
+        kept = end if scan.ended else len(scan.text[:end].rstrip())
+        yield from self._say(kept, kept)
+        self._start = max(kept, self._start)
+        if self._from > 4 * CONTEXT:
+            self._forget(self._from - CONTEXT)
+        return False
+
+    def _read(self) -> Generator[Event, None, bool]:
+        """Go on with the form that is being read."""
+        assert self._parse is not None
+        scan = self._scan
+        try:
+            while (event := next(self._parse)) is not None:
+                yield from self._pass_on(event)
+            return False
+        except StopIteration as stop:
+            is_call = bool(stop.value)
+        if is_call:
+            self._from = self._start = max(scan.at, self._start)
+            self._parse = None
+            return True
+        self._n_wasted += len(scan.text) - self._start if len(scan.text) - self._start > CONTEXT else 0
+        form = self._tried.pop(0)
+        self._begin_form()
+        if self._parse is None:
+            self._in_code = self._in_code or form.name == "fence"
+            end = self._start + 1 if form.name != "fence" else scan.text.index("```", self._start) + 3
+            yield from self._pass_by(end)
+        return True
+
+    def _begin_form(self) -> None:
+        scan = self._scan
+        scan.at, scan.sure, scan.trusts_json, self._found = self._start, False, self._trusts_json and not self._plain, False
+        self._parse = self._tried[0].read(scan) if self._tried else None
+
+    # ------------------------------------------------------------------ what they share
+
+    def _pass_on(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, Said):
+            if not self._fresh:
+                yield event
+            return
+        if isinstance(event, Called):
+            if not self._found:
+                self._from = self._start  # blanks before a call are no text
+            self._found = True
+            self._n_calls += 1
+            self._fresh = True
+        if self._several or self._n_calls == 1:
+            yield event
+
+    def _pass_by(self, end: int) -> Iterator[Event]:
+        """The text up to there is no call."""
+        yield from self._say(end, end)
+        self._start = end
+
+    def _say(self, end: int, blanks_end: int) -> Iterator[Event]:
+        """Say the text up to `end`; up to `blanks_end` there are only blanks, which are kept: nobody's before a call."""
+        start, self._from = self._from, max(end, self._from)
+        if end <= start:
+            return
+        pieces, at = [], start
+        for first, last in self._hidden:
+            if first < end and last > at:
+                pieces.append(self._scan.text[at : max(first, at)])
+                at = min(last, end)
+        text = "".join([*pieces, self._scan.text[at:end]])
+        if self._fresh and self._n_calls and (not self._plain or (self._scan.ended and not text.strip())):
+            text = text.lstrip()
+        if not text or self._calls_only:
+            return
+        self._fresh = False
+        self._plain = self._plain or bool(text.strip())
+        yield Said(text)
+
+    def _forget(self, n: int) -> None:
+        """Drop the first characters, which are said."""
+        self._scan.text = self._scan.text[n:]
+        self._from, self._start = self._from - n, self._start - n
+        self._hidden = [(first - n, last - n) for first, last in self._hidden if last > n]
+
+
+def _any_begin(forms: list[CallForm] | tuple[CallForm, ...], *more: regex.Pattern[str]) -> regex.Pattern[str]:
+    return regex.compile("|".join(f"(?:{pattern.pattern})" for pattern in (*(form.begin for form in forms), *more)))

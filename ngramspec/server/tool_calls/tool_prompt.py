@@ -1,0 +1,73 @@
+"""Chats with tools for templates that know none: tools are told of in the system message, calls and results are text of turns.
+
+Turns and tools enter, turns of plain text leave, worded as Hermes and Qwen were trained on it. Knows neither templates nor tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ngramspec.server.tool_calls.call_formats import HERMES
+
+ASSISTANT, SYSTEM, TOOL, USER = "assistant", "system", "tool", "user"
+_TOLD = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class Call(NamedTuple):
+    """A call that the assistant made."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class Turn(NamedTuple):
+    """One message of a chat: its role as templates know it, and its text."""
+
+    role: str
+    content: str
+    calls: tuple[Call, ...] = ()
+    """Of the assistant."""
+    call_id: str | None = None
+    """Of a tool: which call this is the result of."""
+    name: str | None = None
+    """Of a tool."""
+
+
+def in_text(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, takes_system: bool) -> list[Turn]:
+    """The same chat without tools. `takes_system`: the template has system messages; else the first message begins with what they say."""
+    plain: list[Turn] = []
+    for turn, before in zip(turns, [None, *turns[:-1]], strict=True):
+        if turn.calls:
+            calls = HERMES.write([(call.name, call.arguments) for call in turn.calls])
+            plain.append(Turn(ASSISTANT, f"{turn.content}\n{calls}" if turn.content else calls))
+        elif turn.role != TOOL:
+            plain.append(turn)
+        else:
+            result = f"<tool_response>\n{turn.content}\n</tool_response>"
+            if before is not None and before.role == TOOL:
+                result = f"{plain.pop().content}\n{result}"
+            plain.append(Turn(USER, result))
+    if not tools:
+        return plain
+    told = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    role = SYSTEM if takes_system else USER
+    if plain[0].role == role:
+        first = plain.pop(0)
+        told = f"{first.content}\n\n{told}" if takes_system else f"{told}\n\n{first.content}"
+    return [Turn(role, told), *plain]

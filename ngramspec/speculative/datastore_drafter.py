@@ -1,0 +1,252 @@
+"""Drafts from suffix datastores: what followed this context in the user's repository, and which of its files are like the request.
+
+Committed tokens go in; one flat tree per sequence comes out, each node with a code for how sure the store is and the place that it was
+read from. It opens no store and knows no weights: `ngramspec.datastore` looks up, the mix decides what a code is worth. A store that has
+changed on disk is picked up between two steps; one that has become unreadable keeps its last generation. Stores have LF for every line
+end: a sequence with CRLF is looked up with LF, and its drafts are written with CRLF.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ngramspec.datastore import DatastoreError, Matcher
+from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.line_ends import BEGUN, CRLF, LF, LineEnds
+from ngramspec.datastore.lookup import ALL_STORES
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.similar_files import Index, Router, indices
+from ngramspec.datastore.tokens import stored_encoder
+from ngramspec.speculative.features import MAX_CODE
+
+log = logging.getLogger(__name__)
+
+NAME = "datastore"
+MAX_MATCH = 64
+REFRESH_S = 0.25
+"""How often the stores are asked for a newer generation: one `stat` each."""
+
+_LENGTHS = np.searchsorted(np.array((3, 4, 5, 7, 9, 13, 19, 32, 64)), np.arange(65), side="right").astype(np.int64)  # 10 levels
+_SHARES = np.array((0.08, 0.25, 0.5, 0.75, 0.95, 1.0))  # 7 levels
+_COUNTS = np.array((2, 5))  # 3 levels
+assert 10 * (len(_SHARES) + 1) * (len(_COUNTS) + 1) <= MAX_CODE + 1
+
+
+class Drafts(NamedTuple):
+    """One tree per sequence, flat: node i of sequence b is at start[b] + i."""
+
+    start: np.ndarray  # [B + 1] int64
+    tokens: np.ndarray  # [N] int32
+    parents: np.ndarray  # [N] int32, within the tree; -1: the root
+    codes: np.ndarray  # [N] int16
+    positions: np.ndarray  # [N] int64, for `locate`
+
+
+@njit(cache=True, nogil=True)
+def _codes(start, parents, counts, match, lengths, shares, levels, out):
+    """How sure: levels of the match with the path to the node, of its share among its siblings, of how many occurrences there are."""
+    depth = np.zeros(len(parents), np.int64)
+    total = np.zeros(len(parents) + 1, np.int64)
+    for b in range(len(start) - 1):
+        a, z = start[b], start[b + 1]
+        total[a : z + 1] = 0  # of the children of node i at a + 1 + i, of the root's at a; read before the next tree begins
+        for i in range(a, z):
+            total[a + 1 + parents[i]] += counts[i]
+            depth[i] = depth[a + parents[i]] + 1 if parents[i] >= 0 else 0
+        for i in range(a, z):
+            share, s, c = counts[i] / total[a + 1 + parents[i]], 0, 0
+            while s < len(shares) and share >= shares[s]:
+                s += 1
+            while c < len(levels) and counts[i] >= levels[c]:
+                c += 1
+            length = lengths[min(match[i] + depth[i], len(lengths) - 1)]
+            out[i] = (length * (len(shares) + 1) + s) * (len(levels) + 1) + c
+
+
+@njit(cache=True, nogil=True)
+def _append(recent, fresh, slots, start, tokens):
+    """Put new tokens in front of what each slot remembers, newest first."""
+    M = recent.shape[1]
+    for b in range(len(slots)):
+        slot, n = slots[b], start[b + 1] - start[b]
+        fresh[slot] = fresh[slot] + n if fresh[slot] >= 0 else -1
+        kept = min(n, M)
+        for i in range(M - 1, kept - 1, -1):
+            recent[slot, i] = recent[slot, i - kept]
+        for i in range(kept):
+            recent[slot, i] = tokens[start[b + 1] - 1 - i]
+
+
+def _find_line_ends(store: Datastore, found: Future[LineEnds | None]) -> None:
+    """Make what translates line ends for a store's tokenizer."""
+    try:
+        found.set_result(LineEnds(stored_encoder(Path(store.path), store.snapshot.manifest)))
+    except Exception as error:  # whatever it is: CRLF is looked up as it is then
+        log.warning("datastore %s: its line ends cannot be translated: %s", store.path, error)
+        found.set_result(None)
+
+
+class SuffixDrafter:
+    """The stores' drafts for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
+
+    def __init__(
+        self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[Index] | None = None
+    ) -> None:
+        """`similar`: with the files that are like a request, where a store has their vectors; their index is made now, unless `ready`.
+
+        Raises ValueError for more than 63 stores.
+        """
+        self._similar = similar
+        self.follows_changes = True
+        """Whether newer generations of the stores are taken up, by the clock."""
+        self._router: Router | None = None
+        self._matcher = Matcher([], max_seqs, max_match=MAX_MATCH)
+        self._may: dict[int, frozenset[str] | None] = {}
+        self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
+        self._fresh = np.full(max_seqs, -1, np.int32)
+        self._unheard: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._asked_s = time.monotonic()
+        self._unreadable: set[str] = set()
+        self._crlf = np.zeros(max_seqs, bool)
+        self.line_ends: Future[LineEnds | None] | None = None
+        """Made in a thread of its own with the first store: a second for a large vocabulary. Sequences that begin earlier do without."""
+        if similar and ready is None:
+            ready = indices([store.snapshot for store in stores.values()])
+        self.use(stores, ready or ())
+
+    def use(self, stores: Mapping[str, Datastore], ready: Sequence[Index] = ()) -> None:
+        """Look up in these stores from now on, for running sequences too. Raises ValueError, with nothing changed."""
+        self._matcher.reset([store.snapshot for store in stores.values()])
+        self.stores = dict(stores)
+        self._unreadable &= self.stores.keys()
+        self._changed(ready)
+        if self.stores and self.line_ends is None:
+            self.line_ends = Future()
+            store = next(iter(self.stores.values()))
+            threading.Thread(target=_find_line_ends, args=(store, self.line_ends), name="ngramspec-line-ends", daemon=True).start()
+
+    def _changed(self, ready: Sequence[Index] = ()) -> None:
+        """The matcher has other snapshots: so has the router, and what a sequence may use stands elsewhere."""
+        for slot, may in self._may.items():
+            self._matcher.begin(slot, self._bits(may))
+        snapshots = self._matcher.snapshots
+        if self._router is not None:
+            self._router.reset(snapshots, ready)
+        elif self._similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
+            self._router = Router(snapshots, ready)
+
+    def _bits(self, names: frozenset[str] | None) -> int:
+        return ALL_STORES if names is None else sum(1 << i for i, name in enumerate(self.stores) if name in names)
+
+    def begin(self, slot: int, tokens: np.ndarray, may: frozenset[str] | None = None) -> None:
+        """A sequence starts with these committed tokens [n] int32; it may use the stores of these names, None: all."""
+        latest = tokens[-MAX_MATCH:][::-1]
+        self.refresh()
+        self._hear()
+        self._recent[slot] = -1
+        self._recent[slot, : len(latest)] = latest
+        self._fresh[slot] = -1
+        self._may[slot] = may
+        self._crlf[slot] = self._with_crlf(tokens) is not None
+        self._matcher.begin(slot, self._bits(may))
+
+    def similar(self, prompt: np.ndarray, may: frozenset[str] | None = None) -> np.ndarray | None:
+        """Tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None where there are none."""
+        if self._router is None:
+            return None
+        line_ends = self._with_crlf(prompt)
+        try:
+            if line_ends is None:
+                return self._router.similar(prompt, stores=self._bits(may))
+            return line_ends.to_crlf(self._router.similar(line_ends.to_lf(prompt)[0], stores=self._bits(may)))
+        except DatastoreError as error:
+            log.error("similar files: %s; requests go without", error)
+            self._router, self._similar = None, False
+            return None
+
+    def propose(self, slots: np.ndarray) -> Drafts:
+        """slots [B] int32."""
+        self.refresh()
+        self._hear()
+        contexts, fresh = self._recent[slots], self._fresh[slots]
+        line_ends = self._line_ends() if self._crlf[slots].any() else None
+        kinds = None if line_ends is None else self._put_lf(line_ends, slots, contexts, fresh)
+        trees = self._matcher.propose(slots, contexts, fresh)
+        self._fresh[slots] = 0
+        codes = np.empty(len(trees.tokens), np.int16)
+        _codes(trees.start, trees.parents, trees.counts, trees.match, _LENGTHS, _SHARES, _COUNTS, codes)
+        if line_ends is None or kinds is None:
+            return Drafts(trees.start, trees.tokens, trees.parents, codes, trees.place)
+        made = line_ends.translate(trees.start, trees.tokens, trees.parents, kinds)
+        return Drafts(made.start, made.tokens, made.parents, codes[made.origins], trees.place[made.origins])
+
+    def _line_ends(self) -> LineEnds | None:
+        return self.line_ends.result() if self.line_ends is not None and self.line_ends.done() else None
+
+    def _with_crlf(self, tokens: np.ndarray) -> LineEnds | None:
+        """What translates a text [n] int32, if it has CRLF."""
+        line_ends = self._line_ends()
+        return line_ends if line_ends is not None and line_ends.is_crlf(tokens) else None
+
+    def _put_lf(self, line_ends: LineEnds, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> np.ndarray:
+        """Put LF for CRLF in the contexts [B, MAX_MATCH], newest token first, of sequences that have it. They are searched for anew: what
+        was appended may have changed the tokens before it. Returns what they go on from [B] int8, see `LineEnds.translate`."""
+        kinds = np.full(len(slots), LF, np.int8)
+        for b in np.flatnonzero(self._crlf[slots]).tolist():
+            context = contexts[b]
+            text, begun = line_ends.to_lf(context[context >= 0][::-1])
+            text = text[-MAX_MATCH:]
+            context[:] = -1
+            context[: len(text)] = text[::-1]
+            fresh[b], kinds[b] = -1, BEGUN if begun else CRLF
+        return kinds
+
+    def observe(self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray) -> None:
+        """tokens [N] int32 were appended, those of sequence b at start[b] .. start[b + 1]."""
+        self._unheard.append((slots, start, tokens.copy()))
+        if len(self._unheard) == MAX_MATCH:
+            self._hear()
+
+    def _hear(self) -> None:
+        """Take up what was appended: together where nothing was asked in between, which costs a fraction of one by one."""
+        for slots, start, tokens in self._unheard:
+            _append(self._recent, self._fresh, slots, start, tokens)
+        self._unheard.clear()
+
+    def end(self, slot: int) -> None:
+        self._may.pop(slot, None)
+        self._matcher.end(slot)
+
+    def refresh(self) -> None:
+        """Look up in the newest generations from now on; asks the disk at most every REFRESH_S."""
+        if not self.follows_changes or (now := time.monotonic()) - self._asked_s < REFRESH_S:
+            return
+        self._asked_s = now
+        changed = False
+        for name, store in self.stores.items():
+            try:
+                changed |= store.refresh()
+                self._unreadable.discard(name)
+            except DatastoreError as error:
+                if name not in self._unreadable:
+                    self._unreadable.add(name)
+                    log.error("datastore %s: %s; its generation %d stays in use", store.path, error, store.generation)
+        if changed:
+            self._matcher.reset([store.snapshot for store in self.stores.values()])
+            self._changed()
+
+    def locate(self, place: int) -> str:
+        """path:line of a place of the latest drafts."""
+        try:
+            where = self._matcher.locate(place)
+        except (DatastoreError, ValueError):  # a damaged body
+            return ""
+        return f"{where.path}:{where.line}"

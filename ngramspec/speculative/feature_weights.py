@@ -1,0 +1,54 @@
+"""The weights of the mix: those that know nothing, those that are shipped, and how they are stored. Arrays in, arrays out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ngramspec.speculative import features, ngram_table
+from ngramspec.speculative.tree_builder import Weights
+
+WEIGHTS = Path(__file__).with_name("feature_weights.npz")
+"""Those that are shipped."""
+
+
+def cold_weights() -> Weights:
+    """Weights that know nothing but the meaning of a count: what learning starts from."""
+    states = np.zeros((features.GROUPS, features.STATES), np.float32)
+    context_groups = [*range(features.ORDERS), features.GAP]
+    for visits in range(1, ngram_table.REACH + 1):
+        for seen in range(1, 1 << visits):
+            hits = seen.bit_count()
+            states[context_groups, 1 << visits | seen] = np.log((hits + 0.05) / (visits - hits + 0.4)) + 0.3 * (seen & 1)
+    states[context_groups, 2 << ngram_table.REACH :] = -2.0
+    states[context_groups, (2 << ngram_table.REACH) + 2 * ngram_table.REACH + 2 :] = 3.0
+    context_groups = [*range(features.OUTPUT_CACHE, features.OUTPUT_CACHE + features.ORDERS + 1)]
+    states[context_groups] = states[0]
+    states[features.EXTERNAL :, 2:258] = np.log((np.arange(256) + 0.5) / (255.5 - np.arange(256)))
+    for rank in range(features.KEPT):
+        for level in range(len(features.GAPS) + 1):
+            far = (*features.GAPS, 8.0)[level]
+            states[[features.RECYCLED, features.RECYCLED_PAIR], 2 + rank * (len(features.GAPS) + 1) + level] = (
+                far - 1 if rank == 0 else -1 - far
+            )
+    mix = np.full((features.SETS, features.GROUPS + 1), 0.25, np.float32)
+    mix[:, features.BIAS] = 0.0
+    mix[:, features.EXTERNAL : features.BIAS] = 0.5
+    mix[: 3 * features.MODES, features.EXTERNAL : features.BIAS] = 1.0
+    return Weights(states, mix)
+
+
+def load_weights(path: Path | str = WEIGHTS) -> Weights:
+    """Weights written by `save_weights`. Raises ValueError where the file does not fit this version's shapes."""
+    cold = cold_weights()
+    with np.load(path, allow_pickle=False) as file:
+        read = Weights(*(np.ascontiguousarray(file[name], np.float32) for name in Weights._fields))
+    for name, a, b in zip(Weights._fields, read, cold, strict=True):
+        if a.shape != b.shape or not np.isfinite(a).all():
+            raise ValueError(f"{path}: {name} must be finite and of shape {b.shape}, got shape {a.shape}")
+    return read
+
+
+def save_weights(path: Path | str, weights: Weights) -> None:
+    np.savez_compressed(path, allow_pickle=False, **{name: a.astype(np.float16) for name, a in zip(Weights._fields, weights, strict=True)})

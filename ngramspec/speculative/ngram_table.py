@@ -1,0 +1,333 @@
+"""N-gram tables of one sequence: context hash -> which tokens followed it. Knows no probabilities and no trees; all of it is compiled.
+
+The *event* at position i says "token i followed its contexts". A context of n tokens is keyed by the 64-bit FNV-1a of those
+tokens, newest first and each as four little-endian bytes, so that one pass over the last `LADDER[-1]` tokens yields the keys of
+all orders. The last `history` events are in the tables, older ones are exactly forgotten.
+
+Memory per sequence, one buffer, plain arrays:
+
+    table   [size, 2] uint64   open addressing, all orders: key | head << 32 | total << 8 | run         (16 bytes, 4 in a cache line)
+    tokens  [cap] int32        ring of the last tokens
+    links   [cap, K] int32     per event and order: the previous event of the same context
+
+`head` is the latest event of the context, `total` how many there are, `run` how many latest ones agree on the token. So a context
+that always continued alike is read from one entry; others are counted by walking at most `REACH` links back: recent text counts,
+no context is expensive however many continuations it has, and forgetting an event is one decrement. Every event of a longer context
+is one of its shorter ones too: a miss at one order ends the look-up, and equal totals mean equal counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.numba_intrinsics import pointer
+
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Context lengths in tokens; order n of the literature has a context of n - 1."""
+LONG_RUN = 64
+"""`run` is not counted further."""
+REACH = 8
+"""Latest events of a context that are counted."""
+
+GAP_REACH = 3
+"""The gapped context: tokens 2 and 3 back, whatever the latest one is. It carries structure over a renamed identifier."""
+
+FNV_OFFSET = np.uint64(0xCBF29CE484222325)
+FNV_PRIME = np.uint64(0x100000001B3)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ZERO, _ONE, _BYTE, _COUNT = np.uint64(0), np.uint64(1), np.uint64(0xFF), np.uint64(0xFFFFFF)
+_8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
+
+# columns of the per-sequence state, int64
+(TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED) = range(13)
+PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, OUTPUT_CACHE, SIMILAR, TEMPERATURE, STATE_COLUMNS = range(13, 22)
+"""Address and length of the predicted output, the position in it, tokens agreed and missed there; the row of the shared output cache;
+how many tokens of similar files stand before the text."""
+
+SCAN_AHEAD, SCAN_BACK = 24, 8
+"""How far around the position being copied a departed text is looked for again."""
+
+
+class View(NamedTuple):
+    """One sequence's arrays, as the compiled functions see them."""
+
+    table: np.ndarray
+    tokens: np.ndarray
+    links: np.ndarray
+    contexts: np.ndarray  # [K] int32: the context lengths in use, a prefix of LADDER
+
+
+@njit(cache=True, nogil=True)
+def lent(a):
+    """The same array without its reference count, whose atomic updates at every call cost more than the work itself."""
+    return carray(pointer(np.int64(a.ctypes.data)), a.shape, a.dtype)
+
+
+@njit(cache=True, nogil=True)
+def arrays(state, contexts):
+    """The arrays behind one row of the state. Safe while the owner (`proposer`) holds the buffer that the row points into."""
+    table = carray(pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
+    tokens = carray(pointer(state[TOKENS]), state[CAP], np.int32)
+    links = carray(pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
+    return View(table, tokens, links, contexts)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _fnv_token(h, token):
+    """64-bit FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv/) of a token's four bytes, continuing from `h`."""
+    x = np.uint64(token)
+    h = (h ^ (x & _BYTE)) * FNV_PRIME
+    h = (h ^ ((x >> _8) & _BYTE)) * FNV_PRIME
+    h = (h ^ ((x >> _16) & _BYTE)) * FNV_PRIME
+    return (h ^ ((x >> _24) & _BYTE)) * FNV_PRIME
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _home(key, shift):
+    return np.int64((key * _GOLDEN) >> np.uint64(shift))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _find(table, shift, key):
+    """Index of the entry with this key, or of the empty one where it would go."""
+    mask = (len(table) >> 1) - 1
+    s = _home(key, shift)
+    while table[2 * s] != key and table[2 * s] != _ZERO:
+        s = (s + 1) & mask
+    return s
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _pack(head, total, run):
+    return (np.uint64(head) << _32) | (np.uint64(total) << _8) | np.uint64(run)
+
+
+@njit(cache=True, nogil=True)
+def _remove(table, shift, hole):
+    """Empty an entry and close the gap, so that no probe sequence breaks and no tombstone stays."""
+    mask = (len(table) >> 1) - 1
+    j = hole
+    while True:
+        j = (j + 1) & mask
+        key = table[2 * j]
+        if key == _ZERO:
+            break
+        if ((j - _home(key, shift)) & mask) >= ((j - hole) & mask):
+            table[2 * hole] = key
+            table[2 * hole + 1] = table[2 * j + 1]
+            hole = j
+    table[2 * hole] = _ZERO
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _gap_key(a, b):
+    h = _fnv_token(_fnv_token(FNV_OFFSET ^ _GOLDEN, a), b)
+    return h if h != _ZERO else _ONE
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _event_keys(seq, position, keys):
+    """Keys of the contexts that end just before `position`, the gapped one last -> how many of the ladder's have one."""
+    mask, K = len(seq.tokens) - 1, len(seq.contexts)
+    if position >= GAP_REACH:
+        keys[K] = _gap_key(seq.tokens[(position - 2) & mask], seq.tokens[(position - 3) & mask])
+    h, n = FNV_OFFSET, 0
+    for k in range(K):
+        if seq.contexts[k] > position:
+            return k
+        while n < seq.contexts[k]:
+            n += 1
+            h = _fnv_token(h, seq.tokens[(position - n) & mask])
+        keys[k] = h if h != _ZERO else _ONE
+    return K
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _add_event(state, seq, position, keys):
+    K, mask = len(seq.contexts) + 1, len(seq.tokens) - 1
+    token = seq.tokens[position & mask]
+    row = (position & mask) * K
+    n = _event_keys(seq, position, keys)
+    for k in range(K):
+        if k >= n and (k < K - 1 or position < GAP_REACH):
+            continue
+        s = _find(seq.table, state[SHIFT], keys[k])
+        if seq.table[2 * s] == _ZERO:
+            seq.table[2 * s] = keys[k]
+            seq.table[2 * s + 1] = _pack(position, 1, 1)
+            seq.links[row + k] = -1
+            state[ENTRIES] += 1
+        else:
+            value = seq.table[2 * s + 1]
+            head = np.int64(value >> _32)
+            run = min(np.int64(value & _BYTE) + 1, LONG_RUN) if seq.tokens[head & mask] == token else 1
+            seq.table[2 * s + 1] = _pack(position, np.int64((value >> _8) & _COUNT) + 1, run)
+            seq.links[row + k] = head
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _forget_event(state, seq, position, keys):
+    K = len(seq.contexts) + 1
+    n = _event_keys(seq, position, keys)
+    for k in range(K):
+        if k >= n and (k < K - 1 or position < GAP_REACH):
+            continue
+        s = _find(seq.table, state[SHIFT], keys[k])
+        value = seq.table[2 * s + 1]
+        total = np.int64((value >> _8) & _COUNT) - 1
+        if total == 0:
+            _remove(seq.table, state[SHIFT], s)
+            state[ENTRIES] -= 1
+        else:
+            seq.table[2 * s + 1] = _pack(value >> _32, total, min(np.int64(value & _BYTE), total))
+
+
+@njit(cache=True, nogil=True)
+def fits(state, contexts, history, n):
+    """Whether n more tokens go in without a larger buffer."""
+    size = 1 << (64 - state[SHIFT])
+    ring = min(state[LENGTH] + n, history + LADDER[-1] + n)
+    return ring <= state[CAP] and state[ENTRIES] + n * (len(contexts) + 1) <= size - (size >> 2)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def push(state, seq, token, history, keys):
+    """Append one token and its events; forget the event that leaves the window."""
+    i = state[LENGTH]
+    seq.tokens[i & (len(seq.tokens) - 1)] = token
+    state[LENGTH] = i + 1
+    _add_event(state, seq, i, keys)
+    if i + 1 - state[START] > history:
+        _forget_event(state, seq, state[START], keys)
+        state[START] += 1
+
+
+@njit(cache=True, nogil=True)
+def seed(state, contexts, tokens, history):
+    """Fill an empty sequence: the last `history` events and the tokens that their contexts need. tokens [n] int32."""
+    seq = arrays(state, contexts)
+    keys = np.empty(len(contexts) + 1, np.uint64)
+    n = len(tokens)
+    for i in range(n):
+        seq.tokens[i] = tokens[i]
+    state[LENGTH], state[START] = n, max(n - history, 0)
+    for i in range(state[START], n):
+        _add_event(state, seq, i, keys)
+
+
+@njit(cache=True, nogil=True)
+def extend(state, contexts, tokens, history):
+    """Append tokens [n] int32 for which there is room."""
+    seq = arrays(state, contexts)
+    keys = np.empty(len(contexts) + 1, np.uint64)
+    for token in tokens:
+        push(state, seq, token, history, keys)
+
+
+@njit(cache=True, nogil=True)
+def move(old, new, contexts):
+    """Copy a sequence into a larger, zeroed buffer."""
+    a, b = arrays(old, contexts), arrays(new, contexts)
+    K = len(contexts) + 1
+    for s in range(0, len(a.table), 2):
+        if a.table[s] != _ZERO:
+            t = _find(b.table, new[SHIFT], a.table[s])
+            b.table[2 * t] = a.table[s]
+            b.table[2 * t + 1] = a.table[s + 1]
+    for i in range(max(old[LENGTH] - old[CAP], 0), old[LENGTH]):
+        p, q = i & (old[CAP] - 1), i & (new[CAP] - 1)
+        b.tokens[q] = a.tokens[p]
+        b.links[q * K : q * K + K] = a.links[p * K : p * K + K]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _read(table, s, heads, totals, runs, k):
+    value = table[2 * s + 1]
+    heads[k] = np.int64(value >> _32)
+    totals[k] = np.int64((value >> _8) & _COUNT)
+    runs[k] = np.int64(value & _BYTE)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, runs):
+    """Entries of the contexts that end in `recent` (newest first), in a sequence's tables and in another's -> how many orders each knows.
+
+    Shortest context first; the other's entries stand `len(contexts) + 1` further on, behind that of the gapped context.
+    """
+    h, n, K = FNV_OFFSET, 0, len(seq.contexts)
+    mine, theirs = 0, 0
+    for k in range(K):
+        if seq.contexts[k] > n_recent or (mine < k and theirs < k):
+            break
+        while n < seq.contexts[k]:
+            h = _fnv_token(h, recent[n])
+            n += 1
+        key = h if h != _ZERO else _ONE
+        if mine == k:
+            s = _find(seq.table, state[SHIFT], key)
+            if seq.table[2 * s] != _ZERO:
+                _read(seq.table, s, heads, totals, runs, k)
+                mine = k + 1
+        if theirs == k:
+            s = _find(other.table, other_state[SHIFT], key)
+            if other.table[2 * s] != _ZERO:
+                _read(other.table, s, heads, totals, runs, K + 1 + k)
+                theirs = k + 1
+    return mine, theirs
+
+
+@njit(cache=True, nogil=True, inline="always")
+def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
+    if n_recent < GAP_REACH or len(seq.contexts) == 0:
+        return False
+    s = _find(seq.table, state[SHIFT], _gap_key(recent[1], recent[2]))
+    _read(seq.table, s, heads, totals, runs, k)
+    return seq.table[2 * s] != _ZERO
+
+
+@njit(cache=True, nogil=True)
+def follow(tokens, mask, oldest, length, at, matched, misses, token):
+    """Advance the position that the text is being copied from by one token -> (at, matched, misses).
+
+    `tokens` [mask + 1] is a ring that holds positions oldest .. length - 1. `at` is the position whose token is expected next (-1:
+    nowhere), `matched` how many tokens in a row agreed, `misses` a bit per token, newest lowest. After a departure the token is looked
+    for around the position, so that copying resumes behind an edit.
+    """
+    if at < 0:
+        return at, matched, misses
+    if at < length and tokens[at & mask] == token:
+        return at + 1, matched + 1, (misses << 1) & 0xFFFF
+    misses = ((misses << 1) | 1) & 0xFFFF
+    for d in range(1, SCAN_AHEAD + 1):
+        if at + d < length and tokens[(at + d) & mask] == token:
+            return at + d + 1, 1, misses
+        if d <= SCAN_BACK and at - d >= oldest and tokens[(at - d) & mask] == token:
+            return at - d + 1, 1, misses
+    return at + 1 if misses & 2 == 0 else at, 0, misses
+
+
+@njit(cache=True, nogil=True)
+def predicted(state):
+    """The predicted output [n] int32 of a sequence, as an array."""
+    return carray(pointer(state[PREDICTION]), state[PREDICTED], np.int32)
+
+
+@njit(cache=True, nogil=True)
+def resume(tokens, at, recent, n):
+    """Where a predicted output goes on after it was lost: behind the position nearest to `at` (what lies ahead counts as nearer) at which
+    the latest n tokens stand -> position, -1 if nowhere. recent [>= n] newest first; tokens [N].
+    """
+    best, where = np.int64(1) << 60, np.int64(-1)
+    for i in range(n, len(tokens) + 1):
+        if tokens[i - 1] == recent[0]:
+            k = 1
+            while k < n and tokens[i - 1 - k] == recent[k]:
+                k += 1
+            away = i - at if i >= at else 3 * (at - i)
+            if k == n and away < best:
+                best, where = away, i
+    return where

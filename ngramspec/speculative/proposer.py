@@ -1,0 +1,574 @@
+"""The engine's one entry to drafting: owns the buffers of every sequence, the weights and the other drafters; decides nothing.
+
+Committed tokens come in (`begin`, `observe`), draft trees go out (`propose`), each step in one compiled call for the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.similar_files import Index, indices
+from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import KEPT, DraftTree, Reliability
+from ngramspec.sampling.batch import Span, joined, pack
+from ngramspec.sampling.topk import likeliest
+from ngramspec.sequence_table import ROOM, Compiled
+from ngramspec.speculative import features, ngram_table, tree_builder
+from ngramspec.speculative.base import (
+    NO_TREE,
+    Candidates,
+    Drafter,
+    NeedsHiddenStates,
+    NeedsKvRoom,
+    NeedsModel,
+    NeedsText,
+    NeedsTopK,
+    Running,
+    Seen,
+    Speculator,
+    Text,
+    is_sound,
+    likely_of,
+)
+from ngramspec.speculative.budget.backoff import Pace, Turns, is_unpredictable
+from ngramspec.speculative.calibration import new_calibration, reliability
+from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
+from ngramspec.speculative.datastore_drafter import Drafts, SuffixDrafter
+from ngramspec.speculative.feature_weights import WEIGHTS, cold_weights, load_weights
+from ngramspec.speculative.features import ExternalTrees, Nodes
+from ngramspec.speculative.tree_builder import NOBODY, Desk, Guard, Speakers, Weights
+
+log = logging.getLogger(__name__)
+TENANTS = 16
+PAIRS = 1 << 16
+RATES = (0.02, 0.05)
+"""Online learning rates of mix and states."""
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(int(n) - 1, 1).bit_length()
+
+
+class Proposer(Speculator):
+    """Draft trees for up to `max_seqs` sequences at a time. Not thread-safe: one caller, the engine's loop.
+
+    `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they remember, `answers` the latest tokens
+    of finished answers that a tenant's sequences share (0: none), `recycle` whether the model's own candidates are kept, `similar` whether
+    the files of a datastore that are most like a request are drafted from;
+    a tree has at most `spec_rows` nodes and `spec_length` levels. `source_names[tree.sources[i]]` says who proposed node i.
+    `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their probabilities, and are asked
+    while what they bring pays for their time (`pace`).
+    """
+
+    active = True
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_order: int = MAX_ORDER,
+        history: int = HISTORY,
+        spec_length: int = SPEC_LENGTH,
+        spec_rows: int = SPEC_ROWS,
+        max_seqs: int = 64,
+        datastore: SuffixDrafter | None = None,
+        drafters: Sequence[Drafter] = (),
+        answers: int = ANSWERS,
+        recycle: bool = True,
+        similar: bool = True,
+        use_ngram: bool = True,
+        weights: Weights | None = None,
+        rates: tuple[float, float] = RATES,
+    ) -> None:
+        for name, value, lo, hi in (
+            ("vocab_size", vocab_size, 1, 2**31 - 1),
+            ("max_order", max_order, 2, MAX_ORDER),
+            ("history", history, 16, MAX_HISTORY),
+            ("answers", answers, 0, MAX_HISTORY),
+            ("spec_length", spec_length, 0, 4096),
+            ("spec_rows", spec_rows, 0, 4096),
+            ("max_seqs", max_seqs, 1, 65536),
+            ("number of drafters", len(drafters), 0, features.MAX_DRAFTERS - 1),
+        ):
+            if not lo <= value <= hi:
+                raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
+        self.vocab_size, self.history, self.spec_length, self.spec_rows = vocab_size, history, spec_length, spec_rows
+        self.chains = False
+        """Trees without branches, for who can verify nothing else: none of the budget goes to siblings. May change from step to step."""
+        self.datastore, self.similar = datastore, similar
+        self._turns = Turns(max_seqs)
+        self.drafters: list[Drafter | None] = list(drafters)
+        self._paces = [Pace() for _ in drafters]
+        self._asked: list[int] = []
+        """The drafters that were asked in this step, and in `_pass_ms` what its pass takes."""
+        self._pass_ms = 0.0
+        self.source_names = [*SOURCES, DATASTORE, *(d.name for d in drafters)]
+        self._calibration = new_calibration()
+        self._rates = np.array(rates, np.float64)
+        self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else cold_weights()
+        self._contexts = np.array([n for n in ngram_table.LADDER if n < max_order and use_ngram], np.int32)
+        self._own = _Tables(max_seqs, history, len(self._contexts))
+        self._states, self._buffers = self._own.states, self._own.buffers
+        self._output_cache = _Tables(1 + (TENANTS if answers else 0), max(answers, 16), len(self._contexts))
+        self._output_cache.allocate(0, cap=2, entries=1)  # the tables of a tenant that knows nothing
+        self._tenants: dict[str, int] = {}
+        self._predictions: dict[int, np.ndarray] = {}
+        self._recycled_here = recycle and use_ngram
+        self._readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsText)]
+        self._topk_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsTopK)]
+        self._state_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsHiddenStates)]
+        self.needs_topk = self._recycled_here or bool(self._topk_readers)
+        """Wants to know what the model holds likely."""
+        self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
+        self.needs_hidden_states = bool(self._state_readers)
+        """Wants hidden states (`on_hidden_states`)."""
+        self._recycled = features.new_recycled(vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
+        self._guard = Guard(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
+        rows = max_seqs * (spec_rows + 1)
+        self._nodes = Nodes(
+            token=np.zeros(rows, np.int32),
+            parent=np.zeros(rows, np.int32),
+            depth=np.zeros(rows, np.int32),
+            prob=np.zeros(rows, np.float64),
+            source=np.zeros(rows, np.uint8),
+            cursor=np.zeros((rows, 6), np.int64),
+            hits=np.zeros(rows, np.int64),
+            top=np.zeros(rows, np.int32),
+            external=np.full((rows, features.MAX_DRAFTERS), -2, np.int32),
+            set=np.zeros(rows, np.int32),
+            n=np.full(rows, -1, np.int32),
+            cand_token=np.zeros(rows * features.WIDTH, np.int32),
+            cand_raw=np.zeros(rows * features.WIDTH),
+            cand_prob=np.zeros(rows * features.WIDTH),
+            cand_source=np.zeros(rows * features.WIDTH, np.uint8),
+            cand_state=np.zeros((rows * features.WIDTH, features.GROUPS), np.int16),
+        )
+        self._scratch = features.new_scratch()
+        self._desk = self._laid_out()
+        self._last_trees: dict[int, DraftTree] = {}
+        self._n_external = 0
+
+    def _laid_out(self) -> Desk:
+        tables = self._states, self._output_cache.states, self._contexts
+        learned = self._recycled, self._calibration, SPEAKERS, self._rates
+        return Desk(*tables, self._nodes, self.weights, self._guard, *learned, self._scratch)
+
+    def bind(self, runner: Any) -> None:
+        for drafter in self.drafters:
+            if isinstance(drafter, NeedsModel):
+                drafter.bind(runner)
+
+    def has_room(self, n_tokens: Sequence[int]) -> bool:
+        return all(self._ask(d, "has_room", n_tokens) is not False for d in self._kv_keepers)
+
+    def begin(
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        *,
+        banned: Sequence[int] = (),
+        stops: Sequence[int] = (),
+        prediction: np.ndarray | None = None,
+        n_output: int = 0,
+        tenant: str | None = "",
+        datastores: frozenset[str] | None = None,
+        temperature: float = 0.0,
+        text: Text | None = None,
+    ) -> None:
+        if self._buffers[slot] is not None:
+            self.end(slot)
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        kept = tokens[-(self.history + ngram_table.LADDER[-1]) :]
+        n_similar = 0
+        if self.datastore is not None:  # older than the sequence's own text, and so weaker
+            self.datastore.begin(slot, tokens, datastores)
+            worth = self._turns.begin(slot)
+            similar = self.datastore.similar(tokens[: len(tokens) - n_output], datastores) if worth else None
+            room = self.history + ngram_table.LADDER[-1] - len(kept)
+            if similar is not None and len(similar) and room > 0:
+                n_similar = len(similar[-room:])
+                kept = np.concatenate([similar[-room:], kept])
+        cap = len(kept) + ROOM
+        self._own.allocate(slot, cap=cap, entries=cap * (len(self._contexts) + 1))
+        state = self._states[slot]
+        ngram_table.seed(state, self._contexts, kept, self.history)
+        state[ngram_table.OUTPUT_CACHE] = self._tenants.get(tenant, 0) if tenant is not None else 0
+        state[ngram_table.AHEAD], state[ngram_table.SIMILAR], state[ngram_table.TEMPERATURE] = (
+            -1,
+            n_similar,
+            math.ceil(1000 * min(temperature, 1000)),
+        )
+        if prediction is not None and len(prediction):
+            self._predictions[slot] = foreseen = np.ascontiguousarray(prediction, np.int32)
+            state[ngram_table.PREDICTION], state[ngram_table.PREDICTED], state[ngram_table.AHEAD] = foreseen.ctypes.data, len(foreseen), 0
+            if n_output:
+                tree_builder.foresee(state, tokens[len(tokens) - n_output :])
+        codes = np.unique([2 * t for t in stops if t not in set(banned)] + [2 * t + 1 for t in banned]).astype(np.int64)
+        if len(codes) > self._guard.codes.shape[1]:
+            wider = np.zeros((len(self._buffers), _power_of_two(len(codes))), np.int64)
+            wider[:, : self._guard.codes.shape[1]] = self._guard.codes
+            self._guard = Guard(self._guard.n, wider)
+            self._desk = self._laid_out()
+        self._guard.n[slot] = len(codes)
+        self._guard.codes[slot, : len(codes)] = codes
+        for d in range(len(self.drafters)):
+            self._ask(d, "begin", slot, tokens)
+        for d in self._readers if text is not None else ():
+            self._ask(d, "attach", slot, text)
+
+    def propose(
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+    ) -> list[DraftTree]:
+        """The nodes that pay for their time."""
+        slots = np.ascontiguousarray(slots, np.int32)
+        stored = self._look_up(self.datastore, slots, max_depth, price) if self.datastore is not None else None
+        external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
+        start, tokens, parents, probs, sources = tree_builder.grow(
+            self._desk,
+            slots,
+            np.ascontiguousarray(max_depth, np.int32),
+            np.ascontiguousarray(cost_ms, np.float64),
+            base_rows,
+            max_nodes,
+            float(price),
+            self.spec_length,
+            self.chains,
+            external,
+            n_drafters,
+        )
+        cuts = start.tolist()
+        trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
+        if stored is not None and len(stored.tokens):
+            self._set_places(slots, trees, stored)
+        self._pass_ms = float(cost_ms[min(base_rows + cuts[-1], len(cost_ms) - 1)])
+        if n_drafters > 1:
+            self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
+        return trees
+
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
+        slots = np.ascontiguousarray(slots, np.int32)
+        rows = _NOTHING_SEEN
+        if seen is not None and self._recycled_here:
+            batch = seen.batch
+            rows = (
+                seen.heard, batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits, seen.tokens, seen.logits,
+            )  # fmt: skip
+        for d in self._topk_readers:
+            for slot, n, likely in likely_of(seen):
+                self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), likely)
+        new_start, new = _concatenate(accepted)
+        path_start, path = _concatenate(paths)
+        b = 0
+        while True:
+            b = tree_builder.settle(self._desk, slots, b, new_start, new, path_start, path, self.history, self._n_external, *rows)
+            if b == len(slots):
+                break
+            self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
+        if self.datastore is not None:
+            self.datastore.observe(slots, new_start, new)
+            self._settle_turns(slots, path_start, path)
+        if self.drafters:
+            self._tell_drafters(slots.tolist(), accepted, [path[path >= 0] for path in paths], len(new))
+
+    def end(self, slot: int) -> None:
+        if self._buffers[slot] is None:
+            return
+        self._own.free(slot)
+        self._predictions.pop(slot, None)
+        self._last_trees.pop(slot, None)
+        if self.datastore is not None:
+            self.datastore.end(slot)
+        self._turns.end(slot)  # also where the stores have gone since it began
+        for d in range(len(self.drafters)):
+            self._ask(d, "end", slot)
+
+    def remember(self, answer: np.ndarray, tenant: str = "") -> None:
+        """A sequence has finished with this output [n] int32: from now on it speaks in all of the tenant's sequences that begin.
+
+        At most `answers` tokens are kept, and the tenants that were not heard of for longest are forgotten.
+        """
+        if len(self._output_cache.buffers) == 1 or len(self._contexts) == 0:
+            return
+        row = self._tenants.pop(tenant, 0)
+        if not row:
+            free = [i for i in range(1, len(self._output_cache.buffers)) if self._output_cache.buffers[i] is None]
+            if not free:
+                forgotten = next(iter(self._tenants))
+                free = [self._tenants.pop(forgotten)]
+                self._states[self._states[:, ngram_table.OUTPUT_CACHE] == free[0], ngram_table.OUTPUT_CACHE] = 0
+            row = free[0]
+            self._output_cache.allocate(row, cap=1024, entries=1024 * (len(self._contexts) + 1))
+        self._tenants[tenant] = row
+        answer = np.append(np.asarray(answer, np.int32), np.int32(-1))  # -1: contexts do not reach from one answer into the next
+        answer = answer[-self._output_cache.history :]
+        if not ngram_table.fits(self._output_cache.states[row], self._contexts, self._output_cache.history, len(answer)):
+            self._output_cache.grow(row, len(answer), self._contexts)
+        ngram_table.extend(self._output_cache.states[row], self._contexts, answer, self._output_cache.history)
+
+    def is_unpredictable(self, slot: int) -> bool:
+        return is_unpredictable(int(self._states[slot, ngram_table.HITS]))
+
+    def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
+        if any(drafter is not None for drafter in self.drafters) or self.needs_hidden_states:
+            return None
+        n_steps = self._turns.quiet if self.datastore is not None else sys.maxsize
+        if not n_steps:
+            return None
+        while (b := tree_builder.cramped(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
+            self._own.grow(int(slots[b]), n_tokens, self._contexts)
+        return Compiled(self._desk, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
+
+    def went_on(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
+        if self.datastore is not None:
+            self._turns.pass_by(n_steps)
+            self.datastore.observe(slots, *_concatenate(appended))
+
+    def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """What the model holds likely behind `last` [n] int32, each of which follows `before` [n] int32 (-1: nothing), whoever's they are:
+        tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first."""
+        if self._recycled_here:
+            features.keep_each(self._recycled, before, last, tokens, logits)
+
+    def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
+        for d in self._state_readers:
+            self._ask(d, "on_hidden_states", slot, first, states)
+
+    def source_of(self, tree: DraftTree, node: int) -> str:
+        name = super().source_of(tree, node)
+        if name != DATASTORE or tree.store_positions is None or tree.store_positions[node] < 0 or self.datastore is None:
+            return name
+        return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
+
+    def reliability(self) -> list[Reliability]:
+        return reliability(self._calibration, self.source_names)
+
+    def index(self, store: Datastore) -> list[Index]:
+        return indices([store.snapshot]) if self.similar else []
+
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
+        if not stores:
+            self.datastore = None
+        elif self.datastore is not None:
+            self.datastore.use(stores, ready or ())
+        else:
+            drafter = SuffixDrafter(stores, len(self._buffers), similar=self.similar, ready=ready)
+            for slot, tokens, datastores in running:
+                drafter.begin(slot, tokens, datastores)
+                self._turns.begin(slot)
+            self.datastore = drafter
+
+    def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, price: float) -> Drafts | None:
+        """What the datastore has for those of the slots [B] whose turn it is, and nothing for the others; None where it is nobody's."""
+        turn = self._turns.asks(slots, np.asarray(max_depth) > 0, price)
+        if turn is None:
+            return None
+        if turn.all():
+            return datastore.propose(slots)
+        drafts = datastore.propose(slots[turn])
+        start = np.zeros(len(slots) + 1, np.int64)
+        start[1:][turn] = np.diff(drafts.start)
+        return drafts._replace(start=np.cumsum(start))
+
+    def _settle_turns(self, slots: np.ndarray, path_start: np.ndarray, path: np.ndarray) -> None:
+        """Tell what the datastore's answers brought: accepted nodes for which it, or a file that is like the request, vouched most."""
+        turn = self._turns.asked(slots)
+        if turn is None or not turn.any():
+            return
+        of = np.repeat(np.arange(len(slots)), np.diff(path_start))
+        R = len(self._nodes.token) // len(self._states)
+        its = (path >= 0) & (self._nodes.source[slots[of] * R + 1 + path] >= len(SOURCES) - 1)
+        self._turns.made(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
+
+    def _ask(self, d: int, what: str, *args: object) -> object:
+        """Call drafter d; one that raises is switched off."""
+        drafter = self.drafters[d]
+        if drafter is None:
+            return None
+        try:
+            return getattr(drafter, what)(*args)
+        except Exception:
+            log.exception("drafter %r failed in %s and is switched off", getattr(drafter, "name", d), what)
+            self.drafters[d] = None
+            return None
+
+    def _external(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[ExternalTrees, int]:
+        """All trees that come from outside the tables, sequence by sequence, and how many each sequence has (0 if there are none)."""
+        active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
+        self._n_external = 1 + len(self.drafters) if active else int(stored is not None)
+        if not active:
+            return NO_EXTERNAL if stored is None else ExternalTrees(
+                stored.start, stored.tokens, stored.parents, stored.codes
+            ), self._n_external
+        D, seqs = self._n_external, slots.tolist()
+        trees: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(_NO_TOKENS, _NO_TOKENS, _NO_CODES)] * (D * len(seqs))
+        if stored is not None:
+            for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
+                trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
+        asked = np.flatnonzero(max_depth > 0).tolist()  # the others rest, or are at their end
+        self._asked = [d for d in active if asked and self._paces[d].wakes()]
+        for d in self._asked:
+            started = time.perf_counter()
+            answer = self._ask(d, "propose", [seqs[b] for b in asked], budget)
+            self._paces[d].ms += (time.perf_counter() - started) * 1e3
+            for b, tree in zip(asked, answer if isinstance(answer, (list, tuple)) else (), strict=False):
+                if self._sound(d, tree):
+                    trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _codes(tree)
+        bounds = np.zeros(len(trees) + 1, np.int64)
+        bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in trees])
+        return ExternalTrees(bounds, *(np.concatenate(parts) for parts in zip(*trees, strict=True))), D
+
+    def _set_places(self, slots: np.ndarray, trees: list[DraftTree], stored: Drafts) -> None:
+        """Tell the nodes that the datastore has too where it has them."""
+        R = len(self._nodes.token) // len(self._states)
+        for b, (slot, tree) in enumerate(zip(slots.tolist(), trees, strict=True)):
+            node = self._nodes.external[slot * R + 1 : slot * R + 1 + len(tree), features.DATASTORE]
+            if stored.start[b + 1] > stored.start[b]:
+                tree.store_positions = np.where(node >= 0, stored.positions[stored.start[b] + np.maximum(node, 0)], -1)
+
+    def _sound(self, d: int, tree: Candidates) -> bool:
+        """Whether an external tree can be trusted as far as its shape goes; if not, its drafter is switched off."""
+        if ok := is_sound(tree, self.vocab_size):
+            return ok
+        if self.drafters[d] is not None:
+            log.error("drafter %r gave a malformed tree and is switched off", self.source_names[len(SOURCES) + 1 + d])
+            self.drafters[d] = None
+        return False
+
+    def _tell_drafters(self, slots: list[int], accepted: list[np.ndarray], paths: list[np.ndarray], n_new: int) -> None:
+        """What became of their drafts, and how many tokens the pass has made."""
+        for d in self._asked:
+            gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots, paths, strict=True))
+            self._paces[d].made(gained, n_new, self._pass_ms)
+        for d, drafter in enumerate(self.drafters):
+            if drafter is not None:
+                for slot, tokens, path in zip(slots, accepted, paths, strict=True):
+                    self._ask(d, "observe", slot, np.asarray(tokens, np.int32), self._rejected(slot, d, path))
+        self._asked = []
+        self._last_trees.clear()
+
+    def _rejected(self, slot: int, d: int, path: np.ndarray) -> np.ndarray:
+        mine = self._drafted(slot, d)
+        mine[np.asarray(path, np.int64)] = False
+        return self._last_trees.get(slot, NO_TREE).tokens[mine]
+
+    def _drafted(self, slot: int, d: int) -> np.ndarray:
+        """Which nodes of a slot's last tree are drafter d's: [N] bool."""
+        return self._last_trees.get(slot, NO_TREE).sources == len(SOURCES) + 1 + d
+
+
+def _codes(tree: Candidates) -> np.ndarray:
+    """[N] int16: what the drafter gives a node under the condition of its parent, in equal steps."""
+    probs, parents = np.asarray(tree.probs, np.float32), np.asarray(tree.parents, np.int32)
+    above = np.where(parents >= 0, probs[parents], np.float32(1.0)) if len(probs) else probs
+    return (np.clip(probs / np.maximum(above, 1e-9), 0.0, 1.0) * features.MAX_CODE).astype(np.int16)
+
+
+class _Tables:
+    """N-gram tables of several sequences, each a row of states and the buffer that it points into."""
+
+    def __init__(self, n: int, history: int, n_contexts: int) -> None:
+        self.states = np.zeros((n, ngram_table.STATE_COLUMNS), np.int64)
+        self.buffers: list[np.ndarray | None] = [None] * n
+        self.history, self.n_links = history, n_contexts + 1
+
+    def allocate(self, row: int, cap: int, entries: int) -> None:
+        """A fresh zeroed buffer with room for `cap` tokens and so many table entries; the state row starts over."""
+        cap, size = _power_of_two(cap), _power_of_two(entries + (entries >> 1) + 4)
+        buffer = np.zeros(2 * size + 8 + (cap * (self.n_links + 1) + 1) // 2, np.uint64)
+        address = (buffer.ctypes.data + 63) & ~63
+        state = self.states[row]
+        state[:] = 0
+        state[ngram_table.TABLE], state[ngram_table.SHIFT] = address, 65 - size.bit_length()
+        state[ngram_table.TOKENS], state[ngram_table.CAP] = address + 16 * size, cap
+        state[ngram_table.LINKS] = state[ngram_table.TOKENS] + 4 * cap
+        state[ngram_table.FOLLOW], state[ngram_table.AHEAD], state[ngram_table.DRAFTED], state[ngram_table.HITS] = -1, -1, -1, 1
+        self.buffers[row] = buffer
+
+    def grow(self, row: int, n: int, contexts: np.ndarray) -> None:
+        """Room for n tokens more."""
+        old, keep = self.states[row].copy(), self.buffers[row]
+        assert keep is not None, f"slot {row} was never begun"
+        length = min(int(old[ngram_table.LENGTH]), self.history + ngram_table.LADDER[-1]) + n
+        entries = int(old[ngram_table.ENTRIES]) + n * self.n_links
+        self.allocate(row, cap=length + length // 8, entries=entries + entries // 8)
+        moved = [
+            i
+            for i in range(ngram_table.STATE_COLUMNS)
+            if i not in (ngram_table.TABLE, ngram_table.TOKENS, ngram_table.LINKS, ngram_table.SHIFT, ngram_table.CAP)
+        ]
+        self.states[row, moved] = old[moved]
+        ngram_table.move(old, self.states[row], contexts)
+
+    def free(self, row: int) -> None:
+        self.buffers[row] = None
+        self.states[row] = 0
+
+
+SOURCES = ("ngram", "answers", "prediction", "recycled", "similar")
+_GROUPS = (
+    range(features.OUTPUT_CACHE),
+    range(features.OUTPUT_CACHE, features.PREDICTED),
+    (features.PREDICTED,),
+    (features.RECYCLED, features.RECYCLED_PAIR),
+)
+
+
+def _speakers() -> Speakers:
+    of_group = np.zeros((features.GROUPS, 1), np.uint8)
+    for source, groups in enumerate(_GROUPS):
+        of_group[list(groups)] = source
+    of_group[features.EXTERNAL :, 0] = len(SOURCES) + np.arange(features.MAX_DRAFTERS)
+    of_state = np.where(features.proposing_states(), of_group, np.uint8(NOBODY))
+    return Speakers(of_state, SOURCES.index("ngram"), SOURCES.index("similar"))
+
+
+SPEAKERS = _speakers()
+_NO_CODES = np.empty(0, np.int16)
+_NOTHING_SEEN = (
+    np.empty((0, 3), np.int64), np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(4)), np.empty((0, KEPT), np.int32),
+    np.empty((0, KEPT), np.float32),
+)  # fmt: skip
+NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
+
+
+def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    start = np.array([0, *itertools.accumulate(map(len, arrays))], np.int64)
+    return start, joined([np.ascontiguousarray(a, np.int32) for a in arrays], np.int32)
+
+
+@functools.cache
+def idle() -> Compiled:
+    """For sequences without drafts."""
+    proposer = Proposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=cold_weights())
+    drafting = proposer.compiled(np.empty(0, np.int32), 0)
+    assert drafting is not None
+    return drafting
+
+
+def warmup() -> None:
+    """Compile, or load from the cache on disk, everything that a step needs. Safe to call from another thread."""
+    proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=cold_weights())
+    slots, cost = np.zeros(1, np.int32), np.ones(8)
+    tables = BlockTables(1, 1, 16)
+    tables.reserve(0, 2)
+    batch = pack([Span(0, np.array([1], np.int32), 0)], tables)
+    proposer.remember(np.array([1, 2, 3], np.int32))
+    proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
+    trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)
+    seen = Seen(np.array([[0, -1, 0]]), batch, *likeliest(np.zeros((1, 16), np.float32)))
+    proposer.observe(slots, [np.full(40, 3, np.int32)], [np.arange(min(len(trees[0]), 1), dtype=np.int32)], seen)
+    proposer.observe(slots, [np.full(400, 3, np.int32)], [_NO_TOKENS])
+    proposer.end(0)

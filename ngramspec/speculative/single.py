@@ -1,0 +1,132 @@
+"""One drafter by itself: its trees as it gives them, in the place of `proposer.Proposer`, without a mix and without a budget by cost.
+
+For the drafters of the literature, which say themselves how much they draft, and for drafts that are accepted by rejection sampling,
+which needs the distribution that each token was drawn from. Knows no model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngramspec.datastore.reader import Datastore
+from ngramspec.datastore.similar_files import Index
+from ngramspec.outputs import DraftTree
+from ngramspec.speculative.base import (
+    NO_TREE,
+    Candidates,
+    CanDraw,
+    Drafter,
+    NeedsHiddenStates,
+    NeedsKvRoom,
+    NeedsModel,
+    NeedsText,
+    NeedsTopK,
+    Running,
+    Seen,
+    Speculator,
+    Text,
+    is_sound,
+    likely_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+class SingleDrafter(Speculator):
+    """A drafter that raises is switched off: nothing is drafted any more."""
+
+    active = True
+
+    def __init__(self, drafter: Drafter, *, vocab_size: int, spec_length: int, spec_rows: int, draws: bool = False) -> None:
+        """A tree is cut to `spec_rows` nodes and `spec_length` levels. `draws`: its tokens shall be draws, if it can."""
+        self.vocab_size, self.spec_length, self.spec_rows = vocab_size, spec_length, spec_rows
+        self.drafter: Drafter | None = drafter
+        self.source_names = [drafter.name]
+        self.needs_topk, self.needs_hidden_states = isinstance(drafter, NeedsTopK), isinstance(drafter, NeedsHiddenStates)
+        self._trees: dict[int, DraftTree] = {}
+        self._begun: set[int] = set()
+        if isinstance(drafter, CanDraw):
+            drafter.draws = draws
+
+    def bind(self, runner: Any) -> None:
+        if isinstance(self.drafter, NeedsModel):
+            self.drafter.bind(runner)
+
+    def has_room(self, n_tokens: Sequence[int]) -> bool:
+        return not isinstance(self.drafter, NeedsKvRoom) or self._ask("has_room", n_tokens) is not False
+
+    def begin(self, slot: int, tokens: np.ndarray, *, text: Text | None = None, **_: Any) -> None:
+        self._begun.add(slot)
+        self._ask("begin", slot, tokens)
+        if text is not None and isinstance(self.drafter, NeedsText):
+            self._ask("attach", slot, text)
+
+    def propose(
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+    ) -> list[DraftTree]:
+        """All trees have the same room; what a row costs counts for nothing."""
+        seqs, room = slots.tolist(), min(self.spec_rows, max(max_nodes, 0) // len(slots))
+        answer = self._ask("propose", seqs, room) or [_NOTHING] * len(seqs)
+        if len(answer) != len(seqs) or not all(is_sound(candidates, self.vocab_size) for candidates in answer):
+            log.error("drafter %r gave a malformed tree and is switched off", self.source_names[0])
+            self.drafter, answer = None, [_NOTHING] * len(seqs)
+        trees = [
+            self._tree(candidates, min(int(depth), self.spec_length), room) for candidates, depth in zip(answer, max_depth, strict=True)
+        ]
+        self._trees = dict(zip(seqs, trees, strict=True))
+        return trees
+
+    def _tree(self, candidates: Candidates, max_depth: int, room: int) -> DraftTree:
+        """The nodes that are not too deep, as far as there is room."""
+        depth = np.zeros(len(candidates), np.int64)
+        for i, parent in enumerate(candidates.parents.tolist()):
+            depth[i] = 1 + (depth[parent] if parent >= 0 else 0)
+        kept = np.flatnonzero(depth <= max_depth)[:room]
+        moved = np.append(np.cumsum(depth <= max_depth) - 1, -1).astype(np.int32)  # the last: the root's
+        drawn_from = candidates.drawn_from
+        return DraftTree(
+            np.asarray(candidates.tokens, np.int32)[kept],
+            moved[np.asarray(candidates.parents)[kept]],
+            np.asarray(candidates.probs, np.float32)[kept],
+            np.zeros(len(kept), np.uint8),
+            drawn_from=None if drawn_from is None else [drawn_from[i] for i in kept],
+        )
+
+    def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
+        self._ask("on_hidden_states", slot, first, states)
+
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
+        for slot, n, likely in likely_of(seen):
+            self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(n - 1), likely)
+        for slot, tokens, path in zip(slots.tolist(), accepted, paths, strict=True):
+            tree = self._trees.get(slot)
+            rejected = np.empty(0, np.int32) if tree is None else np.delete(tree.tokens, path[path >= 0])
+            self._ask("observe", slot, tokens, rejected)
+        self._trees = {}
+
+    def end(self, slot: int) -> None:
+        if slot in self._begun:
+            self._begun.remove(slot)
+            self._ask("end", slot)
+
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
+        """Raises ValueError where there are any."""
+        if stores:
+            raise ValueError(f"{self.source_names[0]} drafts alone, without datastores")
+
+    def _ask(self, what: str, *args: object) -> Any:
+        if self.drafter is None:
+            return None
+        try:
+            return getattr(self.drafter, what)(*args)
+        except Exception:
+            log.exception("drafter %r failed in %s and is switched off", self.source_names[0], what)
+            self.drafter = None
+            return None
+
+
+_NOTHING = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))

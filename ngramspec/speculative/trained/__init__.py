@@ -1,0 +1,1 @@
+"""Drafters that are models themselves: a smaller draft model, and what drafters that write token by token share."""

@@ -1,0 +1,212 @@
+"""Drafts that are computed token by token with a model: the loop over levels, for all sequences at once.
+
+From committed tokens to candidate trees: chains that begin behind the last token. What runs a pass, and which keys and values are
+there already, is for the drafters to say (`model`, `layers`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ngramspec.backends.base import Output
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK, DraftTree
+from ngramspec.sampling.batch import Batch, Span, pack
+from ngramspec.sampling.sampler import Sampler
+from ngramspec.speculative.base import Candidates, Text
+
+LENGTH = 5
+
+
+class Chains:
+    """One sequence's draft in the making, level by level: chains that begin behind its last token.
+
+    Drawn chains are independent of each other and may be alike (SpecInfer, Miao et al., 2024). Of the others, the first takes what the
+    request's own sampler would take from these logits, by the same u, and the rest begin with the likeliest other tokens.
+    """
+
+    def __init__(self, text: Text, n_tokens: int, depth: int, branches: int, draws: bool) -> None:
+        self.depth, self.level, self.branches = depth, 0, branches
+        self.draws = draws and text.sampler.params.temperature > 0
+        self._text, self._position = text, n_tokens - text.n_prompt
+        self._samplers: list[Sampler] = []
+        self._ends: list[int] = []
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._probs: list[float] = []
+        self._shares: list[np.ndarray] = []
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of logits that the next level grows from."""
+        return len(self._ends) or 1
+
+    @property
+    def tree(self) -> DraftTree:
+        given = self.candidates
+        return DraftTree(given.tokens, given.parents, given.probs, np.zeros(len(given), np.uint8))
+
+    @property
+    def candidates(self) -> Candidates:
+        tokens, parents, probs = np.array(self._tokens, np.int32), np.array(self._parents, np.int32), np.array(self._probs, np.float32)
+        return Candidates(tokens, parents, probs, self._shares if self.draws else None)
+
+    def grow(self, rows: np.ndarray) -> None:
+        """One level more from the logits [n_rows, V] behind the ends of the chains."""
+        position = self._position + self.level
+        if self.level == 0:
+            chosen = self._begin(rows[0], position)
+            self._samplers = [self._text.sampler.fork() for _ in chosen]
+            self._ends = [-1] * len(chosen)
+        else:
+            chosen = [self._choose(sampler, row, position, i) for i, (sampler, row) in enumerate(zip(self._samplers, rows, strict=True))]
+        for i, (token, shares) in enumerate(chosen):
+            above = self._ends[i]
+            self._ends[i] = len(self._tokens)
+            self._tokens.append(token)
+            self._parents.append(above)
+            self._probs.append(float(shares[token]) * (self._probs[above] if above >= 0 else 1.0))
+            self._samplers[i].accept(token)
+            if self.draws:
+                self._shares.append(shares)
+        self.level += 1
+
+    def _begin(self, row: np.ndarray, position: int) -> list[tuple[int, np.ndarray]]:
+        if self.draws:
+            return [self._choose(self._text.sampler, row, position, i) for i in range(self.branches)]
+        token, shares = self._choose(self._text.sampler, row, position, 0)
+        likeliest = np.argsort(-shares, kind="stable")[: self.branches].tolist() if self.branches > 1 else []
+        others = [other for other in likeliest if other != token and shares[other] > 0]
+        return [(each, shares) for each in [token, *others[: self.branches - 1]]]
+
+    def _choose(self, sampler: Sampler, row: np.ndarray, position: int, chain: int) -> tuple[int, np.ndarray]:
+        """The token that a chain takes after logits row [V], and the distribution [V] that it comes from."""
+        if sampler.params.temperature == 0:
+            adjusted = sampler.adjusted(row, position)
+            token = int(adjusted.argmax())
+            weights = np.exp(adjusted - adjusted[token])
+        else:
+            weights = sampler.weights(row, position)
+            token = sampler.draw(weights, position, 1 + 2 * chain if self.draws else 0)
+        return token, weights / weights.sum()
+
+    def path(self, tokens: np.ndarray) -> list[int]:
+        """The nodes that carry the first of these tokens [n], as far as passes have computed them: all but the last level."""
+        path: list[int] = []
+        computed, node = range(len(self._tokens) - self.n_rows), -1
+        for token in tokens.tolist():
+            node = next((i for i in computed if self._parents[i] == node and self._tokens[i] == token), -1)
+            if node < 0:
+                break
+            path.append(node)
+        return path
+
+
+@dataclass(slots=True)
+class Known:
+    """A sequence as its drafter knows it."""
+
+    tokens: np.ndarray  # [n] int32, committed
+    computed: int = 0
+    """Of these, tokens whose keys and values are in the drafter's pool."""
+    text: Text | None = None
+    written: bool = False
+    """The model has written a token: its prompt is computed, and drafts do not keep the first token waiting."""
+    chains: Chains | None = None
+    """Its draft in the present pass."""
+
+
+class Stepwise(ABC):
+    """What drafters have in common that compute one token after the other. A sequence's slot in their pool is the engine's."""
+
+    name: str
+    draws = False
+
+    def __init__(self, length: int, branches: int) -> None:
+        """`length` tokens deep, `branches` chains side by side. Raises ValueError."""
+        for what, value in (("length", length), ("branches", branches)):
+            if value < 1:
+                raise ValueError(f"{what} of a draft must be 1 or more, got {value}")
+        self.length, self.branches = length, branches
+        self._known: dict[int, Known] = {}
+
+    def _use(self, forward: Callable[[Batch], Output], pool: BlockTables, rows_per_item: int, max_rows: int) -> None:
+        self._forward, self._pool, self._rows_per_item, self._max_rows = forward, pool, rows_per_item, max_rows
+
+    @abstractmethod
+    def _keep(self, seq: int, known: Known, accepted: np.ndarray) -> int:
+        """Keep what is right of the draft. How many tokens are computed once those `accepted` [k] are among them; less than all."""
+
+    def begin(self, seq: int, tokens: np.ndarray) -> None:
+        self._known[seq] = Known(tokens.copy())
+
+    def attach(self, seq: int, text: Text) -> None:
+        self._known[seq].text = text
+
+    def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
+        drafting: dict[int, Known] = {}
+        for seq in seqs:
+            known = self._known[seq]
+            depth = self._depth(seq, known, budget)
+            if depth > 0 and known.text is not None:
+                known.chains = Chains(known.text, len(known.tokens), depth, self.branches, self.draws)
+                drafting[seq] = known
+        self._catch_up(drafting)
+        while spans := [span for seq, known in drafting.items() if (span := self._next(seq, known)) is not None]:
+            output, end = self._forward(pack(spans, self._pool, self._rows_per_item)), 0
+            for span in spans:
+                end += span.n_logits
+                chains = drafting[span.slot].chains
+                assert chains is not None
+                chains.grow(output.logits(end - chains.n_rows, end))
+        empty = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
+        return [empty if (chains := self._known[seq].chains) is None else chains.candidates for seq in seqs]
+
+    def _depth(self, seq: int, known: Known, budget: int) -> int:
+        """Levels to draft, with room for the keys and values of all but the last; 0: none."""
+        n, text = len(known.tokens), known.text
+        if text is None or not known.written:
+            return 0
+        room = self._pool.max_blocks * BLOCK - n
+        depth = min(self.length, budget // self.branches, text.limit - n - 1, 1 + room // self.branches)
+        return depth if depth > 0 and self._pool.reserve(seq, n + (depth - 1) * self.branches) else 0
+
+    def _catch_up(self, drafting: dict[int, Known]) -> None:
+        """Compute what is missing of the texts, but for as many of their last tokens as the first pass of the draft can carry."""
+        while sum(len(known.tokens) - known.computed for known in drafting.values()) > self._max_rows:
+            left, spans = self._max_rows, []
+            for seq, known in drafting.items():
+                first, n = known.computed, min(len(known.tokens) - 1 - known.computed, left)
+                if n > 0:
+                    spans.append(Span(seq, known.tokens[first : first + n], first, logits=0))
+                    known.computed, left = first + n, left - n
+            if not spans:  # more sequences than rows
+                return
+            self._forward(pack(spans, self._pool, self._rows_per_item)).logits(0, 0)
+
+    def _next(self, seq: int, known: Known) -> Span | None:
+        """The rows that the next level of a draft grows from, None: it is as deep as it shall be."""
+        chains, n = known.chains, len(known.tokens)
+        assert chains is not None
+        if chains.level == chains.depth:
+            return None
+        if chains.level == 0:
+            first, known.computed = known.computed, n
+            return Span(seq, known.tokens[first:], first)
+        tree = chains.tree
+        if chains.n_rows == 1:
+            return Span(seq, tree.tokens[-1:], n + chains.level - 1)
+        return Span(seq, known.tokens[-1:], n - 1, tree)  # a tree is computed as a whole: the earlier levels once more
+
+    def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
+        known = self._known[seq]
+        known.computed = self._keep(seq, known, accepted)
+        known.tokens = np.concatenate([known.tokens, accepted])
+        known.written, known.chains = True, None
+
+    def end(self, seq: int) -> None:
+        self._known.pop(seq, None)

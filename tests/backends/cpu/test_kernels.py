@@ -1,0 +1,287 @@
+"""Generated machine code: every target gives the bits of plain arithmetic, and plain arithmetic those that numpy finds step by step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llvmlite import binding
+from weights import (
+    EVERY,
+    codes_and_records,
+    float32_product,
+    int8_product,
+    multiply,
+    quantised,
+    random_weight,
+    reference_values,
+    rows_of_kind,
+    run,
+)
+
+from ngramspec.backends.cpu.codegen import kernels as module
+from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, Code, Kernels, Target, host_target, targets
+from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, Blocks, Plain
+from ngramspec.backends.cpu.matmul import Product, Products
+from ngramspec.datastore.cache_dir import cache_dir
+from ngramspec.sampling.numeric import exp
+
+N, K = 37, 768
+MOST = max(INT8_ROWS)
+
+
+def activations(n: int, k: int, seed: int = 1) -> np.ndarray:
+    """[n, K] float32, some of them outliers, with a block of zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(0, 1, (n, k)).astype(np.float32)
+    x *= np.where(rng.random(x.shape) < 0.01, np.float32(40), np.float32(1))
+    x[0, :DEPTH] = 0
+    return x
+
+
+def bias_of(n_panels: int) -> np.ndarray:
+    return np.random.default_rng(2).normal(0, 0.3, n_panels * WIDTH).astype(np.float32)
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> None:
+    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_int8_products_are_those_of_numpy(kind: str, generic: Kernels) -> None:
+    weight, x = random_weight(kind, N, K), activations(3, K)
+    bias = bias_of(weight.n_panels)
+    codes, records = codes_and_records(generic.quantise(), x)
+    got = multiply(generic.of(weight.format, True)[3], weight, codes, records, bias)
+    same_bits(got[:, :N], int8_product(weight, x, bias[:N]))
+    assert (got[:, N:] == bias[N:]).all()  # outputs that no row of the file has
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_float32_products_are_those_of_numpy(kind: str, generic: Kernels) -> None:
+    rows, x = rows_of_kind(kind, N, K), activations(3, K)
+    weight = random_weight(kind, N, K)
+    bias = bias_of(weight.n_panels)
+    got = multiply(generic.of(weight.format, False)[3], weight, x, None, bias)
+    same_bits(got[:, :N], float32_product(reference_values(kind, rows), x, bias[:N]))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_int8_products_are_near_the_exact_ones(kind: str, generic: Kernels) -> None:
+    weight, x = random_weight(kind, N, K), np.random.default_rng(5).normal(0, 1, (12, K)).astype(np.float32)
+    codes, records = codes_and_records(generic.quantise(), x)
+    got = multiply(generic.of(weight.format, True)[12], weight, codes, records, np.zeros(weight.n_panels * WIDTH, np.float32))[:, :N]
+    values = reference_values(kind, rows_of_kind(kind, N, K)).astype(np.float64)
+    # a code is off by 1/2 of 127ths of its block's largest number at the most, evenly spread
+    off = np.abs(x).reshape(12, -1, DEPTH).max(-1).repeat(DEPTH, 1) / 127 / np.sqrt(12)
+    expected_error = np.sqrt(off**2 @ (values**2).T)
+    z = (got - x.astype(np.float64) @ values.T) / expected_error
+    assert np.abs(z).max() < 5, "standard deviations; 444 outputs"
+    assert 0.7 < z.std() < 1.3, "outputs of one row are not independent"
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_int8_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, generic: Kernels, other: Kernels) -> None:
+    weight, x = random_weight(kind, N, K), activations(MOST, K)
+    bias = bias_of(weight.n_panels)
+    codes, records = codes_and_records(generic.quantise(), x)
+    expected = multiply(generic.of(weight.format, True)[MOST], weight, codes, records, bias)
+    for made in (generic, other):
+        functions = made.of(weight.format, True)
+        assert tuple(functions) == INT8_ROWS
+        for rows, function in functions.items():
+            for first in (0, MOST - rows):
+                some = slice(first, first + rows)
+                same_bits(multiply(function, weight, codes[some], records[some], bias), expected[some])
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_the_largest_codes(kind: str, generic: Kernels, other: Kernels) -> None:
+    """Where sums are begun in 16 bits, they fit."""
+    weight = random_weight(kind, N, K)
+    weight.data[:, weight.codes_at :] = 255
+    x = np.array([3.0, -3.0, 2.9, -2.9, 3.0, -3.0])[:, None] * np.ones(K, np.float32)
+    x[2, ::2] = x[3, 1::2] = 0
+    codes, records = codes_and_records(generic.quantise(), x.astype(np.float32))
+    assert {codes.min(), codes.max()} == {-127, 127}
+    bias = bias_of(weight.n_panels)
+    expected = multiply(generic.of(weight.format, True)[6], weight, codes, records, bias)
+    same_bits(multiply(other.of(weight.format, True)[6], weight, codes, records, bias), expected)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_float32_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, generic: Kernels, other: Kernels) -> None:
+    most = max(FLOAT_ROWS)
+    for n in (N, 16, 7 * WIDTH):  # panels that are taken four at a time, and those that are left
+        weight, x = random_weight(kind, n, 512), activations(most, 512)
+        bias = bias_of(weight.n_panels)
+        expected = multiply(generic.of(weight.format, False)[most], weight, x, None, bias)
+        for made in (generic, other):
+            functions = made.of(weight.format, False)
+            assert tuple(functions) == FLOAT_ROWS
+            for rows, function in functions.items():
+                for first in (0, most - rows):
+                    some = slice(first, first + rows)
+                    same_bits(multiply(function, weight, x[some], None, bias), expected[some])
+
+
+def extremes() -> np.ndarray:
+    """[T, 64]: rows that are not like activations."""
+    rng = np.random.default_rng(0)
+    normal = rng.normal(0, 1, (4, 64)).astype(np.float32)
+    halves = np.concatenate([[127], np.arange(63) - 31.5]).astype(np.float32)  # codes that are exactly between two
+    rows = [
+        np.zeros(64), -np.zeros(64), normal[0] * 1e30, normal[1] * -1e-30, normal[2] * 1e37, halves, -halves, halves * 2.0**-90,
+        np.full(64, -3.0), np.where(np.arange(64) == 40, -127.0, 0), np.full(64, 3.4e38), normal[3] * 1e-35,
+    ]  # fmt: skip
+    return np.stack(rows).astype(np.float32)
+
+
+def test_codes_of_activations(generic: Kernels, other: Kernels) -> None:
+    x = np.concatenate([activations(5, 64), extremes()])
+    codes, records = codes_and_records(generic.quantise(), x)
+    wanted, scales = quantised(x)
+    np.testing.assert_array_equal(codes.reshape(wanted.shape), wanted)
+    assert np.abs(wanted).max() == 127
+    integers = records.view(np.int32)
+    same_bits(records[:, :, 0], scales)
+    np.testing.assert_array_equal(integers[:, :, 1], wanted.sum(-1))
+    np.testing.assert_array_equal(integers[:, :, 2], wanted[:, :, :16].sum(-1))
+    with np.errstate(over="ignore"):
+        same_bits(records[:, :, 3], scales * wanted.sum(-1).astype(np.float32))
+    same = codes_and_records(other.quantise(), x)
+    np.testing.assert_array_equal(same[0], codes)
+    same_bits(same[1], records)
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-38, 1e-40, 1e-45])
+def test_numbers_too_small_for_a_scale(size: float, generic: Kernels, other: Kernels) -> None:
+    """127 over the largest is no float32 here. What comes of it is next to nothing."""
+    x = (np.random.default_rng(0).uniform(-1, 1, (1, 64)) * size).astype(np.float32)
+    weight = random_weight("Q4_K", WIDTH, 256)
+    x = np.tile(x, (1, 4))
+    for made in (generic, other):
+        codes, records = codes_and_records(made.quantise(), x)
+        y = multiply(made.of(weight.format, True)[1], weight, codes, records, np.zeros(WIDTH, np.float32))
+        assert np.abs(y).max() < 1e-30
+
+
+def silu(made: Kernels, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    y = np.full_like(gate, np.nan)
+    run(made.silu(), gate.ctypes.data, up.ctypes.data, len(gate) // DEPTH, y.ctypes.data)
+    return y
+
+
+def test_silu(generic: Kernels, other: Kernels) -> None:
+    rng = np.random.default_rng(0)
+    edges = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 88.0, -88.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e30, -1e30, 0.5]
+    gate = np.concatenate([np.array(edges * 2), rng.normal(0, 4, 8000), np.linspace(-110, 110, 4192)]).astype(np.float32)
+    up = rng.normal(0, 2, len(gate)).astype(np.float32)
+    got = silu(generic, gate, up)
+    one = np.float32(1)
+    same_bits(got, np.array([g / (one + exp(-g)) * u for g, u in zip(gate, up, strict=True)], np.float32))
+    same_bits(silu(other, gate, up), got)
+    wide = gate.astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = wide / (1 + np.exp(-wide)) * up
+    rest = 1e-38 * np.abs(wide * up)  # the exponential ends before it is no float32 any more
+    assert (np.abs(got - expected) <= 3e-7 * np.abs(expected) + rest + 1e-44).all()
+
+
+def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(features: str) -> list[str]:
+        monkeypatch.setattr(module.numba_config, "CPU_FEATURES", features)
+        return [target.dot for target in targets()]
+
+    assert targets()[0] == host_target()
+    assert names("-avx2") == ["plain"]
+    assert names("+avx2,+fma,+f16c") == ["maddubs", "plain"]
+    assert names("+avx2,+fma") == ["plain"]
+    assert names("+avx2,+fma,+f16c,+avxvnni") == ["vnni256", "maddubs", "plain"]
+    assert names("+avx2,+fma,+f16c,+avx512bw") == ["maddubs", "maddubs", "plain"]
+    assert names("+avx2,+fma,+f16c,+avx512bw,+avx512vnni") == ["vnni512", "maddubs", "plain"]
+    assert names("+neon,+dotprod") == ["neon", "plain"]
+    assert names("+neon") == ["plain"]
+
+
+def aarch64(fmt: Blocks | Plain, counts: tuple[int, ...], int8: bool) -> str:
+    """Assembly of the kernels that a processor of that kind with dot products gets."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    triple = "aarch64-unknown-linux-gnu"
+    try:
+        machine = binding.Target.from_triple(triple).create_target_machine(cpu="generic", features="+neon,+dotprod", opt=3)
+    except RuntimeError:
+        pytest.skip("this llvmlite does not write code for AArch64")
+    target = Target("NEON", "neon", "generic", "+neon,+dotprod", True, 6)
+    source = module._module(target, fmt, counts, module._int8 if int8 else module._float32)
+    parsed = binding.parse_assembly(re.sub('target triple = ".*"', f'target triple = "{triple}"', source))
+    parsed.verify()
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
+    passes.getModulePassManager().run(parsed, passes)
+    return machine.emit_assembly(parsed)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "IQ4_XS"])
+def test_code_for_arm(kind: str) -> None:
+    """A block of 32 inputs by 16 outputs takes 32 instructions for each row."""
+    code = aarch64(QUANTISED[kind], (1, 4), True)
+    one, four = re.split(r"^rows_4:", code, flags=re.MULTILINE)
+    assert len(re.findall(r"\bsdot\t", one)) == 32
+    assert len(re.findall(r"\bsdot\t", four)) == 4 * 32
+
+
+def test_float32_code_for_arm() -> None:
+    code = aarch64(Plain.F16, (2,), False)
+    assert len(re.findall(r"\bfmla\t", code)) >= 2 * 4 * DEPTH
+    assert "fcvtl" in code
+
+
+def test_kept_code_is_used_again_if_it_is_whole(tmp_path: Path) -> None:
+    written = []
+
+    def source() -> str:
+        written.append(1)
+        return module._module(targets()[-1], None, (1,), module._quantise)
+
+    def compiled() -> np.ndarray:
+        code = Code(targets()[-1], tmp_path)  # its functions live as long as it does
+        return codes_and_records(code.compile("quantise", source)("rows_1"), activations(2, 64))[0]
+
+    first = compiled()
+    np.testing.assert_array_equal(compiled(), first)
+    assert len(written) == 1
+    (kept,) = tmp_path.iterdir()
+    for damaged in (b"", kept.read_bytes()[:-1], bytes(100), b"\x00" + kept.read_bytes()[1:]):
+        kept.write_bytes(damaged)
+        np.testing.assert_array_equal(compiled(), first)
+    assert len(written) == 5
+    kept.unlink()
+    kept.mkdir()  # a folder that cannot be written, in effect
+    np.testing.assert_array_equal(compiled(), first)
+
+
+def digest() -> str:
+    """Of products of both precisions, and how this process computed them."""
+    x = np.random.default_rng(0).standard_normal((21, 512)).astype(np.float32)
+    digest = hashlib.sha256()
+    for int8 in (True, False):
+        products = Products(int8, folder=cache_dir() / "code")
+        product = Product(products, [products.matrix(random_weight(kind, 80, 512)) for kind in ("Q4_K", "F16")])
+        digest.update(product.rows(x, 2).tobytes())
+    return f"{host_target().dot} {host_target().halves} {digest.hexdigest()}"
+
+
+def test_bits_are_those_of_another_processor() -> None:
+    """A processor without AVX-512 has other instructions, other tiles and other sums of rows."""
+    path = os.pathsep.join((str(Path(__file__).parents[3]), str(Path(__file__).parent)))
+    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+f16c", "PYTHONPATH": path}
+    command = [sys.executable, "-c", "import test_kernels; print(test_kernels.digest())"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | features)
+    assert done.stdout.split() == ["maddubs", "True", digest().split()[2]]

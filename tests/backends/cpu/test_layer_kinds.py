@@ -1,0 +1,170 @@
+"""Families whose layers differ, with every kind of layer: computed as transformers does wherever a text reaches, or refused at load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from ngramspec.backends.cpu import runner as runner_module
+from ngramspec.backends.cpu import weight_map as recipe_module
+from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.loader import open_model
+from ngramspec.models.reference import kinds_of_layers
+from ngramspec.models.tensor_source import quantised_source
+from ngramspec.sampling.batch import Span
+
+OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23}
+FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "smollm3": ("smollm3", {}, [0, 3]),
+    "ministral3": ("ministral3", {}, [0]),
+    "gemma3": ("gemma3_text", {"layer_types": None}, [0, 5]),
+    "gemma2": ("gemma2", {}, [0, 1]),
+    "cohere2": ("cohere2", {"sliding_window": tiny.WINDOW}, [0, 3]),
+    "olmo3": ("olmo3", {"sliding_window": tiny.WINDOW}, [0, 3]),
+    "gpt2": ("gpt2", {}, [0]),
+}
+"""Name in transformers, options, and the first layer of each kind."""
+COMPILED = ("smollm3", "ministral3")
+
+
+def model_of(name: str, **overrides: Any) -> Any:
+    family, options, _ = FAMILIES[name]
+    return tiny.tiny_model(family, std=0.15, **{"num_hidden_layers": 8, **options, **overrides})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    where = tmp_path_factory.mktemp("folders")
+
+    def made(name: str) -> Path:
+        path = where / name
+        if not path.exists():
+            model_of(name).save_pretrained(path)
+            tiny.byte_tokenizer().save_pretrained(path)
+        return path
+
+    return made
+
+
+def bind(path: Path, *, quantised: bool = False, **options: Any) -> CpuRunner:
+    opened = open_model(str(path))
+    return CpuRunner(opened.model, quantised_source(opened.source) if quantised else opened.source, **(OPTIONS | options))
+
+
+def check(runner: CpuRunner, model: Any, near: float) -> None:
+    """A text over all thresholds, in pieces beside another one."""
+    tokens = (np.arange(150) * 37 % 250).astype(np.int32)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.from_numpy(tokens).long()[None], use_cache=False).logits[0]
+    assert runner.pool.reserve(0, 150)
+    assert runner.pool.reserve(1, 150)
+    for a, b in ((0, 30), (30, 90), (90, 149), (149, 150)):
+        mate = Span(1, tokens[a:b] + 1, a, logits=0)
+        got = runner.run([mate, Span(0, tokens[a:b], a, logits=b - a)])
+        assert float((got - expected[a:b]).abs().max() / expected[a:b].abs().max()) < near
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name: str, folder: Callable[[str], Path]) -> None:
+    assert kinds_of_layers(model_of(name)) == FAMILIES[name][2]
+    runner = bind(folder(name))
+    assert (runner.stack is not None) == (name in COMPILED)
+    assert runner.exactness == "bitwise"
+    check(runner, model_of(name), 1e-4)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
+    runner = CpuRunner(model_of(name), **OPTIONS)
+    assert runner.stack is not None
+    runner.stack = None
+    check(runner, model_of(name), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "gemma3", "exaone4", "glm4_moe"])
+def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) -> None:
+    """Sharp attention and routers of experts over keys and values of 16 bits."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    options = FAMILIES[name][1] if name in FAMILIES else {"glm4_moe": experts | {"head_dim": 16}, "exaone4": {"sliding_window": 8}}[name]
+    family = FAMILIES[name][0] if name in FAMILIES else name
+    tiny.tiny_model(family, **{"num_hidden_layers": 8, **options}).save_pretrained(tmp_path)
+    tiny.byte_tokenizer().save_pretrained(tmp_path)
+    runner = bind(tmp_path, quantised=True)
+    assert (runner.precision, runner.kv_dtype) == ("int8", "float16")
+
+
+def rotate_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = recipe_module.LayerWeights
+    monkeypatch.setattr(recipe_module, "LayerWeights", lambda *fields: right(*fields)._replace(rotary=True))
+
+
+def scale_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_module.Recipe, "query_scales", lambda *_: np.empty(0, np.float32))
+
+
+@pytest.mark.parametrize("in_memory", [False, True], ids=["from files", "in memory"])
+@pytest.mark.parametrize(("name", "spoil"), [("smollm3", rotate_all), ("ministral3", scale_no_query)])
+def test_a_compiled_pass_that_is_wrong_in_a_late_kind_or_far_out_gives_way(
+    name: str, spoil: Callable[[pytest.MonkeyPatch], None], in_memory: bool, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    runner = CpuRunner(model_of(name), **OPTIONS) if in_memory else bind(folder(name))
+    assert runner.stack is runner.recipe is None
+    check(runner, model_of(name), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "attribute", "value"),
+    [("smollm3", 7, "use_rope", 1), ("gemma3", 6, "sliding_window", None), ("cohere2", 7, "sliding_window", tiny.WINDOW)],
+)
+def test_one_wrong_layer_is_found(
+    name: str, layer: int, attribute: str, value: object, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of its kind among them."""
+    right = runner_module.fused.replace_small_operations
+
+    def replace(model: Any) -> int:
+        setattr(model.base_model.layers[layer].self_attn, attribute, value)
+        return right(model)
+
+    monkeypatch.setattr(runner_module.fused, "replace_small_operations", replace)
+    with pytest.raises(UnsupportedModelError, match=rf"differ from transformers' own .* in layers .*\b{layer}\b"):
+        bind(folder(name))
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "llama4_text": (EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention'"),
+    "nemotron_h": (
+        {
+            "layers_block_type": ["mamba", "attention"] * 4, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1,
+            "ssm_state_size": 16, "head_dim": 16,
+        },
+        r"layers 0, 2, 4, 6 are of type '(mamba|linear_attention)'",
+    ),
+    "granitemoehybrid": (
+        EXPERTS
+        | {
+            "shared_intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
+            "layer_types": ["mamba", "attention"] * 4,
+        },
+        r"layers 0, 2, 4, 6 are of type '(mamba|linear_attention)'",
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4}, r"layers 0, 2, 4, 6 are of type 'conv'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_reasons_are_the_true_ones(family: str, tmp_path: Path) -> None:
+    options, reason = REFUSED[family]
+    tiny.tiny_model(family, **{"num_hidden_layers": 8, **options}).save_pretrained(tmp_path)
+    tiny.byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        bind(tmp_path)

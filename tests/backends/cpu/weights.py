@@ -1,0 +1,189 @@
+"""Random weights as files hold them, what a panel's bytes stand for by its format's description, and the products' arithmetic in numpy.
+
+None of it knows the compiled code that it is compared with.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+from numba import njit
+
+from ngramspec.backends.cpu.codegen.kernels import LEAST, N_ARGUMENTS
+from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, Blocks, Plain
+from ngramspec.backends.cpu.packing import Arena, PackedWeight, pack
+from ngramspec.backends.cpu.threads import call
+from ngramspec.models.tensor_source import KINDS, dequantise
+
+FACTORS = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+"""Where a block's float16 factors lie (ggml-common.h)."""
+SPECIAL = (0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0)
+"""float16 factors that a file may hold, though no converter writes them."""
+
+
+def rows_of_kind(kind: str, n: int, k: int, seed: int = 0, special: bool = False) -> np.ndarray:
+    """Any bytes for codes and small scales, float16 factors of about 1e-2 of both signs, [n, bytes of a row] uint8."""
+    rng = np.random.default_rng(seed)
+    if kind in Plain.__members__:
+        values = rng.normal(0, 0.3, (n, k)).astype(np.float32)
+        if kind == "BF16":
+            return np.ascontiguousarray(values.view(np.uint16)[:, 1::2]).view(np.uint8)
+        return values.astype(np.float32 if kind == "F32" else np.float16).view(np.uint8)
+    per_block, n_bytes = KINDS[kind]
+    blocks = rng.integers(0, 256, (n, k // per_block, n_bytes), np.uint8)
+    for at in FACTORS[kind]:
+        factors = (rng.uniform(1e-3, 1e-2, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])).astype(np.float16)
+        if special:
+            factors = np.where(rng.random(factors.shape) < 0.4, rng.choice(np.array(SPECIAL, np.float16), factors.shape), factors)
+        blocks[:, :, at : at + 2] = factors[:, :, None].view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
+def reference_values(kind: str, rows: np.ndarray) -> np.ndarray:
+    """[n, K] float32 of gguf's own dequantisation."""
+    return dequantise(kind, rows) if kind in Plain.__members__ else gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+
+
+def packed(kind: str, rows: np.ndarray) -> PackedWeight:
+    per_block, n_bytes = KINDS[kind]
+    return pack(kind, (len(rows), rows.shape[1] // n_bytes * per_block), lambda a, b: rows[a:b], Arena())
+
+
+def random_weight(kind: str, n: int, k: int, seed: int = 0) -> PackedWeight:
+    return packed(kind, rows_of_kind(kind, n, k, seed))
+
+
+class Read(NamedTuple):
+    """A quantised weight taken apart: output n, block of 32 inputs b, part p (16 or 32 inputs)."""
+
+    numbers: np.ndarray
+    """[N, B, 32] int64: codes less their zero."""
+    scale: np.ndarray
+    """[N, B] float32: of the block, or of its super-block."""
+    integers: np.ndarray | None
+    """[N, B, P] int64"""
+    offset: np.ndarray | None
+    """[N, B] float32: what is added, times the integer if there is one."""
+    offset_integers: np.ndarray | None
+
+
+def read_panels(weight: PackedWeight) -> Read:
+    """From the bytes of panels, by the words of `formats` alone."""
+    fmt, n_blocks = weight.format, weight.n_blocks
+    assert isinstance(fmt, Blocks)
+    n_panels, parts = weight.n_panels, 2 if fmt.by_16 else 1
+    codes = np.zeros((n_panels, n_blocks, DEPTH, WIDTH), np.int64)
+    raw = weight.data[:, weight.codes_at :].reshape(n_panels, n_blocks, fmt.code_bytes // LINE, WIDTH, 4).astype(np.int64)
+    low = first = 0
+    for bits in fmt.planes:
+        for g in range(8):
+            vector, shift = {4: (g % 4, g // 4 * 4), 2: (g // 4, g % 4 * 2), 1: (0, g), 8: (g, 0)}[bits]
+            number = raw[:, :, first + vector] >> shift & ((1 << bits) - 1)  # [panels, blocks, output, j]
+            codes[:, :, 4 * g : 4 * g + 4] |= number.transpose(0, 1, 3, 2) << low
+        low, first = low + bits, first + bits
+    numbers = codes - fmt.zero if fmt.values is None else np.array(fmt.values)[codes]
+
+    def outputs(x: np.ndarray) -> np.ndarray:
+        """[panels, B, …, 16] → [N, B, …]"""
+        return np.moveaxis(x, -1, 1).reshape(n_panels * WIDTH, *x.shape[1:-1])[: weight.n_out]
+
+    of_blocks = weight.data[:, : n_blocks * fmt.scale_bytes].reshape(n_panels, n_blocks, fmt.scale_bytes)
+    if fmt.half_scales:
+        halves = np.ascontiguousarray(of_blocks).view(np.float16).reshape(n_panels, n_blocks, -1, WIDTH).astype(np.float32)
+        return Read(outputs(numbers), outputs(halves[:, :, 0]), None, outputs(halves[:, :, 1]) if fmt.offsets else None, None)
+    n_supers = -(-n_blocks // SUPER)
+    heads = np.ascontiguousarray(weight.data[:, weight.super_at :][:, : n_supers * fmt.super_bytes]).view(np.float16)
+    supers = np.repeat(heads.reshape(n_panels, n_supers, -1, WIDTH), SUPER, axis=1)[:, :n_blocks].astype(np.float32)
+    integers = of_blocks.reshape(n_panels, n_blocks, -1, WIDTH).astype(np.int64)
+    return Read(
+        outputs(numbers), outputs(supers[:, :, 0]), outputs(integers[:, :, :parts] - fmt.scale_zero),
+        -outputs(supers[:, :, 1]) if fmt.offsets else None, outputs(integers[:, :, parts:]) if fmt.offsets else None,
+    )  # fmt: skip
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a · b + c of float32, rounded once. The sum is rounded to odd in float64, after which rounding to float32 is the only one."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), np.asarray(c, np.float64)  # exact: 48 bits
+    total = product + c
+    away = total - product
+    error = (product - (total - away)) + (c - away)  # Knuth's two-sum
+    even = (total.view(np.int64) & 1) == 0
+    towards = np.where(error > 0, np.inf, -np.inf)
+    return np.where(even & (error != 0), np.nextafter(total, towards), total).astype(np.float32)
+
+
+def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [T, B, 32] int64 and scales [T, B] float32 of rows x [T, K]."""
+    blocks = x.reshape(len(x), -1, DEPTH)
+    top = np.abs(blocks).max(-1)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > np.float32(LEAST))
+    return np.rint(blocks * inverse[:, :, None]).astype(np.int64), top / np.float32(127)
+
+
+def int8_product(weight: PackedWeight, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """[T, N] float32 of x [T, K]: integer sums of blocks, then one chain of float32 over them."""
+    read = read_panels(weight)
+    codes, x_scale = quantised(x)
+    halves = codes.reshape(*codes.shape[:2], -1, DEPTH // 2).sum(-1)  # [T, B, 2]
+    sums = halves if read.integers is not None and read.integers.shape[2] == 2 else codes.sum(-1)[:, :, None]  # [T, B, P]
+    n_parts = sums.shape[2]
+    total = np.tile(bias.astype(np.float32), (len(x), 1))
+    for b in range(codes.shape[1]):
+        parts = np.einsum(
+            "tpj,npj->tnp", codes[:, b].reshape(len(x), n_parts, -1), read.numbers[:, b].reshape(len(read.numbers), n_parts, -1)
+        )
+        products = parts if read.integers is None else parts * read.integers[:, b]
+        scale = x_scale[:, b, None]
+        total = fma(products.sum(-1).astype(np.float32), read.scale[:, b] * scale, total)
+        if read.offset_integers is not None:
+            assert read.offset is not None
+            integers = (sums[:, None, b] * read.offset_integers[:, b]).sum(-1).astype(np.float32)
+            total = fma(integers, read.offset[:, b] * scale, total)
+        elif read.offset is not None:
+            total = fma(np.broadcast_to(read.offset[:, b], total.shape), scale * codes[:, b].sum(-1).astype(np.float32)[:, None], total)
+    return total
+
+
+def float32_product(values: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """[T, N] float32 of x [T, K] and weights [N, K]: one chain of fused multiply-adds an output."""
+    total = np.tile(bias.astype(np.float32), (len(x), 1))
+    for k in range(x.shape[1]):
+        total = fma(x[:, k, None], values[:, k], total)
+    return total
+
+
+@njit(cache=True)
+def _call(address, a, b, c, d, e, f, g, h, i, j, k, l, m):  # noqa: E741
+    call(address, (a, b, c, d, e, f, g, h, i, j, k, l, m))
+
+
+def run(address: int, *arguments: int) -> None:
+    """Call compiled code."""
+    _call(address, *arguments, *[0] * (N_ARGUMENTS - len(arguments)))
+
+
+def multiply(function: int, weight: PackedWeight, x: np.ndarray, records: np.ndarray | None, bias: np.ndarray) -> np.ndarray:
+    """What a kernel for len(x) rows makes of x [T, K], codes or float32: [T, 16 · panels]."""
+    y = np.full((len(x), weight.n_panels * WIDTH), np.nan, np.float32)
+    records = np.zeros((len(x), 0), np.float32) if records is None else records
+    run(
+        function, weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
+        x.ctypes.data, x.strides[0], records.ctypes.data, records.strides[0], bias.ctypes.data, y.ctypes.data, y.strides[0],
+    )  # fmt: skip
+    return y
+
+
+def codes_and_records(function: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the quantising kernel makes of rows x [T, K]: [T, K] int8, [T, K / 32, 4] as float32."""
+    codes, records = np.zeros(x.shape, np.int8), np.zeros((len(x), x.shape[1] // DEPTH, 4), np.float32)
+    for i in range(len(x)):
+        run(function, x[i].ctypes.data, x.shape[1] // DEPTH, codes[i].ctypes.data, records[i].ctypes.data)
+    return codes, records
+
+
+EVERY = (*QUANTISED, *Plain.__members__)

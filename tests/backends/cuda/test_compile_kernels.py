@@ -1,0 +1,32 @@
+"""The variants that a model's passes ask for are noted as they would be launched, and one of them is compiled for every generation."""
+
+from __future__ import annotations
+
+from aot import run_aot
+
+
+def compiled() -> None:
+    import torch
+
+    from ngramspec.models.shapes import read_shape
+    from tools import compile_kernels
+
+    for dtype, shape in ((torch.bfloat16, "Qwen2.5-Coder-7B"), (torch.float32, "SmolLM2-135M")):
+        found = compile_kernels.variants(read_shape(shape), dtype, 80, rows=(1, 300))
+        names = {variant.fn.__name__ for variant in found}
+        every = {name for names in compile_kernels.LAUNCHED.values() for name in names}
+        assert names <= every
+        assert every - names <= {"_write_kv", "_add_up", "_quantised", "_dequantise"}  # of other models
+        assert len(found) == len(set(found))
+    found = compile_kernels.variants(read_shape("SmolLM2-135M"), torch.bfloat16, 80, rows=(1, 300), blocks="Q4_K")
+    quantised = [variant for variant in found if variant.fn.__name__ in ("_quantised", "_dequantise")]
+    assert {dict(variant.constants)["BITS"] for variant in quantised} == {4, 5}
+    assert "_product" not in {variant.fn.__name__ for variant in found}
+    (gated,) = (variant for variant in found if variant.fn.__name__ == "_gated")
+    for capability in compile_kernels.PROCESSORS:
+        assert compile_kernels.compiled(gated, capability) == ""
+        assert compile_kernels.compiled(quantised[0], capability) == ""
+
+
+def test_every_variant_is_noted() -> None:
+    run_aot(__file__, "compiled")

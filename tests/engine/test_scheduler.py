@@ -1,0 +1,160 @@
+"""Scheduling without a model: random arrivals, drafts, acceptance, cancellation; every invariant after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ngramspec.engine.scheduler import Scheduler
+from ngramspec.engine.sequence import Sequence
+from ngramspec.kv_cache.blocks import BlockHashes, BlockTables
+from ngramspec.outputs import BLOCK
+from ngramspec.sampling.sampler import Sampler
+from ngramspec.sampling_params import SamplingParams
+
+MAX_LEN = 5 * BLOCK
+
+
+class Silent:
+    stopped_by = None
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def sequence(n_prompt: int, n_output: int, shares: bool = False) -> Sequence:
+    """All texts begin alike."""
+    params, prompt = SamplingParams(max_tokens=n_output), np.zeros(n_prompt, np.int32)
+    sampler = Sampler(params, index=0, seed=0, prompt=prompt, vocab_size=4, stop_ids=frozenset())
+    return Sequence(
+        prompt,
+        params,
+        sampler,
+        Silent(),
+        index=0,
+        stop_ids=frozenset(),
+        max_len=MAX_LEN,
+        speculation=True,
+        block_hashes=BlockHashes("", prompt) if shares else None,
+    )
+
+
+def check(scheduler: Scheduler) -> None:
+    tables: Any = scheduler.tables
+    tables.check_integrity()
+    slots = [s.slot for s in scheduler.running]
+    assert sorted(slots + scheduler.slots) == list(range(len(tables.n_blocks_of)))
+    assert all(s.slot < 0 and s.computed == 0 for s in scheduler.waiting)
+    for seq in scheduler.running:
+        assert 0 <= seq.computed < seq.n_tokens
+        assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.computed >= tables.registered[seq.slot] * BLOCK
+
+
+def register(tables: BlockTables, seq: Sequence) -> None:
+    if seq.block_hashes is not None:
+        seq.block_hashes.extend(seq.tokens)
+        tables.register(seq.slot, seq.block_hashes.hashes[: seq.computed // BLOCK])
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32), n_blocks=st.integers(6, 14), max_rows=st.integers(1, 70))
+def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_rows: int) -> None:
+    rng = np.random.default_rng(seed)
+
+    def draw(lo: int, hi: int) -> int:
+        return int(rng.integers(lo, hi + 1))
+
+    tables = BlockTables(n_blocks, 3, MAX_LEN + 16)
+    scheduler = Scheduler(tables, max_rows)
+    todo = [sequence(draw(1, 3 * BLOCK), draw(1, 60), draw(0, 2) > 0) for _ in range(draw(1, 6))]
+    finished: list[Sequence] = []
+    alive = list(todo)
+    for _ in range(3000):
+        if todo and draw(0, 1):
+            scheduler.add(todo.pop(0))
+        if not todo and not scheduler.has_work:
+            break
+        work, admitted, _ = scheduler.schedule()
+        check(scheduler)
+        assert sum(w.n_rows for w in work) <= max(max_rows, len(scheduler.running))
+        assert len({id(w.seq) for w in work}) == len(work)
+        assert all(w.seq in scheduler.running for w in work)
+        assert all(s in scheduler.running for s in admitted)
+        if scheduler.running:
+            assert work, "running sequences, and nothing to do"
+        for w in work:
+            seq = w.seq
+            assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.computed + w.n_rows
+            if not w.samples:
+                seq.computed += w.n_rows
+                register(tables, seq)
+                continue
+            first = seq.computed + w.n_rows
+            drafted = draw(0, 6)
+            room = drafted if tables.reserve(seq.slot, seq.n_tokens + drafted) else 0
+            taken = 0
+            for _ in range(1 + draw(0, room)):
+                taken += 1
+                if seq.append(1, None):
+                    break
+            seq.computed = first + taken - 1
+            register(tables, seq)
+            if seq.finished:
+                scheduler.remove(seq)
+                finished.append(seq)
+            else:
+                tables.truncate_to(seq.slot, seq.computed)
+            check(scheduler)
+        if scheduler.running and draw(0, 30) == 0:
+            gone = scheduler.running[draw(0, len(scheduler.running) - 1)]
+            scheduler.remove(gone)
+            finished.append(gone)
+            check(scheduler)
+    assert sorted(map(id, finished)) == sorted(map(id, alive))
+    assert tables.n_available == n_blocks
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    tables = BlockTables(6, 4, MAX_LEN + 16)
+    scheduler = Scheduler(tables, 1000)
+    old, young, third = sequence(2 * BLOCK, 60), sequence(3 * BLOCK + 1, 20), sequence(1, 5)
+    for seq in (old, young, third):
+        scheduler.add(seq)
+    work, admitted, preempted = scheduler.schedule()
+    assert admitted == [old, young]
+    assert preempted == []
+    for w in work:
+        w.seq.computed = w.seq.n_tokens
+        w.seq.append(1, None)
+    work, admitted, preempted = scheduler.schedule()  # old needs a third block
+    assert [w.seq for w in work] == [old]
+    assert len(preempted) == 1
+    assert list(scheduler.waiting) == [young, third]
+    assert young.n_output == 1
+    assert scheduler.n_preempted == 1
+
+
+def test_a_sequence_starts_behind_what_is_known_of_it() -> None:
+    tables = BlockTables(6, 4, MAX_LEN + 16)
+    scheduler = Scheduler(tables, 1000)
+    first, second, third = (sequence(n, 20, shares=True) for n in (2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK))
+    scheduler.add(first)
+    scheduler.schedule()
+    first.computed = 2 * BLOCK
+    register(tables, first)
+    scheduler.remove(first)
+    assert first.computed == 0
+    assert tables.n_available == 6
+    for seq, taken in ((second, 2 * BLOCK), (third, BLOCK)):  # of a text that is known as a whole, the last token is computed
+        scheduler.add(seq)
+        work, _, _ = scheduler.schedule()
+        assert seq.computed == seq.n_cached == taken
+        assert [w.n_rows for w in work if w.seq is seq] == [seq.n_tokens - taken]
+    assert tables.tables[third.slot, 0] == tables.tables[second.slot, 0]
+    assert (scheduler.prefix_queries, scheduler.prefix_hits, scheduler.cached_tokens) == (6 * BLOCK + 1, 3 * BLOCK, 3 * BLOCK)

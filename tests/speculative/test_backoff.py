@@ -1,0 +1,81 @@
+"""Drafters that do not pay for their time rest; those that do are asked in every step."""
+
+import time
+
+import numpy as np
+import pytest
+
+from ngramspec.speculative import Candidates, Proposer
+from ngramspec.speculative.budget.backoff import SHARE, WINDOW, Pace
+from ngramspec.speculative.feature_weights import cold_weights
+
+
+def asks(pace: Pace, steps: int, gained: int, ms: float, tokens: int = 1, pass_ms: float = 10.0) -> int:
+    """How often it is asked."""
+    n = 0
+    for _ in range(steps):
+        if pace.wakes():
+            n += 1
+            pace.ms += ms
+            pace.made(gained, tokens + gained, pass_ms)
+    return n
+
+
+def test_what_pays_is_always_asked() -> None:
+    assert asks(Pace(), 1000, gained=2, ms=19.0) == 1000  # two tokens more for less than two passes
+    assert asks(Pace(), 1000, gained=1, ms=30.0, tokens=3) < 500  # three tokens a pass: one more is worth a third of it
+
+
+@pytest.mark.parametrize("ms", [1.0, 10.0, 100.0])
+def test_what_never_pays_takes_a_small_share_of_the_time(ms: float) -> None:
+    pace, steps = Pace(), 100_000
+    asks(pace, 10_000, gained=0, ms=ms)  # at first it rests for less
+    n = asks(pace, steps, gained=0, ms=ms)
+    assert n >= 2 * WINDOW  # it is tried again
+    assert n * ms < 1.1 * SHARE * steps * 10.0
+
+
+def test_what_costs_nothing_need_not_rest() -> None:
+    assert asks(Pace(), 1000, gained=0, ms=0.01) > 900
+
+
+def test_what_begins_to_pay_is_found_out() -> None:
+    pace = Pace()
+    asks(pace, 10_000, gained=0, ms=10.0)
+    asks(pace, int(4 * WINDOW / SHARE), gained=4, ms=10.0)
+    assert asks(pace, 100, gained=4, ms=10.0) == 100
+
+
+class Slow:
+    """Takes a while, and is right or not."""
+
+    name = "slow"
+
+    def __init__(self, token: int) -> None:
+        self.token, self.n = token, 0
+
+    def begin(self, seq: int, tokens: np.ndarray) -> None: ...
+
+    def propose(self, seqs: list[int], budget: int) -> list[Candidates]:
+        self.n += 1
+        time.sleep(0.002)
+        return [Candidates(np.array([self.token], np.int32), np.array([-1], np.int32), np.array([0.9], np.float32)) for _ in seqs]
+
+    def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None: ...
+
+    def end(self, seq: int) -> None: ...
+
+
+@pytest.mark.parametrize(("token", "pass_ms", "always"), [(1, 100.0, True), (2, 1.0, False), (1, 0.1, False)])
+def test_a_drafter_is_asked_while_it_pays(token: int, pass_ms: float, always: bool) -> None:
+    """The text is of tokens that the tables cannot foresee, each second one is 1."""
+    drafter = Slow(token)
+    proposer = Proposer(vocab_size=1000, max_seqs=1, drafters=[drafter], weights=cold_weights(), recycle=False, answers=0)
+    proposer.begin(0, np.array([0], np.int32))
+    slots, depth, cost = np.zeros(1, np.int32), np.full(1, 8, np.int32), pass_ms * (1 + 0.001 * np.arange(100.0))
+    for step in range(300):
+        tree = proposer.propose(slots, depth, cost, 1, 8)[0]
+        path = np.flatnonzero((tree.tokens == 1) & (tree.parents == -1)).astype(np.int32)
+        proposer.observe(slots, [np.array([1, 10 + step], np.int32)], [path])
+    assert (drafter.n == 300) == always
+    assert always or drafter.n < 100
