@@ -1,20 +1,21 @@
 """Compile functions with numba and keep their machine code on disk, checked when it is read.
 
-`njit` is numba's, with a cache of our own in place of numba's: a file that is truncated, altered or of another version is compiled again,
-and where nothing can be written the functions are compiled for this process only, which is logged once. Several processes may compile at
-once into one folder: a file's name follows from the function and the types of its arguments, its content from its source, and it appears
-by rename. The module does not know what is compiled.
+`njit` is numba's decorator with a cache of our own on the one dispatcher that it returns; nothing of numba is patched. A file that is
+truncated, altered or of another version is compiled again, and replaced. If no folder can be written, functions are compiled for this
+process only, which is logged once. Several processes may compile into one folder at once: a file's name follows from the function, its
+source file's time stamp and the types of its arguments, and it appears by rename. The module does not know what is compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import logging
 import pickle
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,13 @@ from numba.core.serialize import dumps
 from .cache_dir import cache_dir
 
 log = logging.getLogger(__name__)
-SUFFIX = ".nbc"
+SUFFIX = ".nbc"  # of a file of machine code, as numba has it
 _DIGEST = hashlib.sha256().digest_size
-
-_folders: set[Path] = set()
-"""Where this process looks for machine code."""
+_folders: set[Path] = set()  # where this process looks for machine code
 
 
 def njit(*function: Callable[..., Any], cache: Any = False, **options: Any) -> Any:
-    """Do as `numba.njit`; `cache`: keep the machine code in checked files."""
+    """Do what `numba.njit` does; with `cache` the machine code is kept in checked files."""
 
     def compile_lazily(py_func: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(py_func)
@@ -44,7 +43,7 @@ def njit(*function: Callable[..., Any], cache: Any = False, **options: Any) -> A
     return compile_lazily(*function) if function else compile_lazily
 
 
-def clear() -> None:
+def clear_all() -> None:
     """Remove all machine code that this process could load, so that it is compiled again."""
     for folder in _folders:
         clear_folder(folder)
@@ -52,16 +51,14 @@ def clear() -> None:
 
 def clear_folder(folder: Path) -> None:
     """Remove all machine code in a folder; what cannot be removed is left."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    _remove(folder.glob(f"*{SUFFIX}"))
 
 
 def make_cache(py_func: Callable[..., Any]) -> CodeCache | NullCache:
-    """Return a function's cache; one that keeps nothing if no folder can be written."""
+    """Return a function's cache, or one that keeps nothing if no folder can be written."""
     try:
         return CodeCache(py_func)
-    except RuntimeError:  # numba's, if every locator has declined
+    except RuntimeError:  # raised by numba if every locator has declined
         report_unusable()
         return NullCache()
 
@@ -70,13 +67,16 @@ class CodeCache(NullCache):
     """The compiled variants of one function, a file each: a SHA-256 digest, then the pickled signature and code.
 
     The digest covers numba's version and the function's source file as well, so that code of another version is not even unpickled.
+    Saving a variant removes the function's files of earlier versions, so that edits do not pile up machine code.
     """
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
         """Raises RuntimeError if no folder can be written."""
         self._py_func, self._impl = py_func, _Located(py_func)
         self._folder = Path(self._impl.locator.get_cache_path())
-        self._version = dumps((numba.__version__, self._impl.locator.get_source_stamp(), py_func.__code__.co_code))
+        stamp = dumps((numba.__version__, self._impl.locator.get_source_stamp()))
+        self._version = stamp + py_func.__code__.co_code
+        self._name = f"{self._impl.filename_base}.{hashlib.sha256(stamp).hexdigest()[:8]}-"
         self._enabled = True
         _folders.add(self._folder)
 
@@ -91,19 +91,18 @@ class CodeCache(NullCache):
         self._enabled = False
 
     def flush(self) -> None:
-        for path in self._folder.glob(f"{self._impl.filename_base}.*{SUFFIX}"):
-            path.unlink(missing_ok=True)
+        _remove(self._find_files())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what was compiled for a signature; None if that is not there, or not whole."""
         target_context.refresh()
-        key = self._key(sig, target_context.codegen())
+        key = self._make_key(sig, target_context.codegen())
         try:
-            raw = self._path(key).read_bytes() if self._enabled else b""
+            raw = self._make_path(key).read_bytes() if self._enabled else b""
         except OSError:
             return None
         digest, content = raw[:_DIGEST], raw[_DIGEST:]
-        if digest != self._digest(content):
+        if digest != self._compute_digest(content):
             return None
         of, payload = pickle.loads(content)
         return self._impl.rebuild(target_context, payload) if of == key else None
@@ -112,34 +111,38 @@ class CodeCache(NullCache):
         """Keep what was compiled for a signature, if the folder can be written."""
         if not self._enabled or not self._impl.check_cachable(data):
             return
-        key = self._key(sig, data.codegen)
+        key = self._make_key(sig, data.codegen)
         content = dumps((key, self._impl.reduce(data)))
-        path = self._path(key)
+        path = self._make_path(key)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            _remove(path for path in self._find_files() if not path.name.startswith(self._name))
             partial = path.with_suffix(f".{uuid.uuid4().hex[:16]}")
             try:
-                partial.write_bytes(self._digest(content) + content)
+                partial.write_bytes(self._compute_digest(content) + content)
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
         except OSError:
             report_unusable()
 
-    def _digest(self, content: bytes) -> bytes:
+    def _compute_digest(self, content: bytes) -> bytes:
         return hashlib.sha256(self._version + content).digest()
 
-    def _path(self, key: Any) -> Path:
-        return self._folder / f"{self._impl.filename_base}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}{SUFFIX}"
+    def _find_files(self) -> Iterator[Path]:
+        return self._folder.glob(f"{glob.escape(self._impl.filename_base)}.*{SUFFIX}")
 
-    def _key(self, sig: Any, codegen: Any) -> Any:
-        """The variant: types of the arguments, processor, and what the function closes over."""
+    def _make_path(self, key: Any) -> Path:
+        return self._folder / f"{self._name}{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}{SUFFIX}"
+
+    def _make_key(self, sig: Any, codegen: Any) -> Any:
+        """Return what tells variants apart: types of the arguments, processor, and what the function closes over."""
         cells = tuple(cell.cell_contents for cell in self._py_func.__closure__ or ())
         return sig, codegen.magic_tuple(), hashlib.sha256(dumps(cells)).hexdigest()
 
 
 class _UserCacheLocator(UserProvidedCacheLocator):
-    """Our own folder of the user's, if the package's cannot be written."""
+    """Locates the cache in a folder of ngramspec's in the user's cache, if the package's own folder cannot be written."""
 
     def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
         super().__init__(py_func, py_file)
@@ -157,6 +160,12 @@ class _UserCacheLocator(UserProvidedCacheLocator):
 
 class _Located(CompileResultCacheImpl):
     _locator_classes = (UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 @functools.cache

@@ -118,7 +118,7 @@ def bind(
 
     def clear() -> None:
         log.warning("an earlier start crashed: compiling everything anew")
-        code_cache.clear()
+        code_cache.clear_all()
         for folder in ("code", "starts"):
             shutil.rmtree(cache_dir() / folder, ignore_errors=True)
 

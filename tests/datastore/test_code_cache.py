@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import pkgutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,7 +72,66 @@ def test_code_of_another_source_is_not_loaded(load: Callable[[], ModuleType], co
     path.write_text(SOURCE.replace("a + b", "a - b"))
     module = load()
     assert (module.add(3, 4), _hits(module.add)) == (-1, 0)
-    assert sorted(path.parent.rglob("*.nb?")) == compiled, "its place was taken"
+
+
+def _count_files(load: Callable[[], ModuleType], sources: list[str], change: Callable[[str], str]) -> int:
+    """Compile each of `sources` in turn, in one file, and return how many files of machine code are left."""
+    path = Path(str(load().__file__))
+    for source in sources:
+        path.write_text(change(source))
+        assert load().add(1, 2) > 0
+    files = list(path.parent.rglob("*.nbc"))
+    for file in path.parent.rglob("*.nb?"):
+        file.unlink()
+    return len(files)
+
+
+CLOSURE = """
+from ngramspec.datastore.code_cache import njit
+
+def make(offset):
+    @njit(cache=True)
+    def add(a, b):
+        return a + b + offset
+    return add
+
+add = make(OFFSET)
+"""
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [SOURCE, SOURCE.replace("a + b", "b + a + 0"), SOURCE.replace("a + b", "b + 0 + a + 0")],
+        [CLOSURE.replace("OFFSET", text) for text in ("1", "10", "100")],
+    ],
+    ids=["edited", "closed over"],
+)
+def test_versions_of_a_function_leave_no_more_files_than_numba_leaves(load: Callable[[], ModuleType], sources: list[str]) -> None:
+    ours = _count_files(load, sources, lambda source: source)
+    numbas = _count_files(load, sources, lambda source: source.replace("ngramspec.datastore.code_cache", "numba"))
+    assert ours == numbas == 1
+
+
+HOST = """
+import sys
+import numba, numba.core.caching as caching
+
+def state():
+    owners = [numba.config, caching, *(each for each in vars(caching).values() if isinstance(each, type))]
+    return [dict(vars(owner)) for owner in owners], numba.njit, numba.jit
+
+before = state()
+import pkgutil, importlib, ngramspec.datastore
+for info in pkgutil.walk_packages(ngramspec.datastore.__path__, "ngramspec.datastore."):
+    if not info.name.endswith(".ray"):
+        importlib.import_module(info.name)
+assert state() == before
+"""
+
+
+def test_a_host_process_keeps_its_numba() -> None:
+    subprocess.run([sys.executable, "-c", HOST], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("part", range(8))
