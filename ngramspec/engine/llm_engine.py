@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Deliver", "Engine", "Hints", "Request"]
 
+_LEAST_EXACT = SamplingParams(temperature=1.0)  # parameters for which every acceptance rule promises least
+
 
 class Engine:
     """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager."""
@@ -77,25 +79,26 @@ class Engine:
             raise InvalidInputError("a drafter that drafts alone has neither other drafters nor datastores beside it")
         device = assembly.check_device(config)
         self.threads, self.prefix_cache = device.threads, config.prefix_cache
-        self._datastores: dict[str, Datastore] = {}  # replaced as a whole, never changed
+        bound: assembly.BoundModel
 
-        def make(thread: StepThread) -> Core:
+        def load(thread: StepThread) -> Core:
+            nonlocal bound
             bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None), modules=bool(drafters or alone))
-            self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
-            self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
-            self._keep = bound.keep
-            self.exactness, self.vocab_size = self.runner.exactness, self.runner.vocab_size
-            self._grammars = Grammars(self._encoding, self.eos_token_ids)
             for store in stores.values():
-                check_store(store, self._encoding, self.name)
-            drafts = assembly.speculator(config, self.vocab_size, drafters, alone)
-            core = Core(self.runner, drafts, self.cost, thread.fail, acceptance(config.acceptance, config.lenience))
+                check_store(store, bound.encoding, bound.name)
+            drafts = assembly.speculator(config, bound.runner.vocab_size, drafters, alone)
+            core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
             if stores:
                 core.use_datastores(stores)
-            self._datastores = stores
             return core
 
-        self._thread = StepThread(make)
+        self._thread = StepThread(load)  # returns when the model is loaded
+        self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
+        self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
+        self.exactness, self.vocab_size = bound.runner.exactness, bound.runner.vocab_size
+        self._keep = bound.keep
+        self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
+        self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
 
     @property
     def core(self) -> Core:
@@ -483,7 +486,7 @@ class Engine:
     @property
     def promise(self) -> str:
         """What all completions can be relied on to be: `Completion.exactness` of those for which it is least."""
-        return self._exactness(SamplingParams(temperature=1.0), speculation=True)
+        return self._exactness(_LEAST_EXACT, speculation=True)
 
     @property
     def precision(self) -> str:
