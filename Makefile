@@ -20,7 +20,7 @@ help:
 	@echo "make demo    a real model completes real code, without and with speculation"
 	@echo "make test    all tests"
 	@echo "make test-models MODELS=FOLDER  the tests that need real models: qwen2.5-coder-1.5b.gguf, qwen2.5-coder-0.5b.gguf, gemma-3-270m.gguf"
-	@echo "make check   formatting, lint, types, and who may import whom"
+	@echo "make check   formatting, lint, types, who may import whom, and subjects of commits"
 	@echo "make format  apply formatting and the lint's safe fixes"
 	@echo "make bench   what a pass costs, and how much faster decoding is"
 	@echo "make report  every drafter and other tools by category, in an hour: benchmarks/REPORT.md; goes on where it was stopped; REPORT=--fresh"
@@ -58,6 +58,7 @@ check: $(READY)
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/mypy
 	$(BIN)/python -m tools.contracts
+	$(BIN)/python -m tools.commits
 
 format: $(READY)
 	$(BIN)/ruff check --fix $(CHECKED)
