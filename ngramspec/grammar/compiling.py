@@ -1,15 +1,11 @@
-"""Grammars in the form of llguidance, and compiled by it.
+"""Translates a `Grammar` to the form of llguidance and compiles it to a matcher.
 
-A `Grammar` enters, llguidance's own form and its matchers leave. `serve` does this for another process, which can end it, and only to see
-that it ends by itself; so nothing is imported here that takes time. Knows nothing of texts, drafts or requests.
+Child processes do this, too (`compiler_pool`), so nothing that takes long is imported here. Knows nothing of drafts or requests.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -25,32 +21,29 @@ from ngramspec.grammar.json_schema import OPTIONS, WHITESPACE, prepare_schema
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+# Limits of llguidance's parser. A mask within them takes 20 ms at most (measured); beyond them the request ends with a GrammarError.
 LIMITS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000, "step_lexer_fuel": 200_000, "max_grammar_size": 100_000}
-"""A mask within them takes some 20 ms at the very most; beyond, the request ends with a GrammarError."""
-MEMORY = 2 << 30
-"""Of a process that compiles for another."""
+# Most bytes in a row that a grammar may force. llguidance computes them at once, 1 to 2 ms a KiB, in the thread that steps.
 MAX_FORCED = 1 << 14
-"""Bytes in a row that a grammar may leave no choice about. llguidance computes them at once, 1 to 2 ms a KiB, in the thread that steps."""
-MAX_PROBES = 500
-"""Bytes with which a trial goes on to find longer ones: some 10 ms."""
+MAX_PROBES = 500  # bytes that `probe_forced` tries: about 10 ms
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
-def sources(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS) -> tuple[str, str | None]:
-    """llguidance's own form, and for JSON that of the same without blanks between words. `special`: the control tokens that GBNF may name.
+def translate_grammar(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS) -> tuple[str, str | None]:
+    """Return the grammar in llguidance's form and, for JSON, the same without whitespace between JSON tokens.
 
-    Raises GrammarError.
+    `special`: ids of the control tokens that GBNF may name. Raises GrammarError.
     """
     try:
-        return _sources(grammar, special)
+        return _translate(grammar, special)
     except GrammarError:
         raise
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"grammar: {first_line(error)}") from None
 
 
-def _sources(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str | None]:
+def _translate(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str | None]:
     from llguidance import LLMatcher
 
     match grammar.kind:
@@ -104,78 +97,39 @@ def probe_forced(matcher: LLMatcher) -> None:
                 pending.append(ahead)
 
 
-def matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
-    """A text that follows the grammar in llguidance's form, at its beginning. Raises GrammarError."""
+def make_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Compile a grammar in llguidance's form. Returns the matcher at the beginning of a text. Raises GrammarError."""
     from llguidance import LLMatcher, LLParserLimits
 
-    made = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
-    if made.is_error():
-        raise GrammarError(f"grammar: {first_line(made.get_error())}")
-    return made
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+    if matcher.is_error():
+        raise GrammarError(f"grammar: {first_line(matcher.get_error())}")
+    return matcher
 
 
 @cache
-def byte_tokens() -> LLTokenizer:
-    """A vocabulary of bytes."""
-    return _tokens(257, {256: "<end>"}, [256])
+def get_byte_tokenizer() -> LLTokenizer:
+    """Return a vocabulary of the 256 bytes and an end."""
+    return make_byte_tokenizer(257, {256: "<end>"}, [256])
 
 
-def _tokens(size: int, special: Mapping[int, str], ends: Sequence[int]) -> LLTokenizer:
-    """A vocabulary of so many tokens: bytes, control tokens by their names, and nothing."""
+def make_byte_tokenizer(size: int, special: Mapping[int, str], ends: Sequence[int]) -> LLTokenizer:
+    """Return a vocabulary of `size` tokens: the bytes, the control tokens `special` by id, and empty tokens."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     names = [bytes([i]) if i < 256 else b"" for i in range(size)]
     for i, name in special.items():
         names[i] = name.encode()
 
-    class Tokens:
+    class ByteTokens:
         eos_token_id, bos_token_id, special_token_ids, tokens = ends[0], None, tuple(special), tuple(names)
 
         def __call__(self, text: bytes) -> list[int]:
             return list(text)
 
-    return LLTokenizer(TokenizerWrapper(Tokens()), eos_token=list(ends))
+    return LLTokenizer(TokenizerWrapper(ByteTokens()), eos_token=list(ends))
 
 
 def first_line(error: object) -> str:
+    """Return the first line of an error's message, 300 characters at most."""
     return str(error).strip().split("\n")[0][:300]
-
-
-def serve() -> None:
-    """Compile for another process until it closes standard input; each line is JSON.
-
-    The first to come: `{"size", "special": [[id, name] …], "ends", "seconds"}`, answered by `{}`; then `{"kind", "text"}`, answered by
-    `{"sources"}` or `{"error"}`. Over a vocabulary of as many tokens with the same names compiling takes what it takes over the true one,
-    but for a mask. What takes more than `seconds` ends the process, since whoever could may
-    have been killed.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    first = json.loads(sys.stdin.readline())
-    tokens, special = _tokens(first["size"], dict(first["special"]), first["ends"]), {name: i for i, name in first["special"]}
-    byte_tokens()
-    print("{}", flush=True)
-    for line in sys.stdin:
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, first["seconds"])
-        print(json.dumps(_tried(Grammar(**json.loads(line)), tokens, special)), flush=True)
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _tried(grammar: Grammar, tokens: LLTokenizer, special: Mapping[str, int]) -> dict[str, Any]:
-    try:
-        source, plain = sources(grammar, special)
-        made = matcher(tokens, source)
-        made.compute_bitmask()
-        probe_forced(made)
-        if plain is not None:
-            matcher(byte_tokens(), plain)
-    except GrammarError as error:
-        return {"error": str(error)}
-    except BaseException as error:  # a panic of llguidance is no Exception
-        return {"error": f"grammar: {first_line(error)}"}
-    return {"sources": [source, plain]}

@@ -20,9 +20,9 @@ import numpy as np
 
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
-from ngramspec.grammar.compiling import byte_tokens, check_forced, first_line, matcher
+from ngramspec.grammar.compiler_pool import GrammarCompilerPool
+from ngramspec.grammar.compiling import check_forced, first_line, get_byte_tokenizer, make_matcher
 from ngramspec.grammar.json_layout import Habits, Layout
-from ngramspec.grammar.trial import Trials
 from ngramspec.tokenizer.encode import Encoding
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, Grammar], Matching] = OrderedDict()
         """Least recently used first."""
         self._lock = threading.Lock()
-        self._trials = Trials(self._vocabulary)
+        self._compilers = GrammarCompilerPool(self._get_vocabulary)
 
     def compile(self, grammar: Grammar, tenant: str | None = "") -> Matching:
         """Return a text that follows the grammar, at its beginning; `fork` it. A new grammar takes up to seconds.
@@ -82,18 +82,18 @@ class Grammars:
 
     def close(self) -> None:
         """End what compiles. Any number of times; it starts again when it is wanted."""
-        self._trials.close()
+        self._compilers.close()
 
     def _compile(self, grammar: Grammar, habit: Habit) -> Matching:
-        self._trials.warm()  # starts while the tokenizer is made
+        self._compilers.prepare()  # starts while the tokenizer is made
         tokenizer = self._tokenizer
-        source, plain = self._trials.sources(grammar)
-        outline = None if plain is None else Outline(matcher(byte_tokens(), plain), habit)
-        made = Matching(tokenizer, lambda: matcher(tokenizer, source), outline, habit)
+        source, plain = self._compilers.translate(grammar)
+        outline = None if plain is None else Outline(make_matcher(get_byte_tokenizer(), plain), habit)
+        made = Matching(tokenizer, lambda: make_matcher(tokenizer, source), outline, habit)
         made.fork().mask()  # raises where nothing can be written at all
         return made
 
-    def _vocabulary(self) -> tuple[int, dict[int, str], Sequence[int]]:
+    def _get_vocabulary(self) -> tuple[int, dict[int, str], Sequence[int]]:
         special = {i: token.content for i, token in self._backend.get_added_tokens_decoder().items()}
         return self._n_vocab, special, self._eos
 

@@ -25,7 +25,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.server.body_limits import replace_lone_surrogates
 from ngramspec.server.error_responses import ApiError
-from ngramspec.server.template_process import TemplateLimitError, template_processes
+from ngramspec.server.template_process import TemplateLimitError, get_template_processes
 from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, learn
 from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, in_text
 
@@ -236,7 +236,7 @@ class Prompts:
         told = {"messages": [{name: value for name, value in message.items() if value is not None} for message in messages]}
         told |= {"tools": tools or None, "documents": None, "add_generation_prompt": answer_follows}  # type: ignore[dict-item]
         template = self._tokenizer.get_chat_template(None, tools or None)
-        return template_processes().render(template, {**self._tokenizer.special_tokens_map, **variables, **told})
+        return get_template_processes().render(template, {**self._tokenizer.special_tokens_map, **variables, **told})
 
     def check_template(self) -> None:
         """Raises UnsupportedModelError for a template that takes more time or memory than it may for a conversation of a few words."""

@@ -1,34 +1,25 @@
-"""Chat templates are programs of a model's author: they are rendered in a process of their own, within limits of time, memory and size.
+"""Chat templates are programs of a model's author: they are rendered in child processes, within limits of time, memory and size.
 
-A template and what it can read enter, its text leaves. The other process renders with transformers' own function. Knows no tokenizer.
+A template and its variables enter, the rendered text leaves. A child renders with transformers' own function. Knows no tokenizer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
 import signal
-import subprocess
-import sys
-import sysconfig
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ngramspec.child_process import ChildEndedError, ChildProcess, Message, ProcessPool, answer_messages, limit_memory
 from ngramspec.errors import NgramspecError
 
-CPU_S, WALL_S, START_S = 1, 20, 120
-"""Seconds of one rendering: of the processor, and in all, on a machine that others keep busy. And until the process has started."""
-MEMORY = 1 << 30
-"""Address space that the process may take beyond what it has when it has started."""
-OUTPUT = 16 << 20
-"""Characters of a rendered text: eight times what a request may have by default."""
-AT_ONCE = 2
-"""Renderings at a time: one for long texts and one for short ones."""
-_SERVE = "import sys; sys.path += sys.argv[1:]; from ngramspec.server.template_process import serve; serve()"
+CPU_S = 1  # processor time of one rendering
+WALL_S = 20.0  # time of one rendering on a machine that others keep busy
+MEMORY = 1 << 30  # bytes of address space that a child may take beyond what it has when it has started
+MAX_OUTPUT = 16 << 20  # characters of a rendered text: eight times what a request may have by default
+N_PROCESSES = 2  # renderings at a time: one for long texts and one for short ones
 
 
 class TemplateLimitError(NgramspecError):
@@ -36,128 +27,73 @@ class TemplateLimitError(NgramspecError):
 
 
 class TemplateProcesses:
-    """The processes: started when one is wanted, and kept. From any thread."""
+    """The child processes that render templates. For any thread."""
 
     def __init__(self) -> None:
-        self._idle: list[_Process] = []
-        self._lock, self._room = threading.Lock(), threading.Semaphore(AT_ONCE)
+        self._pool = ProcessPool(lambda: ChildProcess(__name__, ("ngramspec", "transformers"), {}), N_PROCESSES)
 
-    def render(self, template: str, told: Mapping[str, Any]) -> str:
-        """The text of a template that is told these variables, all of them JSON.
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """Render a template with these variables, all of them JSON.
 
         Raises TemplateLimitError, and ValueError for what the template itself refuses.
         """
-        question = json.dumps({"template": template, "told": told}).encode() + b"\n"
-        with self._room:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
-            process = process or _Process()
-            try:
-                answer = process.ask(question)
-            finally:
-                if process.alive:
-                    with self._lock:
-                        self._idle.append(process)
-                else:
-                    process.close()
+        try:
+            answer = self._pool.ask({"template": template, "variables": variables}, WALL_S)
+        except OSError as error:
+            raise TemplateLimitError(f"no process for rendering the chat template can be started: {error}") from None
+        except ChildEndedError:
+            raise TemplateLimitError(f"rendering the chat template takes more than {CPU_S} s, or more memory than it may") from None
         if "text" in answer:
             return str(answer["text"])
         raise (TemplateLimitError if answer["limit"] else ValueError)(answer["error"])
 
 
 @cache
-def template_processes() -> TemplateProcesses:
-    """Those of this process: they hold nothing of one model's or one request's, so that all share them."""
+def get_template_processes() -> TemplateProcesses:
+    """Return the processes that all models and requests share: they keep nothing of a rendering."""
     return TemplateProcesses()
 
 
-class _Process:
-    def __init__(self) -> None:
-        spec = importlib.util.find_spec("ngramspec")
-        assert spec is not None
-        assert spec.origin is not None
-        folders = [str(Path(spec.origin).parents[1]), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-        self._process = subprocess.Popen(  # in isolation, and an interrupt from the keyboard is not for it
-            [sys.executable, "-I", "-S", "-c", _SERVE, *folders],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._ready = False
-
-    def ask(self, question: bytes) -> dict[str, Any]:
-        if not self._ready:
-            if self._within(START_S, b"") != b"{}\n":
-                raise TemplateLimitError("the process that renders chat templates does not start")
-            self._ready = True
-        line = self._within(WALL_S, question)
-        if not line.endswith(b"\n"):
-            self.close()
-            return {"limit": True, "error": f"rendering the chat template takes more than {CPU_S} s, or more memory than it may"}
-        return dict(json.loads(line))
-
-    def _within(self, seconds: float, question: bytes) -> bytes:
-        """The next line of its output; less if it ends, or is ended because that takes longer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        timer = threading.Timer(seconds, self._process.kill)
-        timer.start()
-        try:
-            with contextlib.suppress(OSError):  # it has ended, as the answer will tell
-                self._process.stdin.write(question)
-                self._process.stdin.flush()
-            return self._process.stdout.readline()
-        finally:
-            timer.cancel()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-# ------------------------------------------------------------------ in the other process
+# ------------------------------------------------------------------ in the child
 
 
 class _OutOfTimeError(BaseException):
-    """Not an Exception, which a filter could catch."""
+    """The rendering's processor time is over. It is not an Exception, which a filter of the template could catch."""
 
 
 def serve() -> None:
-    """Render for another process until it closes standard input; each line is JSON, first `{}` when this is ready.
+    """Render the templates that the parent sends as `{"template", "variables"}`; answer `{"text"}` or `{"error", "limit"}`.
 
-    `{"template", "told"}` is answered by `{"text"}` or `{"error", "limit"}`. What no signal interrupts is ended by the system, with this
-    process, after twice the time.
+    The system ends a child that no signal interrupts after twice the processor time.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answer_messages(_make_renderer)
+
+
+def _make_renderer(_: Message) -> Callable[[Message], Message]:
     import transformers.utils.chat_template_utils  # noqa: F401 - takes a second, and memory that is not the template's
 
-    limit_cpu = _limit()
-    print("{}", flush=True)
-    for line in sys.stdin:
+    limit_cpu = _limit_resources()
+
+    def render_message(message: Message) -> Message:
         limit_cpu(True)
         try:
-            answer = _rendered(json.loads(line))
+            return _render(message)
         finally:
             limit_cpu(False)
-        print(json.dumps(answer), flush=True)
+
+    return render_message
 
 
-def _limit() -> Any:
-    """Bound this process's memory. Returns what begins (True) and ends the time of one rendering."""
+def _limit_resources() -> Callable[[bool], None]:
+    """Limit this process's memory. Returns what begins (True) and ends (False) the processor time of one rendering."""
     try:
         import resource
-    except ImportError:  # on Windows the other process ends this one
+    except ImportError:  # on Windows the parent ends this process after WALL_S
         return lambda on: None
 
     with contextlib.suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit_memory(n_pages * resource.getpagesize() + MEMORY)
 
     def out_of_time(*_: object) -> None:
         raise _OutOfTimeError
@@ -173,20 +109,20 @@ def _limit() -> Any:
     return limit_cpu
 
 
-def _rendered(question: dict[str, Any]) -> dict[str, Any]:
+def _render(message: Message) -> Message:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    told = dict(question["told"])
+    variables = dict(message["variables"])
     try:
         # ([text], …), whatever its annotation says.
-        found: Any = render_jinja_template(conversations=[told.pop("messages")], chat_template=question["template"], **told)
-        text = str(found[0][0])
+        rendered: Any = render_jinja_template(conversations=[variables.pop("messages")], chat_template=message["template"], **variables)
+        text = str(rendered[0][0])
     except _OutOfTimeError:
         return {"limit": True, "error": f"rendering the chat template takes more than {CPU_S} s"}
     except MemoryError:
         return {"limit": True, "error": f"rendering the chat template takes more than {MEMORY} bytes"}
     except Exception as error:
         return {"limit": False, "error": f"{error}"[:1000] or type(error).__name__}
-    if len(text) > OUTPUT:
-        return {"limit": True, "error": f"the chat template makes a text of {len(text)} characters; it may have {OUTPUT}"}
+    if len(text) > MAX_OUTPUT:
+        return {"limit": True, "error": f"the chat template makes a text of {len(text)} characters; it may have {MAX_OUTPUT}"}
     return {"text": text}

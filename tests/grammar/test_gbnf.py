@@ -94,7 +94,7 @@ MEANT: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 def accepts(grammar: str, *texts: str) -> list[bool]:
-    begins = compiling.matcher(compiling.byte_tokens(), compiling.sources(Grammar.gbnf(grammar))[0])
+    begins = compiling.make_matcher(compiling.get_byte_tokenizer(), compiling.translate_grammar(Grammar.gbnf(grammar))[0])
     found = []
     for text in texts:
         matcher, data = begins.deep_copy(), list(text.encode())
@@ -111,13 +111,13 @@ def test_a_grammar_means_what_it_means_to_llama_cpp(name: str) -> None:
 
 def test_tokens_by_id_and_by_name() -> None:
     grammar = Grammar.gbnf('root ::= <think> !</think>* </think> <[65]> "b"')
-    source, _ = compiling.sources(grammar, {"<think>": 7, "</think>": 8})
-    matcher = compiling.matcher(compiling.byte_tokens(), source)
+    source, _ = compiling.translate_grammar(grammar, {"<think>": 7, "</think>": 8})
+    matcher = compiling.make_matcher(compiling.get_byte_tokenizer(), source)
     assert matcher.try_consume_tokens([7, 100, 200, 8, 65, ord("b")]) == 6
     assert matcher.is_accepting()
-    assert compiling.matcher(compiling.byte_tokens(), source).try_consume_tokens([7, 100, 8, 66]) == 3
+    assert compiling.make_matcher(compiling.get_byte_tokenizer(), source).try_consume_tokens([7, 100, 8, 66]) == 3
     with pytest.raises(GrammarError, match=r"a token's id, such as <\[1000\]>, got '<other>'"):
-        compiling.sources(Grammar.gbnf("root ::= <other>"), {"<think>": 7})
+        compiling.translate_grammar(Grammar.gbnf("root ::= <other>"), {"<think>": 7})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_tokens_by_id_and_by_name() -> None:
 )
 def test_an_error_says_where_and_what_was_expected(grammar: str, told: str) -> None:
     with pytest.raises(GrammarError) as caught:
-        compiling.sources(Grammar.gbnf(grammar))
+        compiling.translate_grammar(Grammar.gbnf(grammar))
     assert told in str(caught.value)
 
 

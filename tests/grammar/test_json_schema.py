@@ -118,7 +118,7 @@ HELD: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 def accepts(schema: Any, values: list[Any], *, lark: bool = False) -> list[bool]:
     grammar = Grammar.lark(prepare_lark(f"start: %json {json.dumps(schema)}")) if lark else Grammar.json_schema(schema)
-    begins = compiling.matcher(compiling.byte_tokens(), compiling.sources(grammar)[0])
+    begins = compiling.make_matcher(compiling.get_byte_tokenizer(), compiling.translate_grammar(grammar)[0])
     found = []
     for value in values:
         matcher, text = begins.deep_copy(), list(value if isinstance(value, bytes) else json.dumps(value).encode())

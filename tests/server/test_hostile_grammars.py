@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.grammar import trial
+from ngramspec.grammar import compiler_pool
 
-CPU_S = trial.TIMEOUT_S + 2
+CPU_S = compiler_pool.TIMEOUT_S + 2
 """Of the process, which compiles again what was tried in time; of the wall's clock it would be no less when the machine is busy."""
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -138,7 +138,9 @@ def test_gbnf(client: TestClient, rules: list[tuple[str, str]]) -> None:
 
 def test_others_are_answered_while_every_place_is_taken(fim_engine: Engine) -> None:
     """By grammars that compile for ever, with more of them waiting."""
-    endless = [{"anyOf": [{"type": "integer", "multipleOf": 65_537 + 2 * j} for j in range(100 + i)]} for i in range(trial.AT_ONCE + 2)]
+    endless = [
+        {"anyOf": [{"type": "integer", "multipleOf": 65_537 + 2 * j} for j in range(100 + i)]} for i in range(compiler_pool.N_PROCESSES + 2)
+    ]
     answers = []
     with routes_of(fim_engine) as client:
         ask = functools.partial(client.post, "/v1/completions")
@@ -150,7 +152,7 @@ def test_others_are_answered_while_every_place_is_taken(fim_engine: Engine) -> N
         start = time.monotonic()
         assert ask(json={"prompt": "a", "max_tokens": 2, "guided_json": {"const": "a"}}).status_code == 200
         assert ask(json={"prompt": "a", "max_tokens": 2}).status_code == 200
-        assert time.monotonic() - start < len(endless) * trial.TIMEOUT_S / trial.AT_ONCE + 1
+        assert time.monotonic() - start < len(endless) * compiler_pool.TIMEOUT_S / compiler_pool.N_PROCESSES + 1
         for thread in threads:
             thread.join()
     assert all(answer.status_code == 400 and "a smaller one may do" in answer.text for answer in answers)

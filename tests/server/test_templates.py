@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ngramspec.server.template_process import TemplateLimitError, template_processes
+from ngramspec.server.template_process import TemplateLimitError, get_template_processes
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hällo \ud800 \U000f0000"}, {"role": "assistant", "content": " b "}]
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}{{ tools | tojson }}{{ extra }}{% endfor %}"
@@ -30,7 +30,7 @@ HOSTILE = {
 
 
 def render(template: str, **told: Any) -> str:
-    return template_processes().render(template, {"messages": MESSAGES, "tools": None, "documents": None} | told)
+    return get_template_processes().render(template, {"messages": MESSAGES, "tools": None, "documents": None} | told)
 
 
 @pytest.mark.parametrize("template", [PLAIN, "{%- generation %}a{% endgeneration %}\n  {% if x %}b{% endif %}{{ strftime_now('%%') }}"])

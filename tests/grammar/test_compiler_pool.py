@@ -1,4 +1,4 @@
-"""Grammars that compile for ever are refused in their time, and neither they nor what compiles them hinders others."""
+"""Grammars that compile for ever are refused after the time limit, and delay no other grammar for long."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import signal
 import string
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ngramspec.child_process import ChildEndedError, ChildProcess
 from ngramspec.errors import GrammarError
-from ngramspec.grammar import compiling, trial
+from ngramspec.grammar import compiler_pool, compiling
 from ngramspec.grammar.base import Grammar
-from ngramspec.grammar.trial import Trials
+from ngramspec.grammar.compiler_pool import GrammarCompilerPool
 
 GOOD = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
 SPECIAL = {256: "<|call|>", 319: "<|end|>"}
-NO_WAIT_S = 1.5
-"""For a process to start and to compile something small, on a busy machine."""
+NO_WAIT_S = 1.5  # for a process to start and to compile something small, on a busy machine
 
 
 def chained(letters: str) -> Grammar:
@@ -51,6 +51,11 @@ def processes() -> dict[int, float]:
     return found
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def others() -> set[int]:
     """Processes that other tests have left."""
@@ -58,89 +63,87 @@ def others() -> set[int]:
 
 
 @pytest.fixture
-def trials(others: set[int]) -> Iterator[Trials]:
-    trials = Trials(lambda: (320, SPECIAL, [319]))
-    yield trials
-    trials.close()
+def pool(others: set[int]) -> Iterator[GrammarCompilerPool]:
+    pool = GrammarCompilerPool(lambda: (320, SPECIAL, [319]))
+    yield pool
+    pool.close()
     assert set(processes()) <= others
 
 
-def refusal(trials: Trials, grammar: Grammar) -> str:
+def refusal(pool: GrammarCompilerPool, grammar: Grammar) -> str:
     with pytest.raises(GrammarError) as caught:
-        trials.sources(grammar)
+        pool.translate(grammar)
     return str(caught.value)
 
 
-def test_what_compiles_is_handed_back(trials: Trials, others: set[int]) -> None:
-    assert trials.sources(GOOD) == compiling.sources(GOOD)
+def test_what_compiles_is_handed_back(pool: GrammarCompilerPool, others: set[int]) -> None:
+    assert pool.translate(GOOD) == compiling.translate_grammar(GOOD)
     for text in ("start: <|call|> /a+/", "start: <[300]> <[*]>", 'start: "é\\n"'):
-        assert trials.sources(Grammar.lark(text)) == compiling.sources(Grammar.lark(text))
+        assert pool.translate(Grammar.lark(text)) == compiling.translate_grammar(Grammar.lark(text))
     for grammar, reason in [(Grammar.lark("start: <|no|>"), "unknown special token"), (Grammar.regex("(("), "invalid regex")]:
-        assert reason in refusal(trials, grammar)
+        assert reason in refusal(pool, grammar)
     assert len(processes().keys() - others) == 1
 
 
-def test_the_endless_are_ended_and_others_compile_at_once(trials: Trials) -> None:
-    trials.sources(GOOD)
+def test_the_endless_are_ended_and_others_compile_at_once(pool: GrammarCompilerPool, others: set[int]) -> None:
+    pool.translate(GOOD)
     for grammar in ENDLESS:
+        before = processes().keys() - others
         start = time.monotonic()
-        assert "more than 2 s" in refusal(trials, grammar)
-        assert time.monotonic() - start < trial.TIMEOUT_S + 1
+        assert "more than 2 s" in refusal(pool, grammar)
+        assert time.monotonic() - start < compiler_pool.TIMEOUT_S + 1
         start = time.monotonic()
-        trials.sources(GOOD)
+        pool.translate(GOOD)
         assert time.monotonic() - start < NO_WAIT_S
-    before = processes()
-    time.sleep(0.5)
-    after = processes()
-    assert after.keys() <= before.keys()
-    assert all(after[pid] - before[pid] < 0.1 for pid in after)
+        assert not before & processes().keys(), "the one that compiled it is gone"
 
 
-def test_who_waits_gets_a_place_when_others_have_had_their_share(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TIMEOUT_S", 600.0)
-    monkeypatch.setattr(trial, "SHARE_S", 0.2)
+def test_who_waits_gets_a_place_when_others_have_had_their_share(others: set[int]) -> None:
+    pool = GrammarCompilerPool(lambda: (320, SPECIAL, [319]), timeout_s=600.0, share_s=0.2)
     told: list[str] = []
-    threads = [threading.Thread(target=lambda g=grammar: told.append(refusal(trials, g))) for grammar in ENDLESS]
+    threads = [threading.Thread(target=lambda g=grammar: told.append(refusal(pool, g))) for grammar in ENDLESS]
     for thread in threads:
         thread.start()
-    time.sleep(0.1)
+    wait_for(lambda: len(processes().keys() - others) >= compiler_pool.N_PROCESSES)
     start = time.monotonic()
-    trials.sources(GOOD)
+    pool.translate(GOOD)
     assert time.monotonic() - start < len(threads) * NO_WAIT_S
     while any(thread.is_alive() for thread in threads):  # no one else waits for the last ones
-        trials.sources(GOOD)
+        pool.translate(GOOD)
         threads = [thread for thread in threads if thread.is_alive()]
-        others = [threading.Thread(target=trials.sources, args=[GOOD]) for _ in range(trial.AT_ONCE)]
-        for thread in others:
+        waiting = [threading.Thread(target=pool.translate, args=[GOOD]) for _ in range(compiler_pool.N_PROCESSES)]
+        for thread in waiting:
             thread.start()
-        for thread in others:
+        for thread in waiting:
             thread.join()
+    pool.close()
     assert len(told) == len(ENDLESS)
     assert all("more than 0.2 s" in each for each in told)
 
 
-def test_a_process_that_dies_is_replaced(trials: Trials, others: set[int]) -> None:
-    trials.sources(GOOD)
+def test_a_process_that_dies_is_replaced(pool: GrammarCompilerPool, others: set[int]) -> None:
+    pool.translate(GOOD)
     (pid,) = processes().keys() - others
     os.kill(pid, signal.SIGKILL)
-    while pid in processes():
-        time.sleep(0.01)
-    trials.sources(GOOD)
+    wait_for(lambda: pid not in processes())
+    pool.translate(GOOD)
     told: list[str] = []
-    thread = threading.Thread(target=lambda: told.append(refusal(trials, ENDLESS[0])))
+    thread = threading.Thread(target=lambda: told.append(refusal(pool, ENDLESS[0])))
     thread.start()
     (pid,) = processes().keys() - others
-    while processes()[pid] < 0.3:  # it compiles
-        time.sleep(0.01)
+    before = processes()[pid]
+    wait_for(lambda: processes()[pid] > before + 0.1)  # it compiles
     os.kill(pid, signal.SIGKILL)
     thread.join()
     assert "ends the compiler" in told[0]
-    trials.sources(GOOD)
+    pool.translate(GOOD)
 
 
-def test_with_nobody_to_end_it_it_ends_by_itself() -> None:
-    process = trial._Process({"size": 320, "special": [], "ends": [319], "seconds": 0.5})
-    process.wait()
-    with pytest.raises(GrammarError, match="ends the compiler"):
-        process.ask({"kind": ENDLESS[0].kind, "text": ENDLESS[0].text})
-    process.close()
+def test_a_child_that_nobody_stops_ends_by_itself() -> None:
+    setup = {"size": 320, "special": [], "ends": [319], "alarm_s": 0.5}
+    child = ChildProcess("ngramspec.grammar.compiler_pool", ("ngramspec", "llguidance"), setup)
+    child.wait_until_ready()
+    with pytest.raises(ChildEndedError) as ended:
+        child.ask({"kind": ENDLESS[0].kind, "text": ENDLESS[0].text}, 60)
+    assert ended.value.limit_s is None
+    assert child.close() == -signal.SIGALRM
