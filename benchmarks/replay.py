@@ -373,8 +373,8 @@ def _tables_only(states, contexts, slots, tokens, history, heads, totals, runs):
     recent = np.empty(contexts[-1], np.int32)
     for b in range(len(slots)):
         state = states[slots[b]]
-        seq = ngram_table.arrays(state, contexts)
-        ngram_table.push(state, seq, tokens[b], history, keys)
+        seq = ngram_table.view_arrays(state, contexts)
+        ngram_table.push_token(state, seq, tokens[b], history, keys)
         for i in range(len(recent)):
             recent[i] = seq.tokens[(state[ngram_table.LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
         found += ngram_table.look_up(state, seq, state, seq, recent, len(recent), heads, totals, runs)[0]

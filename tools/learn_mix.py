@@ -202,7 +202,6 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
 
 
 NOTHING = np.empty(0, np.int32)
-BOUNDS = np.array(features.GAPS, np.float32)
 NO_TOP, NO_LOGITS = np.empty((0, features.KEPT), np.int64), np.empty((0, features.KEPT), np.float32)
 
 
@@ -217,24 +216,28 @@ class Samples(NamedTuple):
 
 @njit(nogil=True)
 def _sample(
-    states, answers, contexts, recycled, nodes, external, n_drafters, weights, calibration, speakers, work, history, output, top, logits,
-    bounds, ends, samples, position,
+    states, answers, contexts, recycled, nodes, external, n_drafters, weights, calibration, source_map, scratch, history, output, top,
+    logits, ends, samples, position,
 ):  # fmt: skip
     """Follow one output token by token, taking samples -> their number. `external`: a tree per position, or none."""
     n = 0
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
-    known = answers[state[ngram_table.OUTPUT_CACHE]]
-    cursor, look_back = nodes.cursor[0], np.empty(tree_builder.RESUME, np.int32)
+    known = answers[state[ngram_table.OUTPUT_CACHE_ROW]]
+    cursor, look_back = nodes.cursor[0], np.empty(tree_builder.RESYNC_TOKENS, np.int32)
     for i in range(len(output) + ends):
-        seq = ngram_table.arrays(state, contexts)
-        nodes.hits[0] = state[ngram_table.HITS]
-        cursor[0], cursor[1], cursor[2] = state[ngram_table.FOLLOW], state[ngram_table.MATCHED], state[ngram_table.MISSES]
-        cursor[3], cursor[4], cursor[5] = state[ngram_table.AHEAD], state[ngram_table.AGREED], state[ngram_table.STRAYED]
+        seq = ngram_table.view_arrays(state, contexts)
+        nodes.hit_history[0] = state[ngram_table.HIT_HISTORY]
+        cursor[0], cursor[1], cursor[2] = state[ngram_table.COPY_AT], state[ngram_table.COPY_MATCHED], state[ngram_table.COPY_MISSES]
+        cursor[3], cursor[4], cursor[5] = (
+            state[ngram_table.PREDICTION_AT],
+            state[ngram_table.PREDICTION_MATCHED],
+            state[ngram_table.PREDICTION_MISSES],
+        )
         for d in range(n_drafters):
             nodes.external[0, d] = -1 if external.start[i + 1] > external.start[i] else -2
-        tree_builder.look(
-            state, seq, known, ngram_table.arrays(known, contexts), recycled, nodes, 0, 0, external, i * n_drafters, n_drafters, weights,
-            calibration, speakers, work,
+        tree_builder.score_candidates(
+            state, seq, known, ngram_table.view_arrays(known, contexts), recycled, nodes, 0, 0, external, i * n_drafters, n_drafters,
+            weights, calibration, source_map, scratch,
         )  # fmt: skip
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
@@ -245,24 +248,24 @@ def _sample(
         if i == len(output):
             break
         hit = nodes.n[0] > 0 and nodes.cand_token[nodes.top[0]] == truth
-        state[ngram_table.HITS] = features.hit_into(state[ngram_table.HITS], hit)
+        state[ngram_table.HIT_HISTORY] = features.push_hit(state[ngram_table.HIT_HISTORY], hit)
         if len(top):
             last = seq.tokens[(state[ngram_table.LENGTH] - 1) & (len(seq.tokens) - 1)]
             before = seq.tokens[(state[ngram_table.LENGTH] - 2) & (len(seq.tokens) - 1)]
-            features.keep(recycled, np.int64(before), np.int64(last), top[i], logits[i], bounds)
+            features.record_topk(recycled, np.int64(before), np.int64(last), top[i], logits[i])
         copied = tree_builder.follow_copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
-        state[ngram_table.FOLLOW], state[ngram_table.MATCHED], state[ngram_table.MISSES] = copied
+        state[ngram_table.COPY_AT], state[ngram_table.COPY_MATCHED], state[ngram_table.COPY_MISSES] = copied
         ahead = tree_builder.follow_prediction(state, cursor[3], cursor[4], cursor[5], truth)
-        state[ngram_table.AHEAD], state[ngram_table.AGREED], state[ngram_table.STRAYED] = ahead
-        ngram_table.push(state, seq, truth, history, keys)
+        state[ngram_table.PREDICTION_AT], state[ngram_table.PREDICTION_MATCHED], state[ngram_table.PREDICTION_MISSES] = ahead
+        ngram_table.push_token(state, seq, truth, history, keys)
         if i % 3 == 2:  # a pass accepts a few tokens at once
-            tree_builder.recover(state, seq, look_back)
+            tree_builder.resync_prediction(state, seq, look_back)
     return n
 
 
 def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, external: ExternalTrees, n_drafters: int) -> Samples:
     """Samples of a trace, which `tables` has begun at slot 0. `ends`: 1 where its end is known, else 0."""
-    rows = (len(t.output) + 1) * features.WIDTH
+    rows = (len(t.output) + 1) * features.MAX_CANDIDATES
     samples = Samples(
         np.empty((rows, features.EXTERNAL + n_drafters), np.int16),
         np.empty(rows, np.int16),
@@ -271,7 +274,7 @@ def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, externa
     )
     n = _sample(
         tables._states, tables._output_cache.states, tables._contexts, tables._recycled, tables._nodes, external, n_drafters,
-        tables.weights, tables._calibration, proposer.SPEAKERS, tables._scratch, tables.history, t.output, t.top, t.logits, BOUNDS, ends,
+        tables.weights, tables._calibration, proposer.SOURCE_MAP, tables._scratch, tables.history, t.output, t.top, t.logits, ends,
         samples, position,
     )  # fmt: skip
     return Samples(*(a[:n] for a in samples))
@@ -284,8 +287,8 @@ def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, voc
     position = 0
     for t in traces:
         tables.begin(0, t.prompt, prediction=t.prediction, tenant=str(t.session))
-        tables._own.grow(0, len(t.output) + 1, tables._contexts)
-        parts.append(follow(tables, t, int(len(t.output) < max_out), position, proposer._NO_EXTERNAL, 0))
+        tables._own.enlarge(0, len(t.output) + 1, tables._contexts)
+        parts.append(follow(tables, t, int(len(t.output) < max_out), position, proposer.NO_EXTERNAL, 0))
         position += len(t.output) + 1
         tables.end(0)
         tables.remember(t.output, str(t.session))
@@ -293,7 +296,7 @@ def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, voc
 
 
 class Mix(torch.nn.Module):
-    """The mix as `merge.look` computes it."""
+    """The mix as `tree_builder.score_candidates` computes it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.
     for t in traces:
         tenant = str(t.session) if t.session % 2 else None
         tables.begin(0, t.prompt, prediction=t.prediction, tenant=tenant)
-        tables._own.grow(0, len(t.output) + 1, tables._contexts)
+        tables._own.enlarge(0, len(t.output) + 1, tables._contexts)
         samples = learn_mix.follow(tables, t, int(len(t.output) < max_out), position, trees_of(stores[t.session].drafter, t), 1)
         spoken = samples.state[:, features.EXTERNAL] > 0
         parts.append(Samples(*(a[spoken] for a in samples)))
@@ -135,7 +135,7 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.
 
 
 class Mix(torch.nn.Module):
-    """The mix as `merge.look` computes it, beside a store."""
+    """The mix as `tree_builder.score_candidates` computes it, beside a store."""
 
     def __init__(self, weights: tree_builder.Weights) -> None:
         super().__init__()

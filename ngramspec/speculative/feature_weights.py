@@ -35,7 +35,7 @@ def cold_weights() -> Weights:
     mix = np.full((features.SETS, features.GROUPS + 1), 0.25, np.float32)
     mix[:, features.BIAS] = 0.0
     mix[:, features.EXTERNAL : features.BIAS] = 0.5
-    mix[: 3 * features.MODES, features.EXTERNAL : features.BIAS] = 1.0
+    mix[: 3 * features.HIT_RATE_CLASSES, features.EXTERNAL : features.BIAS] = 1.0
     return Weights(states, mix)
 
 

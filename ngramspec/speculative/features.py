@@ -5,8 +5,8 @@ Tables, recycled candidates and external trees enter, states of candidates leave
 At a node of a draft tree every *group* of evidence judges every candidate token by a small number, its state (0: it is silent):
 
     orders        one group per context length: in which of the context's latest events the token followed
-    COPY          whether it is the token at the position that the text is being copied from (`ngram.follow`), and how well copying goes
-    REGIME        how well the text was predicted of late, and the candidate's rank
+    COPY          whether it is the token at the position that the text is being copied from, and how well copying goes
+    HIT_RATE      how well the text was predicted of late, and the candidate's rank
     AGE           how far back the longest match was last seen
     GAP           as the orders, for the context that skips the latest token
     OUTPUT_CACHE  as the orders and GAP, in the tables of earlier requests' outputs
@@ -14,8 +14,8 @@ At a node of a draft tree every *group* of evidence judges every candidate token
     RECYCLED      rank and distance among the model's own candidates when it last stood behind this token; behind these two tokens
     others        one group per external drafter: its own code for how sure it is
 
-`gather` collects the candidates below one node and writes their states; the node's *set* says which weights judge them: by the longest
-match, by who has it, by whether the copied position agrees with it, and by how well the text was predicted of late.
+`extract_features` collects the candidates below one node and writes their states; the node's *set* says which weights judge them: by the
+longest match, by who has it, by whether the copied position agrees with it, and by how well the text was predicted of late.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DATASTORE = 0  # the external drafter whose weights are shipped
 MAX_DRAFTERS = 4
 ORDERS = len(LADDER)
 COPY = ORDERS  # the group of the copied position
-REGIME = COPY + 1  # how well the text was predicted of late
-AGE = REGIME + 1  # how far back the longest match was last seen
+HIT_RATE = COPY + 1  # how well the text was predicted of late
+AGE = HIT_RATE + 1  # how far back the longest match was last seen
 GAP = AGE + 1
 OUTPUT_CACHE = GAP + 1  # the first of as many groups as ORDERS, and the gapped one
 PREDICTED = OUTPUT_CACHE + ORDERS + 1
@@ -43,11 +43,11 @@ EXTERNAL = RECYCLED_PAIR + 1  # the first external drafter's group
 GROUPS = EXTERNAL + MAX_DRAFTERS
 BIAS = GROUPS
 STATES = (2 << REACH) + 2 * REACH + 8
-MODES = 5
-SETS = 3 * (ORDERS + 1) * MODES * 9
-MEMORY = 48  # outcomes that `hits` remembers
+HIT_RATE_CLASSES = 5
+SETS = 3 * (ORDERS + 1) * HIT_RATE_CLASSES * 9
+MEMORY = 48  # outcomes that `hit_history` remembers
 _FULL = 1 << MEMORY
-WIDTH = 8
+MAX_CANDIDATES = 8
 """Candidates per node."""
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
 _GAPS = np.array(GAPS, np.float32)
@@ -63,17 +63,17 @@ class Nodes(NamedTuple):
     depth: np.ndarray  # [S * R] int32
     prob: np.ndarray  # [S * R] float64, of the whole path
     source: np.ndarray  # [S * R] uint8
-    cursor: np.ndarray  # [S * R, 6] int64, what `follow` keeps at this node: of the text being copied, of the predicted output
-    hits: np.ndarray  # [S * R] int64, a bit per latest token, newest lowest: it was the most likely candidate
+    cursor: np.ndarray  # [S * R, 6] int64, what `follow_text` keeps at this node: of the text being copied, of the predicted output
+    hit_history: np.ndarray  # [S * R] int64, a bit per latest token, newest lowest: it was the most likely candidate
     top: np.ndarray  # [S * R] int32, the most likely candidate
     external: np.ndarray  # [S * R, MAX_DRAFTERS] int32, the same path in each external tree: -1 its root, -2 it is not there
     set: np.ndarray  # [S * R] int32, weight set
     n: np.ndarray  # [S * R] int32, candidates below this node; -1: never looked
-    cand_token: np.ndarray  # [S * R * WIDTH] int32
-    cand_raw: np.ndarray  # [S * R * WIDTH] float64, probability as mixed
-    cand_prob: np.ndarray  # [S * R * WIDTH] float64, as corrected (`calibration`); siblings sum to at most 1
-    cand_source: np.ndarray  # [S * R * WIDTH] uint8, who speaks up most for it
-    cand_state: np.ndarray  # [S * R * WIDTH, GROUPS] int16, 0: the group is silent
+    cand_token: np.ndarray  # [S * R * MAX_CANDIDATES] int32
+    cand_raw: np.ndarray  # [S * R * MAX_CANDIDATES] float64, probability as mixed
+    cand_prob: np.ndarray  # [S * R * MAX_CANDIDATES] float64, as corrected (`calibration`); siblings sum to at most 1
+    cand_source: np.ndarray  # [S * R * MAX_CANDIDATES] uint8, who speaks up most for it
+    cand_state: np.ndarray  # [S * R * MAX_CANDIDATES, GROUPS] int16, 0: the group is silent
 
 
 class ExternalTrees(NamedTuple):
@@ -103,16 +103,18 @@ class Scratch(NamedTuple):
     totals: np.ndarray  # as heads
     runs: np.ndarray  # as heads
     visits: np.ndarray  # as heads
-    seen: np.ndarray  # [2 * (ORDERS + 1) * WIDTH] int64
-    codes: np.ndarray  # [MAX_DRAFTERS, WIDTH] int64
-    recycled: np.ndarray  # [2, WIDTH] int64
+    seen: np.ndarray  # [2 * (ORDERS + 1) * MAX_CANDIDATES] int64
+    codes: np.ndarray  # [MAX_DRAFTERS, MAX_CANDIDATES] int64
+    recycled: np.ndarray  # [2, MAX_CANDIDATES] int64
 
 
 def new_scratch() -> Scratch:
     n = 2 * (ORDERS + 1)
     heads, totals, runs, visits = (np.zeros(n, np.int64) for _ in range(4))
-    recent, codes = np.zeros(LADDER[-1], np.int32), np.zeros((MAX_DRAFTERS, WIDTH), np.int64)
-    return Scratch(recent, heads, totals, runs, visits, np.zeros(n * WIDTH, np.int64), codes, np.zeros((2, WIDTH), np.int64))
+    recent, codes = np.zeros(LADDER[-1], np.int32), np.zeros((MAX_DRAFTERS, MAX_CANDIDATES), np.int64)
+    return Scratch(
+        recent, heads, totals, runs, visits, np.zeros(n * MAX_CANDIDATES, np.int64), codes, np.zeros((2, MAX_CANDIDATES), np.int64)
+    )
 
 
 def new_recycled(vocab_size: int, pairs: int) -> Recycled:
@@ -126,7 +128,7 @@ def new_recycled(vocab_size: int, pairs: int) -> Recycled:
     )
 
 
-def proposing_states() -> np.ndarray:
+def find_proposing_states() -> np.ndarray:
     """[GROUPS, STATES] bool: a group in this state has proposed the token, and does not only judge what another one proposed."""
     state = np.arange(STATES)
     proposes = np.zeros((GROUPS, STATES), np.bool_)
@@ -138,17 +140,17 @@ def proposing_states() -> np.ndarray:
     return proposes
 
 
-def _table(bounds: tuple[int, ...], n: int) -> np.ndarray:
+def _make_levels(bounds: tuple[int, ...], n: int) -> np.ndarray:
     return np.searchsorted(np.array(bounds), np.arange(n), side="right").astype(np.int64)
 
 
-_MATCHED = _table((1, 2, 3, 4, 6, 9, 16, 32, 64), 65)  # 10 levels
-_DEPARTED = _table((1, 2, 3, 5), 17)  # 5 levels
-_HIT_RATE = _table((1, 4, 7, 10, 13, 16), 17)  # 7 levels
+_MATCHED = _make_levels((1, 2, 3, 4, 6, 9, 16, 32, 64), 65)  # 10 levels
+_DEPARTED = _make_levels((1, 2, 3, 5), 17)  # 5 levels
+_HIT_RATE_LEVELS = _make_levels((1, 4, 7, 10, 13, 16), 17)  # 7 levels
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _bits(x):
+def _count_bits(x):
     """Set bits of a number below 2**62."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
@@ -159,43 +161,43 @@ def _bits(x):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def hit_into(hits, right):
-    """Shift one outcome in. A leading one marks how many are known; `hits` starts at 1 and keeps MEMORY outcomes."""
-    hits = (hits << 1) | right
-    return hits if hits < 2 * _FULL else (hits & (_FULL - 1)) | _FULL
+def push_hit(hit_history, right):
+    """Shift one outcome in. A leading one marks how many are known; `hit_history` starts at 1 and keeps MEMORY outcomes."""
+    hit_history = (hit_history << 1) | right
+    return hit_history if hit_history < 2 * _FULL else (hit_history & (_FULL - 1)) | _FULL
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _known(hits):
+def _count_known(hit_history):
     """How many outcomes are known: the index of the leading one."""
     n = 0
     for step in (32, 16, 8, 4, 2, 1):
-        if hits >> (n + step):
+        if hit_history >> (n + step):
             n += step
     return n
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _mode(hits):
+def _hit_rate_class(hit_history):
     """0: too early to say, 1 .. 4: few to nearly all of the latest tokens were predicted."""
-    if hits < 256:
+    if hit_history < 256:
         return 0
-    right, known = _bits(hits) - 1, _known(hits)
+    right, known = _count_bits(hit_history) - 1, _count_known(hit_history)
     return 1 + (8 * right > 3 * known) + (8 * right > 5 * known) + (20 * right > 17 * known)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _regime(hits):
+def _hit_rate_level(hit_history):
     """0 .. 7, from the latest 16 outcomes; 0: none yet."""
-    if hits < 2:
+    if hit_history < 2:
         return 0
-    if hits >= 0x10000:
-        return 1 + _HIT_RATE[_bits(hits & 0xFFFF)]
-    return 1 + _HIT_RATE[16 * (_bits(hits) - 1) // _known(hits)]
+    if hit_history >= 0x10000:
+        return 1 + _HIT_RATE_LEVELS[_count_bits(hit_history & 0xFFFF)]
+    return 1 + _HIT_RATE_LEVELS[16 * (_count_bits(hit_history) - 1) // _count_known(hit_history)]
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _history(seen, visits, run):
+def _context_state(seen, visits, run):
     """State of a candidate in one context: in which of the latest events it followed (a bit each, newest lowest), behind a leading one."""
     if seen == 0:
         return (2 << REACH) + 2 * visits + (run >= visits)
@@ -205,7 +207,7 @@ def _history(seen, visits, run):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _candidate(nodes, q, n, token):
+def _find_candidate(nodes, q, n, token):
     """Index of the token among the n candidates from row q on; n if it is not there. The caller adds it where there is room."""
     j = 0
     while j < n and nodes.cand_token[q + j] != token:
@@ -214,7 +216,7 @@ def _candidate(nodes, q, n, token):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _recent(state, seq, nodes, r, first, recent):
+def _read_recent(state, seq, nodes, r, first, recent):
     """The text before the children of node r, newest first -> how much of it there is."""
     tokens, mask, n, node = seq.tokens, len(seq.tokens) - 1, 0, r - first
     longest = max(seq.contexts[len(seq.contexts) - 1], GAP_REACH) if len(seq.contexts) else 0
@@ -229,13 +231,13 @@ def _recent(state, seq, nodes, r, first, recent):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _jump(state, seq, nodes, r, m, work):
+def _find_copied(state, seq, nodes, r, m, scratch):
     """Where node r copies from: on from the position being followed, or, if a longer context matches, its occurrence nearest ahead."""
     at, matched, mask = nodes.cursor[r, 0], nodes.cursor[r, 1], len(seq.tokens) - 1
     if m and seq.contexts[m - 1] > matched:
-        p, best = work.heads[m - 1], np.int64(1) << 60
+        p, best = scratch.heads[m - 1], np.int64(1) << 60
         jump = p
-        for _ in range(min(work.totals[m - 1], REACH) if at >= 0 else 0):
+        for _ in range(min(scratch.totals[m - 1], REACH) if at >= 0 else 0):
             away = p - at if p >= at else 4 * (at - p)
             if away < best:
                 jump, best = p, away
@@ -248,23 +250,23 @@ def _jump(state, seq, nodes, r, m, work):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _outsiders(nodes, r, n, external, tree, n_drafters, work):
+def _add_external(nodes, r, n, external, tree, n_drafters, scratch):
     """Add the external trees' children of node r to its n candidates -> the new n. Fills work.codes, -1 where a drafter is silent."""
-    q = r * WIDTH
+    q = r * MAX_CANDIDATES
     for d in range(n_drafters):
-        for j in range(WIDTH):
-            work.codes[d, j] = -1
+        for j in range(MAX_CANDIDATES):
+            scratch.codes[d, j] = -1
         here = nodes.external[r, d]
         if here == -2:
             continue
         a = external.start[tree + d]
         for i in range(a + here + 1, external.start[tree + d + 1]):
             if external.parents[i] == here:
-                j = _candidate(nodes, q, n, external.tokens[i])
-                if j < WIDTH:
+                j = _find_candidate(nodes, q, n, external.tokens[i])
+                if j < MAX_CANDIDATES:
                     nodes.cand_token[q + j] = external.tokens[i]
                     n = max(n, j + 1)
-                    work.codes[d, j] = external.codes[i]
+                    scratch.codes[d, j] = external.codes[i]
     return n
 
 
@@ -275,21 +277,21 @@ def pair_key(a, b):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def pair_slot(key, n):
+def pair_row(key, n):
     """Where a table of n (a power of two) rows keeps a pair."""
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)) & (n - 1)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _recall(nodes, q, n, tokens, gaps, states):
-    """Add a row of recycled candidates -> the new n. states [WIDTH]: 1 for candidates that are not in it."""
-    for j in range(WIDTH):
+def _add_recycled(nodes, q, n, tokens, gaps, states):
+    """Add a row of recycled candidates -> the new n. states [MAX_CANDIDATES]: 1 for candidates that are not in it."""
+    for j in range(MAX_CANDIDATES):
         states[j] = 1
     for rank in range(KEPT):
         if tokens[rank] < 0:
             break
-        j = _candidate(nodes, q, n, tokens[rank])
-        if j < WIDTH:
+        j = _find_candidate(nodes, q, n, tokens[rank])
+        if j < MAX_CANDIDATES:
             nodes.cand_token[q + j] = tokens[rank]
             n = max(n, j + 1)
             states[j] = 2 + rank * (len(GAPS) + 1) + gaps[rank]
@@ -297,16 +299,16 @@ def _recall(nodes, q, n, tokens, gaps, states):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _count(seq, nodes, q, n, k, at, alike_longer, work):
+def _count_events(seq, nodes, q, n, k, at, alike_longer, scratch):
     """In which of the latest events of one context each candidate followed; its tokens become candidates -> the new n."""
-    heads, totals, runs, visits, seen = work.heads, work.totals, work.runs, work.visits, work.seen
+    heads, totals, runs, visits, seen = scratch.heads, scratch.totals, scratch.runs, scratch.visits, scratch.seen
     if alike_longer and totals[at] == totals[at + 1]:  # the same events as the longer context's
         visits[at] = visits[at + 1]
-        for j in range(WIDTH):
-            seen[at * WIDTH + j] = seen[at * WIDTH + WIDTH + j]
+        for j in range(MAX_CANDIDATES):
+            seen[at * MAX_CANDIDATES + j] = seen[at * MAX_CANDIDATES + MAX_CANDIDATES + j]
         return n
-    for j in range(WIDTH):
-        seen[at * WIDTH + j] = 0
+    for j in range(MAX_CANDIDATES):
+        seen[at * MAX_CANDIDATES + j] = 0
     tokens, mask, K = seq.tokens, len(seq.tokens) - 1, len(seq.contexts) + 1
     v, p = min(totals[at], REACH), heads[at]
     visits[at] = v
@@ -314,27 +316,27 @@ def _count(seq, nodes, q, n, k, at, alike_longer, work):
     for i in range(1 if alike else v):
         token = tokens[p & mask]
         if token >= 0:  # not the end of an answer
-            j = _candidate(nodes, q, n, token)
-            if j < WIDTH:
+            j = _find_candidate(nodes, q, n, token)
+            if j < MAX_CANDIDATES:
                 if j == n:
                     nodes.cand_token[q + j] = token
                     n += 1
-                seen[at * WIDTH + j] |= (1 << v) - 1 if alike else 1 << i
+                seen[at * MAX_CANDIDATES + j] |= (1 << v) - 1 if alike else 1 << i
         p = np.int64(seq.links[(p & mask) * K + k])
     return n
 
 
 @njit(cache=True, nogil=True, inline="always")
-def gather(state, seq, cached_state, cached, foreseen, recycled, nodes, r, first, external, tree, n_drafters, work):
+def extract_features(state, seq, cached_state, cached, foreseen, recycled, nodes, r, first, external, tree, n_drafters, scratch):
     """Collect candidates below node r and every group's judgement of them. `first` is the root's row, `tree` the first external tree;
     `cached` the tables of earlier outputs, `foreseen` [N] int32 the predicted output.
     """
-    tokens, mask, K, q = seq.tokens, len(seq.tokens) - 1, len(seq.contexts) + 1, r * WIDTH
-    heads, totals, runs, visits, seen = work.heads, work.totals, work.runs, work.visits, work.seen
-    n_recent = _recent(state, seq, nodes, r, first, work.recent)
-    m, others = look_up(state, seq, cached_state, cached, work.recent, n_recent, heads, totals, runs)
-    gap = look_up_gap(state, seq, work.recent, n_recent, heads, totals, runs, K - 1)
-    copied = _jump(state, seq, nodes, r, m, work)
+    tokens, mask, K, q = seq.tokens, len(seq.tokens) - 1, len(seq.contexts) + 1, r * MAX_CANDIDATES
+    heads, totals, runs, visits, seen = scratch.heads, scratch.totals, scratch.runs, scratch.visits, scratch.seen
+    n_recent = _read_recent(state, seq, nodes, r, first, scratch.recent)
+    m, others = look_up(state, seq, cached_state, cached, scratch.recent, n_recent, heads, totals, runs)
+    gap = look_up_gap(state, seq, scratch.recent, n_recent, heads, totals, runs, K - 1)
+    copied = _find_copied(state, seq, nodes, r, m, scratch)
     n = 0
     if copied >= 0:
         nodes.cand_token[q] = copied
@@ -342,32 +344,32 @@ def gather(state, seq, cached_state, cached, foreseen, recycled, nodes, r, first
     expected = np.int64(-1)
     if 0 <= nodes.cursor[r, 3] < len(foreseen):
         expected = np.int64(foreseen[nodes.cursor[r, 3]])
-        j = _candidate(nodes, q, n, expected)
+        j = _find_candidate(nodes, q, n, expected)
         nodes.cand_token[q + j] = expected
         n = max(n, j + 1)
     if n_drafters:
-        n = _outsiders(nodes, r, n, external, tree, n_drafters, work)
+        n = _add_external(nodes, r, n, external, tree, n_drafters, scratch)
     for k in range(max(m, others) - 1, -1, -1):
         if k < m:
-            n = _count(seq, nodes, q, n, k, k, k < m - 1, work)
+            n = _count_events(seq, nodes, q, n, k, k, k < m - 1, scratch)
         if k < others:
-            n = _count(cached, nodes, q, n, k, K + k, k < others - 1, work)
+            n = _count_events(cached, nodes, q, n, k, K + k, k < others - 1, scratch)
     if gap:
-        n = _count(seq, nodes, q, n, K - 1, K - 1, False, work)
+        n = _count_events(seq, nodes, q, n, K - 1, K - 1, False, scratch)
     one = pair = False
-    if n_recent and 0 <= work.recent[0] < len(recycled.tokens):
+    if n_recent and 0 <= scratch.recent[0] < len(recycled.tokens):
         if n_recent > 1 and len(recycled.keys):
-            key = pair_key(work.recent[1], work.recent[0])
-            s = pair_slot(key, len(recycled.keys))
+            key = pair_key(scratch.recent[1], scratch.recent[0])
+            s = pair_row(key, len(recycled.keys))
             pair = recycled.keys[s] == key
             if pair:
-                n = _recall(nodes, q, n, recycled.pair_tokens[s], recycled.pair_gaps[s], work.recycled[1])
-        one = recycled.tokens[work.recent[0], 0] >= 0
+                n = _add_recycled(nodes, q, n, recycled.pair_tokens[s], recycled.pair_gaps[s], scratch.recycled[1])
+        one = recycled.tokens[scratch.recent[0], 0] >= 0
         if one:
-            n = _recall(nodes, q, n, recycled.tokens[work.recent[0]], recycled.gaps[work.recent[0]], work.recycled[0])
+            n = _add_recycled(nodes, q, n, recycled.tokens[scratch.recent[0]], recycled.gaps[scratch.recent[0]], scratch.recycled[0])
     nodes.n[r] = n
 
-    hits = nodes.hits[r]
+    hit_history = nodes.hit_history[r]
     newest, age, relation = np.int64(-1), 0, 0
     if m:
         newest = np.int64(tokens[heads[m - 1] & mask])
@@ -378,40 +380,42 @@ def gather(state, seq, cached_state, cached, foreseen, recycled, nodes, r, first
         age = 1 + 2 * (8 * min(m - 1, 6) + age)
     position = 0
     if copied >= 0:
-        position = 1 + 2 * (5 * _MATCHED[min(nodes.cursor[r, 1], 64)] + _DEPARTED[_bits(nodes.cursor[r, 2])])
+        position = 1 + 2 * (5 * _MATCHED[min(nodes.cursor[r, 1], 64)] + _DEPARTED[_count_bits(nodes.cursor[r, 2])])
         relation = 2 if m and newest != copied else 1
     ahead = 0
     if expected >= 0:
-        ahead = 1 + 2 * (5 * _MATCHED[min(nodes.cursor[r, 4], 64)] + _DEPARTED[_bits(nodes.cursor[r, 5])])
-    regime = 1 + 16 * _regime(hits) + 4 * (hits & 3)
+        ahead = 1 + 2 * (5 * _MATCHED[min(nodes.cursor[r, 4], 64)] + _DEPARTED[_count_bits(nodes.cursor[r, 5])])
+    hit_rate = 1 + 16 * _hit_rate_level(hit_history) + 4 * (hit_history & 3)
     whose = 0 if others == 0 or others < m else 1 if others == m else 2
     beside = (
         1 if ahead and (nodes.cursor[r, 4] or nodes.cursor[r, 3] == 0) else 2 if n_drafters and nodes.external[r, DATASTORE] > -2 else 0
     )
-    nodes.set[r] = ((beside * 3 + whose) * (ORDERS + 1) * 3 + 3 * max(m, others) + relation) * MODES + _mode(hits)
+    nodes.set[r] = ((beside * 3 + whose) * (ORDERS + 1) * 3 + 3 * max(m, others) + relation) * HIT_RATE_CLASSES + _hit_rate_class(
+        hit_history
+    )
     for j in range(n):
         token, c = nodes.cand_token[q + j], q + j
         for k in range(ORDERS):
-            nodes.cand_state[c, k] = _history(seen[k * WIDTH + j], visits[k], runs[k]) if k < m else 0
+            nodes.cand_state[c, k] = _context_state(seen[k * MAX_CANDIDATES + j], visits[k], runs[k]) if k < m else 0
         for k in range(ORDERS):
             at = K + k
-            nodes.cand_state[c, OUTPUT_CACHE + k] = _history(seen[at * WIDTH + j], visits[at], runs[at]) if k < others else 0
+            nodes.cand_state[c, OUTPUT_CACHE + k] = _context_state(seen[at * MAX_CANDIDATES + j], visits[at], runs[at]) if k < others else 0
         nodes.cand_state[c, COPY] = position + (token == copied) if position else 0
-        nodes.cand_state[c, REGIME] = regime + min(j, 3)
+        nodes.cand_state[c, HIT_RATE] = hit_rate + min(j, 3)
         nodes.cand_state[c, AGE] = age + (token == newest) if age else 0
-        nodes.cand_state[c, GAP] = _history(seen[(K - 1) * WIDTH + j], visits[K - 1], runs[K - 1]) if gap else 0
+        nodes.cand_state[c, GAP] = _context_state(seen[(K - 1) * MAX_CANDIDATES + j], visits[K - 1], runs[K - 1]) if gap else 0
         nodes.cand_state[c, PREDICTED] = ahead + (token == expected) if ahead else 0
-        nodes.cand_state[c, RECYCLED] = work.recycled[0, j] if one else 0
-        nodes.cand_state[c, RECYCLED_PAIR] = work.recycled[1, j] if pair else 0
+        nodes.cand_state[c, RECYCLED] = scratch.recycled[0, j] if one else 0
+        nodes.cand_state[c, RECYCLED_PAIR] = scratch.recycled[1, j] if pair else 0
         for d in range(n_drafters):
-            nodes.cand_state[c, EXTERNAL + d] = 0 if nodes.external[r, d] == -2 else 2 + work.codes[d, j]
+            nodes.cand_state[c, EXTERNAL + d] = 0 if nodes.external[r, d] == -2 else 2 + scratch.codes[d, j]
 
 
 @njit(cache=True, nogil=True)
-def keep(recycled, before, last, tokens, values):
+def record_topk(recycled, before, last, tokens, values):
     """Remember the model's most likely tokens [KEPT] behind `last` (and behind `before`, `last`), with their logits, most likely first."""
     key = pair_key(before, last)
-    s = pair_slot(key, len(recycled.keys)) if before >= 0 and len(recycled.keys) else np.int64(-1)
+    s = pair_row(key, len(recycled.keys)) if before >= 0 and len(recycled.keys) else np.int64(-1)
     if s >= 0:
         recycled.keys[s] = key
     for rank in range(KEPT):
@@ -428,16 +432,16 @@ def keep(recycled, before, last, tokens, values):
 
 
 @njit(cache=True, nogil=True)
-def keep_each(recycled, before, last, tokens, logits):
-    """`keep` for each of n rows: before, last [n], tokens, logits [n, KEPT]. One that has fewer than KEPT finite logits is left out."""
+def record_topk_rows(recycled, before, last, tokens, logits):
+    """Call `record_topk` for each of n rows: before, last [n], tokens, logits [n, KEPT]. Rows with too few finite logits are skipped."""
     for i in range(last.shape[0]):
         if logits[i, KEPT - 1] > -np.inf:
-            keep(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i])
+            record_topk(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i])
 
 
 @njit(cache=True, nogil=True)
-def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tokens, logits):
-    """`keep` for the last tokens and all nodes of sequences `heard` [B, 3], as `base.Seen` has them, of a batch with
+def record_batch_topk(recycled, heard, input_ids, parents, roots, ends, root_logits, tokens, logits):
+    """`record_topk` for the last tokens and all nodes of sequences `heard` [B, 3], as `base.Seen` has them, of a batch with
     these arrays. A row that has fewer than KEPT finite logits is left out."""
     for i in range(heard.shape[0]):
         b = heard[i, 2]
@@ -445,4 +449,4 @@ def keep_rows(recycled, heard, input_ids, parents, roots, ends, root_logits, tok
             at, row = roots[b] + j, root_logits[b] + j
             if logits[row, KEPT - 1] > -np.inf:
                 before = np.int64(input_ids[parents[at]]) if j else heard[i, 1]
-                keep(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row])
+                record_topk(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row])

@@ -43,8 +43,18 @@ _ZERO, _ONE, _BYTE, _COUNT = np.uint64(0), np.uint64(1), np.uint64(0xFF), np.uin
 _8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
 
 # columns of the per-sequence state, int64
-(TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, FOLLOW, MATCHED, MISSES, HITS, DRAFTED) = range(13)
-PREDICTION, PREDICTED, AHEAD, AGREED, STRAYED, OUTPUT_CACHE, SIMILAR, TEMPERATURE, STATE_COLUMNS = range(13, 22)
+(TABLE, TOKENS, LINKS, SHIFT, CAP, LENGTH, START, ENTRIES, COPY_AT, COPY_MATCHED, COPY_MISSES, HIT_HISTORY, N_DRAFTED) = range(13)
+(
+    PREDICTION_ADDRESS,
+    PREDICTION_LENGTH,
+    PREDICTION_AT,
+    PREDICTION_MATCHED,
+    PREDICTION_MISSES,
+    OUTPUT_CACHE_ROW,
+    N_SIMILAR,
+    TEMPERATURE,
+    STATE_COLUMNS,
+) = range(13, 22)
 """Address and length of the predicted output, the position in it, tokens agreed and missed there; the row of the shared output cache;
 how many tokens of similar files stand before the text."""
 
@@ -52,7 +62,7 @@ SCAN_AHEAD, SCAN_BACK = 24, 8
 """How far around the position being copied a departed text is looked for again."""
 
 
-class View(NamedTuple):
+class TableView(NamedTuple):
     """One sequence's arrays, as the compiled functions see them."""
 
     table: np.ndarray
@@ -62,18 +72,18 @@ class View(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def lent(a):
+def unowned_view(a):
     """The same array without its reference count, whose atomic updates at every call cost more than the work itself."""
     return carray(pointer(np.int64(a.ctypes.data)), a.shape, a.dtype)
 
 
 @njit(cache=True, nogil=True)
-def arrays(state, contexts):
+def view_arrays(state, contexts):
     """The arrays behind one row of the state. Safe while the owner (`proposer`) holds the buffer that the row points into."""
     table = carray(pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
     tokens = carray(pointer(state[TOKENS]), state[CAP], np.int32)
     links = carray(pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
-    return View(table, tokens, links, contexts)
+    return TableView(table, tokens, links, contexts)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -87,27 +97,27 @@ def _fnv_token(h, token):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _home(key, shift):
+def _home_entry(key, shift):
     return np.int64((key * _GOLDEN) >> np.uint64(shift))
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _find(table, shift, key):
+def _find_entry(table, shift, key):
     """Index of the entry with this key, or of the empty one where it would go."""
     mask = (len(table) >> 1) - 1
-    s = _home(key, shift)
+    s = _home_entry(key, shift)
     while table[2 * s] != key and table[2 * s] != _ZERO:
         s = (s + 1) & mask
     return s
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _pack(head, total, run):
+def _pack_entry(head, total, run):
     return (np.uint64(head) << _32) | (np.uint64(total) << _8) | np.uint64(run)
 
 
 @njit(cache=True, nogil=True)
-def _remove(table, shift, hole):
+def _remove_entry(table, shift, hole):
     """Empty an entry and close the gap, so that no probe sequence breaks and no tombstone stays."""
     mask = (len(table) >> 1) - 1
     j = hole
@@ -116,7 +126,7 @@ def _remove(table, shift, hole):
         key = table[2 * j]
         if key == _ZERO:
             break
-        if ((j - _home(key, shift)) & mask) >= ((j - hole) & mask):
+        if ((j - _home_entry(key, shift)) & mask) >= ((j - hole) & mask):
             table[2 * hole] = key
             table[2 * hole + 1] = table[2 * j + 1]
             hole = j
@@ -155,17 +165,17 @@ def _add_event(state, seq, position, keys):
     for k in range(K):
         if k >= n and (k < K - 1 or position < GAP_REACH):
             continue
-        s = _find(seq.table, state[SHIFT], keys[k])
+        s = _find_entry(seq.table, state[SHIFT], keys[k])
         if seq.table[2 * s] == _ZERO:
             seq.table[2 * s] = keys[k]
-            seq.table[2 * s + 1] = _pack(position, 1, 1)
+            seq.table[2 * s + 1] = _pack_entry(position, 1, 1)
             seq.links[row + k] = -1
             state[ENTRIES] += 1
         else:
             value = seq.table[2 * s + 1]
             head = np.int64(value >> _32)
             run = min(np.int64(value & _BYTE) + 1, LONG_RUN) if seq.tokens[head & mask] == token else 1
-            seq.table[2 * s + 1] = _pack(position, np.int64((value >> _8) & _COUNT) + 1, run)
+            seq.table[2 * s + 1] = _pack_entry(position, np.int64((value >> _8) & _COUNT) + 1, run)
             seq.links[row + k] = head
 
 
@@ -176,18 +186,18 @@ def _forget_event(state, seq, position, keys):
     for k in range(K):
         if k >= n and (k < K - 1 or position < GAP_REACH):
             continue
-        s = _find(seq.table, state[SHIFT], keys[k])
+        s = _find_entry(seq.table, state[SHIFT], keys[k])
         value = seq.table[2 * s + 1]
         total = np.int64((value >> _8) & _COUNT) - 1
         if total == 0:
-            _remove(seq.table, state[SHIFT], s)
+            _remove_entry(seq.table, state[SHIFT], s)
             state[ENTRIES] -= 1
         else:
-            seq.table[2 * s + 1] = _pack(value >> _32, total, min(np.int64(value & _BYTE), total))
+            seq.table[2 * s + 1] = _pack_entry(value >> _32, total, min(np.int64(value & _BYTE), total))
 
 
 @njit(cache=True, nogil=True)
-def fits(state, contexts, history, n):
+def has_room_for(state, contexts, history, n):
     """Whether n more tokens go in without a larger buffer."""
     size = 1 << (64 - state[SHIFT])
     ring = min(state[LENGTH] + n, history + LADDER[-1] + n)
@@ -195,7 +205,7 @@ def fits(state, contexts, history, n):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def push(state, seq, token, history, keys):
+def push_token(state, seq, token, history, keys):
     """Append one token and its events; forget the event that leaves the window."""
     i = state[LENGTH]
     seq.tokens[i & (len(seq.tokens) - 1)] = token
@@ -207,9 +217,9 @@ def push(state, seq, token, history, keys):
 
 
 @njit(cache=True, nogil=True)
-def seed(state, contexts, tokens, history):
+def fill_tables(state, contexts, tokens, history):
     """Fill an empty sequence: the last `history` events and the tokens that their contexts need. tokens [n] int32."""
-    seq = arrays(state, contexts)
+    seq = view_arrays(state, contexts)
     keys = np.empty(len(contexts) + 1, np.uint64)
     n = len(tokens)
     for i in range(n):
@@ -220,22 +230,22 @@ def seed(state, contexts, tokens, history):
 
 
 @njit(cache=True, nogil=True)
-def extend(state, contexts, tokens, history):
+def append_tokens(state, contexts, tokens, history):
     """Append tokens [n] int32 for which there is room."""
-    seq = arrays(state, contexts)
+    seq = view_arrays(state, contexts)
     keys = np.empty(len(contexts) + 1, np.uint64)
     for token in tokens:
-        push(state, seq, token, history, keys)
+        push_token(state, seq, token, history, keys)
 
 
 @njit(cache=True, nogil=True)
-def move(old, new, contexts):
+def copy_tables(old, new, contexts):
     """Copy a sequence into a larger, zeroed buffer."""
-    a, b = arrays(old, contexts), arrays(new, contexts)
+    a, b = view_arrays(old, contexts), view_arrays(new, contexts)
     K = len(contexts) + 1
     for s in range(0, len(a.table), 2):
         if a.table[s] != _ZERO:
-            t = _find(b.table, new[SHIFT], a.table[s])
+            t = _find_entry(b.table, new[SHIFT], a.table[s])
             b.table[2 * t] = a.table[s]
             b.table[2 * t + 1] = a.table[s + 1]
     for i in range(max(old[LENGTH] - old[CAP], 0), old[LENGTH]):
@@ -245,7 +255,7 @@ def move(old, new, contexts):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _read(table, s, heads, totals, runs, k):
+def _read_entry(table, s, heads, totals, runs, k):
     value = table[2 * s + 1]
     heads[k] = np.int64(value >> _32)
     totals[k] = np.int64((value >> _8) & _COUNT)
@@ -268,14 +278,14 @@ def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, run
             n += 1
         key = h if h != _ZERO else _ONE
         if mine == k:
-            s = _find(seq.table, state[SHIFT], key)
+            s = _find_entry(seq.table, state[SHIFT], key)
             if seq.table[2 * s] != _ZERO:
-                _read(seq.table, s, heads, totals, runs, k)
+                _read_entry(seq.table, s, heads, totals, runs, k)
                 mine = k + 1
         if theirs == k:
-            s = _find(other.table, other_state[SHIFT], key)
+            s = _find_entry(other.table, other_state[SHIFT], key)
             if other.table[2 * s] != _ZERO:
-                _read(other.table, s, heads, totals, runs, K + 1 + k)
+                _read_entry(other.table, s, heads, totals, runs, K + 1 + k)
                 theirs = k + 1
     return mine, theirs
 
@@ -284,13 +294,13 @@ def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, run
 def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
     if n_recent < GAP_REACH or len(seq.contexts) == 0:
         return False
-    s = _find(seq.table, state[SHIFT], _gap_key(recent[1], recent[2]))
-    _read(seq.table, s, heads, totals, runs, k)
+    s = _find_entry(seq.table, state[SHIFT], _gap_key(recent[1], recent[2]))
+    _read_entry(seq.table, s, heads, totals, runs, k)
     return seq.table[2 * s] != _ZERO
 
 
 @njit(cache=True, nogil=True)
-def follow(tokens, mask, oldest, length, at, matched, misses, token):
+def follow_text(tokens, mask, oldest, length, at, matched, misses, token):
     """Advance the position that the text is being copied from by one token -> (at, matched, misses).
 
     `tokens` [mask + 1] is a ring that holds positions oldest .. length - 1. `at` is the position whose token is expected next (-1:
@@ -311,13 +321,13 @@ def follow(tokens, mask, oldest, length, at, matched, misses, token):
 
 
 @njit(cache=True, nogil=True)
-def predicted(state):
+def view_prediction(state):
     """The predicted output [n] int32 of a sequence, as an array."""
-    return carray(pointer(state[PREDICTION]), state[PREDICTED], np.int32)
+    return carray(pointer(state[PREDICTION_ADDRESS]), state[PREDICTION_LENGTH], np.int32)
 
 
 @njit(cache=True, nogil=True)
-def resume(tokens, at, recent, n):
+def find_resumption(tokens, at, recent, n):
     """Where a predicted output goes on after it was lost: behind the position nearest to `at` (what lies ahead counts as nearer) at which
     the latest n tokens stand -> position, -1 if nowhere. recent [>= n] newest first; tokens [N].
     """

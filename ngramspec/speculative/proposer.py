@@ -47,7 +47,7 @@ from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
 from ngramspec.speculative.datastore_drafter import Drafts, SuffixDrafter
 from ngramspec.speculative.feature_weights import WEIGHTS, cold_weights, load_weights
 from ngramspec.speculative.features import ExternalTrees, Nodes
-from ngramspec.speculative.tree_builder import NOBODY, Desk, Guard, Speakers, Weights
+from ngramspec.speculative.tree_builder import NO_PROPOSER, DraftState, SourceMap, TokenBans, Weights
 
 log = logging.getLogger(__name__)
 TENANTS = 16
@@ -136,7 +136,7 @@ class Proposer(Speculator):
         self.needs_hidden_states = bool(self._state_readers)
         """Wants hidden states (`on_hidden_states`)."""
         self._recycled = features.new_recycled(vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
-        self._guard = Guard(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
+        self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         rows = max_seqs * (spec_rows + 1)
         self._nodes = Nodes(
             token=np.zeros(rows, np.int32),
@@ -145,26 +145,26 @@ class Proposer(Speculator):
             prob=np.zeros(rows, np.float64),
             source=np.zeros(rows, np.uint8),
             cursor=np.zeros((rows, 6), np.int64),
-            hits=np.zeros(rows, np.int64),
+            hit_history=np.zeros(rows, np.int64),
             top=np.zeros(rows, np.int32),
             external=np.full((rows, features.MAX_DRAFTERS), -2, np.int32),
             set=np.zeros(rows, np.int32),
             n=np.full(rows, -1, np.int32),
-            cand_token=np.zeros(rows * features.WIDTH, np.int32),
-            cand_raw=np.zeros(rows * features.WIDTH),
-            cand_prob=np.zeros(rows * features.WIDTH),
-            cand_source=np.zeros(rows * features.WIDTH, np.uint8),
-            cand_state=np.zeros((rows * features.WIDTH, features.GROUPS), np.int16),
+            cand_token=np.zeros(rows * features.MAX_CANDIDATES, np.int32),
+            cand_raw=np.zeros(rows * features.MAX_CANDIDATES),
+            cand_prob=np.zeros(rows * features.MAX_CANDIDATES),
+            cand_source=np.zeros(rows * features.MAX_CANDIDATES, np.uint8),
+            cand_state=np.zeros((rows * features.MAX_CANDIDATES, features.GROUPS), np.int16),
         )
         self._scratch = features.new_scratch()
-        self._desk = self._laid_out()
+        self._draft_state = self._make_draft_state()
         self._last_trees: dict[int, DraftTree] = {}
         self._n_external = 0
 
-    def _laid_out(self) -> Desk:
+    def _make_draft_state(self) -> DraftState:
         tables = self._states, self._output_cache.states, self._contexts
-        learned = self._recycled, self._calibration, SPEAKERS, self._rates
-        return Desk(*tables, self._nodes, self.weights, self._guard, *learned, self._scratch)
+        learned = self._recycled, self._calibration, SOURCE_MAP, self._rates
+        return DraftState(*tables, self._nodes, self.weights, self._bans, *learned, self._scratch)
 
     def bind(self, runner: Any) -> None:
         for drafter in self.drafters:
@@ -204,26 +204,30 @@ class Proposer(Speculator):
         cap = len(kept) + ROOM
         self._own.allocate(slot, cap=cap, entries=cap * (len(self._contexts) + 1))
         state = self._states[slot]
-        ngram_table.seed(state, self._contexts, kept, self.history)
-        state[ngram_table.OUTPUT_CACHE] = self._tenants.get(tenant, 0) if tenant is not None else 0
-        state[ngram_table.AHEAD], state[ngram_table.SIMILAR], state[ngram_table.TEMPERATURE] = (
+        ngram_table.fill_tables(state, self._contexts, kept, self.history)
+        state[ngram_table.OUTPUT_CACHE_ROW] = self._tenants.get(tenant, 0) if tenant is not None else 0
+        state[ngram_table.PREDICTION_AT], state[ngram_table.N_SIMILAR], state[ngram_table.TEMPERATURE] = (
             -1,
             n_similar,
             math.ceil(1000 * min(temperature, 1000)),
         )
         if prediction is not None and len(prediction):
             self._predictions[slot] = foreseen = np.ascontiguousarray(prediction, np.int32)
-            state[ngram_table.PREDICTION], state[ngram_table.PREDICTED], state[ngram_table.AHEAD] = foreseen.ctypes.data, len(foreseen), 0
+            state[ngram_table.PREDICTION_ADDRESS], state[ngram_table.PREDICTION_LENGTH], state[ngram_table.PREDICTION_AT] = (
+                foreseen.ctypes.data,
+                len(foreseen),
+                0,
+            )
             if n_output:
-                tree_builder.foresee(state, tokens[len(tokens) - n_output :])
+                tree_builder.follow_output(state, tokens[len(tokens) - n_output :])
         codes = np.unique([2 * t for t in stops if t not in set(banned)] + [2 * t + 1 for t in banned]).astype(np.int64)
-        if len(codes) > self._guard.codes.shape[1]:
+        if len(codes) > self._bans.codes.shape[1]:
             wider = np.zeros((len(self._buffers), _power_of_two(len(codes))), np.int64)
-            wider[:, : self._guard.codes.shape[1]] = self._guard.codes
-            self._guard = Guard(self._guard.n, wider)
-            self._desk = self._laid_out()
-        self._guard.n[slot] = len(codes)
-        self._guard.codes[slot, : len(codes)] = codes
+            wider[:, : self._bans.codes.shape[1]] = self._bans.codes
+            self._bans = TokenBans(self._bans.n, wider)
+            self._draft_state = self._make_draft_state()
+        self._bans.n[slot] = len(codes)
+        self._bans.codes[slot, : len(codes)] = codes
         for d in range(len(self.drafters)):
             self._ask(d, "begin", slot, tokens)
         for d in self._readers if text is not None else ():
@@ -236,8 +240,8 @@ class Proposer(Speculator):
         slots = np.ascontiguousarray(slots, np.int32)
         stored = self._look_up(self.datastore, slots, max_depth, price) if self.datastore is not None else None
         external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
-        start, tokens, parents, probs, sources = tree_builder.grow(
-            self._desk,
+        start, tokens, parents, probs, sources = tree_builder.build_trees(
+            self._draft_state,
             slots,
             np.ascontiguousarray(max_depth, np.int32),
             np.ascontiguousarray(cost_ms, np.float64),
@@ -273,10 +277,10 @@ class Proposer(Speculator):
         path_start, path = _concatenate(paths)
         b = 0
         while True:
-            b = tree_builder.settle(self._desk, slots, b, new_start, new, path_start, path, self.history, self._n_external, *rows)
+            b = tree_builder.update(self._draft_state, slots, b, new_start, new, path_start, path, self.history, self._n_external, *rows)
             if b == len(slots):
                 break
-            self._own.grow(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
+            self._own.enlarge(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
         if self.datastore is not None:
             self.datastore.observe(slots, new_start, new)
             self._settle_turns(slots, path_start, path)
@@ -308,18 +312,18 @@ class Proposer(Speculator):
             if not free:
                 forgotten = next(iter(self._tenants))
                 free = [self._tenants.pop(forgotten)]
-                self._states[self._states[:, ngram_table.OUTPUT_CACHE] == free[0], ngram_table.OUTPUT_CACHE] = 0
+                self._states[self._states[:, ngram_table.OUTPUT_CACHE_ROW] == free[0], ngram_table.OUTPUT_CACHE_ROW] = 0
             row = free[0]
             self._output_cache.allocate(row, cap=1024, entries=1024 * (len(self._contexts) + 1))
         self._tenants[tenant] = row
         answer = np.append(np.asarray(answer, np.int32), np.int32(-1))  # -1: contexts do not reach from one answer into the next
         answer = answer[-self._output_cache.history :]
-        if not ngram_table.fits(self._output_cache.states[row], self._contexts, self._output_cache.history, len(answer)):
-            self._output_cache.grow(row, len(answer), self._contexts)
-        ngram_table.extend(self._output_cache.states[row], self._contexts, answer, self._output_cache.history)
+        if not ngram_table.has_room_for(self._output_cache.states[row], self._contexts, self._output_cache.history, len(answer)):
+            self._output_cache.enlarge(row, len(answer), self._contexts)
+        ngram_table.append_tokens(self._output_cache.states[row], self._contexts, answer, self._output_cache.history)
 
     def is_unpredictable(self, slot: int) -> bool:
-        return is_unpredictable(int(self._states[slot, ngram_table.HITS]))
+        return is_unpredictable(int(self._states[slot, ngram_table.HIT_HISTORY]))
 
     def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
         if any(drafter is not None for drafter in self.drafters) or self.needs_hidden_states:
@@ -327,9 +331,9 @@ class Proposer(Speculator):
         n_steps = self._turns.quiet if self.datastore is not None else sys.maxsize
         if not n_steps:
             return None
-        while (b := tree_builder.cramped(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
-            self._own.grow(int(slots[b]), n_tokens, self._contexts)
-        return Compiled(self._desk, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
+        while (b := tree_builder.find_full_table(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
+            self._own.enlarge(int(slots[b]), n_tokens, self._contexts)
+        return Compiled(self._draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
 
     def went_on(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         if self.datastore is not None:
@@ -340,7 +344,7 @@ class Proposer(Speculator):
         """What the model holds likely behind `last` [n] int32, each of which follows `before` [n] int32 (-1: nothing), whoever's they are:
         tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first."""
         if self._recycled_here:
-            features.keep_each(self._recycled, before, last, tokens, logits)
+            features.record_topk_rows(self._recycled, before, last, tokens, logits)
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         for d in self._state_readers:
@@ -494,10 +498,15 @@ class _Tables:
         state[ngram_table.TABLE], state[ngram_table.SHIFT] = address, 65 - size.bit_length()
         state[ngram_table.TOKENS], state[ngram_table.CAP] = address + 16 * size, cap
         state[ngram_table.LINKS] = state[ngram_table.TOKENS] + 4 * cap
-        state[ngram_table.FOLLOW], state[ngram_table.AHEAD], state[ngram_table.DRAFTED], state[ngram_table.HITS] = -1, -1, -1, 1
+        state[ngram_table.COPY_AT], state[ngram_table.PREDICTION_AT], state[ngram_table.N_DRAFTED], state[ngram_table.HIT_HISTORY] = (
+            -1,
+            -1,
+            -1,
+            1,
+        )
         self.buffers[row] = buffer
 
-    def grow(self, row: int, n: int, contexts: np.ndarray) -> None:
+    def enlarge(self, row: int, n: int, contexts: np.ndarray) -> None:
         """Room for n tokens more."""
         old, keep = self.states[row].copy(), self.buffers[row]
         assert keep is not None, f"slot {row} was never begun"
@@ -510,7 +519,7 @@ class _Tables:
             if i not in (ngram_table.TABLE, ngram_table.TOKENS, ngram_table.LINKS, ngram_table.SHIFT, ngram_table.CAP)
         ]
         self.states[row, moved] = old[moved]
-        ngram_table.move(old, self.states[row], contexts)
+        ngram_table.copy_tables(old, self.states[row], contexts)
 
     def free(self, row: int) -> None:
         self.buffers[row] = None
@@ -526,16 +535,16 @@ _GROUPS = (
 )
 
 
-def _speakers() -> Speakers:
+def _make_source_map() -> SourceMap:
     of_group = np.zeros((features.GROUPS, 1), np.uint8)
     for source, groups in enumerate(_GROUPS):
         of_group[list(groups)] = source
     of_group[features.EXTERNAL :, 0] = len(SOURCES) + np.arange(features.MAX_DRAFTERS)
-    of_state = np.where(features.proposing_states(), of_group, np.uint8(NOBODY))
-    return Speakers(of_state, SOURCES.index("ngram"), SOURCES.index("similar"))
+    of_state = np.where(features.find_proposing_states(), of_group, np.uint8(NO_PROPOSER))
+    return SourceMap(of_state, SOURCES.index("ngram"), SOURCES.index("similar"))
 
 
-SPEAKERS = _speakers()
+SOURCE_MAP = _make_source_map()
 _NO_CODES = np.empty(0, np.int16)
 _NOTHING_SEEN = (
     np.empty((0, 3), np.int64), np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(4)), np.empty((0, KEPT), np.int32),

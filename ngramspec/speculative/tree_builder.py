@@ -5,8 +5,8 @@ longest match and per how well the text was predicted of late, as context-mixing
 Models for Lossless Data Compression", 2005). Both keep learning online from every node that the model has judged, from shipped weights.
 What the mix says is corrected by what became of the same source's promises here (`calibration`).
 
-`grow` grows the trees best-first by path probability with one heap for the batch, until `budget` says that no later node can pay.
-`settle` takes the model's verdict: it learns, counts what the sources promised, and appends the accepted tokens to the tables.
+`build_trees` grows the trees best-first by path probability with one heap for the batch, until `budget` says that no later node can pay.
+`update` takes the model's verdict: it learns, counts what the sources promised, and appends the accepted tokens to the tables.
 
 All state is arrays that the caller owns (`proposer`), several at a time in a NamedTuple; nothing is allocated per node.
 """
@@ -23,39 +23,50 @@ from numba.experimental import structref
 from ngramspec.datastore.code_cache import njit
 from ngramspec.speculative.budget.marginal_cost import lower_hull, pass_costs, worth
 from ngramspec.speculative.calibration import Calibration, judge, odds_against, verify
-from ngramspec.speculative.features import BIAS, EXTERNAL, WIDTH, ExternalTrees, Nodes, Recycled, Scratch, gather, hit_into, keep_rows
-from ngramspec.speculative.ngram_table import (
-    AGREED,
-    AHEAD,
-    DRAFTED,
-    FOLLOW,
-    HITS,
-    LENGTH,
-    MATCHED,
-    MISSES,
-    SIMILAR,
-    STRAYED,
-    TEMPERATURE,
-    arrays,
-    fits,
-    follow,
-    lent,
-    predicted,
-    push,
-    resume,
+from ngramspec.speculative.features import (
+    BIAS,
+    EXTERNAL,
+    MAX_CANDIDATES,
+    ExternalTrees,
+    Nodes,
+    Recycled,
+    Scratch,
+    extract_features,
+    push_hit,
+    record_batch_topk,
 )
-from ngramspec.speculative.ngram_table import OUTPUT_CACHE as OUTPUT_CACHE_ROW
-from ngramspec.speculative.ngram_table import PREDICTED as N_PREDICTED
+from ngramspec.speculative.ngram_table import (
+    COPY_AT,
+    COPY_MATCHED,
+    COPY_MISSES,
+    HIT_HISTORY,
+    LENGTH,
+    N_DRAFTED,
+    N_SIMILAR,
+    PREDICTION_AT,
+    PREDICTION_MATCHED,
+    PREDICTION_MISSES,
+    TEMPERATURE,
+    find_resumption,
+    follow_text,
+    has_room_for,
+    push_token,
+    unowned_view,
+    view_arrays,
+    view_prediction,
+)
+from ngramspec.speculative.ngram_table import OUTPUT_CACHE_ROW as OUTPUT_CACHE_ROW
+from ngramspec.speculative.ngram_table import PREDICTION_LENGTH as PREDICTION_LENGTH
 
-NOBODY = 255
-"""Of `Speakers`: the group is silent, or only judges."""
-RESUME = 3
+NO_PROPOSER = 255
+"""Of `SourceMap`: the group is silent, or only judges."""
+RESYNC_TOKENS = 3
 """Tokens by which a predicted output that was lost is found again."""
-FLOOR = 0.002
+MIN_PATH_PROB = 0.002
 """Path probability below which no node is worth looking at, whatever a row costs."""
 
 
-SPREAD = 0.31
+TEMPERATURE_SPREAD = 0.31
 """What temperature takes from confidence: log-odds above 0 are divided by 1 + SPREAD * temperature. At 0.8, of what came with 0.88 of the
 probability 0.80 was drawn where 0.85 was the model's likeliest, of 0.97 0.92 and 0.945 (SmolLM2 on three sets of prompts)."""
 
@@ -67,7 +78,7 @@ class Weights(NamedTuple):
     mix: np.ndarray  # [SETS, GROUPS + 1] float32, factors of the groups' log-odds, then the bias
 
 
-class Speakers(NamedTuple):
+class SourceMap(NamedTuple):
     """Numbers of the sources whose evidence the groups are."""
 
     of_state: np.ndarray  # [GROUPS, STATES] uint8, who proposes a candidate in this state, or NOBODY
@@ -77,7 +88,7 @@ class Speakers(NamedTuple):
     """… and where that is copied from similar files."""
 
 
-class Guard(NamedTuple):
+class TokenBans(NamedTuple):
     """Tokens that end a branch. Per slot sorted: 2 * token, plus 1 if it is banned rather than a stop."""
 
     n: np.ndarray  # [S] int64
@@ -85,74 +96,80 @@ class Guard(NamedTuple):
 
 
 @structref.register
-class DeskType(types.StructRef):
+class DraftStateType(types.StructRef):
     pass
 
 
-class Desk(structref.StructRefProxy):
-    """What a proposer has on its desk: all arrays that stay the same from step to step. Compiled code gets them as one argument: each of
-    fifty by itself would be looked up and unpacked at every call, which costs more than the work itself."""
+class DraftState(structref.StructRefProxy):
+    """All arrays of a proposer that stay the same from step to step, passed to compiled code as one argument: numba would look up and
+    unpack fifty separate ones at every call, which costs more than the work itself."""
 
 
-_ON_DESK = ("states", "output_caches", "contexts", "nodes", "weights", "guard", "recycled", "calibration", "speakers", "rates", "work")
-structref.define_proxy(Desk, DeskType, list(_ON_DESK))
+_DRAFT_STATE_FIELDS = (
+    "states", "output_caches", "contexts", "nodes", "weights", "bans", "recycled", "calibration", "source_map", "rates", "scratch",
+)  # fmt: skip
+structref.define_proxy(DraftState, DraftStateType, list(_DRAFT_STATE_FIELDS))
 
 
 @njit(cache=True, nogil=True)
-def _lend(desk):
+def _view_arrays(draft_state):
     """All without reference counts: valid while the caller holds the originals."""
-    nodes, work, calibration, weights = desk.nodes, desk.work, desk.calibration, desk.weights
+    nodes, scratch, calibration, weights = draft_state.nodes, draft_state.scratch, draft_state.calibration, draft_state.weights
     nodes = Nodes(
-        lent(nodes.token),
-        lent(nodes.parent),
-        lent(nodes.depth),
-        lent(nodes.prob),
-        lent(nodes.source),
-        lent(nodes.cursor),
-        lent(nodes.hits),
-        lent(nodes.top),
-        lent(nodes.external),
-        lent(nodes.set),
-        lent(nodes.n),
-        lent(nodes.cand_token),
-        lent(nodes.cand_raw),
-        lent(nodes.cand_prob),
-        lent(nodes.cand_source),
-        lent(nodes.cand_state),
+        unowned_view(nodes.token),
+        unowned_view(nodes.parent),
+        unowned_view(nodes.depth),
+        unowned_view(nodes.prob),
+        unowned_view(nodes.source),
+        unowned_view(nodes.cursor),
+        unowned_view(nodes.hit_history),
+        unowned_view(nodes.top),
+        unowned_view(nodes.external),
+        unowned_view(nodes.set),
+        unowned_view(nodes.n),
+        unowned_view(nodes.cand_token),
+        unowned_view(nodes.cand_raw),
+        unowned_view(nodes.cand_prob),
+        unowned_view(nodes.cand_source),
+        unowned_view(nodes.cand_state),
     )
-    work = Scratch(
-        lent(work.recent),
-        lent(work.heads),
-        lent(work.totals),
-        lent(work.runs),
-        lent(work.visits),
-        lent(work.seen),
-        lent(work.codes),
-        lent(work.recycled),
+    scratch = Scratch(
+        unowned_view(scratch.recent),
+        unowned_view(scratch.heads),
+        unowned_view(scratch.totals),
+        unowned_view(scratch.runs),
+        unowned_view(scratch.visits),
+        unowned_view(scratch.seen),
+        unowned_view(scratch.codes),
+        unowned_view(scratch.recycled),
     )
-    calibration = Calibration(lent(calibration.by_source), lent(calibration.by_level), lent(calibration.verified))
-    weights = Weights(lent(weights.states), lent(weights.mix))
-    return lent(desk.states), lent(desk.contexts), nodes, weights, work, calibration
+    calibration = Calibration(unowned_view(calibration.by_source), unowned_view(calibration.by_level), unowned_view(calibration.verified))
+    weights = Weights(unowned_view(weights.states), unowned_view(weights.mix))
+    return unowned_view(draft_state.states), unowned_view(draft_state.contexts), nodes, weights, scratch, calibration
 
 
 @njit(cache=True, nogil=True, inline="always")
-def look(state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, calibration, speakers, work):
+def score_candidates(
+    state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, calibration, source_map, scratch
+):
     """Fill the candidates of node r with probabilities and with who speaks up most for them."""
-    gather(state, seq, cached_state, cached, predicted(state), recycled, nodes, r, first, external, tree, n_drafters, work)
-    q, n, w, at = r * WIDTH, nodes.n[r], nodes.set[r], nodes.cursor[r, 0]
-    copied = seq.tokens[at & (len(seq.tokens) - 1)] if 0 <= at < state[SIMILAR] else np.int32(-1)
-    kind, spread = min(state[TEMPERATURE], 1), 1.0 + SPREAD * min(state[TEMPERATURE] / 1000, 1.5)
+    extract_features(
+        state, seq, cached_state, cached, view_prediction(state), recycled, nodes, r, first, external, tree, n_drafters, scratch
+    )
+    q, n, w, at = r * MAX_CANDIDATES, nodes.n[r], nodes.set[r], nodes.cursor[r, 0]
+    copied = seq.tokens[at & (len(seq.tokens) - 1)] if 0 <= at < state[N_SIMILAR] else np.int32(-1)
+    kind, spread = min(state[TEMPERATURE], 1), 1.0 + TEMPERATURE_SPREAD * min(state[TEMPERATURE] / 1000, 1.5)
     total, best = 0.0, -1.0
     for c in range(q, q + n):
-        dot, loudest, who = np.float64(weights.mix[w, BIAS]), np.float32(-1e9), speakers.own
+        dot, loudest, who = np.float64(weights.mix[w, BIAS]), np.float32(-1e9), source_map.own
         for g in range(EXTERNAL + n_drafters):
             s = nodes.cand_state[c, g]
             voice = weights.mix[w, g] * weights.states[g, s]
             dot += voice
-            if voice > loudest and speakers.of_state[g, s] != NOBODY:
-                loudest, who = voice, np.int64(speakers.of_state[g, s])
-        if who == speakers.own and copied == nodes.cand_token[c]:
-            who = speakers.similar
+            if voice > loudest and source_map.of_state[g, s] != NO_PROPOSER:
+                loudest, who = voice, np.int64(source_map.of_state[g, s])
+        if who == source_map.own and copied == nodes.cand_token[c]:
+            who = source_map.similar
         raw = 1.0 / (1.0 + math.exp(-min(max(dot, -9.0), 9.0) / (spread if dot > 0.0 else 1.0)))
         p = 1.0 / (1.0 + max(odds_against(calibration, kind, who, raw), 1e-4))
         nodes.cand_raw[c], nodes.cand_source[c] = raw, who
@@ -167,13 +184,13 @@ def look(state, seq, cached_state, cached, recycled, nodes, r, first, external, 
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _learn(nodes, r, truth, kind, n_drafters, weights, rates, calibration):
+def _learn_from_node(nodes, r, truth, kind, n_drafters, weights, rates, calibration):
     """The model has judged node r of a text of this kind: `truth` follows it.
 
     One step down the gradient of the log loss; rates of mix and states.
     """
     w = nodes.set[r]
-    for c in range(r * WIDTH, r * WIDTH + nodes.n[r]):
+    for c in range(r * MAX_CANDIDATES, r * MAX_CANDIDATES + nodes.n[r]):
         made = 1.0 if nodes.cand_token[c] == truth else 0.0
         judge(calibration, kind, nodes.cand_source[c], nodes.cand_raw[c], made)
         error = made - nodes.cand_raw[c]
@@ -215,28 +232,28 @@ def _sift_down(keys, refs, n):
 
 
 @njit(cache=True, nogil=True)
-def _guarded(guard, slot, token):
+def _find_ban(bans, slot, token):
     """0: free, 1: a stop, 2: banned."""
-    lo, hi = 0, guard.n[slot]
+    lo, hi = 0, bans.n[slot]
     while lo < hi:
         mid = (lo + hi) >> 1
-        if guard.codes[slot, mid] < 2 * token:
+        if bans.codes[slot, mid] < 2 * token:
             lo = mid + 1
         else:
             hi = mid
-    if lo == guard.n[slot] or guard.codes[slot, lo] > 2 * token + 1:
+    if lo == bans.n[slot] or bans.codes[slot, lo] > 2 * token + 1:
         return 0
-    return 1 + (guard.codes[slot, lo] & 1)
+    return 1 + (bans.codes[slot, lo] & 1)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _offer(nodes, r, guard, slot, chains, keys, refs, size):
+def _push_children(nodes, r, bans, slot, chains, keys, refs, size):
     """Put the children of node r on the heap, of a chain the likeliest one -> its new size."""
     first = size
     for j in range(nodes.n[r]):
-        c = r * WIDTH + j
+        c = r * MAX_CANDIDATES + j
         p = nodes.prob[r] * nodes.cand_prob[c]
-        if p > FLOOR and (guard.n[slot] == 0 or _guarded(guard, slot, nodes.cand_token[c]) != 2):
+        if p > MIN_PATH_PROB and (bans.n[slot] == 0 or _find_ban(bans, slot, nodes.cand_token[c]) != 2):
             if not chains:
                 keys[size], refs[size] = p, c
                 _sift_up(keys, refs, size)
@@ -250,53 +267,62 @@ def _offer(nodes, r, guard, slot, chains, keys, refs, size):
 
 @njit(cache=True, nogil=True, inline="always")
 def follow_copy(state, seq, at, matched, misses, token):
-    """`ngram.follow` in the sequence's own text."""
+    """`ngram.follow_text` in the sequence's own text."""
     mask = len(seq.tokens) - 1
-    return follow(seq.tokens, mask, max(state[LENGTH] - mask, 0), state[LENGTH], at, matched, misses, token)
+    return follow_text(seq.tokens, mask, max(state[LENGTH] - mask, 0), state[LENGTH], at, matched, misses, token)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def follow_prediction(state, at, matched, misses, token):
-    """`ngram.follow` in the predicted output."""
+    """`ngram.follow_text` in the predicted output."""
     if at < 0:
         return at, matched, misses
-    foreseen = predicted(state)
-    return follow(foreseen, np.int64(-1), np.int64(0), np.int64(len(foreseen)), at, matched, misses, token)
+    foreseen = view_prediction(state)
+    return follow_text(foreseen, np.int64(-1), np.int64(0), np.int64(len(foreseen)), at, matched, misses, token)
 
 
 @njit(cache=True, nogil=True)
-def recover(state, seq, recent):
-    """Find the position in the predicted output again where it was lost. recent [>= RESUME] int32 is scratch."""
-    if state[N_PREDICTED] == 0 or state[AGREED] >= RESUME or state[LENGTH] < RESUME:
+def resync_prediction(state, seq, recent):
+    """Find the position in the predicted output again where it was lost. recent [>= RESYNC_TOKENS] int32 is scratch."""
+    if state[PREDICTION_LENGTH] == 0 or state[PREDICTION_MATCHED] >= RESYNC_TOKENS or state[LENGTH] < RESYNC_TOKENS:
         return
-    for i in range(RESUME):
+    for i in range(RESYNC_TOKENS):
         recent[i] = seq.tokens[(state[LENGTH] - 1 - i) & (len(seq.tokens) - 1)]
-    found = resume(predicted(state), state[AHEAD], recent, RESUME)
+    found = find_resumption(view_prediction(state), state[PREDICTION_AT], recent, RESYNC_TOKENS)
     if found >= 0:
-        state[AHEAD], state[AGREED] = found, RESUME
+        state[PREDICTION_AT], state[PREDICTION_MATCHED] = found, RESYNC_TOKENS
 
 
 @njit(cache=True, nogil=True)
-def foresee(state, output):
+def follow_output(state, output):
     """Find the position in the predicted output after these tokens [n] int32 of output."""
     for token in output:
-        state[AHEAD], state[AGREED], state[STRAYED] = follow_prediction(state, state[AHEAD], state[AGREED], state[STRAYED], token)
+        state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES] = follow_prediction(
+            state, state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES], token
+        )
 
 
 @njit(cache=True, nogil=True)
-def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_length, chains, external, n_drafters):
+def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_length, chains, external, n_drafters):
     """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
 
     Tree b is start[b] .. start[b + 1]; parents count from its own first node. `price`: tokens per millisecond, 0: what the pass makes.
     `chains`: no node has a sibling.
     """
-    states, contexts, nodes, weights, work, calibration = _lend(desk)
-    output_caches, speakers, guard, recycled = lent(desk.output_caches), desk.speakers, desk.guard, desk.recycled
-    speakers = Speakers(lent(speakers.of_state), speakers.own, speakers.similar)
-    guard = Guard(lent(guard.n), lent(guard.codes))
-    external = ExternalTrees(lent(external.start), lent(external.tokens), lent(external.parents), lent(external.codes))
+    states, contexts, nodes, weights, scratch, calibration = _view_arrays(draft_state)
+    output_caches, source_map = unowned_view(draft_state.output_caches), draft_state.source_map
+    bans, recycled = draft_state.bans, draft_state.recycled
+    source_map = SourceMap(unowned_view(source_map.of_state), source_map.own, source_map.similar)
+    bans = TokenBans(unowned_view(bans.n), unowned_view(bans.codes))
+    external = ExternalTrees(
+        unowned_view(external.start), unowned_view(external.tokens), unowned_view(external.parents), unowned_view(external.codes)
+    )
     recycled = Recycled(
-        lent(recycled.tokens), lent(recycled.gaps), lent(recycled.keys), lent(recycled.pair_tokens), lent(recycled.pair_gaps)
+        unowned_view(recycled.tokens),
+        unowned_view(recycled.gaps),
+        unowned_view(recycled.keys),
+        unowned_view(recycled.pair_tokens),
+        unowned_view(recycled.pair_gaps),
     )
     B, R = len(slots), len(nodes.token) // len(states)
     limit = max(min(max_nodes, B * (R - 1)), 0)
@@ -305,7 +331,7 @@ def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_leng
     expected, taken, kept, reach = float(B), 0, 0, limit
     rate = price if price > 0.0 else expected / costs[0]
     best = expected - rate * costs[0]
-    keys, refs, size = np.empty((limit + B) * WIDTH), np.empty((limit + B) * WIDTH, np.int64), 0
+    keys, refs, size = np.empty((limit + B) * MAX_CANDIDATES), np.empty((limit + B) * MAX_CANDIDATES, np.int64), 0
     batch_of = np.empty(len(states), np.int64)
     drafted = np.zeros(B, np.int64)
     owner = np.empty(limit, np.int64)
@@ -313,23 +339,27 @@ def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_leng
         slot = slots[b]
         state, first = states[slot], slot * R
         batch_of[slot] = b
-        state[DRAFTED] = -1
+        state[N_DRAFTED] = -1
         if min(max_depth[b], spec_length) < 1 or limit == 0:
             continue
         nodes.depth[first], nodes.prob[first] = 0, 1.0
-        nodes.cursor[first, 0], nodes.cursor[first, 1], nodes.cursor[first, 2] = state[FOLLOW], state[MATCHED], state[MISSES]
-        nodes.cursor[first, 3], nodes.cursor[first, 4], nodes.cursor[first, 5] = state[AHEAD], state[AGREED], state[STRAYED]
-        nodes.hits[first] = state[HITS]
+        nodes.cursor[first, 0], nodes.cursor[first, 1], nodes.cursor[first, 2] = state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES]
+        nodes.cursor[first, 3], nodes.cursor[first, 4], nodes.cursor[first, 5] = (
+            state[PREDICTION_AT],
+            state[PREDICTION_MATCHED],
+            state[PREDICTION_MISSES],
+        )
+        nodes.hit_history[first] = state[HIT_HISTORY]
         for d in range(n_drafters):
             tree = b * n_drafters + d
             nodes.external[first, d] = -1 if external.start[tree + 1] > external.start[tree] else -2
         cached_state = output_caches[state[OUTPUT_CACHE_ROW]]
-        look(
-            state, arrays(state, contexts), cached_state, arrays(cached_state, contexts), recycled,
-            nodes, first, first, external, b * n_drafters, n_drafters, weights, calibration, speakers, work,
+        score_candidates(
+            state, view_arrays(state, contexts), cached_state, view_arrays(cached_state, contexts), recycled,
+            nodes, first, first, external, b * n_drafters, n_drafters, weights, calibration, source_map, scratch,
         )  # fmt: skip
-        state[DRAFTED] = 0
-        size = _offer(nodes, first, guard, slot, chains, keys, refs, size)
+        state[N_DRAFTED] = 0
+        size = _push_children(nodes, first, bans, slot, chains, keys, refs, size)
     while size and taken < limit:
         p, ref = keys[0], refs[0]
         ok, reach = worth(p, expected, taken, rate, best, hull, reach)
@@ -338,7 +368,7 @@ def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_leng
         size -= 1
         keys[0], refs[0] = keys[size], refs[size]
         _sift_down(keys, refs, size)
-        above, j = ref // WIDTH, ref % WIDTH
+        above, j = ref // MAX_CANDIDATES, ref % MAX_CANDIDATES
         slot = above // R
         b, state, first = batch_of[slot], states[slot], slot * R
         if drafted[b] == R - 1:
@@ -365,26 +395,26 @@ def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_leng
                     break
         nodes.n[r] = -1
         ok, reach = worth(p, expected, taken, rate, best, hull, reach)
-        if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (guard.n[slot] and _guarded(guard, slot, token)):
+        if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (bans.n[slot] and _find_ban(bans, slot, token)):
             continue
-        seq, cached_state = arrays(state, contexts), output_caches[state[OUTPUT_CACHE_ROW]]
+        seq, cached_state = view_arrays(state, contexts), output_caches[state[OUTPUT_CACHE_ROW]]
         at, matched, misses = follow_copy(state, seq, nodes.cursor[above, 0], nodes.cursor[above, 1], nodes.cursor[above, 2], token)
         nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2] = at, matched, misses
         at, matched, misses = follow_prediction(state, nodes.cursor[above, 3], nodes.cursor[above, 4], nodes.cursor[above, 5], token)
         nodes.cursor[r, 3], nodes.cursor[r, 4], nodes.cursor[r, 5] = at, matched, misses
-        nodes.hits[r] = hit_into(nodes.hits[above], nodes.top[above] == j)
-        look(
-            state, seq, cached_state, arrays(cached_state, contexts), recycled,
-            nodes, r, first, external, b * n_drafters, n_drafters, weights, calibration, speakers, work,
+        nodes.hit_history[r] = push_hit(nodes.hit_history[above], nodes.top[above] == j)
+        score_candidates(
+            state, seq, cached_state, view_arrays(cached_state, contexts), recycled,
+            nodes, r, first, external, b * n_drafters, n_drafters, weights, calibration, source_map, scratch,
         )  # fmt: skip
-        size = _offer(nodes, r, guard, slot, chains, keys, refs, size)
+        size = _push_children(nodes, r, bans, slot, chains, keys, refs, size)
 
     start = np.zeros(B + 1, np.int64)
     for i in range(kept):
         start[owner[i] + 1] += 1
     for b in range(B):
-        if states[slots[b], DRAFTED] >= 0:
-            states[slots[b], DRAFTED] = start[b + 1]
+        if states[slots[b], N_DRAFTED] >= 0:
+            states[slots[b], N_DRAFTED] = start[b + 1]
         start[b + 1] += start[b]
     tokens, parents = np.empty(kept, np.int32), np.empty(kept, np.int32)
     probs, sources = np.empty(kept, np.float32), np.empty(kept, np.uint8)
@@ -398,59 +428,59 @@ def grow(desk, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_leng
 
 
 @njit(cache=True, nogil=True)
-def cramped(states, slots, contexts, history, n):
+def find_full_table(states, slots, contexts, history, n):
     """The first b whose slot has no room for n more tokens in its tables, or B."""
     for b in range(len(slots)):
-        if not fits(states[slots[b]], contexts, history, n):
+        if not has_room_for(states[slots[b]], contexts, history, n):
             return b
     return len(slots)
 
 
 @njit(cache=True, nogil=True)
-def settle(
-    desk, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters,
+def update(
+    draft_state, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters,
     heard, input_ids, parents, roots, ends, root_logits, likely, logits,
 ):  # fmt: skip
-    """Learn from the judged nodes and append the accepted tokens, from batch index `begin_at` on; before the first, `keep_rows`.
+    """Learn from the judged nodes and append the accepted tokens, from batch index `begin_at` on; before the first, `record_batch_topk`.
 
     -> the batch index whose buffer must grow first (call again from there), or B when all is done.
     """
-    states, contexts, nodes, weights, work, calibration = _lend(desk)
-    rates = lent(desk.rates)
+    states, contexts, nodes, weights, scratch, calibration = _view_arrays(draft_state)
+    rates = unowned_view(draft_state.rates)
     R = len(nodes.token) // len(states)
     keys = np.empty(len(contexts), np.uint64)
     if begin_at == 0:
-        keep_rows(desk.recycled, heard, input_ids, parents, roots, ends, root_logits, likely, logits)
+        record_batch_topk(draft_state.recycled, heard, input_ids, parents, roots, ends, root_logits, likely, logits)
     for b in range(begin_at, len(slots)):
         slot = slots[b]
         state, first, n = states[slot], slot * R, new_start[b + 1] - new_start[b]
-        if not fits(state, contexts, history, n):
+        if not has_room_for(state, contexts, history, n):
             return b
-        seq = arrays(state, contexts)
+        seq = view_arrays(state, contexts)
         depth = path_start[b + 1] - path_start[b]
-        at, matched, misses = state[FOLLOW], state[MATCHED], state[MISSES]
-        ahead, agreed, strayed = state[AHEAD], state[AGREED], state[STRAYED]
-        for r in range(first + 1, first + 1 + state[DRAFTED]):
+        at, matched, misses = state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES]
+        ahead, agreed, strayed = state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES]
+        for r in range(first + 1, first + 1 + state[N_DRAFTED]):
             verify(calibration, nodes.source[r], nodes.prob[r], 0.0)
         for i in range(path_start[b], path_start[b + 1]):
-            if 0 <= path[i] < state[DRAFTED]:
+            if 0 <= path[i] < state[N_DRAFTED]:
                 verify(calibration, nodes.source[first + 1 + path[i]], nodes.prob[first + 1 + path[i]], 1.0)
         for i in range(n):
             token, r = new_tokens[new_start[b] + i], np.int64(-1)
-            if state[DRAFTED] >= 0 and i == 0:
+            if state[N_DRAFTED] >= 0 and i == 0:
                 r = first
-            elif i and i <= depth and 0 <= path[path_start[b] + i - 1] < state[DRAFTED]:
+            elif i and i <= depth and 0 <= path[path_start[b] + i - 1] < state[N_DRAFTED]:
                 r = first + 1 + path[path_start[b] + i - 1]
             if r >= 0 and nodes.n[r] >= 0:
-                _learn(nodes, r, token, min(state[TEMPERATURE], 1), n_drafters, weights, rates, calibration)
-                hit = nodes.n[r] > 0 and nodes.cand_token[r * WIDTH + nodes.top[r]] == token
-                state[HITS] = hit_into(state[HITS], hit)
+                _learn_from_node(nodes, r, token, min(state[TEMPERATURE], 1), n_drafters, weights, rates, calibration)
+                hit = nodes.n[r] > 0 and nodes.cand_token[r * MAX_CANDIDATES + nodes.top[r]] == token
+                state[HIT_HISTORY] = push_hit(state[HIT_HISTORY], hit)
                 at, matched, misses = nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2]
             at, matched, misses = follow_copy(state, seq, at, matched, misses, token)
             ahead, agreed, strayed = follow_prediction(state, ahead, agreed, strayed, token)
-            push(state, seq, token, history, keys)
-        state[FOLLOW], state[MATCHED], state[MISSES] = at, matched, misses
-        state[AHEAD], state[AGREED], state[STRAYED] = ahead, agreed, strayed
-        recover(state, seq, work.recent)
-        state[DRAFTED] = -1
+            push_token(state, seq, token, history, keys)
+        state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES] = at, matched, misses
+        state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES] = ahead, agreed, strayed
+        resync_prediction(state, seq, scratch.recent)
+        state[N_DRAFTED] = -1
     return len(slots)

@@ -321,7 +321,7 @@ def test_files_like_a_request_come_from_stores_that_it_may_use(tmp_path: Path, t
 
         def spy(slot: int, tokens: np.ndarray, **rest: object) -> None:
             begin(slot, tokens, **rest)  # type: ignore[arg-type]
-            seen.append(int(core.speculator._states[slot, ngram_table.SIMILAR]))  # type: ignore[union-attr]
+            seen.append(int(core.speculator._states[slot, ngram_table.N_SIMILAR]))  # type: ignore[union-attr]
 
         core.speculator.begin = spy  # type: ignore[method-assign]
         for chosen in (None, ["mine"], []):

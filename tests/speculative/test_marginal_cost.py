@@ -22,7 +22,7 @@ def test_hull_is_convex_below_and_touches_the_ends(steps, base):
 
 
 def chosen(probs, cost_ms, base, n_seqs, price=0.0):
-    """The rule as `merge.grow` applies it, node by node."""
+    """The rule as `tree_builder.build_trees` applies it, node by node."""
     costs = marginal_cost.pass_costs(np.asarray(cost_ms, float), base, len(probs))
     hull = marginal_cost.lower_hull(costs)
     expected, rate, kept, reach = float(n_seqs), price or n_seqs / costs[0], 0, len(probs)

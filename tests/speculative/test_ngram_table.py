@@ -42,7 +42,7 @@ def test_token_keys_are_fnv1a_of_little_endian_bytes_newest_first():
     tokens = np.array([7, 300, 70_000, 5, 49_151, 2], np.int32)
     proposer = started(tokens, history=64)
     keys = np.zeros(len(proposer._contexts) + 1, np.uint64)
-    seq = ngram_table.arrays(proposer._states[0], proposer._contexts)
+    seq = ngram_table.view_arrays(proposer._states[0], proposer._contexts)
     assert ngram_table._event_keys(seq, 6, keys) == 5  # contexts of 1, 2, 3, 4 and 6 tokens
     for k, n in enumerate((1, 2, 3, 4, 6)):
         assert int(keys[k]) == fnv1a(b"".join(int(t).to_bytes(4, "little") for t in tokens[::-1][:n]))
@@ -62,7 +62,7 @@ def feed(proposer: Proposer, tokens) -> None:
 def read(proposer: Proposer, text) -> dict[int, tuple[int, list[tuple[int, int, int]]]]:
     """Context length -> (total, continuations as (token, count, last position)), as the tables say."""
     state, contexts = proposer._states[0], proposer._contexts
-    seq = ngram_table.arrays(state, contexts)
+    seq = ngram_table.view_arrays(state, contexts)
     recent = np.array(list(text[::-1][: ngram_table.LADDER[-1]]), np.int32)
     K, mask = len(contexts), len(seq.tokens) - 1
     heads, totals, runs = (np.zeros(2 * K + 2, np.int64) for _ in range(3))
@@ -133,7 +133,7 @@ def test_what_leaves_the_window_is_exactly_forgotten(text, history):
 
 def entries(proposer: Proposer) -> list[tuple[int, int]]:
     """Every entry of the tables as (key, total), sorted."""
-    table = ngram_table.arrays(proposer._states[0], proposer._contexts).table.reshape(-1, 2)
+    table = ngram_table.view_arrays(proposer._states[0], proposer._contexts).table.reshape(-1, 2)
     rows = table[table[:, 0] != 0]
     assert len(rows) == proposer._states[0, ngram_table.ENTRIES]
     return sorted((int(key), int(value) >> 16 & 0xFFFF) for key, value in rows)

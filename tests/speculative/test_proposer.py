@@ -539,7 +539,7 @@ def test_kept_candidates_are_the_likeliest(vocab_size, n, seed):
     batch = pack([Span(slot, last[slot : slot + 1], 0) for slot in range(n)], tables)
     heard = np.array([(slot, -1, slot) for slot in range(n)])
     given = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
-    features.keep_rows(kept, heard, *given, *likeliest(rows))
+    features.record_batch_topk(kept, heard, *given, *likeliest(rows))
     if vocab_size < features.KEPT:
         assert (kept.tokens == -1).all()
         return

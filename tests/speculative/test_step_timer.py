@@ -56,7 +56,7 @@ class Simulation:
 
 
 def best_nodes(chances: np.ndarray, cost_ms: np.ndarray, price: float) -> np.ndarray:
-    """As `merge.grow` chooses -> nodes per sequence."""
+    """Return what `tree_builder.build_trees` chooses -> nodes per sequence."""
     order = np.argsort(-chances, axis=None, kind="stable")
     falling = chances.ravel()[order]
     costs = marginal_cost.pass_costs(cost_ms, len(chances), len(order))

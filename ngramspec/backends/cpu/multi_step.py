@@ -108,7 +108,7 @@ def _look_for(lines, states, plain):
             continue
         paused = plain
         if not paused:
-            hits = states[line[SLOT], ngram_table.HITS]
+            hits = states[line[SLOT], ngram_table.HIT_HISTORY]
             line[REST], line[LAST_REST], paused = _rest(line[REST], line[LAST_REST], _is_unpredictable(hits))
         line[PAUSED] = paused
         if not paused:
@@ -128,7 +128,7 @@ def _draft(lines, wanted, n_wanted, room, desk, drafting, external, cost_ms, pri
         if wanted[b]:
             slots[k], depths[k] = lines[b, SLOT], lines[b, LIMIT] - lines[b, N_TOKENS] - 1
             k += 1
-    start, tokens, parents, probs, sources = tree_builder.grow(
+    start, tokens, parents, probs, sources = tree_builder.build_trees(
         desk, slots, depths, cost_ms, B, most_nodes, price, spec_length, chains, external, _NO_DRAFTERS
     )
     k = to = 0
@@ -248,7 +248,7 @@ def _learn(lines, before, taken, paths, run, nodes, desk, drafting, input_ids, p
         new_start[going_on], path_start[going_on] = n_new, n_path
     if not going_on and not heard:
         return
-    settled = tree_builder.settle(
+    settled = tree_builder.update(
         desk, slots[:going_on], _FIRST, new_start[: going_on + 1], new, path_start[: going_on + 1], path, history, _NO_DRAFTERS,
         seen[:heard], input_ids, parents, roots, ends, root_logits, likely, logits,
     )  # fmt: skip
