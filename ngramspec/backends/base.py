@@ -281,7 +281,7 @@ def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, i
 
     from ngramspec.models import masks
 
-    probe = masks.Shapes()
+    probe = masks.ShapeProbe()
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
         with torch.inference_mode():

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numba
 
 from ngramspec.backends.base import Runner
-from ngramspec.backends.cpu.llama_runner import StackRunner, needed_bytes
-from ngramspec.backends.cpu.weight_map import Recipe
+from ngramspec.backends.cpu.llama_runner import LlamaRunner, needed_bytes
+from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
-from ngramspec.models.tensor_source import quantised_source
+from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling import sampler, verify
 from ngramspec.speculative import draft_stats, proposer
@@ -149,9 +149,9 @@ def _bind(
     cost = CostModel(row_counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned_ms=taught)
 
     def keep() -> None:
-        if kept and isinstance(runner, StackRunner) and runner.exactness == "bitwise" and (recipe := runner.recipe) is not None:
+        if kept and isinstance(runner, LlamaRunner) and runner.exactness == "bitwise" and (weight_map := runner.weight_map) is not None:
             learned = cost.times.tolist() if cost.n_seen >= LEARNED else taught
-            document = {"recipe": recipe.as_json(), "measured_ms": times, "learned_ms": learned}
+            document = {"recipe": weight_map.to_json(), "measured_ms": times, "learned_ms": learned}
             if document != found:
                 kept.write(document)
 
@@ -178,14 +178,14 @@ def _longest(config: EngineConfig, trained: int) -> int:
 
 def _again(
     found: dict[str, Any], kept: start_cache.Kept, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
-) -> tuple[StackRunner, _About] | None:
+) -> tuple[LlamaRunner, _About] | None:
     """A model that an earlier start has checked, from its file and what was kept; None where that is not enough."""
     if (opened := start_cache.reopen(kept.file, tokenizer, cache_dir())) is None:
         return None
-    source = quantised_source(opened.source) if config.quantize == "q8_0" else opened.source
+    source = to_q8_source(opened.source) if config.quantize == "q8_0" else opened.source
     try:
-        recipe = Recipe.of_json(found["recipe"])
-        recipe.check(source)
+        weight_map = WeightMap.from_json(found["recipe"])
+        weight_map.check(source)
     except (KeyError, TypeError, ValueError):
         return None
     about = _About(opened.name, opened.tokenizer, opened.eos_token_ids, int(opened.config.get("max_position_embeddings") or 4096))
@@ -196,7 +196,8 @@ def _again(
 
         return open_model(str(kept.file.path)).model
 
-    runner = StackRunner(recipe, source, make_model=make_model, **_cpu_options(config, device, _longest(config, about.trained), progress))
+    options = _cpu_options(config, device, _longest(config, about.trained), progress)
+    runner = LlamaRunner(weight_map, source, make_model=make_model, **options)
     return runner, about
 
 
@@ -232,9 +233,9 @@ def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, lon
     if device.device == "cpu":
         from ngramspec.backends.cpu.runner import CpuRunner
         from ngramspec.models.loader import OpenModel
-        from ngramspec.models.parameters import params_source
+        from ngramspec.models.parameters import make_params_source
 
-        source = loaded.source if isinstance(loaded, OpenModel) else params_source(loaded.model)
+        source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
         plain = not device.exact
         check_memory(needed_bytes(source, plain), "cpu", loaded.name)
         return CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress))

@@ -1,12 +1,12 @@
-"""Weights that AWQ or GPTQ quantised, as blocks of GGML's kinds: the same numbers, exactly.
+"""Read AWQ and GPTQ weights as quant blocks of GGML's kinds, without changing a number.
 
-The tensors of a folder and its `quantization_config` enter, a `Stored` for each quantised matrix leaves. A weight is (code - zero) · scale,
-with a zero and a scale for each group of inputs. Where scales are float16 and all zeros are in the middle, codes of 4 bits are those of
-Q4_0 and codes of 8 bits those of Q8_0; with other zeros code - zero of 4 bits has 5 with its sign, which is Q5_0. What no kind holds are
-float32 numbers. Codes are taken apart some outputs at a time, when rows are asked for. Knows no module.
+`read_groups` takes a folder's tensors and its `quantization_config`, and returns a `StoredTensor` per quantised matrix. A weight is
+(code - zero) · scale, with one zero and one scale per group of inputs. If scales are float16 and all zeros are in the middle of the range,
+4-bit codes become Q4_0 and 8-bit codes Q8_0. With other zeros, code - zero of 4 bits needs 5 bits with its sign, which is Q5_0. Weights
+that no kind can hold become float32. Codes are unpacked a few outputs at a time, when rows are asked for. Knows no module.
 
 Layouts: AutoAWQ's `WQLinear_GEMM` (https://github.com/casper-hansen/AutoAWQ), GPTQModel's `qweight`, `qzeros`, `scales`, `g_idx` in its
-formats "gptq", which has zeros minus one, and "gptq_v2" (https://github.com/ModelCloud/GPTQModel).
+formats "gptq", which stores zeros minus one, and "gptq_v2" (https://github.com/ModelCloud/GPTQModel).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.safetensors import Tensor
-from ngramspec.models.tensor_source import File, Stored, dequantise
+from ngramspec.models.safetensors import SafetensorsEntry
+from ngramspec.models.tensor_source import StoredTensor, WeightFile, dequantise
 
 METHODS = ("awq", "gptq")
 BLOCK = 32
@@ -29,7 +29,7 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Which four bits of an int32 have the code of each of eight outputs."""
 
 
-def in_groups(tensors: Mapping[str, Tensor], quantised: Mapping[str, Any], spec: str) -> dict[str, Stored]:
+def read_groups(tensors: Mapping[str, SafetensorsEntry], quantised: Mapping[str, Any], spec: str) -> dict[str, StoredTensor]:
     """The quantised matrices of a folder by the names of the parameters that they stand for.
 
     Raises UnsupportedModelError for a layout that is not read, ModelNotFoundError where a file ends before its tensors.
@@ -45,7 +45,7 @@ def in_groups(tensors: Mapping[str, Tensor], quantised: Mapping[str, Any], spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GroupLayout:
     """How codes lie in int32s."""
 
     bits: int
@@ -80,7 +80,7 @@ class Layout:
         return self.apart(packed) + np.uint8(self.added) & np.uint8((1 << self.bits) - 1)
 
 
-def _layout(quantised: Mapping[str, Any], spec: str) -> Layout:
+def _layout(quantised: Mapping[str, Any], spec: str) -> GroupLayout:
     method, bits = quantised["quant_method"], quantised.get("bits", quantised.get("w_bit"))
 
     def check(field: str, value: Any, accepted: tuple[Any, ...]) -> None:
@@ -93,43 +93,43 @@ def _layout(quantised: Mapping[str, Any], spec: str) -> Layout:
     if method == "awq":
         check("version", str(quantised.get("version", "gemm")).lower(), ("gemm",))
         check("zero_point", quantised.get("zero_point", True), (True,))
-        return Layout(4, along_inputs=False, order=_AWQ_ORDER, added=0)
+        return GroupLayout(4, along_inputs=False, order=_AWQ_ORDER, added=0)
     form = quantised.get("checkpoint_format", "gptq")
     check("checkpoint_format", form, ("gptq", "gptq_v2"))
     check("dynamic", quantised.get("dynamic") or None, (None,))
-    return Layout(bits, along_inputs=True, order=np.arange(32 // bits), added=int(form == "gptq"))
+    return GroupLayout(bits, along_inputs=True, order=np.arange(32 // bits), added=int(form == "gptq"))
 
 
 class _Latest:
     """Tensors read whole. The latest large one is kept, since its rows are asked for a few at a time."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, File] = {}
-        self._kept: tuple[Tensor, np.ndarray] | None = None
+        self._files: dict[Path, WeightFile] = {}
+        self._kept: tuple[SafetensorsEntry, np.ndarray] | None = None
 
-    def read(self, tensor: Tensor) -> np.ndarray:
+    def read(self, tensor: SafetensorsEntry) -> np.ndarray:
         """int32 or float32. Raises ModelNotFoundError where the file ends before."""
         if self._kept is not None and self._kept[0] == tensor:
             return self._kept[1]
         if tensor.path not in self._files:
-            self._files[tensor.path] = File(tensor.path)
+            self._files[tensor.path] = WeightFile(tensor.path)
         raw = np.empty(tensor.n_bytes, np.uint8)
         self._files[tensor.path].read_into(raw, tensor.offset)
         return (raw.view(np.int32) if tensor.dtype == "I32" else dequantise(tensor.dtype, raw)).reshape(tensor.shape)
 
-    def keep(self, tensor: Tensor) -> np.ndarray:
+    def keep(self, tensor: SafetensorsEntry) -> np.ndarray:
         raw = self.read(tensor)
         self._kept = tensor, raw
         return raw
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grouped(Stored):
+class GroupedTensor(StoredTensor):
     """One matrix [N, K]."""
 
-    layout: Layout
+    layout: GroupLayout
     latest: _Latest
-    qweight: Tensor
+    qweight: SafetensorsEntry
     zeros: np.ndarray
     """[N, groups] uint8"""
     scales: np.ndarray
@@ -154,8 +154,8 @@ class Grouped(Stored):
         return np.concatenate([each, *fifth, low | high], 2).reshape(n, self.row_bytes)
 
 
-def _grouped(name: str, tensors: Mapping[str, Tensor], layout: Layout, latest: _Latest, spec: str) -> Grouped:
-    """Raises as `in_groups` does."""
+def _grouped(name: str, tensors: Mapping[str, SafetensorsEntry], layout: GroupLayout, latest: _Latest, spec: str) -> GroupedTensor:
+    """Raises as `read_groups` does."""
 
     def refuse(why: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{spec}: {name} {why}; accepted: the same model as a GGUF file, or with weights as they were trained")
@@ -186,7 +186,7 @@ def _grouped(name: str, tensors: Mapping[str, Tensor], layout: Layout, latest: _
     else:
         kind = "Q8_0" if layout.bits == 8 else "Q4_0" if middle else "Q5_0"
     factors = factors if kind == "F32" else halves
-    return Grouped(
+    return GroupedTensor(
         kind=kind, shape=(n, k), layout=layout, latest=latest, qweight=qweight,
         zeros=np.ascontiguousarray(zeros.T), scales=np.ascontiguousarray(factors.T),
     )  # fmt: skip

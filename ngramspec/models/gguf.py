@@ -48,7 +48,7 @@ _u64 = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GgufTensor:
     name: str
     kind: str
     """GGML's name of its type; not every one is among `stored.KINDS`."""
@@ -61,7 +61,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """The header of one file."""
 
     path: Path
@@ -69,7 +69,7 @@ class Header:
     """Strings and numbers; None for an array."""
     spans: dict[str, tuple[int, int]]
     """Where a key and its value lie in `raw`."""
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[GgufTensor, ...]
     raw: bytes
     """The header itself."""
 
@@ -78,9 +78,9 @@ class Header:
 class Gguf:
     """A model in one file or several."""
 
-    headers: tuple[Header, ...]
+    headers: tuple[GgufHeader, ...]
     """Of the parts in their order; the first has the metadata."""
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensor]
 
     @property
     def path(self) -> Path:
@@ -143,7 +143,7 @@ def read(path: Path) -> Gguf:
     return _join(tuple(headers))
 
 
-def _join(headers: tuple[Header, ...]) -> Gguf:
+def _join(headers: tuple[GgufHeader, ...]) -> Gguf:
     tensors = {}
     for header in headers:
         for tensor in header.tensors:
@@ -153,7 +153,7 @@ def _join(headers: tuple[Header, ...]) -> Gguf:
     return Gguf(headers, tensors)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """The header of one file, checked. Raises as `read` does."""
     try:
         with path.open("rb") as file:
@@ -170,7 +170,7 @@ def read_header(path: Path) -> Header:
     raise _damaged(path, f"its header has more than {_HEADER_SIZES[-1]} bytes")
 
 
-def array_length(header: Header, key: str) -> int:
+def array_length(header: GgufHeader, key: str) -> int:
     """How many values the array of a key has; 0 for a single value."""
     if header.metadata[key] is not None:
         return 0
@@ -210,7 +210,7 @@ def _damaged(path: Path, why: str) -> ModelNotFoundError:
     return ModelNotFoundError(f"{path} is not a whole GGUF file: {why}")
 
 
-def _parse(path: Path, raw: bytes, size: int) -> Header:
+def _parse(path: Path, raw: bytes, size: int) -> GgufHeader:
     if raw[:4] != b"GGUF":
         raise _damaged(path, "it does not begin with GGUF")
     try:
@@ -221,7 +221,7 @@ def _parse(path: Path, raw: bytes, size: int) -> Header:
         raise _damaged(path, f"a name or text in its header is not UTF-8: {error}") from error
 
 
-def _parse_fields(path: Path, raw: bytes, size: int) -> Header:
+def _parse_fields(path: Path, raw: bytes, size: int) -> GgufHeader:
     version, n_tensors, n_keys = struct.unpack_from("<IQQ", raw, 4)
     if version not in (2, 3):
         raise _damaged(path, f"version {version}; 2 and 3 are read, in little endian")
@@ -256,10 +256,10 @@ def _parse_fields(path: Path, raw: bytes, size: int) -> Header:
     start = at + -at % alignment
     tensors = tuple(_tensor(path, start, alignment, size, *entry) for entry in table)
     _check_places(path, tensors)
-    return Header(path, metadata, spans, tensors, raw[:at])
+    return GgufHeader(path, metadata, spans, tensors, raw[:at])
 
 
-def _tensor(path: Path, start: int, alignment: int, size: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> Tensor:
+def _tensor(path: Path, start: int, alignment: int, size: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
     told = f"tensor {name[:80]!r}"
     if (kind := TYPES.get(number)) is None:
         raise UnsupportedModelError(f"{path}: {told} has type {number}, which is not known; known: {', '.join(TYPES.values())}")
@@ -271,10 +271,10 @@ def _tensor(path: Path, start: int, alignment: int, size: int, name: str, shape:
         raise _damaged(path, f"{told} lies at {offset}, which is no multiple of {alignment}")
     if start + offset + n_bytes > size:
         raise _damaged(path, f"it ends after {size} bytes, before {told}, which takes {n_bytes} from {start + offset}")
-    return Tensor(name, kind, shape, path, start + offset, n_bytes)
+    return GgufTensor(name, kind, shape, path, start + offset, n_bytes)
 
 
-def _check_places(path: Path, tensors: tuple[Tensor, ...]) -> None:
+def _check_places(path: Path, tensors: tuple[GgufTensor, ...]) -> None:
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end:

@@ -1,8 +1,9 @@
-"""What transformers knows of a GGUF file's architecture, asked once: its config, its tokenizer, and which tensor is which parameter.
+"""Ask transformers once what it knows of a GGUF file's architecture: its config, its tokenizer, and which tensor is which parameter.
 
-`derive` takes a file's directory and writes a small folder, in the form of a model folder without weights, and in `NAMES` for every
-parameter the tensor it comes from and the rule between the two. The rules are found by trying transformers' own processors on numbers; one
-that does anything else is refused. `parameters` reads that back for the weights in the file. It does not know where the folder is kept.
+`derive` writes a small folder in the form of a model folder without weights. Its `NAMES` file holds, for every parameter, the tensor it
+comes from and the rule between the two. The rules are found by running transformers' own processors on test numbers; a processor that does
+anything else is refused. `find_parameters` reads the result back for the weights in the file. The module does not know where the folder
+lies.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ngramspec.errors import NgramspecError, TokenizerError, UnsupportedModelError
 from ngramspec.models import header_limits, vocabulary
-from ngramspec.models.gguf import Gguf, Tensor, array_length, skeleton
+from ngramspec.models.gguf import Gguf, GgufTensor, array_length, skeleton
 from ngramspec.models.kept import NAMES, ROPE_FACTORS, RULES, plain_of, stored_of
 from ngramspec.models.random_weights import empty_model
-from ngramspec.models.tensor_source import File, Source, Stored, interleaved_rows
+from ngramspec.models.tensor_source import StoredTensor, TensorSource, WeightFile, interleaved_rows
 
 _LONGEST = 4096
 """Most values of an array that is no vocabulary: those that a config needs have one a layer. transformers takes 700 bytes for each."""
@@ -53,15 +54,15 @@ def derive(gguf: Gguf, folder: Path) -> None:
     (folder / NAMES).write_text(json.dumps(names))
 
 
-def parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> Source:
+def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorSource:
     """Where the parameters of a model on the "meta" device are in the file, by a folder that `derive` wrote.
 
     The angles of rotary embeddings, which the model has already, are scaled where the file says so. Raises UnsupportedModelError where file
     and config disagree, or for a type of tensor that is not read.
     """
     names: dict[str, tuple[str, str, int]] = json.loads((folder / NAMES).read_bytes())
-    files = {header.path: File(header.path) for header in gguf.headers}
-    stored: dict[str, Stored] = {}
+    files = {header.path: WeightFile(header.path) for header in gguf.headers}
+    stored: dict[str, StoredTensor] = {}
     aliases: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(parameter, []).append(name)
@@ -84,7 +85,7 @@ def parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> Source:
             f"{gguf.path}: it has {len(unused)} tensors that {type(model).__name__} has no use for, such as {unused[0]}: "
             "it would compute something else"
         )
-    return Source(stored, gguf.n_bytes)
+    return TensorSource(stored, gguf.n_bytes)
 
 
 def _scale_angles(model: PreTrainedModel, factors: np.ndarray) -> None:
@@ -219,7 +220,7 @@ def _names(gguf: Gguf, config: dict[str, Any], model: PreTrainedModel) -> dict[s
     return names
 
 
-def _rule(gguf: Gguf, processor: Any, tensor: Tensor, heads: list[int]) -> tuple[str, int]:
+def _rule(gguf: Gguf, processor: Any, tensor: GgufTensor, heads: list[int]) -> tuple[str, int]:
     """What transformers' processor does to a tensor, told by what it does to the numbers of its rows and of its columns."""
     probes = [
         np.broadcast_to(np.arange(n, dtype=np.float32).reshape([-1 if i == axis else 1 for i in range(len(tensor.shape))]), tensor.shape)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.gguf import Gguf, Tensor
-from ngramspec.models.tensor_source import KINDS, Computed, File, InFile, Source, Stored, interleaved_rows
+from ngramspec.models.gguf import Gguf, GgufTensor
+from ngramspec.models.tensor_source import KINDS, ComputedTensor, FileTensor, StoredTensor, TensorSource, WeightFile, interleaved_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -47,19 +47,19 @@ def end_token_ids(folder: Path, given: Any = None) -> tuple[int, ...]:
     return tuple(sorted({*generation["eos_token_id"], *([own] if isinstance(own, int) else [])}))
 
 
-def read_source(gguf: Gguf, folder: Path) -> Source:
+def read_source(gguf: Gguf, folder: Path) -> TensorSource:
     """Where all parameters are that `derive` has named; nothing is compared with a model. Raises UnsupportedModelError."""
     names: dict[str, tuple[str, str, int]] = json.loads((folder / NAMES).read_bytes())
-    files = {header.path: File(header.path) for header in gguf.headers}
+    files = {header.path: WeightFile(header.path) for header in gguf.headers}
     stored = {}
     for name, (there, rule, heads) in names.items():
         tensor = gguf.tensors[there]
         shape = tensor.shape[::-1] if rule == "transposed" else tensor.shape
         stored[name] = stored_of(gguf, files, tensor, shape, rule, heads)
-    return Source(stored, gguf.n_bytes)
+    return TensorSource(stored, gguf.n_bytes)
 
 
-def stored_of(gguf: Gguf, files: dict[Path, File], tensor: Tensor, shape: tuple[int, ...], rule: str, heads: int) -> Stored:
+def stored_of(gguf: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor, shape: tuple[int, ...], rule: str, heads: int) -> StoredTensor:
     """A tensor as the parameter of this shape that a rule makes of it. Raises UnsupportedModelError."""
     plain = plain_of(gguf, files, tensor)
     there = plain.shape[::-1] if rule == "transposed" else plain.shape
@@ -68,16 +68,16 @@ def stored_of(gguf: Gguf, files: dict[Path, File], tensor: Tensor, shape: tuple[
             f"{gguf.path}: config and weights disagree: {tensor.name} is {list(there)} in the file and {list(shape)} by the config"
         )
     if rule == "interleaved" and len(shape) == 2:
-        return InFile(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=heads)
+        return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=heads)
     if rule == "interleaved":
         order = interleaved_rows(np.arange(shape[0]), shape[0], heads)
-        return Computed(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
+        return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
     if rule == "same":
-        return InFile(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)
-    return Computed(kind="F32", shape=shape, stored=plain, compute=RULES[rule])
+        return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)
+    return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=RULES[rule])
 
 
-def plain_of(gguf: Gguf, files: dict[Path, File], tensor: Tensor) -> InFile:
+def plain_of(gguf: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor) -> FileTensor:
     if tensor.kind not in KINDS:
         raise UnsupportedModelError(f"{gguf.path}: tensor {tensor.name} has type {tensor.kind}; accepted: {', '.join(KINDS)}")
-    return InFile(kind=tensor.kind, shape=tensor.shape, file=files[tensor.path], offset=tensor.offset)
+    return FileTensor(kind=tensor.kind, shape=tensor.shape, file=files[tensor.path], offset=tensor.offset)

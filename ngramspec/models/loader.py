@@ -33,11 +33,11 @@ from ngramspec.models import awq_gptq, gguf, gguf_hf_mapping, header_limits, kep
 from ngramspec.models.gguf_cache import Progress, derived, remove_converted
 from ngramspec.models.memory import check_memory
 from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
-from ngramspec.models.parameters import fill, params_source
+from ngramspec.models.parameters import fill, make_params_source
 from ngramspec.models.random_weights import empty_model, parameter_bytes
 from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import read_shape
-from ngramspec.models.tensor_source import Source, quantised_source
+from ngramspec.models.tensor_source import TensorSource, to_q8_source
 from ngramspec.tokenizer.encode import added_tokens
 
 DEQUANTISED = ("fp8", "mxfp4")
@@ -62,7 +62,7 @@ class OpenModel(LoadedModel):
     """The same before its weights are read: parameters are on the "meta" device, buffers are real. Models whose weights are nowhere as
     they are (random ones, those that transformers converts) have them already."""
 
-    source: Source
+    source: TensorSource
     """The parameters' weights."""
 
 
@@ -85,16 +85,16 @@ def open_model(
         raise InvalidInputError(f"quantize must be None or 'q8_0', got {quantize!r}")
     opened = _open(spec, torch.float32, "cpu", tokenizer, progress or _no_progress, cache_dir or default_cache_dir())
     if quantize:
-        opened.source = quantised_source(opened.source)
+        opened.source = to_q8_source(opened.source)
     return opened
 
 
-class Keeping(NamedTuple):
+class PackedForm(NamedTuple):
     """How weights are kept otherwise than as tensors of a dtype."""
 
-    saved_bytes: Callable[[PreTrainedModel, Source, torch.dtype], int]
+    saved_bytes: Callable[[PreTrainedModel, TensorSource, torch.dtype], int]
     """By how much less the weights of an empty model will take than as tensors."""
-    replace: Callable[[PreTrainedModel, Source, torch.dtype, str], None]
+    replace: Callable[[PreTrainedModel, TensorSource, torch.dtype, str], None]
     """Gives the empty model modules that keep their weights, on a device."""
 
 
@@ -106,7 +106,7 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
-    keep: Keeping | None = None,
+    keep: PackedForm | None = None,
 ) -> LoadedModel:
     """The same with all weights in a dtype on a device, but for those that `keep` keeps otherwise. Raises as `open_model` does."""
     progress = progress or _no_progress
@@ -157,7 +157,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
     with quiet(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             model = _random_model(spec, dtype, device, progress)
-            return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), params_source(model))
+            return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), make_params_source(model))
         path = resolve(spec)
         if isinstance(path, str):
             path = download(path, HUB_MODEL, progress)
@@ -173,23 +173,23 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         if file is None:
             header_limits.check_sizes(config, spec, [tensor.shape for tensor in tensors.values()])
         given, tokenizer = tokenizer, tokenizer or _read_tokenizer(folder, spec)
-        source: Source | None = None
+        source: TensorSource | None = None
         if file:
             model = empty_model(config, torch.float32)
-            source = gguf_hf_mapping.parameters(file, folder, model)
+            source = gguf_hf_mapping.find_parameters(file, folder, model)
         elif (quantised := config.pop("quantization_config", None)) is None:
             model = empty_model(config, torch.float32)
-            source = safetensors.parameters(tensors, model)
+            source = safetensors.find_parameters(tensors, model)
         elif quantised.get("quant_method") in awq_gptq.METHODS:
             model = empty_model(config, torch.float32)
-            source = safetensors.parameters(tensors, model, awq_gptq.in_groups(tensors, quantised, spec))
+            source = safetensors.find_parameters(tensors, model, awq_gptq.read_groups(tensors, quantised, spec))
             if source is None:
                 raise UnsupportedModelError(f"{spec}: its tensors are not those of {type(model).__name__} with {quantised['quant_method']}")
         if source is None:
             check_memory(_weight_bytes(tensors, quantised is not None, dtype), device, spec)
             progress(f"loading {spec}: weights")
             model = _read_weights(folder, dtype, device, spec)
-            source = params_source(model)
+            source = make_params_source(model)
         elif (folder / "generation_config.json").is_file():
             model.generation_config = _read_generation_config(folder, spec)
         ends = kept.end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)
@@ -243,7 +243,7 @@ def _check_kind(config: dict[str, Any], spec: str) -> None:
         )
 
 
-def _weight_bytes(tensors: dict[str, safetensors.Tensor], quantised: bool, dtype: torch.dtype) -> int:
+def _weight_bytes(tensors: dict[str, safetensors.SafetensorsEntry], quantised: bool, dtype: torch.dtype) -> int:
     """Bytes of the weights once transformers has loaded them."""
     return sum(t.n_bytes if quantised or "F" not in t.dtype else math.prod(t.shape) * dtype.itemsize for t in tensors.values())
 

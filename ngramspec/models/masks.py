@@ -27,7 +27,7 @@ class AttentionPass(Protocol):
         ...
 
 
-class Shapes:
+class ShapeProbe:
     """Stands in for a pass and records the shape of every layer's keys, since configurations cannot be relied on."""
 
     def __init__(self) -> None:

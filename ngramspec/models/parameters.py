@@ -14,13 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.tensor_source import Source, Stored, chunks
+from ngramspec.models.tensor_source import StoredTensor, TensorSource, chunks
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class InMemory(Stored):
+class MemoryTensor(StoredTensor):
     """A parameter that a model already has."""
 
     tensor: torch.Tensor
@@ -30,7 +30,7 @@ class InMemory(Stored):
         return rows.cpu().view(torch.uint8).numpy().reshape(end - first, self.row_bytes)
 
 
-class ParamsSource(Source):
+class ParamsSource(TensorSource):
     """The parameters that a model has in memory, as they are when they are asked for."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,12 +38,12 @@ class ParamsSource(Source):
         super().__init__({}, sum(p.numel() * p.element_size() for p in model.parameters()))
         self._parameters = parameters
 
-    def __getitem__(self, name: str) -> Stored:
+    def __getitem__(self, name: str) -> StoredTensor:
         parameter = self._parameters[name]
         if parameter.dtype not in DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise UnsupportedModelError(f"{name} is {str(parameter.dtype).removeprefix('torch.')}; accepted: {known}")
-        return InMemory(kind=DTYPES[parameter.dtype], shape=tuple(parameter.shape), tensor=parameter)
+        return MemoryTensor(kind=DTYPES[parameter.dtype], shape=tuple(parameter.shape), tensor=parameter)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -52,14 +52,14 @@ class ParamsSource(Source):
         return len(self._parameters)
 
 
-def params_source(model: PreTrainedModel) -> Source:
+def make_params_source(model: PreTrainedModel) -> TensorSource:
     """The parameters of a model that is in memory. Asking for one that is neither float32, float16 nor bfloat16 raises
     UnsupportedModelError."""
     return ParamsSource(model)
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, source: Source, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def fill(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Give a model on the "meta" device its parameters in a dtype on a device, and evaluation mode; tied parameters stay tied.
 
     At most one tensor in `dtype`, and a few million weights in float32, lie in memory beside those that are done.

@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.random_weights import empty_model
-from ngramspec.models.tensor_source import Source
+from ngramspec.models.tensor_source import TensorSource
 
 WORDS = 64
 """Words of the vocabulary that a `Reference` has."""
@@ -87,7 +87,7 @@ def _is_plain(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class CheckText:
     """Token ids [n] int32 whose first one is at position `start`."""
 
     ids: np.ndarray
@@ -99,7 +99,7 @@ class Text:
         return torch.arange(self.start, self.start + len(self.ids))
 
 
-def texts_to_compare(model: PreTrainedModel, max_len: int) -> list[Text]:
+def texts_to_compare(model: PreTrainedModel, max_len: int) -> list[CheckText]:
     """A short text from position 0 on; shorter ones across every position that the configuration names, behind it, and up to the last
     position; one longer than each window in which some layer computes, if texts of `max_len` tokens are."""
     config = model.config.get_text_config()
@@ -113,8 +113,8 @@ def texts_to_compare(model: PreTrainedModel, max_len: int) -> list[Text]:
     return texts + [_text(words, 0, n) for n in longer if 2 * n * _layer_size(model) <= MOST_OPERATIONS]
 
 
-def _text(words: int, start: int, n: int) -> Text:
-    return Text((np.arange(n, dtype=np.int64) * 31 % words).astype(np.int32), start)
+def _text(words: int, start: int, n: int) -> CheckText:
+    return CheckText((np.arange(n, dtype=np.int64) * 31 % words).astype(np.int32), start)
 
 
 def _named_positions(config: Mapping[str, Any]) -> Iterator[int]:
@@ -282,7 +282,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 class Reference:
     """transformers' model with the first WORDS words, all its layers, and weights in one of them at a time, float32."""
 
-    def __init__(self, model: PreTrainedModel, source: Source, kv_dtype: str) -> None:
+    def __init__(self, model: PreTrainedModel, source: TensorSource, kv_dtype: str) -> None:
         """`model`: of the same configuration. Raises UnsupportedModelError."""
         config = model.config.to_dict()
         words = min(WORDS, config["vocab_size"])
@@ -294,7 +294,7 @@ class Reference:
         self._fill([(path, module) for path, module in self.model.named_modules() if id(module) not in inside])
         set_attention(self.model, ATTENTION[kv_dtype])
 
-    def trace(self, layer: int, texts: Sequence[Text], *, gives_tuple: bool) -> list[Trace]:
+    def trace(self, layer: int, texts: Sequence[CheckText], *, gives_tuple: bool) -> list[Trace]:
         """What it computes of each text with that layer alone. Raises UnsupportedModelError, ModelNotFoundError."""
         here = layers_of(self.model)[layer]
         path = next(path for path, module in self.model.named_modules() if module is here)

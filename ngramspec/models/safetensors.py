@@ -1,8 +1,8 @@
-"""The weights of a model folder: safetensors files, whose rows are read where they lie.
+"""Find the weights of a model folder in its safetensors files.
 
-`parameters` takes a folder and the model of its config, and leaves a `Source`. What transformers would convert on the way (names of old
-checkpoints, experts in single tensors, other dtypes) is not for here: then there is none, and transformers loads the model. It does not
-know configs.
+`find_parameters` takes a folder's tensors and the model of its config, and returns a `TensorSource`. It returns None if transformers would
+convert weights while loading (names of old checkpoints, experts in single tensors, other dtypes): then transformers loads the model. The
+module does not know configs.
 
 Format: https://huggingface.co/docs/safetensors
 """
@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 from ngramspec.models import header_limits
-from ngramspec.models.tensor_source import KINDS, File, InFile, Source, Stored
+from ngramspec.models.tensor_source import KINDS, FileTensor, StoredTensor, TensorSource, WeightFile
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class SafetensorsEntry:
     dtype: str
     """As safetensors names it: "F32", "BF16", "I64", …"""
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Tensor:
     n_bytes: int
 
 
-def read(folder: Path, spec: str) -> dict[str, Tensor]:
+def read(folder: Path, spec: str) -> dict[str, SafetensorsEntry]:
     """All tensors of a folder's weights, from the headers alone.
 
     Raises ModelNotFoundError where files are missing or damaged, UnsupportedModelError where they are pickled.
@@ -56,7 +56,7 @@ def read(folder: Path, spec: str) -> dict[str, Tensor]:
         for name, entry in header.items():
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
-                tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), path, 8 + length + start, end - start)
+                tensors[name] = SafetensorsEntry(entry["dtype"], tuple(entry["shape"]), path, 8 + length + start, end - start)
     return tensors
 
 
@@ -79,7 +79,9 @@ def weight_files(folder: Path, spec: str) -> list[Path]:
     raise ModelNotFoundError(f"{spec}: there is no model.safetensors in {folder}")
 
 
-def parameters(tensors: dict[str, Tensor], model: PreTrainedModel, known: Mapping[str, Stored] = MappingProxyType({})) -> Source | None:
+def find_parameters(
+    tensors: dict[str, SafetensorsEntry], model: PreTrainedModel, known: Mapping[str, StoredTensor] = MappingProxyType({})
+) -> TensorSource | None:
     """Where the parameters of a model on the "meta" device are; None where the tensors are not those of the model as they are.
 
     `known`: parameters that several tensors stand for.
@@ -96,8 +98,8 @@ def parameters(tensors: dict[str, Tensor], model: PreTrainedModel, known: Mappin
     known_as: dict[Any, list[str]] = {}
     for name, parameter in by_name.items():
         known_as.setdefault(parameter, []).append(name)
-    files: dict[Path, File] = {}
-    stored: dict[str, Stored] = {}
+    files: dict[Path, WeightFile] = {}
+    stored: dict[str, StoredTensor] = {}
     for parameter, names in known_as.items():
         candidates = [n for name in names for n in (name, name.removeprefix(prefix))]
         one = next((known[n] for n in candidates if n in known), None)
@@ -106,9 +108,9 @@ def parameters(tensors: dict[str, Tensor], model: PreTrainedModel, known: Mappin
             if found is None or found.dtype not in KINDS:
                 return None
             if found.path not in files:
-                files[found.path] = File(found.path)
-            one = InFile(kind=found.dtype, shape=found.shape, file=files[found.path], offset=found.offset)
+                files[found.path] = WeightFile(found.path)
+            one = FileTensor(kind=found.dtype, shape=found.shape, file=files[found.path], offset=found.offset)
         if one.shape != tuple(parameter.shape):
             return None
         stored |= dict.fromkeys(names, one)
-    return Source(stored, sum(tensor.n_bytes for tensor in tensors.values()))
+    return TensorSource(stored, sum(tensor.n_bytes for tensor in tensors.values()))

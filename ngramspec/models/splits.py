@@ -23,7 +23,7 @@ BLANK = "▁"
 ISOLATED, MERGED = "isolated", "merged_with_previous"
 
 
-class Cut(NamedTuple):
+class SplitPass(NamedTuple):
     """One pass over the pieces that the passes before it left."""
 
     pattern: str
@@ -31,10 +31,10 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitRule:
     """What llama.cpp derives from a name."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[SplitPass, ...]
     ignore_merges: bool = False
     """A piece that is a token becomes that token, whatever the merges would make of it."""
     add_bos: bool = False
@@ -69,7 +69,7 @@ class Split:
         return decoders.Sequence([*blanks, decoders.ByteFallback(), decoders.Fuse()])
 
 
-def split_of(name: str | None) -> Split:
+def split_of(name: str | None) -> SplitRule:
     """The split that `tokenizer.ggml.pre` names; without one, llama.cpp's default. Raises TokenizerError for an unknown name."""
     try:
         return _SPLITS[name or "default"]
@@ -131,7 +131,7 @@ _DEEPSEEK_LLM_LETTERS = (
 )
 
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-_GROUPED_DIGITS = Cut(r"(?<!\p{N})\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|(?<=\p{N})\p{N}{3}", MERGED)
+_GROUPED_DIGITS = SplitPass(r"(?<!\p{N})\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|(?<=\p{N})\p{N}{3}", MERGED)
 """Groups of three from the right; only the first one looks ahead, so that long numbers take no longer. The first group stays with the text
 before it until the next pass, as in llama.cpp."""
 _HAN = (
@@ -145,12 +145,12 @@ _JAIS2_BLANKS = r"\s*[\r\n]+|" + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256
 # ---------------------------------------------------------------------- names
 
 
-def _named(names: str, *cuts: str | Cut, **more: bool) -> dict[str, Split]:
-    split = Split(tuple(Cut(cut) if isinstance(cut, str) else cut for cut in cuts), **more)
+def _named(names: str, *cuts: str | SplitPass, **more: bool) -> dict[str, SplitRule]:
+    split = SplitRule(tuple(SplitPass(cut) if isinstance(cut, str) else cut for cut in cuts), **more)
     return dict.fromkeys(names.split(), split)
 
 
-_SPLITS: dict[str, Split] = {
+_SPLITS: dict[str, SplitRule] = {
     **_named("default", r"[\p{P}$+<=>^~|]+", _GPT2, _DIGITS, "[0-9][0-9][0-9]"),
     **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert exaone4", _GPT2),
     **_named("jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling", _GPT2),

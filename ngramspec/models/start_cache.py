@@ -19,7 +19,7 @@ import transformers
 
 from ngramspec.models import gguf, gguf_cache, kept
 from ngramspec.models.smollm2 import smollm2_gguf
-from ngramspec.models.tensor_source import Source
+from ngramspec.models.tensor_source import TensorSource
 
 FORMAT = 2
 _DIGEST = 2 * hashlib.sha256().digest_size
@@ -55,7 +55,7 @@ class Kept:
 class Reopened:
     """A GGUF file with what is kept of it; nothing was compared with a model."""
 
-    source: Source
+    source: TensorSource
     tokenizer: Any
     name: str
     config: dict[str, Any]

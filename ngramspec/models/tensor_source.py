@@ -1,8 +1,8 @@
-"""Weights as they lie in files, read a few rows at a time.
+"""Read weights from files a few rows at a time.
 
-A `Source` gives, by the name of a parameter of transformers' model, a `Stored`: its kind, its shape, and its rows as bytes in the order
-that the model has them. Nothing is mapped: a row is read when it is asked for, so that a file that shrinks is a typed error. It does not
-know formats of files, names of tensors, nor what becomes of the rows.
+A `TensorSource` maps the name of a parameter of transformers' model to a `StoredTensor`: its kind, its shape, and its rows as bytes in the
+model's order. Files are not mapped into memory: a row is read when it is asked for, so a file that shrinks raises a typed error. This
+module does not know file formats, tensor names, or what callers do with the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored(ABC):
+class StoredTensor(ABC):
     """One parameter of a model. A vector is one row."""
 
     kind: str
@@ -76,10 +76,10 @@ class Stored(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InFile(Stored):
+class FileTensor(StoredTensor):
     """A tensor in a file, its rows one after the other."""
 
-    file: File
+    file: WeightFile
     offset: int
     """Where its first byte lies."""
     interleaved: int = 0
@@ -100,13 +100,13 @@ class InFile(Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computed(Stored):
+class ComputedTensor(StoredTensor):
     """A parameter that is not in a file as the model has it: float32, computed as a whole whenever rows are asked for.
 
     For what is small or rare: norms that are stored plus one, matrices that are stored transposed.
     """
 
-    stored: Stored
+    stored: StoredTensor
     compute: Callable[[np.ndarray], np.ndarray]
     """From what the file holds to the parameter, float32 both."""
 
@@ -119,10 +119,10 @@ class Computed(Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantised(Stored):
+class Q8Tensor(StoredTensor):
     """The rows of another in Q8_0, rounded as GGML does it."""
 
-    stored: Stored
+    stored: StoredTensor
 
     def rows(self, first: int, end: int) -> np.ndarray:
         from gguf import GGMLQuantizationType, quants
@@ -130,15 +130,15 @@ class Quantised(Stored):
         return quants.quantize(self.stored.values(first, end), GGMLQuantizationType.Q8_0)
 
 
-class Source(Mapping[str, Stored]):
+class TensorSource(Mapping[str, StoredTensor]):
     """A model's parameters by their names in transformers' model; tied ones have several."""
 
-    def __init__(self, stored: Mapping[str, Stored], n_bytes: int) -> None:
+    def __init__(self, stored: Mapping[str, StoredTensor], n_bytes: int) -> None:
         self._stored = stored
         self.n_bytes = n_bytes
         """Of all tensors, as they lie in the files."""
 
-    def __getitem__(self, name: str) -> Stored:
+    def __getitem__(self, name: str) -> StoredTensor:
         return self._stored[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -148,15 +148,15 @@ class Source(Mapping[str, Stored]):
         return len(self._stored)
 
 
-def quantised_source(source: Source) -> Source:
+def to_q8_source(source: TensorSource) -> TensorSource:
     """The same with Q8_0 in place of matrices of plain numbers whose rows are whole blocks. Vectors stay as they are."""
     block = KINDS["Q8_0"][0]
 
-    def of(stored: Stored) -> Stored:
+    def of(stored: StoredTensor) -> StoredTensor:
         plain = KINDS[stored.kind][0] == 1 and len(stored.shape) == 2 and stored.shape[1] % block == 0
-        return Quantised(kind="Q8_0", shape=stored.shape, stored=stored) if plain else stored
+        return Q8Tensor(kind="Q8_0", shape=stored.shape, stored=stored) if plain else stored
 
-    return Source({name: of(stored) for name, stored in source.items()}, source.n_bytes)
+    return TensorSource({name: of(stored) for name, stored in source.items()}, source.n_bytes)
 
 
 def row_bytes(kind: str, n: int) -> int:
@@ -165,9 +165,9 @@ def row_bytes(kind: str, n: int) -> int:
     return n // per_block * n_bytes
 
 
-def chunks(stored: Stored) -> Iterator[tuple[int, int]]:
+def chunks(stored: StoredTensor) -> Iterator[tuple[int, int]]:
     """Ranges of rows that cover a parameter, of about CHUNK weights each."""
-    step = stored.n_rows if isinstance(stored, Computed) else max(1, CHUNK // stored.shape[-1])
+    step = stored.n_rows if isinstance(stored, ComputedTensor) else max(1, CHUNK // stored.shape[-1])
     for first in range(0, stored.n_rows, step):
         yield first, min(first + step, stored.n_rows)
 
@@ -192,7 +192,7 @@ def interleaved_rows(rows: np.ndarray, n_rows: int, n_heads: int) -> np.ndarray:
     return head * 2 * half + row % half * 2 + row // half
 
 
-class File:
+class WeightFile:
     """A file that is read at places, by several threads at a time."""
 
     def __init__(self, path: Path) -> None:

@@ -59,8 +59,8 @@ def test_a_header(tmp_path: Path, version: int) -> None:
     assert read.metadata == {"general.architecture": "llama", "a": None, "n": None, "f": 0.5, "b": True}
     start = path.stat().st_size - 156
     assert list(read.tensors.values()) == [
-        gguf.Tensor("t", "Q8_0", (3, 32), path, start, 102),
-        gguf.Tensor("u", "F32", (7,), path, start + 128, 28),
+        gguf.GgufTensor("t", "Q8_0", (3, 32), path, start, 102),
+        gguf.GgufTensor("u", "F32", (7,), path, start + 128, 28),
     ]
     assert (read.name, read.architecture, read.n_bytes) == ("a", "llama", 130)
 

@@ -20,7 +20,7 @@ import transformers
 from ngramspec.errors import ModelNotFoundError, NgramspecError, TokenizerError, UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.loader import OpenModel, load_model, load_tokenizer, open_model
-from ngramspec.models.tensor_source import KINDS, InFile, dequantise
+from ngramspec.models.tensor_source import KINDS, FileTensor, dequantise
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_a_tokenizer_that_is_not_known(opened: Callable[..., OpenModel]) -> None
 def test_a_file_that_shrinks_is_told(opened: Callable[..., OpenModel], tmp_path: Path) -> None:
     mine = opened("llama")
     stored = mine.source["lm_head.weight"]
-    assert isinstance(stored, InFile)
+    assert isinstance(stored, FileTensor)
     os.truncate(tmp_path / "model.gguf", stored.offset + 10)
     with pytest.raises(ModelNotFoundError, match=f"ends at byte {stored.offset + 10}"):
         stored.rows(0, 1)

@@ -39,7 +39,7 @@ def start(model: Path, cache: Path) -> Callable[[], tuple[str, str, bool]]:
     def run() -> tuple[str, str, bool]:
         with Engine(str(model), max_seqs=2, kv_memory=1 << 22, threads=1) as engine:
             text = engine.complete("def add(a, b):", PARAMS).text
-            return text, engine.runner.exactness, type(engine.runner).__name__ == "StackRunner"
+            return text, engine.runner.exactness, type(engine.runner).__name__ == "LlamaRunner"
 
     return run
 
@@ -144,7 +144,7 @@ def test_a_kernel_that_is_wrong_at_a_later_start_is_told(model: Path, expected: 
 
     monkeypatch.setattr(Kernels, "of", wrong)
     with Engine(str(model), max_seqs=2, kv_memory=1 << 22, threads=1) as engine:  # a text of it would read what no kernel wrote
-        assert (engine.runner.exactness, type(engine.runner).__name__) == ("numerical", "StackRunner")
+        assert (engine.runner.exactness, type(engine.runner).__name__) == ("numerical", "LlamaRunner")
 
 
 def test_a_first_start_is_without_warnings_of_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from ngramspec.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from ngramspec.models.loader import load_model, open_model
-from ngramspec.models.parameters import InMemory, fill, params_source
-from ngramspec.models.tensor_source import KINDS, Computed, Quantised, dequantise, interleaved_rows, row_bytes
+from ngramspec.models.parameters import MemoryTensor, fill, make_params_source
+from ngramspec.models.tensor_source import KINDS, ComputedTensor, Q8Tensor, dequantise, interleaved_rows, row_bytes
 
 
 def save(folder: Path, dtype: torch.dtype = torch.float32, arch: str = "llama", **options: Any) -> dict[str, torch.Tensor]:
@@ -118,15 +118,15 @@ def test_rows_are_read_by_several_threads(tmp_path: Path) -> None:
 
 def test_parameters_in_memory() -> None:
     model = tiny.tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
-    source = params_source(model)
+    source = make_params_source(model)
     assert source.n_bytes == sum(p.numel() * 2 for p in model.parameters())
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert isinstance(source[name], InMemory)
+        assert isinstance(source[name], MemoryTensor)
         assert source[name].kind == "BF16"
         assert torch.equal(torch.from_numpy(source[name].float32()), parameter.float())
     model.lm_head.weight = torch.nn.Parameter(torch.zeros((3, 4), dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedModelError, match=r"lm_head.weight is int8; accepted: float32, float16, bfloat16"):
-        params_source(model)["lm_head.weight"]
+        make_params_source(model)["lm_head.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -139,7 +139,7 @@ def test_quantised_while_reading(tmp_path: Path, dtype: torch.dtype) -> None:
         if parameter.dim() == 1:
             assert stored.kind == {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
             continue
-        assert isinstance(stored, Quantised)
+        assert isinstance(stored, Q8Tensor)
         assert stored.kind == "Q8_0"
         wanted = gguf.quants.quantize(parameter.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
         assert np.array_equal(stored.rows(0, stored.n_rows), wanted)
@@ -165,8 +165,8 @@ def test_random_weights_are_there_already(tmp_path: Path) -> None:
 
 
 def test_computed_parameters() -> None:
-    stored = InMemory(kind="F32", shape=(3, 4), tensor=torch.arange(12.0).reshape(3, 4))
-    turned = Computed(kind="F32", shape=(4, 3), stored=stored, compute=lambda x: x.T)
+    stored = MemoryTensor(kind="F32", shape=(3, 4), tensor=torch.arange(12.0).reshape(3, 4))
+    turned = ComputedTensor(kind="F32", shape=(4, 3), stored=stored, compute=lambda x: x.T)
     assert turned.rows(1, 3).view(np.float32).tolist() == [[1, 5, 9], [2, 6, 10]]
     assert turned.float32().tolist() == stored.float32().T.tolist()
 

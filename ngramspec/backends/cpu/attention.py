@@ -267,7 +267,7 @@ def attend(
 
 
 @dataclass(slots=True)
-class Pass:
+class CpuAttentionPass:
     """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`models.masks.AttentionPass`).
 
     Raises UnsupportedModelError for a layer that computes in another dtype than float32.

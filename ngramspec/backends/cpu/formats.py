@@ -28,7 +28,7 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 """What the codes of GGML's IQ4_NL and IQ4_XS stand for (ggml-common.h)."""
 
 
-class Blocks(NamedTuple):
+class QuantFormat(NamedTuple):
     """A weight is scale · (code - zero), or scale · code - offset; codes are unsigned."""
 
     planes: tuple[int, ...]
@@ -77,24 +77,24 @@ def _whole(n_bytes: int) -> int:
     return -(-n_bytes // LINE) * LINE
 
 
-QUANTISED: dict[str, Blocks] = {
-    "Q4_0": Blocks((4,), zero=8),
-    "Q4_1": Blocks((4,), offsets=True),
-    "Q5_0": Blocks((4, 1), zero=16),
-    "Q5_1": Blocks((4, 1), offsets=True),
-    "Q8_0": Blocks((8,), zero=128),
-    "Q2_K": Blocks((2,), by_16=True, half_scales=False, offsets=True),
-    "Q3_K": Blocks((2, 1), zero=4, by_16=True, half_scales=False, scale_zero=32),
-    "Q4_K": Blocks((4,), half_scales=False, offsets=True),
-    "Q5_K": Blocks((4, 1), half_scales=False, offsets=True),
-    "Q6_K": Blocks((4, 2), zero=32, by_16=True, half_scales=False, scale_zero=128),
-    "IQ4_NL": Blocks((4,), zero=128, values=IQ4_VALUES),
-    "IQ4_XS": Blocks((4,), zero=128, half_scales=False, scale_zero=32, values=IQ4_VALUES),
+QUANTISED: dict[str, QuantFormat] = {
+    "Q4_0": QuantFormat((4,), zero=8),
+    "Q4_1": QuantFormat((4,), offsets=True),
+    "Q5_0": QuantFormat((4, 1), zero=16),
+    "Q5_1": QuantFormat((4, 1), offsets=True),
+    "Q8_0": QuantFormat((8,), zero=128),
+    "Q2_K": QuantFormat((2,), by_16=True, half_scales=False, offsets=True),
+    "Q3_K": QuantFormat((2, 1), zero=4, by_16=True, half_scales=False, scale_zero=32),
+    "Q4_K": QuantFormat((4,), half_scales=False, offsets=True),
+    "Q5_K": QuantFormat((4, 1), half_scales=False, offsets=True),
+    "Q6_K": QuantFormat((4, 2), zero=32, by_16=True, half_scales=False, scale_zero=128),
+    "IQ4_NL": QuantFormat((4,), zero=128, values=IQ4_VALUES),
+    "IQ4_XS": QuantFormat((4,), zero=128, half_scales=False, scale_zero=32, values=IQ4_VALUES),
 }
 """By GGML's name."""
 
 
-class Plain(Enum):
+class PlainFormat(Enum):
     """Weights that were not quantised, by GGML's name: a block of a panel is [32, 16] numbers, those of an input side by side."""
 
     BF16 = "BF16"
@@ -103,16 +103,16 @@ class Plain(Enum):
 
     @property
     def itemsize(self) -> int:
-        return 4 if self is Plain.F32 else 2
+        return 4 if self is PlainFormat.F32 else 2
 
 
-Format = Blocks | Plain
+WeightFormat = QuantFormat | PlainFormat
 
 
-def format_of(kind: str) -> Format:
+def format_of(kind: str) -> WeightFormat:
     """That of weights of GGML's type `kind`. Raises KeyError for one that is not read."""
-    return QUANTISED[kind] if kind in QUANTISED else Plain[kind]
+    return QUANTISED[kind] if kind in QUANTISED else PlainFormat[kind]
 
 
-def panel_bytes(fmt: Format, n_blocks: int) -> int:
-    return fmt.panel_bytes(n_blocks) if isinstance(fmt, Blocks) else n_blocks * DEPTH * WIDTH * fmt.itemsize
+def panel_bytes(fmt: WeightFormat, n_blocks: int) -> int:
+    return fmt.panel_bytes(n_blocks) if isinstance(fmt, QuantFormat) else n_blocks * DEPTH * WIDTH * fmt.itemsize

@@ -13,7 +13,7 @@ from numba import get_num_threads, prange
 from torch import nn
 
 from ngramspec.backends.cpu.attention import PARALLEL
-from ngramspec.backends.cpu.linear import PackedLinear, Shared, SharedPart
+from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.llama_forward import norm_row
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.hf_modules import rms_norm
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)) with gate and up as one matrix product."""
 
-    def __init__(self, shared: Shared, down: PackedLinear) -> None:
+    def __init__(self, shared: SharedProduct, down: CpuPackedLinear) -> None:
         super().__init__()
         self.shared, self.down = shared, down
 
@@ -125,15 +125,15 @@ def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:
     """`gated`: whether a class computes what `GatedMLP` does, as far as it is known."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if (
-        not isinstance(gate, SharedPart)
-        or not isinstance(up, SharedPart)
+        not isinstance(gate, SharedLinear)
+        or not isinstance(up, SharedLinear)
         or gate.shared is not up.shared
-        or not isinstance(down, PackedLinear)
+        or not isinstance(down, CpuPackedLinear)
     ):
         return None
     candidate = GatedMLP(gate.shared, down)
     if type(module) not in gated:
-        gated[type(module)] = _same(module, candidate, gate.in_features, _CODED if down.product.products.int8 else _ROUNDING)
+        gated[type(module)] = _same(module, candidate, gate.in_features, _CODED if down.product.context.int8 else _ROUNDING)
     return candidate if gated[type(module)] else None
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ngramspec.backends.cpu.codegen.kernels import Kernels
-from ngramspec.backends.cpu.matmul import Matrix, Product, rows_of
+from ngramspec.backends.cpu.matmul import CpuProduct, Matrix, rows_of
 
 
-class PackedLinear(nn.Module):
+class CpuPackedLinear(nn.Module):
     """Stands in for `nn.Linear`."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: CpuProduct) -> None:
         super().__init__()
         self.product = product
         self.in_features, self.out_features = product.n_in, product.sizes[0]
@@ -25,10 +25,10 @@ class PackedLinear(nn.Module):
         return self.product(x)
 
 
-class Shared:
+class SharedProduct:
     """One product for several layers that are called on the same input (q, k, v; gate, up)."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: CpuProduct) -> None:
         self.product = product
         self.x: torch.Tensor | None = None
         self.parts: list[torch.Tensor] = []
@@ -42,10 +42,10 @@ class Shared:
         return result
 
 
-class SharedPart(nn.Module):
-    """One of the layers of a `Shared`: the first one called computes all, the last one called drops them."""
+class SharedLinear(nn.Module):
+    """One of the layers of a `SharedProduct`: the first one called computes all, the last one called drops them."""
 
-    def __init__(self, shared: Shared, index: int) -> None:
+    def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()
         self.shared, self.index = shared, index
         self.in_features, self.out_features = shared.product.n_in, shared.product.sizes[index]
@@ -58,7 +58,7 @@ class SharedPart(nn.Module):
         return self.shared.part(self.index, x)
 
 
-class PackedEmbedding(nn.Module):
+class CpuPackedEmbedding(nn.Module):
     """Stands in for `nn.Embedding`, and for those that multiply what they find by `scale`."""
 
     def __init__(self, kernels: Kernels, matrix: Matrix, scale: torch.Tensor | float | None) -> None:

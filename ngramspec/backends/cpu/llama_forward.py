@@ -1,11 +1,12 @@
-"""A whole pass of a model of the Llama kind in one compiled call, from embedding to logits, with threads that stay awake (`threads`).
+"""Run a whole forward pass of a Llama-style decoder, from embedding to logits, in one compiled call whose threads stay awake (`threads`).
 
-The Llama kind: norm, attention with halves-paired rotary embedding (in some layers or all), perhaps with a norm of every head's queries and
-keys, or with queries that are scaled by their position, norm, gated MLP;
-a norm and a head at the end. Whoever builds a `Stack` has checked that the model is of this kind. Rows are computed alone, in a fixed
-order; what a thread does of a part comes into no result. Knows batches and pools, nothing of modules or requests.
+A Llama-style layer is: norm, attention with rotary embedding in rotated halves (in some layers or all), optionally a norm of every head's
+queries and keys, optionally queries scaled by their position, norm, gated MLP. After the last layer come a norm and the head. Whoever
+builds a `LlamaDecoder` has checked that the model is of this kind. Every row is computed alone and in a fixed order; which thread computes
+what changes no result. The module knows batches and KV pools, nothing of modules or requests.
 
-What numba keeps of a compiled pass holds the kernels that it calls, attention's among them, and is not renewed when they change.
+numba's cache of a compiled pass contains the functions that it calls, attention's among them, and is not renewed when they change: see
+"numba's traps" in `codegen/README.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from numba.experimental import structref
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.matmul import BLOCKS, CODES_AT, PANEL_BYTES, PANELS, SUPER_AT, Matrix, Products, multiply, panels_a_piece
+from ngramspec.backends.cpu.matmul import BLOCKS, CODES_AT, PANEL_BYTES, PANELS, SUPER_AT, MatmulContext, Matrix, multiply, panels_a_piece
 from ngramspec.backends.cpu.threads import call, counters, done, take, wait
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.batch import Batch
@@ -51,7 +52,7 @@ class LayerWeights(NamedTuple):
     """Whether queries and keys are rotated by their position."""
 
 
-class Computed(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What a pass leaves, for the N rows whose logits were wanted."""
 
     logits: np.ndarray  # [N, V] float32
@@ -63,45 +64,45 @@ class Computed(NamedTuple):
 
 
 @structref.register
-class ModelType(types.StructRef):
+class CompiledModelType(types.StructRef):
     pass
 
 
-class Model(structref.StructRefProxy):
+class CompiledModel(structref.StructRefProxy):
     """A stack as compiled code sees it, with its pool and its memory. One argument: dozens of arrays would be looked up at every call."""
 
 
-structref.define_proxy(Model, ModelType, ["weights", "pool", "work"])
+structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work"])
 
 
 @structref.register
-class PassType(types.StructRef):
+class CompiledPassType(types.StructRef):
     pass
 
 
-class Pass(structref.StructRefProxy):
+class CompiledPass(structref.StructRefProxy):
     """A pass as compiled code sees it: layers `first` to `last`, after the embedding or not; the rows, as `pack.Batch` has them, with
-    counters for its parts; and what it leaves, as `Computed` has it, `tokens` and `values` of every thread, and whether its logits are
+    counters for its parts; and what it leaves, as `ForwardOutput` has it, `tokens` and `values` of every thread, and whether its logits are
     finite."""
 
 
 _ROWS = ("input_ids", "wanted", "items", "tables", "positions", "bases", "paths", "blocks", "offsets")
 _LEFT = ("logits", "states", "tokens", "values", "fine", "greedy")
-structref.define_proxy(Pass, PassType, ["first", "last", "embed", "vocab_size", "state", *_ROWS, *_LEFT])
+structref.define_proxy(CompiledPass, CompiledPassType, ["first", "last", "embed", "vocab_size", "state", *_ROWS, *_LEFT])
 
 
 @njit(cache=True, nogil=True)
 def _new_model(*members):
     """One that is made by Python is compiled anew in every process."""
-    return Model(*members)
+    return CompiledModel(*members)
 
 
 @njit(cache=True, nogil=True)
 def _new_pass(*members):
-    return Pass(*members)
+    return CompiledPass(*members)
 
 
-class _Work(NamedTuple):
+class _Buffers(NamedTuple):
     """Memory that passes use again, for up to so many rows."""
 
     n_rows: int
@@ -109,12 +110,12 @@ class _Work(NamedTuple):
     """In the order in which `_work` unpacks them."""
 
 
-class Stack:
+class LlamaDecoder:
     """The layers, norms, head and embedding of a model; see the module."""
 
     def __init__(
         self,
-        products: Products,
+        context: MatmulContext,
         layers: Sequence[LayerWeights],
         *,
         embedding: Matrix,
@@ -129,7 +130,7 @@ class Stack:
     ) -> None:
         """`angles`: cos and sin [n, D] of n positions from the first on; `query_scales`: [n], what queries there are multiplied by, [0] for
         1. `norm` [H]: before the head."""
-        self.products, self.layers, self.n_heads, self.head_dim = products, tuple(layers), n_heads, head_dim
+        self.context, self.layers, self.n_heads, self.head_dim = context, tuple(layers), n_heads, head_dim
         self.hidden, self._angles, self._query_scales = len(norm), angles, query_scales
         self.vocab_size = head.weight.n_out
         self.matrices = [*(m for layer in layers for m in layer.matrices), embedding, head]
@@ -140,15 +141,15 @@ class Stack:
         self._numbers = np.array([eps, scale], np.float32)
         self._windows = np.array([layer.window for layer in layers], np.int64)
         self._rotary = np.array([layer.rotary for layer in layers], np.bool_)
-        kernels = products.kernels
+        kernels = context.kernels
         unpack = kernels.unpack(embedding.weight.format)
-        self._functions = np.array([kernels.quantise() if products.int8 else 0, kernels.silu(), unpack], np.int64)
+        self._functions = np.array([kernels.quantise() if context.int8 else 0, kernels.silu(), unpack], np.int64)
         self.begin_at(0)
-        self._work: _Work | None = None
-        self._model: Model | None = None
+        self._work: _Buffers | None = None
+        self._model: CompiledModel | None = None
         self._model_of: tuple[object, ...] = ()
         """The pool and the arrays that it is made of."""
-        self._pass: Pass | None = None
+        self._pass: CompiledPass | None = None
         self._logits = np.zeros((0, 0), np.float32)
 
     def begin_at(self, position: int) -> None:
@@ -167,7 +168,7 @@ class Stack:
     def run(
         self, batch: Batch, pool: KVPool, threads: int, *, n_layers: int | None = None, first: int = 0, x: np.ndarray | None = None,
         states: bool = False, n_best: int = 1,
-    ) -> Computed:  # fmt: skip
+    ) -> ForwardOutput:  # fmt: skip
         """Layers from `first` on, as many as `n_layers` (None: all), then norm and head. `x` [T, H]: hidden states to begin with, instead
         of the embedding. `states`: those of the end are wanted, too; `n_best`: so many tokens that are likeliest after a row.
         """
@@ -190,18 +191,18 @@ class Stack:
         _fill_in(self._pass, first, last, x is None, counters(n_parts(last - first)), rows, left)
         compute(threads, model, self._pass)
         _let_go(self._pass, _NO_LOGITS)
-        return Computed(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
+        return ForwardOutput(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
 
-    def empty_pass(self) -> Pass:
+    def empty_pass(self) -> CompiledPass:
         """One through all layers, which somebody fills in."""
         n_layers, none = len(self.layers), np.empty((0, 0), np.int32)
         ids, line, logits, cube = np.empty(0, np.int64), np.empty(0, np.int32), np.empty((0, 0), np.float32), np.empty((0, 0, 0), np.int32)
         rows = ids, ids, none, none, line, line, none, line, line
         left = logits, np.empty((0, self.hidden), np.float32), cube, cube.astype(np.float32), none.astype(np.bool_), line
-        new: Pass = _new_pass(0, n_layers, True, self.vocab_size, counters(n_parts(n_layers)), *rows, *left)
+        new: CompiledPass = _new_pass(0, n_layers, True, self.vocab_size, counters(n_parts(n_layers)), *rows, *left)
         return new
 
-    def model(self, pool: KVPool, n_rows: int, n_positions: int) -> Model:
+    def model(self, pool: KVPool, n_rows: int, n_positions: int) -> CompiledModel:
         """For passes of up to so many rows, over positions below so many."""
         assert pool.all_keys is not None
         assert pool.all_values is not None
@@ -211,7 +212,7 @@ class Stack:
         if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
             assert self._work is not None
             weights = (
-                self._matrices, self.products.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers,
+                self._matrices, self.context.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers,
                 self._functions, self._cos, self._sin, self._scales,
             )  # fmt: skip
             self._model, self._model_of = _new_model(weights, (pool.all_keys, pool.all_values), self._work.arrays), of
@@ -236,7 +237,7 @@ class Stack:
                 zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _whole(inner)), zeros(_whole(inner)),
                 zeros(_whole(inner), dtype=np.int8), zeros(_whole(inner) // DEPTH, 4),
             )  # fmt: skip
-            self._work = _Work(n, arrays)
+            self._work = _Buffers(n, arrays)
 
     def _have_angles(self, n_positions: int) -> None:
         while len(self._cos) < n_positions:

@@ -18,15 +18,15 @@ import numba
 import numpy as np
 
 from ngramspec.backends.base import Kept, Runner
-from ngramspec.backends.cpu.formats import Blocks
+from ngramspec.backends.cpu.formats import QuantFormat
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.llama_forward import Computed, Stack
-from ngramspec.backends.cpu.matmul import Matrix, Products
+from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
+from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.multi_step import MultiStep
 from ngramspec.backends.cpu.packing import packed_bytes
-from ngramspec.backends.cpu.weight_map import Recipe
+from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
-from ngramspec.models.tensor_source import KINDS, Source
+from ngramspec.models.tensor_source import KINDS, TensorSource
 from ngramspec.outputs import BLOCK, KEPT, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.sampler import Sampler
@@ -42,7 +42,7 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue
 class HostOutput:
     """Logits rows on the host, and what is known of them since they were computed."""
 
-    def __init__(self, computed: Computed, pool: KVPool, batch: Batch, ms: float) -> None:
+    def __init__(self, computed: ForwardOutput, pool: KVPool, batch: Batch, ms: float) -> None:
         self._computed, self._pool, self._batch, self._ms = computed, pool, batch, ms
 
     def wait(self) -> float:
@@ -81,12 +81,12 @@ class PackedPolicy:
         return " or ".join(sorted(self.forms))
 
 
-def is_quantised(source: Source) -> bool:
+def is_quantised(source: TensorSource) -> bool:
     """Whether any matrix is in blocks of codes."""
     return any(KINDS[stored.kind][0] > 1 for stored in source.values())
 
 
-def needed_bytes(source: Source, plain: bool) -> int:
+def needed_bytes(source: TensorSource, plain: bool) -> int:
     """Bytes of the weights once packed, tied ones counted once. `plain`: as float32."""
     total = 0
     # one parameter has as many objects as names where it is in memory, or quantised while it is read
@@ -123,15 +123,15 @@ def policies_of(matrices: Iterable[Matrix]) -> dict[tuple[int, int], PackedPolic
     policies: dict[tuple[int, int], PackedPolicy] = {}
     for m in matrices:
         fmt = m.weight.format
-        form = f"blocks of {sum(fmt.planes)} bits" if isinstance(fmt, Blocks) else fmt.value
+        form = f"blocks of {sum(fmt.planes)} bits" if isinstance(fmt, QuantFormat) else fmt.value
         policies.setdefault((m.weight.n_out, m.weight.n_in), PackedPolicy()).forms.add(form)
     return policies
 
 
-class StackRunner(Runner):
+class LlamaRunner(Runner):
     pool: KVPool
-    stack: Stack | None
-    recipe: Recipe | None
+    decoder: LlamaDecoder | None
+    weight_map: WeightMap | None
     """What the model is made of, where it is computed in one call."""
     device, dtype = "cpu", "float32"
     _n_best = 1
@@ -139,8 +139,8 @@ class StackRunner(Runner):
 
     def __init__(
         self,
-        recipe: Recipe,
-        source: Source,
+        weight_map: WeightMap,
+        source: TensorSource,
         *,
         max_len: int,
         max_seqs: int,
@@ -161,14 +161,14 @@ class StackRunner(Runner):
         """
         self.max_rows, self._keep_states, self._make_model = max_rows, False, make_model
         self.precision, self.kv_dtype = settled(precision, kv_dtype, is_quantised(source))
-        self.recipe, self.shapes = recipe, recipe.shapes()
+        self.weight_map, self.shapes = weight_map, weight_map.shapes()
         progress("packing weights")
         try:
-            self.stack = recipe.build(source, Products(self.precision == "int8", folder=code))
+            self.decoder = weight_map.build(source, MatmulContext(self.precision == "int8", folder=code))
         except MemoryError as e:
             raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
-        self.vocab_size = self.stack.vocab_size
-        self.policies = policies_of(self.stack.matrices)
+        self.vocab_size = self.decoder.vocab_size
+        self.policies = policies_of(self.decoder.matrices)
         self.pool = new_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
         self.prove()
 
@@ -185,26 +185,26 @@ class StackRunner(Runner):
     def _layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
         """A pass through some layers, between embedding and head."""
         started = time.perf_counter()
-        assert self.stack is not None
-        computed = self.stack.run(
+        assert self.decoder is not None
+        computed = self.decoder.run(
             batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
         )
         return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
 
     def self_test(self) -> bool:
         """Test one layer of each kind and the head instead of the whole model, so that every start has time for it."""
-        assert self.stack is not None
+        assert self.decoder is not None
         kinds: dict[object, int] = {}
-        for i, layer in enumerate(self.stack.layers):
+        for i, layer in enumerate(self.decoder.layers):
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in layer.matrices)
             kinds.setdefault((parts, layer.window, layer.head_norms is None), i)
         return all(self.rows_are_independent(partial(self._states_of, i), 4) for i in kinds.values()) and self._head_is_independent()
 
     def _states_of(self, layer: int, spans: list[Span]) -> np.ndarray:
         """[T, H] of a pass through one layer."""
-        assert self.stack is not None
+        assert self.decoder is not None
         batch = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item)
-        states = self.stack.run(batch, self.pool, numba.get_num_threads(), first=layer, n_layers=1, states=True).states
+        states = self.decoder.run(batch, self.pool, numba.get_num_threads(), first=layer, n_layers=1, states=True).states
         assert states is not None
         return states
 
@@ -224,10 +224,10 @@ class StackRunner(Runner):
         self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,
         spending: Spending, counting: Counting, interrupt: np.ndarray,
     ) -> Gained | None:  # fmt: skip
-        if self.stack is None or self._keep_states:
+        if self.decoder is None or self._keep_states:
             return None
-        if self._several is None or self._several.stack is not self.stack:
-            self._several = MultiStep(self.stack, self.pool, self.rows_per_item)
+        if self._several is None or self._several.stack is not self.decoder:
+            self._several = MultiStep(self.decoder, self.pool, self.rows_per_item)
         return self._several(
             numba.get_num_threads(), self._n_best, lines, stops, samplers, positions, drafting, spending, counting, interrupt
         )

@@ -1,8 +1,8 @@
-"""Matrix products on the CPU, x [T, K] with packed weights (`packing`): a row has the same bits whatever the number of rows.
+"""Multiply rows x [T, K] by packed weights (`packing`) on the CPU: a row has the same bits whatever the number of rows.
 
-Weights that were quantised in blocks are multiplied with activations of 8 bits ("int8"), or as the numbers that they stand for ("float32");
-others always so. Into which functions of `kernels` a number of rows is put together, `Products` chooses by measuring them on the machine,
-and no bit depends on it. Nothing here knows models or layers.
+Weights in quant blocks are multiplied with 8-bit activations ("int8") or as the float32 numbers that they stand for ("float32"); all other
+weights always as float32. The kernels (`codegen.kernels`) exist for a few row counts; `MatmulContext` measures them on this machine and
+chooses which of them make up a given number of rows. No bit depends on that choice. Nothing here knows models or layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numba import get_num_threads, prange
 
 from ngramspec.backends.cpu.codegen.kernels import Kernels
-from ngramspec.backends.cpu.formats import DEPTH, WIDTH, Blocks, Format
+from ngramspec.backends.cpu.formats import DEPTH, WIDTH, QuantFormat, WeightFormat
 from ngramspec.backends.cpu.packing import Arena, PackedWeight
 from ngramspec.backends.cpu.threads import call
 from ngramspec.datastore.code_cache import njit
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64
 """Up to so many rows the best way was looked for; of more, the best part comes first."""
+# A line of `MatmulContext.tables`: from STEPS on, how many rows to take next, by the number of rows that are left; from FUNCTIONS on, the
+# addresses of the kernels, by their number of rows.
 STEPS, FUNCTIONS = 0, MOST_ROWS + 1
-"""Where in a line of `Products.tables` the rows to take next begin, by the number that is left, and the functions' addresses, by rows."""
 TABLE = FUNCTIONS + 17
 ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = range(9)
 """Fields of a matrix as compiled code sees it; LINE_OF: its line of the tables."""
@@ -50,21 +51,21 @@ class Matrix(NamedTuple):
     """[MATRIX] int64"""
 
 
-class Products:
+class MatmulContext:
     """What all products of a model share: functions, how rows are put together of them, memory for weights."""
 
     def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None) -> None:
         self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
         self.tables = np.zeros((0, TABLE), np.int64)
         self._made: list[Matrix] = []
-        self._lines: dict[tuple[Format, bool, bool], int] = {}
+        self._lines: dict[tuple[WeightFormat, bool, bool], int] = {}
 
     def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
         """`bias` [N] float32."""
         whole = np.zeros(weight.n_panels * WIDTH, np.float32)
         if bias is not None:
             whole[: weight.n_out] = bias
-        int8 = self.int8 and isinstance(weight.format, Blocks)
+        int8 = self.int8 and isinstance(weight.format, QuantFormat)
         fields = (
             weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
             whole.ctypes.data, self._line(weight.format, int8), int8,
@@ -77,10 +78,10 @@ class Products:
         `soon_over`: for a few passes only, which may take longer, so that less is compiled."""
         self.int8 = int8
         for m in self._made:
-            one = int8 and isinstance(m.weight.format, Blocks)
+            one = int8 and isinstance(m.weight.format, QuantFormat)
             m.fields[LINE_OF], m.fields[INT8] = self._line(m.weight.format, one, soon_over), one
 
-    def _line(self, fmt: Format, int8: bool, soon_over: bool = False) -> int:
+    def _line(self, fmt: WeightFormat, int8: bool, soon_over: bool = False) -> int:
         if (fmt, int8, soon_over) not in self._lines:
             functions = self.kernels.of(fmt, int8, few=soon_over)
             line = np.zeros((1, TABLE), np.int64)
@@ -92,10 +93,10 @@ class Products:
         return self._lines[fmt, int8, soon_over]
 
 
-def measured(functions: dict[int, int], fmt: Format, int8: bool, repeat: int = 7) -> dict[int, float]:
+def measured(functions: dict[int, int], fmt: WeightFormat, int8: bool, repeat: int = 7) -> dict[int, float]:
     """Seconds that each function takes, by its number of rows, with weights that are in the cache."""
     n_blocks, n_panels = 24, 8
-    size = Blocks.panel_bytes(fmt, n_blocks) if isinstance(fmt, Blocks) else n_blocks * DEPTH * WIDTH * fmt.itemsize
+    size = QuantFormat.panel_bytes(fmt, n_blocks) if isinstance(fmt, QuantFormat) else n_blocks * DEPTH * WIDTH * fmt.itemsize
     weights = Arena().take(size * n_panels)
     weight = PackedWeight(fmt, n_panels * WIDTH, n_blocks * DEPTH, weights.reshape(n_panels, size))
     most = max(functions)
@@ -188,11 +189,11 @@ def _product(matrices, columns, tables, quantise, x, codes, records, y, threads)
             )  # fmt: skip
 
 
-class Product:
+class CpuProduct:
     """x @ W.T + b for one weight, or for several that see the same x."""
 
-    def __init__(self, products: Products, matrices: Sequence[Matrix]) -> None:
-        self.products, self.matrices = products, tuple(matrices)
+    def __init__(self, context: MatmulContext, matrices: Sequence[Matrix]) -> None:
+        self.context, self.matrices = context, tuple(matrices)
         self.n_in, self.sizes = matrices[0].weight.n_in, [m.weight.n_out for m in matrices]
         self.columns = np.concatenate([[0], np.cumsum([m.weight.n_panels * WIDTH for m in matrices])]).astype(np.int64)
 
@@ -209,8 +210,8 @@ class Product:
             fields = np.stack([m.fields for m in self.matrices])
             n_codes = n_rows if fields[:, INT8].any() else 0
             codes, records = np.empty((n_codes, n_in), np.int8), np.empty((n_codes, n_in // DEPTH, 4), np.float32)
-            function = self.products.kernels.quantise() if n_codes else 0
-            _product(fields, self.columns, self.products.tables, function, x, codes, records, y, threads)
+            function = self.context.kernels.quantise() if n_codes else 0
+            _product(fields, self.columns, self.context.tables, function, x, codes, records, y, threads)
         return y
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ngramspec.backends.cpu.linear import PackedEmbedding, PackedLinear, Shared, SharedPart
-from ngramspec.backends.cpu.matmul import Matrix, Product, Products
+from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
+from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
-from ngramspec.models.parameters import InMemory
-from ngramspec.models.tensor_source import Source, Stored
+from ngramspec.models.parameters import MemoryTensor
+from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that see the same input and become one."""
@@ -28,12 +28,14 @@ TELL_S = 0.3
 """Seconds between two words on how far packing is."""
 
 
-class Binder:
+class ModulePatcher:
     """Packs a model's matrices, each of them once."""
 
-    def __init__(self, model: PreTrainedModel, source: Source, products: Products, plain: bool, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, source: TensorSource, context: MatmulContext, plain: bool, progress: Callable[[str], None]
+    ) -> None:
         """`plain`: every matrix as the float32 numbers that it stands for."""
-        self.model, self.source, self.products, self._plain, self._progress = model, source, products, plain, progress
+        self.model, self.source, self.context, self._plain, self._progress = model, source, context, plain, progress
         self._made: dict[int, Matrix] = {}  # by the parameter, which may be tied
         self.matrices: dict[str, Matrix] = {}
         """By the path of the layer."""
@@ -49,15 +51,15 @@ class Binder:
                 layers = [children.get(name) for name in group]
                 if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:  # type: ignore[union-attr]
                     matrices = [self._matrix(at + name, children[name]) for name in group]
-                    shared = Shared(Product(self.products, matrices))
+                    shared = SharedProduct(CpuProduct(self.context, matrices))
                     for i, name in enumerate(group):
-                        setattr(parent, name, SharedPart(shared, i))
+                        setattr(parent, name, SharedLinear(shared, i))
             for name, child in parent.named_children():
                 if type(child) in (nn.Linear, Conv1D):
-                    setattr(parent, name, PackedLinear(Product(self.products, [self._matrix(at + name, child)])))
+                    setattr(parent, name, CpuPackedLinear(CpuProduct(self.context, [self._matrix(at + name, child)])))
                 elif child is embedding and isinstance(child, nn.Embedding):
                     scale = getattr(child, "embed_scale", None)
-                    setattr(parent, name, PackedEmbedding(self.products.kernels, self._matrix(at + name, child), scale))
+                    setattr(parent, name, CpuPackedEmbedding(self.context.kernels, self._matrix(at + name, child), scale))
         for path, module in self.model.named_modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):
@@ -73,27 +75,27 @@ class Binder:
         self.matrices[path] = self._made[id(parameter)]
         return self.matrices[path]
 
-    def _packed(self, stored: Stored, bias: np.ndarray | None, transposed: bool) -> Matrix:
+    def _packed(self, stored: StoredTensor, bias: np.ndarray | None, transposed: bool) -> Matrix:
         self._say(stored)
         if transposed:
             whole = np.ascontiguousarray(stored.float32().T)
-            weight = pack("F32", whole.shape, lambda a, b: whole[a:b].view(np.uint8), self.products.arena)
+            weight = pack("F32", whole.shape, lambda a, b: whole[a:b].view(np.uint8), self.context.arena)
         elif self._plain:
-            weight = pack("F32", stored.shape, lambda a, b: np.ascontiguousarray(stored.values(a, b)).view(np.uint8), self.products.arena)
-        elif stored.kind == "F32" and isinstance(stored, InMemory) and _is_bfloat16(stored):
-            weight = pack("BF16", stored.shape, lambda a, b: _upper(stored.rows(a, b)), self.products.arena)
+            weight = pack("F32", stored.shape, lambda a, b: np.ascontiguousarray(stored.values(a, b)).view(np.uint8), self.context.arena)
+        elif stored.kind == "F32" and isinstance(stored, MemoryTensor) and _is_bfloat16(stored):
+            weight = pack("BF16", stored.shape, lambda a, b: _upper(stored.rows(a, b)), self.context.arena)
         else:
-            weight = pack(stored.kind, stored.shape, stored.rows, self.products.arena)
-        return self.products.matrix(weight, bias)
+            weight = pack(stored.kind, stored.shape, stored.rows, self.context.arena)
+        return self.context.matrix(weight, bias)
 
-    def _say(self, stored: Stored) -> None:
+    def _say(self, stored: StoredTensor) -> None:
         self._done += stored.n_rows * stored.row_bytes
         if time.monotonic() - self._told_s > TELL_S:
             self._told_s = time.monotonic()
             self._progress(f"packing weights, {min(100, self._done * 100 // max(1, self.source.n_bytes))} %")
 
 
-def _is_bfloat16(stored: Stored) -> bool:
+def _is_bfloat16(stored: StoredTensor) -> bool:
     """Whether float32 numbers have nothing in their lower halves."""
     return not any(
         (stored.rows(first, min(first + 4096, stored.n_rows)).view(np.uint32) & 0xFFFF).any() for first in range(0, stored.n_rows, 4096)

@@ -19,7 +19,7 @@ from numba import types
 from numba.experimental import structref
 
 from ngramspec.backends.cpu.kv_pool import KVPool, move_all
-from ngramspec.backends.cpu.llama_forward import Stack, compute
+from ngramspec.backends.cpu.llama_forward import LlamaDecoder, compute
 from ngramspec.datastore.code_cache import njit
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import fill
@@ -353,7 +353,7 @@ def _count_in(t, table, expected, columns):
 class MultiStep:
     """`backends.base.Runner.multi_step` on a stack."""
 
-    def __init__(self, stack: Stack, pool: KVPool, rows_per_item: int) -> None:
+    def __init__(self, stack: LlamaDecoder, pool: KVPool, rows_per_item: int) -> None:
         self.stack, self._pool, self._rows_per_item = stack, pool, rows_per_item
         self._pass, self._logits = stack.empty_pass(), stack.room_for_logits(0)
         self._table: Table | None = None  # its like takes half a millisecond to make, and is used again

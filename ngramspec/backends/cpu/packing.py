@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import prange
 
-from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, Blocks, Format, Plain, format_of, panel_bytes
+from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat, format_of, panel_bytes
 from ngramspec.datastore.code_cache import njit
 
 PIECE = 16 << 20
@@ -26,7 +26,7 @@ _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _IQ4_NL, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _
 class PackedWeight:
     """A weight [N, K] in panels."""
 
-    format: Format
+    format: WeightFormat
     n_out: int
     n_in: int
     data: np.ndarray
@@ -42,11 +42,11 @@ class PackedWeight:
 
     @property
     def super_at(self) -> int:
-        return self.format.super_at(self.n_blocks) if isinstance(self.format, Blocks) else 0
+        return self.format.super_at(self.n_blocks) if isinstance(self.format, QuantFormat) else 0
 
     @property
     def codes_at(self) -> int:
-        return self.format.codes_at(self.n_blocks) if isinstance(self.format, Blocks) else 0
+        return self.format.codes_at(self.n_blocks) if isinstance(self.format, QuantFormat) else 0
 
 
 class Arena:
@@ -93,8 +93,8 @@ def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray]
     for first in range(0, n_out, step):
         some = np.ascontiguousarray(rows(first, min(n_out, first + step)))
         panels = data[first // WIDTH : -(-min(n_out, first + step) // WIDTH)]
-        if isinstance(fmt, Plain):
-            numbers = np.dtype(np.uint32 if fmt is Plain.F32 else np.uint16)
+        if isinstance(fmt, PlainFormat):
+            numbers = np.dtype(np.uint32 if fmt is PlainFormat.F32 else np.uint16)
             _pack_numbers(some.view(numbers), panels.view(numbers).reshape(len(panels), n_blocks * DEPTH, WIDTH))
         else:
             assert n_in % DEPTH == 0, (kind, n_in)

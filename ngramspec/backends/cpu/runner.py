@@ -21,21 +21,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ngramspec.backends.base import check_supported, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
-from ngramspec.backends.cpu.linear import PackedEmbedding, PackedLinear, SharedPart
-from ngramspec.backends.cpu.llama_forward import Computed, Stack
-from ngramspec.backends.cpu.llama_runner import HostOutput, StackRunner, is_quantised, new_pool, policies_of, settled
-from ngramspec.backends.cpu.matmul import Products
-from ngramspec.backends.cpu.module_patch import Binder
+from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
+from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
+from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, is_quantised, new_pool, policies_of, settled
+from ngramspec.backends.cpu.matmul import MatmulContext
+from ngramspec.backends.cpu.module_patch import ModulePatcher
 from ngramspec.backends.cpu.multi_step import MultiStep
-from ngramspec.backends.cpu.weight_map import LayerRecipe, QueryScale, Recipe
+from ngramspec.backends.cpu.weight_map import LayerWeightMap, QueryScale, WeightMap
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models import masks as model_attention
-from ngramspec.models.parameters import params_source
+from ngramspec.models.parameters import make_params_source
 from ngramspec.models.reference import (
     ATTENTION,
     TEXT,
+    CheckText,
     Reference,
-    Text,
     Trace,
     behind_mates,
     difference,
@@ -46,7 +46,7 @@ from ngramspec.models.reference import (
     texts_to_compare,
     trace,
 )
-from ngramspec.models.tensor_source import Source
+from ngramspec.models.tensor_source import TensorSource
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.topk import ranked
 
@@ -59,11 +59,11 @@ ROUNDING = 1e-3
 """Largest difference of the cosine or sine of an angle: one of many turns is rounded when it is multiplied."""
 
 
-class CpuRunner(StackRunner):
+class CpuRunner(LlamaRunner):
     def __init__(
         self,
         model: PreTrainedModel,
-        source: Source | None = None,
+        source: TensorSource | None = None,
         *,
         max_len: int,
         max_seqs: int,
@@ -77,7 +77,7 @@ class CpuRunner(StackRunner):
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`source`: of the weights of a model on the "meta" device; None: it has them. `plain`: weights as float32. The pool has no more
-        than `max_blocks`. The rest is as for `StackRunner`.
+        than `max_blocks`. The rest is as for `LlamaRunner`.
 
         Raises UnsupportedModelError, OutOfMemoryError, ModelNotFoundError where a file has changed.
         """
@@ -88,25 +88,25 @@ class CpuRunner(StackRunner):
         self._hook: RemovableHandle | None = None
         check_supported(model)
         in_memory = not any(p.is_meta for p in model.parameters())
-        source = source or params_source(model)
+        source = source or make_params_source(model)
         if in_memory and {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
         self.precision, self.kv_dtype = settled(precision, kv_dtype, is_quantised(source) and not plain)
         in_memory = in_memory and not is_quantised(source)  # else its weights are not those that will be multiplied
-        self._products = Products(self.precision == "int8", folder=code)
-        self.stack, self.recipe = None, None
+        self._context = MatmulContext(self.precision == "int8", folder=code)
+        self.decoder, self.weight_map = None, None
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         kinds, texts = kinds_of_layers(model), texts_to_compare(model, max_len)
         expected = [self._expected(text, kinds) for text in texts] if in_memory else []
-        binder = Binder(model, source, self._products, plain, progress)
+        binder = ModulePatcher(model, source, self._context, plain, progress)
         with torch.inference_mode():
             try:
                 binder.bind()
             except MemoryError as e:
                 raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
             # With activations of 8 bits, rounding would hide what is wrong, or look like it.
-            self._products.switch(False, soon_over=self.precision == "int8")
+            self._context.switch(False, soon_over=self.precision == "int8")
             if not in_memory:
                 expected = [self._expected(texts[0], kinds)]
             fused_ops.replace_small_operations(model)
@@ -116,18 +116,18 @@ class CpuRunner(StackRunner):
         self.pool = new_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks)
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():
-            self.recipe = self._recipe(source)
+            self.weight_map = self._read_weight_map(source)
             self._build(source, binder)
             if not in_memory:
                 small = Reference(model, source, self.kv_dtype)
                 for layer in kinds:
                     expected += zip(texts, small.trace(layer, texts, gives_tuple=expected[0][1].gives_tuple), strict=True)
             self._check(expected)
-            self._products.switch(self.precision == "int8")
+            self._context.switch(self.precision == "int8")
             self._build(source, binder)
         self.prove()
-        if self.stack is not None:
-            self._several = MultiStep(self.stack, self.pool, self.rows_per_item)
+        if self.decoder is not None:
+            self._several = MultiStep(self.decoder, self.pool, self.rows_per_item)
             self._several.compile()
 
     @property
@@ -136,14 +136,14 @@ class CpuRunner(StackRunner):
 
     # ------------------------------------------------------------------ binding
 
-    def _expected(self, text: Text, kinds: list[int]) -> tuple[Text, Trace]:
+    def _expected(self, text: CheckText, kinds: list[int]) -> tuple[CheckText, Trace]:
         """What transformers' modules compute of a text: in all layers near position 0, elsewhere in one of each kind."""
         whole = text.start == 0 and len(text.ids) <= TEXT
         set_attention(self.model, ATTENTION[self.kv_dtype])
         layers = range(len(layers_of(self.model))) if whole else kinds
         return text, trace(self.model, torch.from_numpy(text.ids).long(), text.positions, layers)
 
-    def _recipe(self, source: Source) -> Recipe | None:
+    def _read_weight_map(self, source: TensorSource) -> WeightMap | None:
         """The model as one, where its modules are of the Llama kind; `_check` decides whether that computes the same."""
         base: Any = self.model.base_model
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -151,7 +151,7 @@ class CpuRunner(StackRunner):
         layers = getattr(base, "layers", None)
         if not (
             layers and len(set(self.shapes)) == 1 and isinstance(rotary, nn.Module) and isinstance(norm, fused_ops.RMSNorm)
-            and isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
+            and isinstance(head, CpuPackedLinear) and isinstance(embedding, CpuPackedEmbedding)
         ):  # fmt: skip
             return None
         paths = {module: path for path, module in self.model.named_modules(remove_duplicate=False)}
@@ -168,7 +168,7 @@ class CpuRunner(StackRunner):
         if not all(found) or len(scales) != 1 or len(alike) != 1 or frequencies is None or 2 * len(frequencies) != head_dim:
             return None
         tied = embedding.matrix is head.product.matrices[0]
-        recipe = Recipe(
+        weight_map = WeightMap(
             layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
             head=names(paths[embedding if tied else head]),
             norm=names(paths[norm])[0], norm_offset=norm.offset, eps=float(norm.eps), scale=scales.pop(),
@@ -177,27 +177,27 @@ class CpuRunner(StackRunner):
         )  # fmt: skip
         for first in (0, 1000):
             theirs = rotary(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None])
-            ours = recipe.angles(first, 24)
+            ours = weight_map.angles(first, 24)
             if any(t.shape[-1] != head_dim or np.abs(t[0].float().numpy() - o).max() > ROUNDING for t, o in zip(theirs, ours, strict=True)):
                 return None
-        return recipe
+        return weight_map
 
-    def _build(self, source: Source, binder: Binder) -> None:
-        if self.recipe is not None:
-            self.stack = self.recipe.build(source, self._products, lambda weight, _: binder.matrices[weight.removesuffix(".weight")])
+    def _build(self, source: TensorSource, binder: ModulePatcher) -> None:
+        if self.weight_map is not None:
+            self.decoder = self.weight_map.build(source, self._context, lambda weight, _: binder.matrices[weight.removesuffix(".weight")])
 
     # ------------------------------------------------------------------ checks
 
-    def _check(self, expected: list[tuple[Text, Trace]]) -> None:
+    def _check(self, expected: list[tuple[CheckText, Trace]]) -> None:
         """Compare with what transformers computed of these texts. A stack that computes something else gives way to modules.
 
         Raises UnsupportedModelError where these do as well.
         """
         tolerance = HALVES if self.kv_dtype == "float16" else TOLERANCE
-        if self.stack is not None:
-            if max(self._stack_error(self.stack, text, wanted) for text, wanted in expected) < tolerance:
+        if self.decoder is not None:
+            if max(self._decoder_error(self.decoder, text, wanted) for text, wanted in expected) < tolerance:
                 return
-            self.stack, self.recipe = None, None
+            self.decoder, self.weight_map = None, None
         for text, wanted in expected:
             found = self._modules_error(text, wanted)
             if not found < tolerance:
@@ -209,25 +209,25 @@ class CpuRunner(StackRunner):
     def self_test(self) -> bool:
         return self.rows_are_independent(self._logits_of, 20)
 
-    def _stack_error(self, stack: Stack, text: Text, wanted: Trace) -> float:
+    def _decoder_error(self, decoder: LlamaDecoder, text: CheckText, wanted: Trace) -> float:
         """By how much each layer of the stack differs, given what that layer of transformers was given."""
         slot, n = self.slot_for_tests(len(text.ids)), len(text.ids)
         got = Trace(wanted.layers)
         try:
             batch = pack([Span(slot, text.ids, 0, logits=n)], self.pool, self.rows_per_item)
-            stack.begin_at(text.start)
+            decoder.begin_at(text.start)
             for layer in wanted.layers:
                 given = None if layer == wanted.layers[0] else wanted.inputs[str(layer)].numpy()  # the first begins with the embedding
-                output, logits = stack.run_layer(layer, batch, self.pool, numba.get_num_threads(), given)
+                output, logits = decoder.run_layer(layer, batch, self.pool, numba.get_num_threads(), given)
                 got.outputs[str(layer)] = torch.from_numpy(output)
                 got.logits = torch.from_numpy(logits[:, : wanted.logits.shape[1]].copy())
         finally:
-            stack.begin_at(0)
+            decoder.begin_at(0)
             self.pool.release(slot)
         whole = {name: output for name, output in wanted.outputs.items() if "." not in name}
         return difference(Trace(wanted.layers, wanted.inputs, whole, wanted.logits), got)
 
-    def _modules_error(self, text: Text, wanted: Trace) -> float:
+    def _modules_error(self, text: CheckText, wanted: Trace) -> float:
         """By how much the layers and their parts differ, given what those of transformers were given."""
         n, mates = len(text.ids), min(MATES, len(text.ids)) if (self.pool.n_blocks_of == 0).sum() > 1 else 0
         slots, spans = list[int](), list[Span]()
@@ -240,7 +240,7 @@ class CpuRunner(StackRunner):
             got = trace(
                 self.model, torch.from_numpy(batch.input_ids).long(), torch.from_numpy(batch.positions.astype(np.int64)) + text.start,
                 wanted.layers, replayed=behind_mates(wanted, mates), gives_tuple=wanted.gives_tuple,
-                ngramspec=attention.Pass(self.pool, batch),
+                ngramspec=attention.CpuAttentionPass(self.pool, batch),
             )  # fmt: skip
         finally:
             for slot in slots:
@@ -253,7 +253,7 @@ class CpuRunner(StackRunner):
 
     @torch.inference_mode()
     def _layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
-        if self.stack is not None:
+        if self.decoder is not None:
             return super()._layers(batch, first, n_layers)
         started = time.perf_counter()
         base: Any = self.model.base_model
@@ -264,7 +264,7 @@ class CpuRunner(StackRunner):
             "input_ids": torch.from_numpy(batch.input_ids)[None],
             "position_ids": torch.from_numpy(batch.positions.astype(np.int64))[None],
             "use_cache": False,
-            "ngramspec": attention.Pass(self.pool, batch),
+            "ngramspec": attention.CpuAttentionPass(self.pool, batch),
         }
         try:
             if len(batch.logits_rows):
@@ -275,7 +275,7 @@ class CpuRunner(StackRunner):
         finally:
             if whole is not None:
                 base.layers = whole
-        computed = Computed(logits, self._states, *ranked(logits, self._n_best))
+        computed = ForwardOutput(logits, self._states, *ranked(logits, self._n_best))
         return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
@@ -294,7 +294,7 @@ class CpuRunner(StackRunner):
         self._states, self._hook = None, self.model.base_model.register_forward_hook(remember) if wanted else None
 
 
-def _layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> LayerRecipe | None:
+def _layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> LayerWeightMap | None:
     """The parts of a layer of the Llama kind at a path; None for another."""
     children = dict(layer.named_children())
     attn: Any = children.get("self_attn")
@@ -307,7 +307,7 @@ def _layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | 
     q: Any
     o: Any
     q, k, v, o = (parts.pop(name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    if parts or not all(isinstance(p, SharedPart) for p in (q, k, v)) or not isinstance(o, PackedLinear):
+    if parts or not all(isinstance(p, SharedLinear) for p in (q, k, v)) or not isinstance(o, CpuPackedLinear):
         return None
     if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) and len(norm.weight) == attn.head_dim for norm in heads):
         return None
@@ -317,7 +317,7 @@ def _layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | 
     if any(True for _ in layer.parameters()):
         return None
     inside = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    return LayerRecipe(
+    return LayerWeightMap(
         matrices=[names(f"{path}.{name}") for name in inside],
         norms=[names(f"{path}.{name}")[0] for name in ("input_layernorm", "post_attention_layernorm")],
         head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,

@@ -1,7 +1,7 @@
-"""What a `Stack` is made of, by names: enough to build it from the weights' source alone, without transformers' modules.
+"""Describe by name what a `LlamaDecoder` is made of: enough to build it from the weights' files alone, without transformers' modules.
 
-The first start makes it from modules that were checked against transformers (`runner`), later ones read it back as JSON. Knows where in a
-model weights are, not what is in them.
+The first start derives a `WeightMap` from modules that were checked against transformers (`runner`); later starts read it back as JSON.
+The module knows where in a model weights are, not what is in them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ngramspec.backends.cpu.llama_forward import LayerWeights, Stack
-from ngramspec.backends.cpu.matmul import Matrix, Products
+from ngramspec.backends.cpu.llama_forward import LayerWeights, LlamaDecoder
+from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
-from ngramspec.models.tensor_source import Source
+from ngramspec.models.tensor_source import TensorSource
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRecipe:
+class LayerWeightMap:
     matrices: list[tuple[str, str | None]]
     """Parameters of weight and bias, in the order of `LayerWeights.matrices`."""
     norms: list[str]
@@ -38,8 +38,8 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    layers: list[LayerRecipe]
+class WeightMap:
+    layers: list[LayerWeightMap]
     embedding: str
     head: tuple[str, str | None]
     norm: str
@@ -56,18 +56,18 @@ class Recipe:
     """By which cos and sin are multiplied."""
     query_scale: QueryScale | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, found: dict[str, Any]) -> Recipe:
+    def from_json(cls, found: dict[str, Any]) -> WeightMap:
         """Raises TypeError, KeyError or ValueError for what is none."""
-        layers = [LayerRecipe(**{**layer, "matrices": [(w, b) for w, b in layer["matrices"]]}) for layer in found["layers"]]
+        layers = [LayerWeightMap(**{**layer, "matrices": [(w, b) for w, b in layer["matrices"]]}) for layer in found["layers"]]
         weight, bias = found["head"]
         query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
         return cls(**{**found, "layers": layers, "head": (weight, bias), "query_scale": query_scale})
 
-    def check(self, source: Source) -> None:
+    def check(self, source: TensorSource) -> None:
         """Raise ValueError or KeyError unless every weight has the shape in which a pass uses it: the pass reads addresses unchecked."""
         vocab, hidden = source[self.embedding].shape
         mixed, kv = self.n_heads * self.head_dim, self.n_kv * self.head_dim
@@ -110,8 +110,13 @@ class Recipe:
         times = np.floor(np.arange(first, first + n, dtype=np.float32) / np.float32(self.query_scale.length))
         return np.float32(1) + np.float32(self.query_scale.growth) * np.log(np.float32(1) + times)
 
-    def build(self, source: Source, products: Products, matrix: Callable[[str, str | None], Matrix] | None = None) -> Stack:
-        """Raises ModelNotFoundError where a file has become shorter, MemoryError. `matrix`: what has packed the weights already."""
+    def build(
+        self, source: TensorSource, context: MatmulContext, matrix: Callable[[str, str | None], Matrix] | None = None
+    ) -> LlamaDecoder:
+        """Build the decoder; `matrix` returns weights that are packed already, by the names of weight and bias (None: pack them here).
+
+        Raises ModelNotFoundError if a file has become shorter, MemoryError.
+        """
         packed: dict[tuple[str, str | None], Matrix] = {}
 
         def of(weight: str, bias: str | None) -> Matrix:
@@ -119,7 +124,7 @@ class Recipe:
             if key not in packed:
                 stored = source[weight]
                 values = source[bias].float32() if bias else None
-                packed[key] = products.matrix(pack(stored.kind, stored.shape, stored.rows, products.arena), values)
+                packed[key] = context.matrix(pack(stored.kind, stored.shape, stored.rows, context.arena), values)
             return packed[key]
 
         matrix = matrix or of
@@ -138,7 +143,7 @@ class Recipe:
             )
             for layer in self.layers
         ]
-        return Stack(
-            products, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm), eps=self.eps,
+        return LlamaDecoder(
+            context, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm), eps=self.eps,
             scale=self.scale, n_heads=self.n_heads, head_dim=self.head_dim, angles=self.angles, query_scales=self.query_scales,
         )  # fmt: skip

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ngramspec.backends.cuda.quantised import FORMATS, Packed, joined, pack
-from ngramspec.models.loader import Keeping
-from ngramspec.models.tensor_source import Source, Stored
+from ngramspec.models.loader import PackedForm
+from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 CHUNK = 1 << 24
 """Weights that are taken apart at one time."""
@@ -56,7 +56,7 @@ class PackedEmbedding(_InBlocks):
         return self.packed.rows(ids.reshape(-1), self.dtype).view(*ids.shape, -1)
 
 
-def keep_packed(model: PreTrainedModel, source: Source, dtype: torch.dtype, device: str) -> None:
+def keep_packed(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
     """Replace the linear layers and embeddings of a model on the "meta" device whose weights the source has in blocks of FORMATS.
 
     Weights that other modules share stay as they are, but for those of an embedding and a head. Raises what the source's rows raise, and
@@ -69,15 +69,15 @@ def keep_packed(model: PreTrainedModel, source: Source, dtype: torch.dtype, devi
             setattr(parent, name, packs)
 
 
-def saved_bytes(model: PreTrainedModel, source: Source, dtype: torch.dtype) -> int:
+def saved_bytes(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype) -> int:
     """By how much less the weights of a model on the "meta" device take as blocks, as large as the file has them, than in a dtype."""
     return sum(math.prod(stored.shape) * dtype.itemsize - stored.n_rows * stored.row_bytes for stored, _ in _in_blocks(model, source))
 
 
-IN_BLOCKS = Keeping(saved_bytes, keep_packed)
+IN_BLOCKS = PackedForm(saved_bytes, keep_packed)
 
 
-def _in_blocks(model: PreTrainedModel, source: Source) -> Iterator[tuple[Stored, list[tuple[nn.Module, str, nn.Module]]]]:
+def _in_blocks(model: PreTrainedModel, source: TensorSource) -> Iterator[tuple[StoredTensor, list[tuple[nn.Module, str, nn.Module]]]]:
     """The weights that can stay in blocks, each with the modules that it belongs to: (parent, name, module)."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for path, parent in model.named_modules():
@@ -92,7 +92,7 @@ def _in_blocks(model: PreTrainedModel, source: Source) -> Iterator[tuple[Stored,
             yield stored, modules
 
 
-def read_packed(stored: Stored, device: str) -> Packed:
+def read_packed(stored: StoredTensor, device: str) -> Packed:
     """A weight [N, K] in blocks, on a device."""
     n, k = stored.shape
     step = max(1, CHUNK // k)

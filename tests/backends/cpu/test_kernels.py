@@ -26,9 +26,9 @@ from weights import (
 )
 
 from ngramspec.backends.cpu.codegen import kernels as module
-from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, Code, Kernels, Target, host_target, targets
-from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, Blocks, Plain
-from ngramspec.backends.cpu.matmul import Product, Products
+from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, CompiledModules, Kernels, Target, host_target, targets
+from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, PlainFormat, QuantFormat
+from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.sampling.numeric import exp
 
@@ -210,7 +210,7 @@ def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("+neon") == ["plain"]
 
 
-def aarch64(fmt: Blocks | Plain, counts: tuple[int, ...], int8: bool) -> str:
+def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool) -> str:
     """Assembly of the kernels that a processor of that kind with dot products gets."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -238,7 +238,7 @@ def test_code_for_arm(kind: str) -> None:
 
 
 def test_float32_code_for_arm() -> None:
-    code = aarch64(Plain.F16, (2,), False)
+    code = aarch64(PlainFormat.F16, (2,), False)
     assert len(re.findall(r"\bfmla\t", code)) >= 2 * 4 * DEPTH
     assert "fcvtl" in code
 
@@ -251,7 +251,7 @@ def test_kept_code_is_used_again_if_it_is_whole(tmp_path: Path) -> None:
         return module._module(targets()[-1], None, (1,), module._quantise)
 
     def compiled() -> np.ndarray:
-        code = Code(targets()[-1], tmp_path)  # its functions live as long as it does
+        code = CompiledModules(targets()[-1], tmp_path)  # its functions live as long as it does
         return codes_and_records(code.compile("quantise", source)("rows_1"), activations(2, 64))[0]
 
     first = compiled()
@@ -272,8 +272,8 @@ def digest() -> str:
     x = np.random.default_rng(0).standard_normal((21, 512)).astype(np.float32)
     digest = hashlib.sha256()
     for int8 in (True, False):
-        products = Products(int8, folder=cache_dir() / "code")
-        product = Product(products, [products.matrix(random_weight(kind, 80, 512)) for kind in ("Q4_K", "F16")])
+        products = MatmulContext(int8, folder=cache_dir() / "code")
+        product = CpuProduct(products, [products.matrix(random_weight(kind, 80, 512)) for kind in ("Q4_K", "F16")])
         digest.update(product.rows(x, 2).tobytes())
     return f"{host_target().dot} {host_target().halves} {digest.hexdigest()}"
 

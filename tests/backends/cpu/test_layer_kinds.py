@@ -12,12 +12,12 @@ import tiny
 import torch
 
 from ngramspec.backends.cpu import runner as runner_module
-from ngramspec.backends.cpu import weight_map as recipe_module
+from ngramspec.backends.cpu import weight_map as weight_map_module
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import open_model
 from ngramspec.models.reference import kinds_of_layers
-from ngramspec.models.tensor_source import quantised_source
+from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.sampling.batch import Span
 
 OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23}
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def bind(path: Path, *, quantised: bool = False, **options: Any) -> CpuRunner:
     opened = open_model(str(path))
-    return CpuRunner(opened.model, quantised_source(opened.source) if quantised else opened.source, **(OPTIONS | options))
+    return CpuRunner(opened.model, to_q8_source(opened.source) if quantised else opened.source, **(OPTIONS | options))
 
 
 def check(runner: CpuRunner, model: Any, near: float) -> None:
@@ -75,7 +75,7 @@ def check(runner: CpuRunner, model: Any, near: float) -> None:
 def test_logits_are_those_of_transformers(name: str, folder: Callable[[str], Path]) -> None:
     assert kinds_of_layers(model_of(name)) == FAMILIES[name][2]
     runner = bind(folder(name))
-    assert (runner.stack is not None) == (name in COMPILED)
+    assert (runner.decoder is not None) == (name in COMPILED)
     assert runner.exactness == "bitwise"
     check(runner, model_of(name), 1e-4)
 
@@ -83,8 +83,8 @@ def test_logits_are_those_of_transformers(name: str, folder: Callable[[str], Pat
 @pytest.mark.parametrize("name", COMPILED)
 def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
     runner = CpuRunner(model_of(name), **OPTIONS)
-    assert runner.stack is not None
-    runner.stack = None
+    assert runner.decoder is not None
+    runner.decoder = None
     check(runner, model_of(name), 1e-4)
 
 
@@ -101,12 +101,12 @@ def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) 
 
 
 def rotate_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recipe_module.LayerWeights
-    monkeypatch.setattr(recipe_module, "LayerWeights", lambda *fields: right(*fields)._replace(rotary=True))
+    right = weight_map_module.LayerWeights
+    monkeypatch.setattr(weight_map_module, "LayerWeights", lambda *fields: right(*fields)._replace(rotary=True))
 
 
 def scale_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_module.Recipe, "query_scales", lambda *_: np.empty(0, np.float32))
+    monkeypatch.setattr(weight_map_module.WeightMap, "query_scales", lambda *_: np.empty(0, np.float32))
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["from files", "in memory"])
@@ -116,7 +116,7 @@ def test_a_compiled_pass_that_is_wrong_in_a_late_kind_or_far_out_gives_way(
 ) -> None:
     spoil(monkeypatch)
     runner = CpuRunner(model_of(name), **OPTIONS) if in_memory else bind(folder(name))
-    assert runner.stack is runner.recipe is None
+    assert runner.decoder is runner.weight_map is None
     check(runner, model_of(name), 1e-4)
 
 

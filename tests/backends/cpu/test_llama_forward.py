@@ -18,15 +18,15 @@ import torch
 
 from ngramspec.backends.cpu import llama_forward as stack_module
 from ngramspec.backends.cpu import runner as runner_module
-from ngramspec.backends.cpu import weight_map as recipe_module
+from ngramspec.backends.cpu import weight_map as weight_map_module
 from ngramspec.backends.cpu.formats import WIDTH
-from ngramspec.backends.cpu.llama_runner import HostOutput, StackRunner, is_quantised, needed_bytes
+from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, is_quantised, needed_bytes
 from ngramspec.backends.cpu.runner import CpuRunner
-from ngramspec.backends.cpu.weight_map import Recipe
+from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.loader import load_model, open_model
-from ngramspec.models.tensor_source import quantised_source
+from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import ranked
@@ -84,7 +84,7 @@ def two_threads() -> Iterator[None]:
     numba.set_num_threads(before)
 
 
-def logits_of(runner: StackRunner, cuts: tuple[int, ...] = (0, 25, 60), slot: int = 0) -> torch.Tensor:
+def logits_of(runner: LlamaRunner, cuts: tuple[int, ...] = (0, 25, 60), slot: int = 0) -> torch.Tensor:
     """[60, V] of TOKENS in chunks."""
     assert runner.pool.reserve(slot, 60)
     try:
@@ -103,13 +103,13 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_logits_are_those_of_transformers(bind: Bind, expected: Callable[..., Any], family: str, precision: str, near: float) -> None:
     runner = bind(family, precision=precision)
     assert (runner.precision, runner.exactness) == (precision, "bitwise")
-    assert (runner.stack is not None) == (family in LLAMA_KIND)
+    assert (runner.decoder is not None) == (family in LLAMA_KIND)
     wanted = expected(family).logits[0]
     if not family.startswith("gemma"):
         assert distance(logits_of(runner), wanted) < near
-    if runner.stack is not None:
+    if runner.decoder is not None:
         whole = logits_of(runner)
-        runner.stack = None
+        runner.decoder = None
         assert distance(whole, logits_of(runner)) < near
         assert distance(logits_of(runner), wanted) < near
 
@@ -118,9 +118,9 @@ def test_logits_are_those_of_transformers(bind: Bind, expected: Callable[..., An
 def test_models_in_memory(arch: str) -> None:
     """Windows among them: 8 keys that a query of Mistral sees."""
     runner = CpuRunner(tiny.tiny_model(arch), **OPTIONS)
-    assert runner.stack is not None
+    assert runner.decoder is not None
     assert (runner.precision, runner.kv_dtype, runner.exactness) == ("float32", "float32", "bitwise")
-    assert {layer.window for layer in runner.stack.layers} == {tiny.WINDOW if arch == "mistral" else 0}
+    assert {layer.window for layer in runner.decoder.layers} == {tiny.WINDOW if arch == "mistral" else 0}
     with torch.inference_mode():
         wanted = tiny.tiny_model(arch)(torch.from_numpy(TOKENS % 250).long()[None], use_cache=False).logits[0]
     assert runner.pool.reserve(0, 60)
@@ -132,7 +132,7 @@ def test_models_in_memory(arch: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_bits_are_the_same_however_a_text_is_cut(bind: Bind, family: str, precision: str) -> None:
     runner = bind(family, "IQ4_XS", precision=precision)
-    assert runner.stack is not None
+    assert runner.decoder is not None
     alone = logits_of(runner, tuple(range(61)))
     for cuts in ((0, 60), (0, 1, 3, 20, 33, 59, 60), (0, 48, 60)):
         assert torch.equal(logits_of(runner, cuts, slot=1), alone)
@@ -183,8 +183,8 @@ def test_hidden_states(bind: Bind, expected: Callable[..., Any], precision: str)
     runner.keep_states(True)
     wanted = expected("qwen3").hidden_states[-1][0]
     seen = []
-    for stack in (runner.stack, None):
-        runner.stack = stack
+    for decoder in (runner.decoder, None):
+        runner.decoder = decoder
         assert runner.pool.reserve(0, 60)
         batch = pack([Span(0, TOKENS, 0)], runner.pool, runner.rows_per_item)
         output = runner.forward(batch)
@@ -204,8 +204,8 @@ def test_hidden_states(bind: Bind, expected: Callable[..., Any], precision: str)
 def test_the_first_layers_alone(bind: Bind, expected: Callable[..., Any]) -> None:
     runner = bind("llama", precision="float32")
     wanted = expected("llama", n_layers=1).logits[0]
-    for stack in (runner.stack, None):
-        runner.stack = stack
+    for decoder in (runner.decoder, None):
+        runner.decoder = decoder
         exit_at = runner.early_exit(1)
         assert runner.pool.reserve(0, 60)
         got = exit_at(pack([Span(0, TOKENS, 0, logits=60)], runner.pool, runner.rows_per_item)).logits(0, 60)
@@ -224,7 +224,7 @@ def test_keys_and_values_of_16_bits(bind: Bind) -> None:
         logits[kept] = logits_of(runner)
         first[kept] = [runner.pool.keys[0], runner.pool.values[0]]
         assert runner.pool.reserve(0, 60)
-        runner.stack = None
+        runner.decoder = None
         runner.run([Span(0, TOKENS, 0)])  # by the other way
     assert 0 < distance(logits["float16"], logits["float32"]) < 1e-3
     for half, single in zip(first["float16"], first["float32"], strict=True):
@@ -243,8 +243,8 @@ def test_half_the_memory_for_keys_and_values(bind: Bind) -> None:
 
 def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the compiled pass alone."""
-    right = recipe_module.Stack
-    monkeypatch.setattr(recipe_module, "Stack", lambda *args, scale, **options: right(*args, scale=1.5 * scale, **options))
+    right = weight_map_module.LlamaDecoder
+    monkeypatch.setattr(weight_map_module, "LlamaDecoder", lambda *args, scale, **options: right(*args, scale=1.5 * scale, **options))
 
 
 def wrong_angles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,10 +263,10 @@ def test_a_pass_that_computes_something_else_gives_way_to_modules(
 ) -> None:
     wrong_scale(monkeypatch)
     for runner in (bind("llama", "Q8_0", precision="float32"), bind("qwen3", "Q8_0", precision="int8")):
-        assert runner.stack is runner.recipe is None
+        assert runner.decoder is runner.weight_map is None
         assert runner.exactness == "bitwise"
     assert distance(logits_of(bind("llama", "Q8_0", precision="float32")), expected("llama", "Q8_0").logits[0]) < 3e-6
-    assert CpuRunner(tiny.tiny_model("llama"), **OPTIONS).stack is None
+    assert CpuRunner(tiny.tiny_model("llama"), **OPTIONS).decoder is None
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
@@ -283,11 +283,11 @@ def test_a_model_that_computes_something_else_is_refused(bind: Bind, monkeypatch
 def test_a_recipe_makes_the_same_pass(bind: Bind, files: Callable[[str, str], Path], family: str, precision: str) -> None:
     """Of what the first start has found out, through JSON, without transformers' modules."""
     first = bind(family, precision=precision)
-    assert first.recipe is not None
-    again = Recipe.of_json(json.loads(json.dumps(first.recipe.as_json())))
-    assert again == first.recipe
+    assert first.weight_map is not None
+    again = WeightMap.from_json(json.loads(json.dumps(first.weight_map.to_json())))
+    assert again == first.weight_map
     source = open_model(str(files(family, "Q4_K"))).source
-    second = StackRunner(again, source, **OPTIONS, precision=precision, code=cache_dir() / "code")
+    second = LlamaRunner(again, source, **OPTIONS, precision=precision, code=cache_dir() / "code")
     assert (second.precision, second.kv_dtype, second.vocab_size) == (precision, first.kv_dtype, tiny_gguf.VOCAB)
     assert {shape: str(policy) for shape, policy in second.policies.items()}.items() <= {
         s: str(p) for s, p in first.policies.items()
@@ -307,7 +307,7 @@ def test_precisions_that_do_not_fit_the_weights(bind: Bind, files: Callable[[str
         CpuRunner(tiny.tiny_model("llama").bfloat16(), **OPTIONS)
     opened = open_model(str(files("qwen3", "F16")))
     assert not is_quantised(opened.source)
-    runner = CpuRunner(opened.model, quantised_source(opened.source), **OPTIONS)
+    runner = CpuRunner(opened.model, to_q8_source(opened.source), **OPTIONS)
     assert (runner.precision, {str(policy) for policy in runner.policies.values()}) == ("int8", {"blocks of 8 bits"})
 
 
@@ -321,11 +321,11 @@ def test_weights_are_kept_as_they_are_in_the_file(bind: Bind, files: Callable[[s
     assert runner.precision == ("int8" if "blocks" in form else "float32")
     opened = open_model(str(files("qwen3", kind)))
     vectors = 4 * sum(stored.n_rows * stored.shape[-1] for stored in opened.source.values() if len(stored.shape) == 1)
-    assert runner._products.arena.n_bytes == needed_bytes(opened.source, plain=False) - vectors
-    assert runner._products.arena.n_bytes < 1.2 * opened.source.n_bytes
+    assert runner._context.arena.n_bytes == needed_bytes(opened.source, plain=False) - vectors
+    assert runner._context.arena.n_bytes < 1.2 * opened.source.n_bytes
     plain = bind("qwen3", kind, plain=True)
     assert {str(policy) for policy in plain.policies.values()} == {"F32"}
-    padding = plain._products.arena.n_bytes - (needed_bytes(opened.source, plain=True) - vectors)
+    padding = plain._context.arena.n_bytes - (needed_bytes(opened.source, plain=True) - vectors)
     assert 0 <= padding <= 2 * 15 * 4 * tiny_gguf.HIDDEN, "embedding and head end within a panel"
     same = bind("qwen3", kind, precision="float32")
     assert torch.equal(logits_of(plain), logits_of(same))
@@ -345,7 +345,7 @@ def test_every_kind_of_weight(bind: Bind, expected: Callable[..., Any], kind: st
     wanted = expected("qwen3", kind).logits[0]
     for precision, near in (("float32", 3e-6), ("int8", 0.02)):
         runner = bind("qwen3", kind, precision=precision)
-        assert runner.stack is not None
+        assert runner.decoder is not None
         assert distance(logits_of(runner), wanted) < near
 
 
@@ -354,7 +354,7 @@ def test_every_kind_of_weight(bind: Bind, expected: Callable[..., Any], kind: st
 def test_the_likeliest_tokens_come_out_of_the_pass(bind: Bind, precision: str, threads: int) -> None:
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     runner = bind("llama", precision=precision)
-    assert runner.stack is not None
+    assert runner.decoder is not None
     assert runner.vocab_size % WIDTH
     assert runner.pool.reserve(0, 60)
 
@@ -374,8 +374,8 @@ def test_the_likeliest_tokens_come_out_of_the_pass(bind: Bind, precision: str, t
         assert (got[1].view(np.int32) == values[3:].view(np.int32)).all()
 
     check()
-    bias = runner.stack.matrices[-1].bias
-    runner.stack._norms[-1] = 0  # logits are the biases
+    bias = runner.decoder.matrices[-1].bias
+    runner.decoder._norms[-1] = 0  # logits are the biases
     rng = np.random.default_rng(0)
     for choices in ([0.0], [0.0, 1.0, 2.0], [-np.inf], [-np.inf, 0.0], [np.nan, 1.0], [np.inf, 0.0], [np.nan]):
         usual = rng.random(len(bias)) < 0.9

@@ -13,9 +13,9 @@ from weights import float32_product, int8_product, packed, random_weight, refere
 
 from ngramspec.backends.cpu import matmul
 from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, Kernels, Target, host_target
-from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, Plain
-from ngramspec.backends.cpu.linear import PackedEmbedding, PackedLinear, Shared, SharedPart
-from ngramspec.backends.cpu.matmul import EACH, FUNCTIONS, MOST_ROWS, STEPS, Product, Products, measured, put_together, rows_of
+from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, PlainFormat
+from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
+from ngramspec.backends.cpu.matmul import EACH, FUNCTIONS, MOST_ROWS, STEPS, CpuProduct, MatmulContext, measured, put_together, rows_of
 
 MIXED = (("Q4_K", 80), ("Q6_K", 37), ("F16", 16), ("Q8_0", 5), ("F32", 33), ("BF16", 48), ("IQ4_XS", 112))
 
@@ -26,8 +26,8 @@ def kernels(kernels_of: Callable[[Target], Kernels]) -> Kernels:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["int8", "float32"])
-def products(request: pytest.FixtureRequest, kernels: Kernels) -> Products:
-    return Products(request.param, kernels)
+def products(request: pytest.FixtureRequest, kernels: Kernels) -> MatmulContext:
+    return MatmulContext(request.param, kernels)
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -39,14 +39,14 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> None:
     np.testing.assert_array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
 
 
-def product_of(products: Products, kinds: tuple[tuple[str, int], ...], k: int, biased: bool = True) -> Product:
-    return Product(
+def product_of(products: MatmulContext, kinds: tuple[tuple[str, int], ...], k: int, biased: bool = True) -> CpuProduct:
+    return CpuProduct(
         products, [products.matrix(random_weight(kind, n, k), normal(n, seed=n) if biased and i % 2 == 0 else None)
                    for i, (kind, n) in enumerate(kinds)],
     )  # fmt: skip
 
 
-def test_rows_keep_their_bits_in_any_company(products: Products) -> None:
+def test_rows_keep_their_bits_in_any_company(products: MatmulContext) -> None:
     product = product_of(products, MIXED, 512)
     x = normal(200, 512, seed=1)
     alone = np.concatenate([product.rows(x[i : i + 1], 1) for i in range(len(x))])
@@ -57,7 +57,7 @@ def test_rows_keep_their_bits_in_any_company(products: Products) -> None:
         same_bits(product.rows(x[-count:], 2), alone[-count:])
 
 
-def test_each_weight_is_multiplied_as_its_format_wants(products: Products) -> None:
+def test_each_weight_is_multiplied_as_its_format_wants(products: MatmulContext) -> None:
     product, x = product_of(products, MIXED, 512), normal(7, 512, seed=1)
     y = product.rows(x, 2)
     for i, (kind, n) in enumerate(MIXED):
@@ -72,15 +72,15 @@ def test_each_weight_is_multiplied_as_its_format_wants(products: Products) -> No
 @pytest.mark.parametrize("k", [1, 40, 95])
 def test_inputs_that_are_no_whole_blocks(k: int, kernels: Kernels) -> None:
     for int8 in (True, False):
-        kinds = tuple((kind, 40) for kind in Plain.__members__)
-        product, x = product_of(Products(int8, kernels), kinds, k), normal(9, k, seed=1)
+        kinds = tuple((kind, 40) for kind in PlainFormat.__members__)
+        product, x = product_of(MatmulContext(int8, kernels), kinds, k), normal(9, k, seed=1)
         y = product.rows(x, 2)
         for i, (kind, n) in enumerate(kinds):
             bias = normal(n, seed=n) if i % 2 == 0 else np.zeros(n, np.float32)
             same_bits(y[:, product.columns[i] :][:, :n], float32_product(reference_values(kind, rows_of_kind(kind, n, k)), x, bias))
 
 
-def test_what_does_not_fit_is_not_read(products: Products) -> None:
+def test_what_does_not_fit_is_not_read(products: MatmulContext) -> None:
     product = product_of(products, (("F32", 16),), 64)
     for x in (normal(2, 63), normal(2, 64).astype(np.float64), normal(64, 2).T):
         with pytest.raises(AssertionError):
@@ -117,19 +117,19 @@ def test_rows_are_put_together_to_take_least(seconds: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_was_measured_changes_no_bit(seed: int, products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_changes_no_bit(seed: int, products: MatmulContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def any_times(functions: dict[int, int], *_: object) -> dict[int, float]:
         rng = np.random.default_rng(seed)
         return {rows: float(rng.uniform(0.5, 2)) * rows ** rng.uniform(0.3, 1) for rows in functions}
 
     usual, x = product_of(products, MIXED[:3], 256), normal(70, 256, seed=1)
     monkeypatch.setattr(matmul, "measured", any_times)
-    other = product_of(Products(products.int8, products.kernels), MIXED[:3], 256)
+    other = product_of(MatmulContext(products.int8, products.kernels), MIXED[:3], 256)
     for count in (1, 7, 16, 33, 70):
         same_bits(other.rows(x[:count], 2), usual.rows(x[:count], 2))
 
 
-def test_every_function_is_measured(products: Products) -> None:
+def test_every_function_is_measured(products: MatmulContext) -> None:
     products.matrix(random_weight("Q5_K", 16, 256))
     fmt = QUANTISED["Q5_K"]
     functions = products.kernels.of(fmt, products.int8)
@@ -141,10 +141,10 @@ def test_every_function_is_measured(products: Products) -> None:
     assert line[STEPS + 1] == 1
 
 
-def test_modules_over_one_product(products: Products) -> None:
+def test_modules_over_one_product(products: MatmulContext) -> None:
     product = product_of(products, (("Q8_0", 80), ("Q4_0", 24), ("F32", 33)), 64)
-    shared = Shared(product)
-    parts, x = [SharedPart(shared, i) for i in range(3)], torch.from_numpy(normal(2, 5, 64, seed=1))
+    shared = SharedProduct(product)
+    parts, x = [SharedLinear(shared, i) for i in range(3)], torch.from_numpy(normal(2, 5, 64, seed=1))
     expected = product.rows(x.reshape(10, 64).numpy(), 1)
     for _ in range(2):
         for i, part in enumerate(parts):
@@ -154,16 +154,16 @@ def test_modules_over_one_product(products: Products) -> None:
     assert shared.x is None, "inputs are let go of"
     assert [part.matrix for part in parts] == list(product.matrices)
     wide = torch.from_numpy(normal(5, 128, seed=2))
-    linear = PackedLinear(product_of(products, (("Q8_0", 80),), 64))
+    linear = CpuPackedLinear(product_of(products, (("Q8_0", 80),), 64))
     assert torch.equal(linear(wide[:, ::2]), linear(wide[:, ::2].contiguous()))
 
 
-def test_an_embedding_gives_rows(products: Products) -> None:
+def test_an_embedding_gives_rows(products: MatmulContext) -> None:
     matrix = products.matrix(random_weight("Q4_K", 50, 256))
     ids = torch.tensor([[0, 49, 17], [17, 16, 15]])
     values = torch.from_numpy(reference_values("Q4_K", rows_of_kind("Q4_K", 50, 256)))
-    assert torch.equal(PackedEmbedding(products.kernels, matrix, None)(ids), values[ids])
-    assert torch.equal(PackedEmbedding(products.kernels, matrix, 16.0)(ids), values[ids] * 16)
+    assert torch.equal(CpuPackedEmbedding(products.kernels, matrix, None)(ids), values[ids])
+    assert torch.equal(CpuPackedEmbedding(products.kernels, matrix, 16.0)(ids), values[ids] * 16)
     np.testing.assert_array_equal(rows_of(products.kernels, matrix.weight, ids[0].numpy()), values[ids[0]].numpy())
     assert matrix.weight.n_blocks == 256 // DEPTH
     assert matrix.bias.shape == (4 * WIDTH,)

@@ -10,7 +10,7 @@ from weights import EVERY, packed, random_weight, read_panels, reference_values,
 
 from ngramspec.backends.cpu import packing
 from ngramspec.backends.cpu.codegen.kernels import Kernels
-from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, WIDTH, Blocks, Plain, format_of, panel_bytes
+from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, WIDTH, PlainFormat, QuantFormat, format_of, panel_bytes
 from ngramspec.backends.cpu.matmul import rows_of
 from ngramspec.backends.cpu.packing import Arena, PackedWeight, packed_bytes
 from ngramspec.models.tensor_source import KINDS, row_bytes
@@ -27,10 +27,10 @@ def same_numbers(a: np.ndarray, b: np.ndarray) -> None:
 
 def weights_of(weight: PackedWeight) -> np.ndarray:
     """[N, K] by the description of the format alone."""
-    if isinstance(weight.format, Plain):
-        kind = {Plain.F32: np.float32, Plain.F16: np.float16, Plain.BF16: np.uint16}[weight.format]
+    if isinstance(weight.format, PlainFormat):
+        kind = {PlainFormat.F32: np.float32, PlainFormat.F16: np.float16, PlainFormat.BF16: np.uint16}[weight.format]
         numbers = weight.data.view(kind).reshape(weight.n_panels, -1, WIDTH)
-        if weight.format is Plain.BF16:
+        if weight.format is PlainFormat.BF16:
             numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
         return numbers.transpose(0, 2, 1).reshape(weight.n_panels * WIDTH, -1)[: weight.n_out, : weight.n_in].astype(np.float32)
     read = read_panels(weight)
@@ -71,7 +71,7 @@ def test_a_panel_has_the_bytes_of_the_file(kind: str) -> None:
         in_file, n_panels = filled * row_bytes(kind, k), filled // WIDTH
         # the scales' two parts end with a whole line; those of Q3_K to Q5_K and IQ4_XS are a byte each, of which the file keeps 4 or 6 bits
         assert packed_bytes(kind, n, k) <= 1.2 * in_file + 2 * LINE * n_panels
-        if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K", "IQ4_NL", *Plain.__members__):
+        if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K", "IQ4_NL", *PlainFormat.__members__):
             assert in_file <= packed_bytes(kind, n, k) < in_file + 2 * LINE * n_panels
 
 
@@ -110,11 +110,11 @@ def test_memory_that_there_is_not() -> None:
         Arena().take(1 << 60)
 
 
-@pytest.mark.parametrize("fmt", [*QUANTISED.values(), *Plain])
-def test_parts_of_a_panel_begin_with_a_line(fmt: Blocks | Plain) -> None:
+@pytest.mark.parametrize("fmt", [*QUANTISED.values(), *PlainFormat])
+def test_parts_of_a_panel_begin_with_a_line(fmt: QuantFormat | PlainFormat) -> None:
     for n_blocks in (1, 2, 8, 9, 48, 131):
         assert panel_bytes(fmt, n_blocks) % LINE == 0
-        if isinstance(fmt, Blocks):
+        if isinstance(fmt, QuantFormat):
             assert 0 < n_blocks * fmt.scale_bytes <= fmt.super_at(n_blocks) <= fmt.codes_at(n_blocks) < panel_bytes(fmt, n_blocks)
             assert fmt.super_at(n_blocks) % LINE == fmt.codes_at(n_blocks) % LINE == 0
 

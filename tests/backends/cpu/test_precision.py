@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cpu.attention import Pass
-from ngramspec.backends.cpu.llama_runner import StackRunner
+from ngramspec.backends.cpu.llama_runner import LlamaRunner
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.server.app import create_app
@@ -66,7 +66,7 @@ def test_texts_depend_on_nothing_else(engine: Engine, temperature: float) -> Non
 def test_a_later_start_writes_the_same(folder: Path, precision: str) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
     path, made = str(tiny_gguf.write(folder / f"again-{precision}.gguf", "qwen3", "Q5_K")), []
-    for kind in (CpuRunner, StackRunner):
+    for kind in (CpuRunner, LlamaRunner):
         with Engine(path, precision=precision, **LIMITS) as engine:
             assert type(engine.runner) is kind
             made.append((engine.complete("the sea ", params).token_ids, engine.precision, engine.exactness, engine.props()["kv_dtype"]))

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from ngramspec.backends.cpu.codegen.kernels import LEAST, N_ARGUMENTS
-from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, Blocks, Plain
+from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat
 from ngramspec.backends.cpu.packing import Arena, PackedWeight, pack
 from ngramspec.backends.cpu.threads import call
 from ngramspec.models.tensor_source import KINDS, dequantise
@@ -29,7 +29,7 @@ SPECIAL = (0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0)
 def rows_of_kind(kind: str, n: int, k: int, seed: int = 0, special: bool = False) -> np.ndarray:
     """Any bytes for codes and small scales, float16 factors of about 1e-2 of both signs, [n, bytes of a row] uint8."""
     rng = np.random.default_rng(seed)
-    if kind in Plain.__members__:
+    if kind in PlainFormat.__members__:
         values = rng.normal(0, 0.3, (n, k)).astype(np.float32)
         if kind == "BF16":
             return np.ascontiguousarray(values.view(np.uint16)[:, 1::2]).view(np.uint8)
@@ -46,7 +46,7 @@ def rows_of_kind(kind: str, n: int, k: int, seed: int = 0, special: bool = False
 
 def reference_values(kind: str, rows: np.ndarray) -> np.ndarray:
     """[n, K] float32 of gguf's own dequantisation."""
-    return dequantise(kind, rows) if kind in Plain.__members__ else gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    return dequantise(kind, rows) if kind in PlainFormat.__members__ else gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
 
 
 def packed(kind: str, rows: np.ndarray) -> PackedWeight:
@@ -75,7 +75,7 @@ class Read(NamedTuple):
 def read_panels(weight: PackedWeight) -> Read:
     """From the bytes of panels, by the words of `formats` alone."""
     fmt, n_blocks = weight.format, weight.n_blocks
-    assert isinstance(fmt, Blocks)
+    assert isinstance(fmt, QuantFormat)
     n_panels, parts = weight.n_panels, 2 if fmt.by_16 else 1
     codes = np.zeros((n_panels, n_blocks, DEPTH, WIDTH), np.int64)
     raw = weight.data[:, weight.codes_at :].reshape(n_panels, n_blocks, fmt.code_bytes // LINE, WIDTH, 4).astype(np.int64)
@@ -186,4 +186,4 @@ def codes_and_records(function: int, x: np.ndarray) -> tuple[np.ndarray, np.ndar
     return codes, records
 
 
-EVERY = (*QUANTISED, *Plain.__members__)
+EVERY = (*QUANTISED, *PlainFormat.__members__)

@@ -20,7 +20,7 @@ from llvmlite import binding, ir
 from numba.core import config as numba_config
 
 from ngramspec.backends.cpu import formats
-from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, Blocks, Format, Plain
+from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 from ngramspec.sampling import numeric
 
 BYTE, HALF, WORD, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -94,7 +94,7 @@ def targets() -> list[Target]:
     return found
 
 
-class Code:
+class CompiledModules:
     """Machine code of modules that were compiled for a target, with a folder that keeps it for the next start (None: none)."""
 
     def __init__(self, target: Target, folder: Path | None = None) -> None:
@@ -135,14 +135,14 @@ class Kernels:
 
     def __init__(self, target: Target | None = None, folder: Path | None = None) -> None:
         self.target = target or host_target()
-        self._code = Code(self.target, folder)
-        self._found: dict[tuple[Format, bool, bool], dict[int, int]] = {}
+        self._code = CompiledModules(self.target, folder)
+        self._found: dict[tuple[WeightFormat, bool, bool], dict[int, int]] = {}
         self._others: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def of(self, fmt: Format, int8: bool, *, few: bool = False) -> dict[int, int]:
+    def of(self, fmt: WeightFormat, int8: bool, *, few: bool = False) -> dict[int, int]:
         """By number of rows: INT8_ROWS, or FLOAT_ROWS; of these `few`: FEW_ROWS."""
-        assert not int8 or isinstance(fmt, Blocks), fmt
+        assert not int8 or isinstance(fmt, QuantFormat), fmt
         with self._lock:
             if (fmt, int8, few) not in self._found:
                 counts = FEW_ROWS if few else INT8_ROWS if int8 else FLOAT_ROWS
@@ -159,18 +159,18 @@ class Kernels:
         """A function of the addresses of gate and up, the number of blocks of 32, and the address of silu(gate) · up, float32."""
         return self._one("silu", None, _silu)
 
-    def unpack(self, fmt: Format) -> int:
+    def unpack(self, fmt: WeightFormat) -> int:
         """A function of a panel's address, blocks, where scales and codes begin, and the address of the result, float32 [K, 16]."""
         return self._one(f"{fmt} unpack", fmt, _unpack)
 
-    def _one(self, name: str, fmt: Format | None, write: Callable[..., None]) -> int:
+    def _one(self, name: str, fmt: WeightFormat | None, write: Callable[..., None]) -> int:
         with self._lock:
             if name not in self._others:
                 self._others[name] = self._code.compile(name, lambda: _module(self.target, fmt, (1,), write))("rows_1")
             return self._others[name]
 
 
-def _module(target: Target, fmt: Format | None, counts: Sequence[int], write: Callable[..., None]) -> str:
+def _module(target: Target, fmt: WeightFormat | None, counts: Sequence[int], write: Callable[..., None]) -> str:
     module = ir.Module("ngramspec")
     module.triple = binding.get_default_triple()
     for rows in counts:
@@ -258,7 +258,7 @@ class Emitter:
 
     # ------------------------------------------------------------------ codes
 
-    def codes(self, fmt: Blocks, address: Any) -> Callable[[int], Any]:
+    def codes(self, fmt: QuantFormat, address: Any) -> Callable[[int], Any]:
         """A function from a group to its codes, 64 bytes as 16 words, of the block whose codes lie at this address."""
         planes, at = [], address
         for bits in fmt.planes:
@@ -422,7 +422,7 @@ def widened(b: Any, bits: Any) -> Any:
     return b.bitcast(b.or_(b.bitcast(scaled, kind), b.shl(b.and_(wide, words(0x8000)), words(16))), floats)
 
 
-def _int8(e: Emitter, fmt: Blocks, n_rows: int, args: Sequence[Any]) -> None:
+def _int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) -> None:
     n_panels, n_blocks, x0, x_step, q0, q_step = args[1], args[3], args[6], args[7], args[8], args[9]
     xs, qs = [x0], [q0]
     for _ in range(n_rows - 1):
@@ -461,7 +461,7 @@ def _in_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], N
 class _Panel:
     """Addresses of one panel."""
 
-    def __init__(self, e: Emitter, fmt: Blocks, p: Any, args: Sequence[Any]) -> None:
+    def __init__(self, e: Emitter, fmt: QuantFormat, p: Any, args: Sequence[Any]) -> None:
         b = e.b
         w0, _, panel_bytes, _, super_at, codes_at, _, _, _, _, bias0, y0, _ = args
         self.scales = b.add(w0, b.mul(p, panel_bytes))
@@ -471,7 +471,7 @@ class _Panel:
 
 
 def _int8_block(
-    e: Emitter, fmt: Blocks, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any], ahead: Any
+    e: Emitter, fmt: QuantFormat, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any], ahead: Any
 ) -> list[Any]:
     """Totals [panels][rows] plus block i's products, one list."""
     b = e.b
@@ -521,19 +521,19 @@ def _int8_block(
     return ends
 
 
-def _weights(e: Emitter, fmt: Format, w: Any, super_at: Any, codes_at: Any, i: Any) -> Callable[[int], Any]:
+def _weights(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, codes_at: Any, i: Any) -> Callable[[int], Any]:
     """A function from an input of block i of the panel at w to its 16 weights, float32."""
     b = e.b
-    if isinstance(fmt, Plain):
+    if isinstance(fmt, PlainFormat):
         here = b.add(w, b.mul(i, LONG(DEPTH * WIDTH * fmt.itemsize)))
         step = WIDTH * fmt.itemsize
         e_halves = ir.VectorType(HALF, WIDTH)
 
         def plain(j: int) -> Any:
             at = e.at(here, step * j)
-            if fmt is Plain.F32:
+            if fmt is PlainFormat.F32:
                 return e.load(at, FLOATS, 64)
-            if fmt is Plain.F16:
+            if fmt is PlainFormat.F16:
                 return e.halves(at)
             return b.bitcast(b.shl(b.zext(e.load(at, e_halves, 32), WORDS), e.words(16)), FLOATS)
 
@@ -568,7 +568,7 @@ def _weights(e: Emitter, fmt: Format, w: Any, super_at: Any, codes_at: Any, i: A
     return weights
 
 
-def _float32(e: Emitter, fmt: Format, n_rows: int, args: Sequence[Any]) -> None:
+def _float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]) -> None:
     w0, n_panels, panel_bytes, n_blocks, super_at, codes_at, x0, x_step, _, _, bias0, y0, y_step = args
     b = e.b
     xs = [x0]
@@ -598,7 +598,7 @@ def _float32(e: Emitter, fmt: Format, n_rows: int, args: Sequence[Any]) -> None:
     _in_tiles(e, n_panels, max(1, min(4, e.target.chains // n_rows)), panels)
 
 
-def _unpack(e: Emitter, fmt: Format, _rows: int, args: Sequence[Any]) -> None:
+def _unpack(e: Emitter, fmt: WeightFormat, _rows: int, args: Sequence[Any]) -> None:
     w, n_blocks, super_at, codes_at, y0 = args[:5]
     with e.loop(n_blocks, []) as (i, _, _):
         weights = _weights(e, fmt, w, super_at, codes_at, i)
