@@ -13,7 +13,7 @@ import torch
 from fastapi.testclient import TestClient
 
 from ngramspec import Engine, SamplingParams
-from ngramspec.backends.cpu.attention import Pass
+from ngramspec.backends.cpu.attention import CpuAttentionPass
 from ngramspec.backends.cpu.llama_runner import LlamaRunner
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
@@ -140,4 +140,4 @@ def test_attention_on_the_cpu_refuses_another_dtype() -> None:
         heads, dim = engine.runner.shapes[0]
         rows = torch.zeros(1, heads, dim, dtype=torch.bfloat16)
         with pytest.raises(UnsupportedModelError, match=r"layer 0: attention over torch.bfloat16; .* torch.float32"):
-            Pass(engine.runner.pool, None).attend(0, rows, rows, rows, 1.0, 0, 0.0)  # type: ignore[arg-type]
+            CpuAttentionPass(engine.runner.pool, None).attend(0, rows, rows, rows, 1.0, 0, 0.0)  # type: ignore[arg-type]
