@@ -22,7 +22,7 @@ from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_pa
 INTERRUPTED = 130
 
 _COMMANDS = {
-    "beam": "beam:beam",
+    "beam": "beam_search:beam",
     "build-datastore": "datastore:build_datastore",
     "plan": "plan:plan",
     "serve": "serve:serve",
