@@ -26,8 +26,8 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.server.body_limits import replace_lone_surrogates
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.template_process import TemplateLimitError, get_template_processes
-from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, learn
-from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, in_text
+from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
+from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
 
 Tools = Sequence[dict[str, Any]]
 """As OpenAI's chats declare them."""
@@ -154,11 +154,11 @@ class Prompts:
         """The same without tools, where there are some and the template knows none."""
         if not (tools or any(turn.calls or turn.role == TOOL for turn in turns)) or self._learned is not None:
             return turns, tools
-        return in_text(turns, tools, takes_system=self._takes_system), ()
+        return write_tools_as_text(turns, tools, takes_system=self._takes_system), ()
 
     @cached_property
     def _learned(self) -> CallFormat | None:
-        return learn(self._template, list(self._specials))
+        return detect_call_format(self._template, list(self._specials))
 
     @cached_property
     def _takes_system(self) -> bool:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat
-from ngramspec.server.tool_calls.call_reader import Argued, Called, CallReader, KnownTools, Said
+from ngramspec.server.tool_calls.call_reader import CallReader
+from ngramspec.server.tool_calls.call_scanner import KnownTools, TextDelta, ToolCallArguments, ToolCallStart
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -63,16 +64,16 @@ def read(
     for piece in pieces:
         at = 0
         for found in SPECIAL.finditer(piece) if as_tokens else ():
-            events += reader.push(piece[at : found.start()]) + reader.mark(found[0])
+            events += reader.push(piece[at : found.start()]) + reader.push_special(found[0])
             at = found.end()
         events += reader.push(piece[at:])
     for event in [*events, *reader.finish(cut=cut)]:
         match event:
-            case Said(text):
+            case TextDelta(text):
                 said += text
-            case Called(name):
+            case ToolCallStart(name):
                 calls.append((name, ""))
-            case Argued(text):
+            case ToolCallArguments(text):
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
     assert reader.n_calls == len(calls)
     return said, [(name, json.loads(arguments)) for name, arguments in calls]
@@ -243,7 +244,7 @@ def test_what_is_said_so_far_is_what_will_have_been_said(form: str) -> None:
     so_far = ""
     for char in text:
         for event in reader.push(char):
-            so_far += event.text if isinstance(event, Said) else ""
+            so_far += event.text if isinstance(event, TextDelta) else ""
             assert said.startswith(so_far)
 
 
@@ -312,7 +313,7 @@ def test_no_cut_tells_and_nothing_is_lost(fragments: list[str], several: bool) -
 def test_text_is_not_held_back_longer_than_it_can_become_a_call() -> None:
     for text, rest in (("See {", '"answer'), ("a <", "div>"), ('{"name": "Bob', '"'), ("```python\nx", " = 1"), ('{"id": 3', ",")):
         reader = CallReader(HERMES, known())
-        said = "".join(event.text for event in reader.push(text + rest) if isinstance(event, Said))
+        said = "".join(event.text for event in reader.push(text + rest) if isinstance(event, TextDelta))
         assert said == text + rest
 
 
@@ -335,5 +336,5 @@ def test_a_text_that_seems_to_call_over_and_over_takes_linear_time() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": "' * 4000
     reader = CallReader(HERMES, known())
     reader.push(text)
-    assert sum(len(event.text) for event in [*reader.finish()] if isinstance(event, Said)) <= len(text)
+    assert sum(len(event.text) for event in [*reader.finish()] if isinstance(event, TextDelta)) <= len(text)
     assert reader.n_calls == 0

@@ -16,8 +16,9 @@ from tokenizers import AddedToken
 
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
-from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, Tool, call_grammar
-from ngramspec.server.tool_calls.call_reader import Argued, Called, CallReader, Event, KnownTools, Said
+from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, Tool, make_call_grammar
+from ngramspec.server.tool_calls.call_reader import CallReader
+from ngramspec.server.tool_calls.call_scanner import KnownTools, StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 LLAMA = CallFormat('{"name": "', '", "parameters": ', None, "}")
 MISTRAL = CallFormat(
@@ -41,19 +42,19 @@ def read(form: CallFormat, pieces: Sequence[str], *, held: bool = False) -> tupl
     """(what is said, (name, arguments) of what is called)"""
     reader = CallReader(form, KNOWN, held=held)
     said, calls = "", []
-    events: list[Event] = []
+    events: list[StreamDelta] = []
     for piece in pieces:
         for i, text in enumerate(piece.split(MARK)):
-            events += reader.mark("[TOOL_CALLS]") if i else []
+            events += reader.push_special("[TOOL_CALLS]") if i else []
             events += reader.push(text)
     for event in [*events, *reader.finish()]:
         match event:
-            case Said(text):
+            case TextDelta(text):
                 assert text
                 said += text
-            case Called(name):
+            case ToolCallStart(name):
                 calls.append((name, ""))
-            case Argued(text):
+            case ToolCallArguments(text):
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
     assert reader.n_calls == len(calls)
     return said, calls
@@ -121,12 +122,12 @@ def test_held_calls_are_told_of_while_they_are_written(form: str) -> None:
     written = shown.first + "f" + shown.middle + '{"a": "b"}' + shown.last
     text = written.replace("[TOOL_CALLS]", MARK).replace("[ARGS]", "").replace("\0", "abcdefghi")
     reader = CallReader(shown, KNOWN, held=True)
-    seen: list[Event] = []
+    seen: list[StreamDelta] = []
     for piece in text.partition('"b"')[0].split(MARK):
-        seen += reader.mark("[TOOL_CALLS]") if MARK in text and not seen and piece else []
+        seen += reader.push_special("[TOOL_CALLS]") if MARK in text and not seen and piece else []
         seen += reader.push(piece)
-    assert [event for event in seen if not isinstance(event, Argued)] == [Called("f")]
-    assert "".join(event.text for event in seen if isinstance(event, Argued)) == '{"a": '
+    assert [event for event in seen if not isinstance(event, ToolCallArguments)] == [ToolCallStart("f")]
+    assert "".join(event.text for event in seen if isinstance(event, ToolCallArguments)) == '{"a": '
     assert read(shown, [text], held=True) == read(shown, list(text), held=True) == ("", [("f", '{"a": "b"}')])
     assert read(shown, [text.partition('"b"')[0]], held=True) == ("", [("f", '{"a": ')])
 
@@ -166,15 +167,15 @@ def test_a_grammar_takes_calls_that_fit_and_nothing_else(tokenizer: LLTokenizer,
     added = {token: number for token, number in SPECIAL.items() if token in shown.special or (with_token and token == "<tool_call>")}
     one, two = written(shown, ("f", '{"a": "b"}')), written(shown, ("f", '{"a": ""}'), ("g.h", '{"n": 2}'))
     wrong = [written(shown, ("f", '{"n": 1}')), written(shown, ("g.h", '{"n": 3}')), written(shown, ("h", "{}")), "text", one + "x"]
-    several = call_grammar(shown, [TOOL, OTHER], added, several=True)
-    single = call_grammar(shown, [TOOL, OTHER], added, several=False)
+    several = make_call_grammar(shown, [TOOL, OTHER], added, several=True)
+    single = make_call_grammar(shown, [TOOL, OTHER], added, several=False)
     for grammar in (several, single):
         assert accepts(tokenizer, grammar, one, added)
         assert not any(accepts(tokenizer, grammar, text, added) for text in wrong)
     if shown.between is not None:
         assert accepts(tokenizer, several, two, added)
         assert not accepts(tokenizer, single, two, added)
-    free = call_grammar(shown, [TOOL._replace(strict=True), OTHER], added, several=True, free=True)
+    free = make_call_grammar(shown, [TOOL._replace(strict=True), OTHER], added, several=True, free=True)
     loose = written(shown, ("g.h", '{"n": 3, "any": []}'))
     for text in ("", "text", one, loose):
         assert accepts(tokenizer, free, text, added), text
@@ -183,7 +184,7 @@ def test_a_grammar_takes_calls_that_fit_and_nothing_else(tokenizer: LLTokenizer,
     assert not accepts(tokenizer, free, wrong[0], added)
     assert accepts(tokenizer, free, wrong[2], added) == (not shown.trigger)  # JSON with an unknown name is any text
     schema = Grammar.json_schema({"enum": [3, 4]})
-    either = call_grammar(shown, [TOOL], added, several=False, otherwise=schema)
+    either = make_call_grammar(shown, [TOOL], added, several=False, otherwise=schema)
     assert accepts(tokenizer, either, "4", added)
     assert accepts(tokenizer, either, one, added)
     assert not accepts(tokenizer, either, "5", added)
@@ -191,7 +192,7 @@ def test_a_grammar_takes_calls_that_fit_and_nothing_else(tokenizer: LLTokenizer,
 
 def test_letters_that_are_operators_in_a_grammar(tokenizer: LLTokenizer) -> None:
     schema = {"type": "object", "properties": {"a&b": {"enum": ["~/x & y"]}}, "description": "&~" * 9, "required": ["a&b"]}
-    grammar = call_grammar(HERMES, [Tool("f", schema)], {}, several=False)
+    grammar = make_call_grammar(HERMES, [Tool("f", schema)], {}, several=False)
     assert grammar.text.count("&") + grammar.text.count("~") == 0
     assert accepts(tokenizer, grammar, written(HERMES, ("f", '{"a&b": "~/x & y"}')), {})
     assert not accepts(tokenizer, grammar, written(HERMES, ("f", '{"a&b": "~/x"}')), {})
@@ -207,9 +208,9 @@ def test_a_tools_schema_is_held_as_any_other(tokenizer: LLTokenizer) -> None:
         "required": ["a"],
         **lenient,
     }
-    grammar = call_grammar(HERMES, [Tool("f", schema)], {}, several=False)
+    grammar = make_call_grammar(HERMES, [Tool("f", schema)], {}, several=False)
     assert accepts(tokenizer, grammar, written(HERMES, ("f", '{"a": 1, "d0": "2024-01-02"}')), {})
     for wrong in ('{"a": 2}', '{"a": 1, "d0": "x"}', '{"a":  1}'):
         assert not accepts(tokenizer, grammar, written(HERMES, ("f", wrong)), {})
     with pytest.raises(GrammarError, match="'not' at '#/properties/a'"):
-        call_grammar(HERMES, [Tool("f", {"properties": {"a": {"not": {"const": 1}}}, **lenient})], {}, several=False)
+        make_call_grammar(HERMES, [Tool("f", {"properties": {"a": {"not": {"const": 1}}}, **lenient})], {}, several=False)

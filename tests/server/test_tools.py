@@ -21,7 +21,7 @@ from ngramspec.datastore.tokens import plain
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.chat_template import Prompts
 from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat
-from ngramspec.server.tool_calls.stream_parser import ToolDeclared, toolbox
+from ngramspec.server.tool_calls.stream_parser import ToolDeclared, make_toolbox
 from ngramspec.server.tool_calls.tool_prompt import Call, Turn
 
 SHAPE = {
@@ -290,7 +290,9 @@ def test_schemas_are_looked_up_nowhere_and_match_in_linear_time() -> None:
         "none": {"type": "?"},
         "good": {"properties": {"a": {"type": "string"}}},
     }
-    box = toolbox([ToolDeclared.model_validate(declared(name, schema)) for name, schema in asked.items() if name != "none"], None, None)
+    box = make_toolbox(
+        [ToolDeclared.model_validate(declared(name, schema)) for name, schema in asked.items() if name != "none"], None, None
+    )
     started = time.monotonic()
     fits = {name: box.known.fits(name, {"a": "a" * 5000 + "b"}) for name in box.known.schemas}
     assert fits == {"outside": False, "file": False, "slow": False, "round": True, "good": True}

@@ -23,8 +23,8 @@ from ngramspec.server.queue import Work
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import State
 from ngramspec.server.token_strings import TokenTexts
-from ngramspec.server.tool_calls.call_reader import Argued, Called, Event, Said
-from ngramspec.server.tool_calls.stream_parser import Listener, calls_made, toolbox
+from ngramspec.server.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.server.tool_calls.stream_parser import StreamParser, make_toolbox, read_calls
 from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 
 KIND = "chat.completion"
@@ -53,11 +53,11 @@ def router(state: State) -> APIRouter:
     @routes.post("/apply-template", tags=["llama.cpp"])
     async def apply_template(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> ApplyTemplateResponse:
         """The text that a conversation becomes before the model continues it."""
-        box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
+        box = make_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
         conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
         with state.admission.reserve(), refusing():
             text = await state.encoders.run(
-                identity.tenant, conversation.n_chars, lambda: prompts.text(conversation.turns, box.told, conversation.style)
+                identity.tenant, conversation.n_chars, lambda: prompts.text(conversation.turns, box.prompt_tools, conversation.style)
             )
             return ApplyTemplateResponse(prompt=text)
 
@@ -75,7 +75,7 @@ class _ChatHandler(CompletionHandler):
         """Nothing is to be written: the prompt is computed, so that a later request finds it."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
-        box = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
+        box = make_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
         self._prediction = None if body.prediction is None else text_of(body.prediction.content, "prediction.content")
         self._max_tokens = max(body.most_tokens, 1) if body.most_tokens is not None else None  # an engine writes one at least
@@ -104,10 +104,10 @@ class _ChatHandler(CompletionHandler):
         if self._silent:
             message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
             return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": "length"}
-        listener = self._conversation.listener()
-        for _ in listener.hear(choice):
+        parser = self._conversation.make_stream_parser()
+        for _ in parser.parse(choice):
             pass
-        reply = listener.reply
+        reply = parser.reply
         message = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.calls:
             message |= {"content": reply.content or None, "tool_calls": [_call(call) for call in reply.calls]}
@@ -116,7 +116,7 @@ class _ChatHandler(CompletionHandler):
                 "index": choice.index,
                 "message": message,
                 "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": listener.finish_reason(choice.finish_reason),
+                "finish_reason": parser.get_finish_reason(choice.finish_reason),
             }
             | self.told_sources(choice)
             | self.told_stop(choice)
@@ -125,28 +125,28 @@ class _ChatHandler(CompletionHandler):
     async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
         """The pieces of a stream: for each choice who speaks, what it says and calls, and why it ends."""
         head = self.chunk(CHUNK)
-        listeners: dict[int, Listener] = {}
+        parsers: dict[int, StreamParser] = {}
         completions: list[Completion] = []
         nothing = None if self._conversation.toolbox.tools else ""
         async for _, delta in pieces:
-            if delta.index not in listeners:
-                listeners[delta.index] = self._conversation.listener()
+            if delta.index not in parsers:
+                parsers[delta.index] = self._conversation.make_stream_parser()
                 yield head | {"choices": [_piece(delta.index, {"role": "assistant", "content": nothing, "refusal": None})]}
             if self._silent:
                 if delta.finish_reason is not None:
                     yield head | {"choices": [_piece(delta.index, {}, "length")]}
                     completions += [] if delta.completion is None else [delta.completion]
                 continue
-            listener = listeners[delta.index]
+            parser = parsers[delta.index]
             extras = {"logprobs": self._logprobs(delta.logprobs)} | self.told_sources(delta)
             told = not (delta.token_ids and (self._body.logprobs or self.sources))
-            for event in listener.hear(delta):
-                yield head | {"choices": [_piece(delta.index, _said(listener, event)) | ({} if told else extras)]}
+            for event in parser.parse(delta):
+                yield head | {"choices": [_piece(delta.index, _said(parser, event)) | ({} if told else extras)]}
                 told = True
             if not told:
                 yield head | {"choices": [_piece(delta.index, {"content": ""}) | extras]}
             if delta.finish_reason is not None:
-                last = _piece(delta.index, {}, listener.finish_reason(delta.finish_reason)) | self.told_stop(delta)
+                last = _piece(delta.index, {}, parser.get_finish_reason(delta.finish_reason)) | self.told_stop(delta)
                 yield head | {"choices": [last]}
             if delta.completion is not None:
                 completions.append(delta.completion)
@@ -161,15 +161,15 @@ def _piece(index: int, delta: dict[str, Any], finish_reason: str | None = None) 
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _said(listener: Listener, event: Event) -> dict[str, Any]:
+def _said(parser: StreamParser, event: StreamDelta) -> dict[str, Any]:
     """A piece of a message."""
-    calls = listener.reply.calls
+    calls = parser.reply.calls
     match event:
-        case Said(text):
+        case TextDelta(text):
             return {"content": text}
-        case Called():
+        case ToolCallStart():
             return {"tool_calls": [{"index": len(calls) - 1} | _call(calls[-1])]}
-        case Argued(text):
+        case ToolCallArguments(text):
             return {"tool_calls": [{"index": len(calls) - 1, "function": {"arguments": text}}]}
 
 
@@ -195,7 +195,7 @@ def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
     if message.role not in ROLES:
         raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role")
     role = ROLES[message.role]
-    calls = calls_made(message.tool_calls, where)
+    calls = read_calls(message.tool_calls, where)
     if calls and role != ASSISTANT:
         raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
     if message.content is None and not calls:

@@ -16,7 +16,7 @@ from ngramspec.server.openai.schemas import Part, Sampled
 from ngramspec.server.queue import Work
 from ngramspec.server.state import State
 from ngramspec.server.tool_calls.call_reader import CallReader
-from ngramspec.server.tool_calls.stream_parser import Listener, Toolbox
+from ngramspec.server.tool_calls.stream_parser import StreamParser, Toolbox
 from ngramspec.server.tool_calls.tool_prompt import Turn
 
 
@@ -47,7 +47,7 @@ class Conversation:
     def n_chars(self) -> int:
         """Characters of all that the template shows."""
         turns = sum(len(turn.content) + sum(len(call.name) + len(call.arguments) for call in turn.calls) for turn in self.turns)
-        return turns + len(str(self.toolbox.told)) + len(str(self.style.variables))
+        return turns + len(str(self.toolbox.prompt_tools)) + len(str(self.style.variables))
 
     def encode(self, body: Sampled, max_tokens: int | None) -> list[int]:
         """The prompt's ids. Raises ApiError. Renders and encodes; for `Encoders`."""
@@ -57,7 +57,7 @@ class Conversation:
             raise unsupported("skip_special_tokens", why)
         check = bounds.check_text if body.truncate_prompt_tokens is None else None
         with refusing():
-            ids = self.prompts.chat(self.turns, self.toolbox.told, self.style, check and (lambda text: check(text, self.param)))
+            ids = self.prompts.chat(self.turns, self.toolbox.prompt_tools, self.style, check and (lambda text: check(text, self.param)))
             ids = body.cut(ids, self.state.engine.max_model_len - (max_tokens or 1))
             bounds.check_prompt(len(ids), self.param)
             if not ids:
@@ -71,19 +71,19 @@ class Conversation:
         params = body.params(max_tokens=left if max_tokens is None else max_tokens, n=n, logprobs=logprobs)
         state.bounds.check(params)
         body.check_form(state.engine, hints["tenant"])
-        if box.tools and (grammar := box.grammar(self.prompts.calls, self.prompts.added, params.grammar)) is not None:
-            box.check(state.engine, grammar, hints["tenant"])
+        if box.tools and (grammar := box.make_grammar(self.prompts.calls, self.prompts.added, params.grammar)) is not None:
+            box.check_grammar(state.engine, grammar, hints["tenant"])
             self.held = box.required or params.grammar is not None
             params = replace(params, grammar=grammar)
         return Work(ids, params, hints)
 
-    def listener(self) -> Listener:
+    def make_stream_parser(self) -> StreamParser:
         """For one choice of the work's completion."""
         if not self.toolbox.tools:
-            return Listener(None, {})
+            return StreamParser(None, {})
         box = self.toolbox
         reader = CallReader(self.prompts.calls, box.known, held=self.held, calls_only=box.required, several=box.several)
-        return Listener(reader, self.prompts.marks)
+        return StreamParser(reader, self.prompts.marks)
 
 
 def text_of(content: str | list[Part], where: str, types: Sequence[str] = ("text",)) -> str:

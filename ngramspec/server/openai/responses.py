@@ -22,7 +22,7 @@ from ngramspec.server.openai.schemas import TEMPERATURE
 from ngramspec.server.queue import Work
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import State
-from ngramspec.server.tool_calls.call_reader import Argued, Called, Said
+from ngramspec.server.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
 
 Event = dict[str, Any]
 
@@ -143,22 +143,22 @@ class _Output:
     def __init__(self, conversation: Conversation) -> None:
         self.items: list[dict[str, Any]] = []
         self.status = "completed"
-        self._listener = conversation.listener()
+        self._parser = conversation.make_stream_parser()
 
     def take(self, part: Choice | Delta) -> Iterator[Event]:
         """What a part adds. One with a `finish_reason` is the last."""
-        for event in self._listener.hear(part):
+        for event in self._parser.parse(part):
             match event:
-                case Said(text):
+                case TextDelta(text):
                     if not self.items or self.items[-1]["type"] != "message":
                         yield from self._begin_message()
                     self._text["text"] += text
                     yield self._of_part("response.output_text.delta", delta=text, logprobs=[])
-                case Called(name):
+                case ToolCallStart(name):
                     yield from self._end()
-                    call = {"type": "function_call", "call_id": self._listener.reply.calls[-1].id, "name": name, "arguments": ""}
+                    call = {"type": "function_call", "call_id": self._parser.reply.calls[-1].id, "name": name, "arguments": ""}
                     yield self._add("fc", call)
-                case Argued(text):
+                case ToolCallArguments(text):
                     self.items[-1]["arguments"] += text
                     yield self._of_item("response.function_call_arguments.delta", delta=text)
         if part.finish_reason is not None:

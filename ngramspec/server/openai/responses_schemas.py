@@ -30,7 +30,7 @@ from ngramspec.server.tool_calls.stream_parser import (
     ToolChoice,
     ToolDeclared,
     ToolNamed,
-    toolbox,
+    make_toolbox,
 )
 from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
 
@@ -135,7 +135,7 @@ class ResponsesRequest(Sampled):
             choice = ChosenTool(type=given.type, function=name, allowed_tools=allowed)
         else:
             choice = given
-        return toolbox(declared, choice, self.parallel_tool_calls, others=True)
+        return make_toolbox(declared, choice, self.parallel_tool_calls, others=True)
 
     @property
     def turns(self) -> list[Turn]:

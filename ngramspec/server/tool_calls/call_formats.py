@@ -1,6 +1,6 @@
-"""The form in which a model writes calls of tools, as its chat template shows it, and the grammar that holds a text to it.
+"""The form in which a model writes tool calls, as its chat template shows it, and the grammar that holds a text to it.
 
-What a template makes of two calls enters, a `CallFormat` leaves; with tools it becomes a `Grammar`. Models are told apart by what their
+A template's text of two calls enters, a `CallFormat` leaves; with tools it becomes a `Grammar`. Models are told apart by what their
 templates print, never by name. Knows neither templates' language nor HTTP; `call_reader` finds the calls in a text.
 """
 
@@ -15,36 +15,34 @@ from typing import Any, NamedTuple
 from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.json_schema import OPTIONS, WHITESPACE, prepare_schema
 
-ID = "\0"
-"""Stands for the id of a call, where a template prints it."""
-ID_PATTERN = "[a-zA-Z0-9]{9}"
-"""As Mistral's templates ask for it; to others any id will do."""
+ID = "\0"  # stands for the id of a call where a template prints it
+ID_PATTERN = "[a-zA-Z0-9]{9}"  # Mistral's templates require it; others accept any id
 _NAMES, _IDS, _ARGUMENTS = ("probe_alpha", "probe_beta"), ("Pr0beCal1", "Pr0beCal2"), {"probe_key": "probe_value"}
 _USER, _RESULT, _PLAIN = "probe_user", "probe_result", "probe_plain"
 _ARGUMENTS_AS_JSON = re.compile(r'\{\s*"probe_key"\s*:\s*"probe_value"\s*\}')
 _OBJECT = re.compile(r'(\[\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"$')
 _TO_ARGUMENTS = re.compile(r'"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _ANY_NAME = r"(?P<name>[\w.:/-]+)"
+# JSON as templates print it: a call that is read back is the text that was written, and everything except values is forced.
 _IN_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "} | OPTIONS
-"""JSON as templates print it: a call that is read back is the text that was written, and all but values is foreseen."""
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
-"""(messages, tools, whether the assistant's answer follows) -> what the template makes of them. Raises ValueError where it refuses."""
+"""(messages, tools, whether the assistant's answer follows) -> the rendered template. Raises ValueError if the template refuses."""
 
 
 class Tool(NamedTuple):
-    """What may be called."""
+    """A tool that may be called."""
 
     name: str
     parameters: dict[str, Any]
     """JSON schema of an object."""
     strict: bool = False
-    """A call of it fits the schema."""
+    """Every call of it must fit the schema."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Calls as text: `first` NAME `middle` ARGUMENTS (`between` NAME `middle` ARGUMENTS)* `last`, with `ID` where an id is."""
+    """Calls as text: `first` NAME `middle` ARGUMENTS (`between` NAME `middle` ARGUMENTS)* `last`, with `ID` in place of an id."""
 
     first: str
     middle: str
@@ -58,12 +56,12 @@ class CallFormat:
 
     @property
     def _object(self) -> re.Match[str] | None:
-        """A call is a JSON object, maybe in a list, which begins there."""
+        """The beginning of a call that is a JSON object, maybe in a list; None if it is not."""
         return _OBJECT.search(self.first) if _TO_ARGUMENTS.fullmatch(self.middle) else None
 
     @property
     def trigger(self) -> str:
-        """What tells of a call: a text, a token, or nothing, where it begins as JSON."""
+        """The text or token that begins a call; empty if it begins as JSON."""
         if found := self._object:
             return self.first[: found.start()].strip()
         tokens = [token for token in self.special if token in self.first and token in (self.between or self.first)]
@@ -71,12 +69,12 @@ class CallFormat:
 
     @property
     def listed(self) -> bool:
-        """Calls are items of a JSON list."""
+        """Whether calls are items of a JSON list."""
         return bool((found := self._object) and found[1])
 
     @property
     def head(self) -> re.Pattern[str]:
-        """From behind the trigger to a call's arguments."""
+        """Matches what stands between the trigger and a call's arguments."""
         if self._object:
             pairs = r'(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*'
             names = r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -86,19 +84,19 @@ class CallFormat:
 
     @property
     def tail(self) -> re.Pattern[str]:
-        """From behind the arguments to a call's end."""
+        """Matches what stands between the arguments and a call's end."""
         return re.compile(r'\s*(?:,\s*"id"\s*:\s*"[^"]*"\s*)?\}' if self._object else "")
 
     @property
     def end(self) -> str:
-        """What stands behind a call."""
+        """The text after the last call."""
         shown = self._shown(self.last)
         if self._object:
             shown = shown.partition("}")[2].strip().removeprefix("]")
         return shown.replace(ID, "").strip()
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """The text of (name, arguments as JSON), for a format that has no ids."""
+        """Return the text of these calls (name, arguments as JSON) in a format without ids."""
         assert self.between is not None
         return self.first + self.between.join(name + self.middle + arguments for name, arguments in calls) + self.last
 
@@ -108,7 +106,7 @@ class CallFormat:
         return text
 
     def _loosely(self, text: str) -> str:
-        """A pattern that finds a text, whatever its blanks, with or without the tokens that no text shows."""
+        """Return a pattern that finds a text, whatever its blanks, with or without the tokens that no text shows."""
         tokens = "|".join(map(re.escape, self.special))
         words = [word for part in (re.split(f"({tokens})", text) if tokens else [text]) for word in part.split()]
         escaped = [re.escape(word).replace(re.escape(ID), ID_PATTERN) for word in words]
@@ -117,24 +115,24 @@ class CallFormat:
         )
 
 
+# The format for models whose template knows no tools.
 HERMES = CallFormat(
     first='<tool_call>\n{"name": "',
     middle='", "arguments": ',
     between='}\n</tool_call>\n<tool_call>\n{"name": "',
     last="}\n</tool_call>",
 )
-"""For models whose template knows no tools."""
 
 
-def learn(render: Render, special: Sequence[str]) -> CallFormat | None:
-    """The format of a template, of which `special` are the tokens that no text shows; None where it knows no tools, or none that we do.
+def detect_call_format(render: Render, special: Sequence[str]) -> CallFormat | None:
+    """Return the format of a template; None if it knows no tools, or writes them in no form that is known here.
 
-    The template is asked: what it prints of two calls around their names and arguments is the format.
+    The template renders two calls: what it prints around their names and arguments is the format. `special`: tokens that no text shows.
     """
     for as_text in (False, True):
         arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
         try:
-            found = _learn(render, arguments)
+            found = _probe_template(render, arguments)
         except ValueError:
             continue
         if found is not None:
@@ -143,16 +141,16 @@ def learn(render: Render, special: Sequence[str]) -> CallFormat | None:
     return None
 
 
-def _learn(render: Render, arguments: Any) -> tuple[str, str, str | None, str] | None:
-    """Raises ValueError."""
-    tools = [_probe_tool(name) for name in _NAMES]
+def _probe_template(render: Render, arguments: Any) -> tuple[str, str, str | None, str] | None:
+    """Return `first`, `middle`, `between` and `last` of a CallFormat. Raises ValueError if the template refuses."""
+    tools = [_make_probe_tool(name) for name in _NAMES]
     user = {"role": "user", "content": _USER}
     calls = [
         {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
         for number, name in zip(_IDS, _NAMES, strict=True)
     ]
 
-    def said(message: dict[str, Any]) -> str:
+    def render_answer(message: dict[str, Any]) -> str:
         return render([user, {"role": "assistant", "content": ""} | message], tools, False)
 
     before = render([user], tools, True)
@@ -160,12 +158,12 @@ def _learn(render: Render, arguments: Any) -> tuple[str, str, str | None, str] |
     answered = render([user, {"role": "assistant", "content": "", "tool_calls": calls[:1]}, *results], tools, True)
     if _NAMES[0] not in before or _RESULT not in answered:
         return None
-    plain = said({"content": _PLAIN})
-    one = _parts(said({"tool_calls": calls[:1]}), before, plain, 1)
+    plain = render_answer({"content": _PLAIN})
+    one = _split_calls(render_answer({"tool_calls": calls[:1]}), before, plain, 1)
     if one is None:
         return None
     try:
-        two = _parts(said({"tool_calls": calls}), before, plain, 2)
+        two = _split_calls(render_answer({"tool_calls": calls}), before, plain, 2)
     except ValueError:
         two = None
     if two is None or [two[0], two[1], two[3]] != [one[0], one[1], one[2]] or two[4] != two[1]:
@@ -173,12 +171,12 @@ def _learn(render: Render, arguments: Any) -> tuple[str, str, str | None, str] |
     return two[0], two[1], two[2], two[3]
 
 
-def _parts(text: str, before: str, plain: str, n_calls: int) -> list[str] | None:
-    """What stands around the names and arguments of the calls: first, middle, (between,) last, and the second call's middle."""
+def _split_calls(text: str, before: str, plain: str, n_calls: int) -> list[str] | None:
+    """Return what stands around the calls' names and arguments: first, middle, (between,) last, and the second call's middle."""
     begin = next((i for i, (one, other) in enumerate(zip(text, before, strict=False)) if one != other), min(len(text), len(before)))
-    rest, said = text[begin:], plain[begin:]
-    if plain[:begin] == text[:begin] and _PLAIN in said:  # what every answer begins and ends with
-        opening, _, closing = said.partition(_PLAIN)
+    rest, answer = text[begin:], plain[begin:]
+    if plain[:begin] == text[:begin] and _PLAIN in answer:  # what every answer begins and ends with
+        opening, _, closing = answer.partition(_PLAIN)
         rest = rest.removeprefix(opening)
         rest = rest.removesuffix(closing) if rest.endswith(closing) else rest.rstrip().removesuffix(closing.rstrip())
     for number in _IDS:
@@ -197,7 +195,7 @@ def _parts(text: str, before: str, plain: str, n_calls: int) -> list[str] | None
     return [parts[0], middles[0], *parts[1:], rest, *middles[1:]]
 
 
-def _probe_tool(name: str) -> dict[str, Any]:
+def _make_probe_tool(name: str) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "a text"}}, "required": ["probe_key"]}
     return {"type": "function", "function": {"name": name, "description": "a tool", "parameters": parameters}}
 
@@ -205,7 +203,7 @@ def _probe_tool(name: str) -> dict[str, Any]:
 # ------------------------------------------------------------------ the grammar
 
 
-def call_grammar(
+def make_call_grammar(
     form: CallFormat,
     tools: Sequence[Tool],
     added: Mapping[str, int],
@@ -214,39 +212,44 @@ def call_grammar(
     free: bool = False,
     otherwise: Grammar | None = None,
 ) -> Grammar:
-    """What holds a text to calls of these tools, each by its schema. Raises GrammarError for what is too much.
+    """Return the grammar that holds a text to calls of these tools, each by its schema. Raises GrammarError if it is too large.
 
     `added`: tokens of the vocabulary that are written as one, with their ids. `free`: any text may stand before the calls, and in their
-    place; then only strict tools are held to their schemas, in the template's form and in JSON anywhere in the text, from where a call
-    begins. `otherwise`: JSON of that form may stand in their place.
+    place; then only strict tools are held to their schemas, in the template's form and in JSON anywhere in the text, from the beginning of
+    a call on. `otherwise`: JSON of that form may stand in their place.
     """
     assert not (free and otherwise)
-    writer = _Writer(added)
+    writer = _TermWriter(added)
     calls = "call"
     if several and form.between is not None:
-        calls += f" ({writer.terms(form.between)} call)*"
-    calls += f" {writer.terms(form.last)}"
-    rules = [f"calls: {writer.terms(form.first)} {calls}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        calls += f" ({writer.write(form.between)} call)*"
+    calls += f" {writer.write(form.last)}"
+    rules = [f"calls: {writer.write(form.first)} {calls}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         schema = prepare_schema({"type": "object"} | (tool.parameters if tool.strict or not free else {})) | {"x-guidance": _IN_LINE}
-        rules += [f"call_{i}: {writer.terms(tool.name + form.middle)} arguments_{i}", f"arguments_{i}: %json {_json(schema)}"]
+        rules += [f"call_{i}: {writer.write(tool.name + form.middle)} arguments_{i}", f"arguments_{i}: %json {_to_json(schema)}"]
     if free:
-        rules += _free(form, added, writer, calls, [tool for tool in tools if tool.strict], several)
+        rules += _make_free_rules(form, added, writer, calls, [tool for tool in tools if tool.strict], several)
     elif otherwise is not None:
         schema = json.loads(otherwise.text or '{"type": "object"}')
-        rules += ["start: calls | otherwise", f"otherwise: %json {_json(_flexible(schema))}"]
+        rules += ["start: calls | otherwise", f"otherwise: %json {_to_json(_allow_whitespace(schema))}"]
     else:
         rules += ["start: calls"]
     return Grammar.lark("\n".join(rules))
 
 
-def _free(form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: str, strict: Sequence[Tool], several: bool) -> list[str]:
-    """Text in which a call, once it begins, is held: in the template's form at the end of it, of strict tools in JSON anywhere."""
+def _make_free_rules(
+    form: CallFormat, added: Mapping[str, int], writer: _TermWriter, calls: str, strict: Sequence[Tool], several: bool
+) -> list[str]:
+    """Return the rules of text in which a call is held once it begins.
+
+    In the template's form a call ends the text; calls of strict tools in JSON may stand anywhere.
+    """
     trigger = form.trigger
     begins = [_JSON_CALL.format(name=_escape(tool.name)) for tool in strict]
     rules = []
     for i, (tool, begin) in enumerate(zip(strict, begins, strict=True)):
-        schema = _json(_flexible({"type": "object"} | tool.parameters))
+        schema = _to_json(_allow_whitespace({"type": "object"} | tool.parameters))
         rules += [f'json_{i}: begin_{i} BLANKS? json_arguments_{i} BLANKS? "}}"', f"begin_{i}[lazy]: /(?s:.*){begin}/"]
         rules += [f"json_arguments_{i}: %json {schema}"]
     if strict:
@@ -259,7 +262,7 @@ def _free(form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: st
     if strict:
         (parts if several else ends).append("json")
     if trigger:
-        rest = f"{writer.terms(form.first.partition(trigger)[2])} {calls}"  # blanks before a call are the text's
+        rest = f"{writer.write(form.first.partition(trigger)[2])} {calls}"  # blanks before a call are the text's
         if trigger in added:
             ends.append(f"TEXT? <[{added[trigger]}]> {rest}")
         else:
@@ -269,30 +272,30 @@ def _free(form: CallFormat, added: Mapping[str, int], writer: _Writer, calls: st
     return [f"start: {before}({' | '.join(ends)})", *rules]
 
 
+# The beginning of a call of this tool as JSON, up to its arguments.
 _JSON_CALL = (
     r'\{{\s*("(type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*"{name}"\s*,\s*("(type|id)"\s*:\s*"[^"]*"\s*,\s*)*"(arguments|parameters)"\s*:'
 )
-"""How a call of this tool begins as JSON, up to its arguments."""
 
 
-class _Writer:
-    """Texts as a grammar's terms."""
+class _TermWriter:
+    """Writes texts as a grammar's terms."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
         self._added = added
         words = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
         self._cut = re.compile(f"({words}|{ID})" if words else f"({ID})")
 
-    def terms(self, text: str) -> str:
-        return " ".join(self._term(piece) for piece in self._cut.split(text) if piece)
+    def write(self, text: str) -> str:
+        return " ".join(self._write_piece(piece) for piece in self._cut.split(text) if piece)
 
-    def _term(self, piece: str) -> str:
+    def _write_piece(self, piece: str) -> str:
         if piece == ID:
             return f"/{ID_PATTERN}/"
-        return f"<[{self._added[piece]}]>" if piece in self._added else _json(piece)
+        return f"<[{self._added[piece]}]>" if piece in self._added else _to_json(piece)
 
 
-def _flexible(schema: Any) -> dict[str, Any]:
+def _allow_whitespace(schema: Any) -> dict[str, Any]:
     return prepare_schema(schema) | {"x-guidance": {"whitespace_pattern": WHITESPACE} | OPTIONS}
 
 
@@ -300,6 +303,6 @@ def _escape(text: str) -> str:
     return "".join(char if char.isalnum() or char in "_ " else f"\\u{{{ord(char):x}}}" for char in text)
 
 
-def _json(value: Any) -> str:
-    """JSON, with the letters that are operators in a grammar spelled out."""
+def _to_json(value: Any) -> str:
+    """Return JSON in which the letters that are operators in a grammar are escaped."""
     return json.dumps(value).replace("&", "\\u0026").replace("~", "\\u007e")

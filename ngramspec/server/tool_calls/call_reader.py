@@ -1,7 +1,8 @@
-"""Tool calls in a text as it grows: what is said and what is called.
+"""Finds tool calls in a text as it grows.
 
-Tokens' texts enter in pieces of any size, `Said`, `Called` and `Argued` leave, in the text's order. Text is held back only while it may
-still become a call; what turns out to be none is said, unchanged but for blanks beside calls. The forms of calls are in `call_forms`.
+Tokens' texts enter in pieces of any size; `TextDelta`, `ToolCallStart` and `ToolCallArguments` leave, in the text's order. Text is held
+back only while it may still become a call. What turns out to be no call is passed on as text, unchanged except for blanks beside calls.
+The forms of calls are in `call_forms`.
 """
 
 from __future__ import annotations
@@ -11,47 +12,46 @@ from collections.abc import Generator, Iterator
 import regex
 
 from ngramspec.server.tool_calls.call_formats import CallFormat
-from ngramspec.server.tool_calls.call_forms import FORMS, Argued, Called, CallForm, Event, KnownTools, Parse, Said, Scanner, template_form
+from ngramspec.server.tool_calls.call_forms import FORMS, CallForm, make_template_form
+from ngramspec.server.tool_calls.call_scanner import KnownTools, Parse, Scanner, StreamDelta, TextDelta, ToolCallStart
 
-__all__ = ["Argued", "CallReader", "Called", "Event", "KnownTools", "Said"]
-
-CONTEXT = 256
-"""Characters before the place where a call is looked for that are kept, for forms that begin only at certain places."""
-MAX_WASTED = 1_000_000
-"""Characters read in vain as calls; beyond, a text is passed on as it is."""
-MIN_CUT = 5
-"""Characters of a form's first word that are markup, and no text, where the text was cut off within it."""
+CONTEXT = 256  # characters kept before the place where a call is looked for: some forms begin only after certain characters
+MAX_WASTED = 1_000_000  # characters read in vain as calls, after which a text is passed on as it is
+MIN_CUT = 5  # characters of a form's first word that count as markup, not text, if the text was cut off within it
 _CODE_ENDS = regex.compile("```")
 
 
 class CallReader:
-    """Reads one text."""
+    """Finds the calls in one text."""
 
     def __init__(self, form: CallFormat, tools: KnownTools, *, held: bool = False, calls_only: bool = False, several: bool = True) -> None:
-        """`held`: a grammar holds calls to the template's form, so that they are passed on while they are written; other calls are
-        passed on when they are whole. `calls_only`: the text is nothing but calls. `several`: pass on more than the first call."""
-        own = template_form(form, held=held)
+        """`held`: a grammar holds calls to the template's form, so they are passed on while they are written; other calls are passed on
+        when they are whole. `calls_only`: the text is nothing but calls. `several`: pass on more than the first call."""
+        own = make_template_form(form, held=held)
         self._forms: tuple[CallForm, ...] = (*([] if own is None else [own]), *FORMS)
-        self._begin, self._begin_in_code = _any_begin(self._forms), _any_begin([each for each in self._forms if each.marked], _CODE_ENDS)
+        self._begin, self._begin_in_code = (
+            _join_begins(self._forms),
+            _join_begins([each for each in self._forms if each.marked], _CODE_ENDS),
+        )
         self._trusts_json = not form.trigger
         self._scan = Scanner(tools, streams=held)
         self._calls_only, self._several = calls_only, several
         self._from = 0
-        """Where the text begins that is neither said nor called yet."""
+        """The text from here on is not passed on yet."""
         self._start = 0
-        """Where a call is tried, or looked for next."""
+        """The position at which a call is tried, or looked for next."""
         self._hidden: list[tuple[int, int]] = []
-        """Special tokens, which no text shows."""
+        """First and last position of each special token, which no text shows."""
         self._tried: list[CallForm] = []
         """Forms that may begin at `_start`; the first is being read."""
         self._parse: Parse | None = None
         self._in_code = False
-        """Within a fenced block that is no call."""
+        """The position is within a fenced block that is no call."""
         self._n_calls = self._n_wasted = 0
-        self._plain = False
-        """Something was said."""
+        self._has_text = False
+        """Some text that is not blank was passed on."""
         self._fresh = True
-        """Nothing was said since the beginning or the last call."""
+        """No text was passed on since the beginning or the last call."""
         self._found = False
         """The parser at work has passed something on."""
 
@@ -61,73 +61,73 @@ class CallReader:
 
     @property
     def is_whole(self) -> bool:
-        """The text did not end within a call."""
+        """Whether the text did not end within a call."""
         return not self._scan.broken
 
-    def push(self, text: str) -> list[Event]:
-        """The text goes on."""
+    def push(self, text: str) -> list[StreamDelta]:
+        """Take the next piece of the text; return what is known now."""
         self._scan.text += text
         return list(self._run()) if text else []
 
-    def mark(self, token: str) -> list[Event]:
-        """A special token comes, which no text shows."""
+    def push_special(self, token: str) -> list[StreamDelta]:
+        """Take a special token, which no text shows; return what is known now."""
         before = len(self._scan.text)
         self._hidden.append((before, before + len(token)))
         return self.push(token)
 
-    def finish(self, *, cut: bool = False) -> list[Event]:
-        """The text is over. `cut`: it would have gone on."""
-        events: list[Event] = []
+    def finish(self, *, cut: bool = False) -> list[StreamDelta]:
+        """End the text; return what was held back. `cut`: it would have gone on."""
+        events: list[StreamDelta] = []
         if cut and self._parse is not None and (self._tried[0].marked or self._scan.sure or self._found):
             if self._scan.streams:
                 self._scan.ended = True
-                events += [event for event in self._parse if event is not None and not isinstance(event, Said)]
+                events += [event for event in self._parse if event is not None and not isinstance(event, TextDelta)]
             self._from = self._start = len(self._scan.text)  # the beginning of a call is no text
             self._parse = None
         elif cut and self._parse is None:
             pattern = self._begin_in_code if self._in_code else self._begin
             found = pattern.search(self._scan.text, self._start, partial=True)
             least = 1 if self._fresh and self._n_calls else MIN_CUT
-            if found and found.partial and len(found[0].strip()) >= least and not self._is_text(found[0]):
+            if found and found.partial and len(found[0].strip()) >= least and not self._is_plain_text(found[0]):
                 self._scan.text = self._scan.text[: found.start()]
         self._scan.ended = True
         events += self._run()
         return events
 
-    def _is_text(self, beginning: str) -> bool:
+    def _is_plain_text(self, beginning: str) -> bool:
         """Whether only forms that are not marked begin like this."""
         return not any(form.marked and form.begin.fullmatch(beginning.strip(), partial=True) for form in self._forms)
 
-    def _run(self) -> Iterator[Event]:
+    def _run(self) -> Iterator[StreamDelta]:
         while (yield from (self._look() if self._parse is None else self._read())):
             pass
 
-    # ------------------------------------------------------------------ both return whether there is more to do
+    # ------------------------------------------------------------------ the two states; both return whether there is more to do
 
-    def _look(self) -> Generator[Event, None, bool]:
-        """Find where the next call may begin, and say what comes before."""
+    def _look(self) -> Generator[StreamDelta, None, bool]:
+        """Find where the next call may begin, and pass on the text before it."""
         scan = self._scan
         pattern = self._begin_in_code if self._in_code else self._begin
         found = None if self._n_wasted > MAX_WASTED else pattern.search(scan.text, self._start, partial=not scan.ended)
         end = len(scan.text) if found is None else found.start()
         if found is not None and not found.partial:
-            yield from self._say(len(scan.text[:end].rstrip()), end)
+            yield from self._emit_text(len(scan.text[:end].rstrip()))
             self._start = end
             self._tried = [form for form in self._forms if form.begin.match(scan.text, end) and (form.marked or not self._in_code)]
             self._begin_form()
             if self._parse is None:  # the end of a fenced block
                 self._in_code = False
-                yield from self._pass_by(found.end())
+                yield from self._skip_to(found.end())
             return True
         kept = end if scan.ended else len(scan.text[:end].rstrip())
-        yield from self._say(kept, kept)
+        yield from self._emit_text(kept)
         self._start = max(kept, self._start)
         if self._from > 4 * CONTEXT:
-            self._forget(self._from - CONTEXT)
+            self._drop_text(self._from - CONTEXT)
         return False
 
-    def _read(self) -> Generator[Event, None, bool]:
-        """Go on with the form that is being read."""
+    def _read(self) -> Generator[StreamDelta, None, bool]:
+        """Continue the form that is being read."""
         assert self._parse is not None
         scan = self._scan
         try:
@@ -146,22 +146,22 @@ class CallReader:
         if self._parse is None:
             self._in_code = self._in_code or form.name == "fence"
             end = self._start + 1 if form.name != "fence" else scan.text.index("```", self._start) + 3
-            yield from self._pass_by(end)
+            yield from self._skip_to(end)
         return True
 
     def _begin_form(self) -> None:
         scan = self._scan
-        scan.at, scan.sure, scan.trusts_json, self._found = self._start, False, self._trusts_json and not self._plain, False
+        scan.at, scan.sure, scan.trusts_json, self._found = self._start, False, self._trusts_json and not self._has_text, False
         self._parse = self._tried[0].read(scan) if self._tried else None
 
     # ------------------------------------------------------------------ what they share
 
-    def _pass_on(self, event: Event) -> Iterator[Event]:
-        if isinstance(event, Said):
+    def _pass_on(self, event: StreamDelta) -> Iterator[StreamDelta]:
+        if isinstance(event, TextDelta):
             if not self._fresh:
                 yield event
             return
-        if isinstance(event, Called):
+        if isinstance(event, ToolCallStart):
             if not self._found:
                 self._from = self._start  # blanks before a call are no text
             self._found = True
@@ -170,13 +170,13 @@ class CallReader:
         if self._several or self._n_calls == 1:
             yield event
 
-    def _pass_by(self, end: int) -> Iterator[Event]:
-        """The text up to there is no call."""
-        yield from self._say(end, end)
+    def _skip_to(self, end: int) -> Iterator[StreamDelta]:
+        """Pass on the text up to `end`, which is no call."""
+        yield from self._emit_text(end)
         self._start = end
 
-    def _say(self, end: int, blanks_end: int) -> Iterator[Event]:
-        """Say the text up to `end`; up to `blanks_end` there are only blanks, which are kept: nobody's before a call."""
+    def _emit_text(self, end: int) -> Iterator[StreamDelta]:
+        """Pass on the text up to `end`, without special tokens and without blanks beside calls."""
         start, self._from = self._from, max(end, self._from)
         if end <= start:
             return
@@ -186,20 +186,20 @@ class CallReader:
                 pieces.append(self._scan.text[at : max(first, at)])
                 at = min(last, end)
         text = "".join([*pieces, self._scan.text[at:end]])
-        if self._fresh and self._n_calls and (not self._plain or (self._scan.ended and not text.strip())):
+        if self._fresh and self._n_calls and (not self._has_text or (self._scan.ended and not text.strip())):
             text = text.lstrip()
         if not text or self._calls_only:
             return
         self._fresh = False
-        self._plain = self._plain or bool(text.strip())
-        yield Said(text)
+        self._has_text = self._has_text or bool(text.strip())
+        yield TextDelta(text)
 
-    def _forget(self, n: int) -> None:
-        """Drop the first characters, which are said."""
+    def _drop_text(self, n: int) -> None:
+        """Drop the first n characters, which have been passed on."""
         self._scan.text = self._scan.text[n:]
         self._from, self._start = self._from - n, self._start - n
         self._hidden = [(first - n, last - n) for first, last in self._hidden if last > n]
 
 
-def _any_begin(forms: list[CallForm] | tuple[CallForm, ...], *more: regex.Pattern[str]) -> regex.Pattern[str]:
+def _join_begins(forms: list[CallForm] | tuple[CallForm, ...], *more: regex.Pattern[str]) -> regex.Pattern[str]:
     return regex.compile("|".join(f"(?:{pattern.pattern})" for pattern in (*(form.begin for form in forms), *more)))

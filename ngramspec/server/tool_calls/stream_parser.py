@@ -1,6 +1,7 @@
-"""Tools as OpenAI's routes declare them: what may be called, what must be, and what an answer's text says and calls.
+"""Tools as OpenAI's routes declare them, and the parser that turns a completion's parts into text and tool calls.
 
-Checked requests enter, a `Toolbox` leaves; with a completion's parts it becomes text and calls. Knows neither routes nor templates.
+Checked requests enter, a `Toolbox` leaves; a `StreamParser` takes a choice's parts, deltas of its text and calls leave. Knows neither
+routes nor templates.
 """
 
 from __future__ import annotations
@@ -24,18 +25,16 @@ from ngramspec.grammar.base import MAX_BYTES, Grammar
 from ngramspec.outputs import Choice, Delta
 from ngramspec.server.base_schemas import Items, StrictModel
 from ngramspec.server.error_responses import ApiError
-from ngramspec.server.tool_calls.call_formats import CallFormat, Tool, call_grammar
-from ngramspec.server.tool_calls.call_reader import Argued, Called, CallReader, Event, KnownTools, Said
+from ngramspec.server.tool_calls.call_formats import CallFormat, Tool, make_call_grammar
+from ngramspec.server.tool_calls.call_reader import CallReader
+from ngramspec.server.tool_calls.call_scanner import KnownTools, StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
 from ngramspec.server.tool_calls.tool_prompt import Call
 
 MAX_TOOLS = 128
-SEEK_S = 1.0
-"""For finding the tool whose parameters are at fault."""
-REGEX_BYTES = 1 << 20
-"""Of a compiled pattern in a tool's schema."""
+SEEK_S = 1.0  # for finding the tool whose parameters are at fault
+REGEX_BYTES = 1 << 20  # of a compiled pattern in a tool's schema
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-_NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The parameters of a tool that has none."""
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class FunctionDeclared(StrictModel):
@@ -65,7 +64,7 @@ class AllowedTools(StrictModel):
 
 
 class ChosenTool(ToolNamed):
-    """One tool, or those that are allowed."""
+    """The tool that must be called, or the tools that are allowed."""
 
     allowed_tools: AllowedTools | None = None
 
@@ -86,23 +85,28 @@ class ToolCalled(StrictModel):
 
 @dataclass(frozen=True)
 class Toolbox:
-    """What a request lets the model call."""
+    """The tools that a request lets the model call."""
 
     tools: tuple[Tool, ...] = ()
-    """Those that may be called."""
-    told: tuple[dict[str, Any], ...] = ()
-    """Those that the prompt tells of, in the form of OpenAI's chats."""
+    """The tools that may be called."""
+    prompt_tools: tuple[dict[str, Any], ...] = ()
+    """The tools that the prompt describes, in the form of OpenAI's chats."""
     required: bool = False
+    """The model must call a tool."""
     several: bool = True
+    """The model may make more than one call."""
 
     @cached_property
     def known(self) -> KnownTools:
-        """The tools as the reader of an answer knows them."""
+        """The tools as a `CallReader` knows them."""
         schemas = {tool.name: tool.parameters for tool in self.tools}
-        return KnownTools(schemas, frozenset(tool.name for tool in self.tools if tool.strict), _Validators(schemas).fits)
+        return KnownTools(schemas, frozenset(tool.name for tool in self.tools if tool.strict), _ArgumentValidators(schemas).fits)
 
-    def grammar(self, form: CallFormat, added: Mapping[str, int], otherwise: Grammar | None) -> Grammar | None:
-        """What the text is held to; `otherwise`: the form of an answer that calls nothing. Raises ApiError (400)."""
+    def make_grammar(self, form: CallFormat, added: Mapping[str, int], otherwise: Grammar | None) -> Grammar | None:
+        """Return the grammar of a text that may call tools; None if it needs none. Raises ApiError (400).
+
+        `added`: ids of the vocabulary's added tokens. `otherwise`: the form of an answer that calls nothing.
+        """
         if not self.tools:
             return otherwise
         if otherwise is not None and otherwise.kind not in ("json_schema", "json_object"):
@@ -110,15 +114,15 @@ class Toolbox:
         try:
             if self.required or otherwise is not None:
                 other = None if self.required else otherwise
-                return call_grammar(form, self.tools, added, several=self.several, otherwise=other)
+                return make_call_grammar(form, self.tools, added, several=self.several, otherwise=other)
             if any(tool.strict for tool in self.tools) or (not self.several and form.trigger):
-                return call_grammar(form, self.tools, added, several=self.several, free=True)
+                return make_call_grammar(form, self.tools, added, several=self.several, free=True)
         except GrammarError as error:
             raise ApiError(400, f"tools: {error}", param="tools") from None
         return None
 
-    def check(self, engine: Engine, grammar: Grammar, tenant: str | None) -> None:
-        """That a text can be held to it. Takes up to seconds, once for each. Raises ApiError (400) that names the tool."""
+    def check_grammar(self, engine: Engine, grammar: Grammar, tenant: str | None) -> None:
+        """Compile the grammar, which takes up to seconds, once for each. Raises ApiError (400) that names the tool at fault."""
         try:
             engine.compile_grammar(grammar, tenant=tenant)
         except GrammarError as error:
@@ -129,14 +133,14 @@ class Toolbox:
                 try:
                     engine.compile_grammar(Grammar.json_schema({"type": "object"} | tool.parameters), tenant=tenant)
                 except GrammarError as wrong:
-                    known = next((k for k, told in enumerate(self.told) if told["function"]["name"] == tool.name), i)
+                    known = next((k for k, shown in enumerate(self.prompt_tools) if shown["function"]["name"] == tool.name), i)
                     param = f"tools[{known}].function.parameters"
                     raise ApiError(400, f"{param}: {wrong}", param=param) from None
             raise ApiError(400, f"tools: {error}", param="tools") from None
 
 
-class _Validators:
-    """Whether arguments fit the schemas of tools. A schema is compiled when it is first asked for; nothing that it refers to is fetched."""
+class _ArgumentValidators:
+    """Checks whether arguments fit the schemas of tools. A schema is compiled at its first use; nothing that it refers to is fetched."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._schemas = schemas
@@ -157,38 +161,40 @@ def _fetch_nothing(uri: str) -> Any:
     raise ValueError(f"schemas refer to themselves alone, got {uri[:100]!r}")
 
 
-def toolbox(declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None, *, others: bool = False) -> Toolbox:
-    """What a request lets the model call. Raises ApiError (400).
+def make_toolbox(
+    declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None, *, others: bool = False
+) -> Toolbox:
+    """Return the tools that a request lets the model call. Raises ApiError (400).
 
-    `others`: tools that are no functions (a hosted search, a client's own shell, free-form tools) are left out. No model here has a form in
+    `others`: leave out tools that are no functions (a hosted search, a client's own shell, free-form tools). No model here has a form in
     which it could call them, and agents declare them beside functions whether they are needed or not.
     """
     tools: list[Tool] = []
-    told: list[dict[str, Any]] = []
+    prompt_tools: list[dict[str, Any]] = []
     for i, each in enumerate(declared or ()):
         if others and each.type != "function":
             continue
-        tool = _tool(each, f"tools[{i}]")
+        tool = _read_tool(each, f"tools[{i}]")
         if any(tool.name == other.name for other in tools):
             raise _wrong(f"tools[{i}].function.name", f"there are two tools {tool.name!r}")
         tools.append(tool)
         function = {"name": tool.name, "description": (each.function and each.function.description) or "", "parameters": tool.parameters}
-        told.append({"type": "function", "function": function})
+        prompt_tools.append({"type": "function", "function": function})
     if choice not in (None, "none", "auto") and not tools:
         raise _wrong("tool_choice", "only with tools")
     if choice == "none" or not tools:
         return Toolbox()
     required, several = choice == "required", parallel is not False
     if isinstance(choice, ChosenTool):
-        names, required = _chosen(choice, [tool.name for tool in tools])
+        names, required = _read_choice(choice, [tool.name for tool in tools])
         tools = [tool for tool in tools if tool.name in names]
         several = several and choice.allowed_tools is not None
     if required and parallel is None:
         several = False  # a model that must call goes on with the same call until its tokens are used up
-    return Toolbox(tuple(tools), tuple(told), required, several)
+    return Toolbox(tuple(tools), tuple(prompt_tools), required, several)
 
 
-def _tool(declared: ToolDeclared, where: str) -> Tool:
+def _read_tool(declared: ToolDeclared, where: str) -> Tool:
     if declared.type != "function":
         why = f"only tools of type 'function', got {declared.type[:40]!r}"
         raise ApiError(400, f"{where}.type: {why}", param=f"{where}.type", code="not_supported")
@@ -196,7 +202,7 @@ def _tool(declared: ToolDeclared, where: str) -> Tool:
         raise _wrong(f"{where}.function", "is missing")
     if not _NAME.fullmatch(function.name):
         raise _wrong(f"{where}.function.name", "must be 1 to 128 letters, digits or any of _-.:/")
-    parameters = function.parameters or _NOTHING
+    parameters = function.parameters or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise _wrong(f"{where}.function.parameters", "must be the JSON schema of an object")
     if len(json.dumps(parameters)) > MAX_BYTES:
@@ -204,8 +210,8 @@ def _tool(declared: ToolDeclared, where: str) -> Tool:
     return Tool(function.name, parameters, bool(function.strict))
 
 
-def _chosen(choice: ChosenTool, names: Sequence[str]) -> tuple[set[str], bool]:
-    """(names of what may be called, whether something must be)"""
+def _read_choice(choice: ChosenTool, names: Sequence[str]) -> tuple[set[str], bool]:
+    """Return the names of the tools that may be called, and whether one must be. Raises ApiError (400)."""
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         each, required = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
     elif choice.type == "function":
@@ -222,8 +228,8 @@ def _chosen(choice: ChosenTool, names: Sequence[str]) -> tuple[set[str], bool]:
     return chosen, required
 
 
-def calls_made(calls: Sequence[ToolCalled] | None, where: str) -> tuple[Call, ...]:
-    """The calls of a message of the assistant. Raises ApiError (400)."""
+def read_calls(calls: Sequence[ToolCalled] | None, where: str) -> tuple[Call, ...]:
+    """Return the calls of a message of the assistant. Raises ApiError (400)."""
     made = []
     for i, call in enumerate(calls or ()):
         if call.type not in (None, "function") or call.function is None:
@@ -236,78 +242,78 @@ def _wrong(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", param=param)
 
 
-# ------------------------------------------------------------------ what a text says
+# ------------------------------------------------------------------ the stream
 
 
 @dataclass(slots=True)
 class Reply:
-    """What one choice says and calls."""
+    """The text and the calls of one choice so far."""
 
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
-    def add(self, event: Event) -> Event:
-        match event:
-            case Said(text):
+    def add(self, delta: StreamDelta) -> StreamDelta:
+        match delta:
+            case TextDelta(text):
                 self.content += text
-            case Called(name):
-                self.calls.append(Call(new_id(), name, ""))
-            case Argued(text):
+            case ToolCallStart(name):
+                self.calls.append(Call(make_call_id(), name, ""))
+            case ToolCallArguments(text):
                 self.calls[-1] = self.calls[-1]._replace(arguments=self.calls[-1].arguments + text)
-        return event
+        return delta
 
 
-class Listener:
-    """Follows one choice from its beginning."""
+class StreamParser:
+    """Turns one choice's text into message and tool-call deltas."""
 
     def __init__(self, reader: CallReader | None, marks: Mapping[int, str]) -> None:
-        """`reader`: None where nothing may be called."""
+        """`reader`: None if no tool may be called. `marks`: the text of special tokens, by id."""
         self._reader, self._marks = reader, marks
         self.reply = Reply()
 
-    def hear(self, part: Choice | Delta) -> Iterator[Event]:
-        """What the part adds to `reply`, step by step: take each before the next. A part with a `finish_reason` is the last."""
-        return (self.reply.add(event) for event in _joined(self._events(part)))
+    def parse(self, part: Choice | Delta) -> Iterator[StreamDelta]:
+        """Yield what the part adds, after adding it to `reply`. A part with a `finish_reason` is the last."""
+        return (self.reply.add(delta) for delta in _join_neighbours(self._parse(part)))
 
-    def finish_reason(self, given: str | None) -> str | None:
-        """What takes the place of the engine's: "tool_calls" where the text ended behind a call."""
+    def get_finish_reason(self, given: str | None) -> str | None:
+        """Return "tool_calls" if the text ended after a call, else the engine's finish reason."""
         called = self.reply.calls and self._reader is not None and self._reader.is_whole
         return "tool_calls" if given == "stop" and called else given
 
-    def _events(self, part: Choice | Delta) -> Iterator[Event]:
+    def _parse(self, part: Choice | Delta) -> Iterator[StreamDelta]:
         reader, waiting = self._reader, ""
         if reader is None:
             if part.text:
-                yield Said(part.text)
+                yield TextDelta(part.text)
             return
         for token, text in zip(part.token_ids, part.texts, strict=True):
             if token not in self._marks:
                 waiting += text
                 continue
             yield from reader.push(waiting)
-            yield from reader.mark(self._marks[token])
+            yield from reader.push_special(self._marks[token])
             waiting = ""
         yield from reader.push(waiting + part.text[sum(map(len, part.texts)) :])
         if part.finish_reason is not None:
             yield from reader.finish(cut=part.finish_reason == "length")
 
 
-def _joined(events: Iterator[Event]) -> Iterator[Event]:
-    """Neighbours of a kind as one."""
-    last: Event | None = None
-    for event in events:
-        if isinstance(last, Said) and isinstance(event, Said):
-            last = Said(last.text + event.text)
-        elif isinstance(last, Argued) and isinstance(event, Argued):
-            last = Argued(last.text + event.text)
+def _join_neighbours(deltas: Iterator[StreamDelta]) -> Iterator[StreamDelta]:
+    """Join neighbouring deltas of one kind."""
+    last: StreamDelta | None = None
+    for delta in deltas:
+        if isinstance(last, TextDelta) and isinstance(delta, TextDelta):
+            last = TextDelta(last.text + delta.text)
+        elif isinstance(last, ToolCallArguments) and isinstance(delta, ToolCallArguments):
+            last = ToolCallArguments(last.text + delta.text)
         else:
             if last is not None:
                 yield last
-            last = event
+            last = delta
     if last is not None:
         yield last
 
 
-def new_id() -> str:
-    """Of a call: nine letters and digits, which every template takes."""
+def make_call_id() -> str:
+    """Return a new call's id: nine letters and digits, which every template takes."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -1,4 +1,4 @@
-"""Chats with tools for templates that know none: tools are told of in the system message, calls and results are text of turns.
+"""Chats with tools for templates that know none: the system message describes the tools, calls and results are text of turns.
 
 Turns and tools enter, turns of plain text leave, worded as Hermes and Qwen were trained on it. Knows neither templates nor tokens.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ngramspec.server.tool_calls.call_formats import HERMES
 
 ASSISTANT, SYSTEM, TOOL, USER = "assistant", "system", "tool", "user"
-_TOLD = """# Tools
+_TOOLS_TEXT = """# Tools
 
 You may call one or more functions to assist with the user query.
 
@@ -42,15 +42,15 @@ class Turn(NamedTuple):
     role: str
     content: str
     calls: tuple[Call, ...] = ()
-    """Of the assistant."""
+    """The assistant's calls."""
     call_id: str | None = None
-    """Of a tool: which call this is the result of."""
+    """The id of the call that a tool's turn answers."""
     name: str | None = None
-    """Of a tool."""
+    """The name of the tool whose turn this is."""
 
 
-def in_text(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, takes_system: bool) -> list[Turn]:
-    """The same chat without tools. `takes_system`: the template has system messages; else the first message begins with what they say."""
+def write_tools_as_text(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, takes_system: bool) -> list[Turn]:
+    """Return the same chat in plain text. `takes_system`: the template has system messages; otherwise the tools begin the first message."""
     plain: list[Turn] = []
     for turn, before in zip(turns, [None, *turns[:-1]], strict=True):
         if turn.calls:
@@ -65,9 +65,9 @@ def in_text(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, takes_sys
             plain.append(Turn(USER, result))
     if not tools:
         return plain
-    told = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     role = SYSTEM if takes_system else USER
     if plain[0].role == role:
         first = plain.pop(0)
-        told = f"{first.content}\n\n{told}" if takes_system else f"{told}\n\n{first.content}"
-    return [Turn(role, told), *plain]
+        text = f"{first.content}\n\n{text}" if takes_system else f"{text}\n\n{first.content}"
+    return [Turn(role, text), *plain]
