@@ -51,8 +51,8 @@ class CountedCost(CostModel):
     def table(self) -> np.ndarray:
         return self.cost.table
 
-    def curve(self, load: Load) -> np.ndarray:
-        return self.cost.curve(load)
+    def get_curve(self, load: Load) -> np.ndarray:
+        return self.cost.get_curve(load)
 
     def predict(self, load: Load) -> float:
         return self.cost.predict(load)
@@ -149,7 +149,7 @@ class FixedLength(Proposer):
         self.texts[slot] = tokens.astype(np.int32)
 
     def propose(
-        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
     ) -> list[DraftTree]:
         trees = []
         for slot, depth in zip(slots.tolist(), max_depth.tolist(), strict=True):

@@ -15,7 +15,7 @@ SLOT, TOKEN, BEFORE, N_TOKENS, LIMIT, COMPUTED = range(6)
 """Columns of a sequence's line: its slot; its last token, which no pass has seen, and the one before that, or -1; its tokens, the most that
 it may have, and those whose keys and values are in the pool."""
 SPECULATES, PAUSED, REST, LAST_REST = range(6, 10)
-"""Whether drafts may be made for it, whether none was in its last pass, and `pace.rest` of it."""
+"""Whether drafts may be made for it, whether none was in its last pass, and `update_cooldown`."""
 STOPS_FROM, STOPS_TO, DRAWN, ROW = range(10, 14)
 """Where its stop tokens are among all; its place among those that are drawn, or -1; its row in the table of counts."""
 N_NEW, STATE = 14, 15
@@ -58,7 +58,7 @@ class Spending(NamedTuple):
     n_steps: int
     cost_ms: np.ndarray
     """[R + 1] float64: milliseconds of a step with T rows at index T."""
-    price: float
+    threshold: float
     """Tokens per millisecond."""
     most_nodes: int
     """In a pass."""

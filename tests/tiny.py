@@ -125,7 +125,7 @@ class FreeRows(CostModel):
     def table(self) -> np.ndarray:
         return np.ones(self.max_rows + 1)
 
-    def curve(self, load: Load) -> np.ndarray:
+    def get_curve(self, load: Load) -> np.ndarray:
         return self.table
 
     def observe(self, load: Load, ms: float) -> None:

@@ -539,8 +539,8 @@ class Engine:
             cached_tokens=scheduler.cached_tokens,
             preemptions=scheduler.n_preempted,
             passes=self.core.n_passes,
-            speculation_gain=self.core.timing.price.gain,
-            price_bar=self.core.timing.price.bar,
+            speculation_gain=self.core.timing.threshold.gain,
+            price_bar=self.core.timing.threshold.governor,
             reliability=self.speculator.reliability(),
         )
 

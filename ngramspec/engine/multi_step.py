@@ -70,7 +70,7 @@ class MultiStep:
         drawn = [seq for seq in seqs if not seq.sampler.greedy]
         gained = self._runner.multi_step(
             lines, stops, [seq.sampler for seq in drawn], [seq.n_output for seq in drawn], drafting,
-            Spending(n_steps, plan.cost_ms, plan.price, most, plain), counting, interrupt,
+            Spending(n_steps, plan.cost_ms, plan.threshold, most, plain), counting, interrupt,
         )  # fmt: skip
         if gained is None:
             self._can = False
@@ -92,7 +92,7 @@ class MultiStep:
     def over(self, steps: Steps, going_on: list[tuple[Sequence, np.ndarray]]) -> None:
         """These sequences go on, behind the tokens that they gained."""
         slots = np.array([seq.slot for seq, _ in going_on], np.int32)
-        self._speculator.went_on(len(steps.gained.marks), slots, [tokens for _, tokens in going_on])
+        self._speculator.advance(len(steps.gained.marks), slots, [tokens for _, tokens in going_on])
 
     def _reserve(self, seqs: list[Sequence]) -> None:
         """Slots for the trees to come, as far as the pool has them. That of each last token is there."""

@@ -25,7 +25,7 @@ from ngramspec.outputs import DraftTree, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.verify import Run
 from ngramspec.speculative.base import Speculator, Text
-from ngramspec.speculative.budget.backoff import rest
+from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import Plan, Timing
 
@@ -210,7 +210,7 @@ class Core:
         base = sum(each.n_rows for each in rows)
         plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_looked)
         most = max(min(self.timing.cost.max_rows, self._most_rows) - base, 0)
-        trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.price)
+        trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.threshold)
         pool, room = self.runner.pool, most - sum(map(len, trees))
         for seq, tree in zip(seqs, trees, strict=True):
             if seq.sampler.constraint is not None and tree.drawn_from is None and not seq.drafting_paused:
@@ -224,7 +224,7 @@ class Core:
         assert seq.sampler.constraint is not None
         cost = plan.cost_ms
         few, many = min(base, len(cost) - 2), min(base + 8, len(cost) - 1)
-        least = plan.price * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.foresees else np.inf
+        least = plan.threshold * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.foresees else np.inf
         return forced_tokens.follow(
             tree,
             seq.sampler.constraint.walker(),
@@ -236,7 +236,9 @@ class Core:
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
-        seq.rest, seq.last_rest, rests = rest(seq.rest, seq.last_rest, seq.rest > 0 or self.speculator.is_unpredictable(seq.slot))
+        seq.rest, seq.last_rest, rests = update_cooldown(
+            seq.rest, seq.last_rest, seq.rest > 0 or self.speculator.is_unpredictable(seq.slot)
+        )
         return rests
 
     def _pack(self, rows: list[ScheduledRows]) -> Batch:

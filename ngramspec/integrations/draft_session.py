@@ -20,7 +20,7 @@ from ngramspec.integrations.count import count_pass
 from ngramspec.integrations.spending import Spending
 from ngramspec.outputs import DraftTree, Stats
 from ngramspec.speculative.base import NO_TREE
-from ngramspec.speculative.budget.backoff import rest
+from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.proposer import Proposer, warmup
 
@@ -323,11 +323,11 @@ class Guest:
             return trees
         self._drafts.chains = chains
         self._load = Load(base_rows, n_seqs, n_keys, len(asked))
-        cost_ms, price = self.spending.plan(self._load)
+        cost_ms, threshold = self.spending.plan(self._load)
         slots = np.array([text.slot for _, text, _ in asked], np.int32)
         depths = np.array([deepest for *_, deepest in asked], np.int32)
         most = max(self.spending.max_rows - base_rows, 0)
-        for (i, text, _), tree in zip(asked, self._drafts.propose(slots, depths, cost_ms, base_rows, most, price), strict=True):
+        for (i, text, _), tree in zip(asked, self._drafts.propose(slots, depths, cost_ms, base_rows, most, threshold), strict=True):
             text.chain = chains
             if len(tree):
                 trees[i] = text.tree = tree
@@ -337,7 +337,9 @@ class Guest:
 
     def _rests(self, text: _Text) -> bool:
         """Whether no draft is looked for in this step: the longer the text has not been foreseen, the fewer steps are looked at."""
-        text.rest, text.last_rest, rests = rest(text.rest, text.last_rest, text.rest > 0 or self._drafts.is_unpredictable(text.slot))
+        text.rest, text.last_rest, rests = update_cooldown(
+            text.rest, text.last_rest, text.rest > 0 or self._drafts.is_unpredictable(text.slot)
+        )
         return rests
 
     def _ids(self, tokens: Sequence[int] | np.ndarray, what: str) -> np.ndarray:

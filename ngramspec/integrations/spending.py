@@ -37,7 +37,7 @@ class Spending:
     @property
     def gain(self) -> float:
         """Speed over that of the same host without drafts, lately, by this account; 1 for a steady guest."""
-        return 1.0 if self._timing is None else self._timing.price.gain
+        return 1.0 if self._timing is None else self._timing.threshold.gain
 
     def wants_plain(self) -> bool:
         """Whether this step had better have no drafts, to see what it takes: the price is made of that."""

@@ -137,7 +137,7 @@ class Speculator:
         return False
 
     def propose(
-        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
     ) -> list[DraftTree]:
         """One tree per slot (possibly empty), together at most `max_nodes` nodes.
 
@@ -149,10 +149,10 @@ class Speculator:
 
     def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
         """What drafts for slots [B] int32 by itself until one of them has so many tokens more, instead of `propose` and `observe`; then
-        comes `went_on`. None: no such thing, this time."""
+        comes `advance`. None: no such thing, this time."""
         return None
 
-    def went_on(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
+    def advance(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         """So many steps were made with `compiled`, and appended[b] [k] int32 to the sequences that go on, slots [B] int32."""
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:

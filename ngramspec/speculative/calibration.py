@@ -1,16 +1,15 @@
-"""What each source's evidence promised against what came of it, and the correction that follows from it. Knows no weights and no tokens.
+"""Correct each source's predicted acceptance by its observed acceptance. Knows no weights and no tokens.
 
-Raw probabilities and the model's verdicts on them enter, as sources speak up (`judge`); corrected probabilities leave (`odds_against`).
-Texts that are sampled and those that are not are counted apart: what the model holds likeliest is not always what it draws.
-A source's odds are multiplied by (made + t) / (expected + t) and by the same of what was missed, over its latest `WINDOW` expected tokens,
-where t is the trust in what it promises. The same is done once more per level of its probability, starting from what the source's own
-correction gives, so that what is rarely seen borrows from its source. Trust falls where what was made contradicts what was expected by
-more than chance explains: then the counts speak by themselves.
+`record_candidate` takes a predicted probability and whether the model chose the token; `get_odds_against` returns corrected odds. Greedy
+and sampled sequences are counted apart: the model's argmax is not always what it samples.
 
-A source that turns is noticed by two cumulative sums, one for each direction (Page, "Continuous Inspection Schemes", 1954): when `SURPRISE`
-more tokens were missed, or made, than chance explains, only what was seen since it turned goes on to count. The candidates of every
-judged node are counted, not only those that were drafted: a source whose nodes are not worth a row any more goes on being judged, and can
-come back.
+A source's odds are multiplied by (made + t) / (expected + t), and by the same ratio of misses, over its latest `WINDOW_TOKENS` expected
+tokens; t is the prior weight of the prediction. The same is done per level of probability, starting from the source's correction, so that
+rare levels borrow from their source. t falls when the counts contradict the prediction by more than chance explains.
+
+Two cumulative sums, one for each direction (Page, "Continuous Inspection Schemes", 1954), detect that a source has changed: once
+`CUSUM_LIMIT` more tokens were missed, or made, than chance explains, only the counts since the change are kept. All candidates of verified
+nodes are counted, not only the drafted ones, so that a source whose nodes are no longer drafted can come back.
 """
 
 from __future__ import annotations
@@ -23,30 +22,32 @@ import numpy as np
 from ngramspec.datastore.code_cache import njit
 from ngramspec.outputs import Reliability
 
+# The numbers were chosen by hand; tests/speculative/test_calibration.py checks the behaviour that they must give.
+
+# Bounds between the levels of a probability.
 LEVELS = (0.0025, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
-"""Bounds of the levels of a probability."""
 N_LEVELS = len(LEVELS) + 1
 MAX_SOURCES = 16
-KINDS = 2
-"""Of texts: greedy, sampled."""
-WINDOW = 200.0
-"""Expected tokens that a correction remembers."""
-SOURCE_TRUST, LEVEL_TRUST = 20.0, 10.0
-"""Tokens' worth of trust in a source as it is, and in a level of it."""
-LEAST_TRUST = 0.1
-SURPRISE = 6.0
-LEAST = 0.002
-"""Raw probability below which a candidate is not counted: nothing is drafted there."""
+# Greedy sequences, sampled sequences.
+SAMPLING_KINDS = 2
+# Expected tokens over which counts fade by 1/e.
+WINDOW_TOKENS = 200.0
+# Prior weight, in tokens, of a source's prediction and of one level of it; the least that a contradiction leaves.
+SOURCE_TRUST, LEVEL_TRUST, MIN_TRUST = 20.0, 10.0, 0.1
+# Tokens beyond chance after which a source has changed.
+CUSUM_LIMIT = 6.0
+# Raw probability below which a candidate is not counted: nothing is drafted there.
+MIN_PROB = 0.002
 
+# Columns of a cell. Each of `_RUNS` begins a cumulative sum, followed by the first five columns counted since that sum was 0.
 _MADE, _EXPECTED, _MISSED, _EXPECTED_MISSED, _VARIANCE, _FACTOR = range(6)
 _COUNTS = 5
 _RUNS = (6, 12)
-"""Each: the cumulative sum, then the first columns since it was 0."""
 _COLUMNS = 18
 
 
 class Calibration(NamedTuple):
-    """Of one proposer: shared by all its sequences. No token is in it."""
+    """The counts of one proposer, shared by all its sequences. No token is in them."""
 
     by_source: np.ndarray  # [KINDS, MAX_SOURCES, _COLUMNS] float64
     by_level: np.ndarray  # [KINDS, MAX_SOURCES, N_LEVELS, _COLUMNS] float64
@@ -54,14 +55,15 @@ class Calibration(NamedTuple):
 
 
 def new_calibration() -> Calibration:
-    """That corrects nothing yet."""
-    by_source, by_level = np.zeros((KINDS, MAX_SOURCES, _COLUMNS)), np.zeros((KINDS, MAX_SOURCES, N_LEVELS, _COLUMNS))
+    """Return counts that correct nothing yet."""
+    by_source, by_level = np.zeros((SAMPLING_KINDS, MAX_SOURCES, _COLUMNS)), np.zeros((SAMPLING_KINDS, MAX_SOURCES, N_LEVELS, _COLUMNS))
     by_source[..., _FACTOR] = by_level[..., _FACTOR] = 1.0
     return Calibration(by_source, by_level, np.zeros((MAX_SOURCES, N_LEVELS, 3)))
 
 
 @njit(cache=True, nogil=True, inline="always")
-def level_of(p):
+def find_level(p):
+    """Return the index of the level that probability p is in."""
     level = 0
     for bound in LEVELS:
         level += p >= bound
@@ -69,13 +71,13 @@ def level_of(p):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def odds_against(calibration, kind, source, p):
-    """The corrected odds that a candidate is wrong to which its evidence gave probability p, in a text of this kind."""
-    return (1.0 - p) / p * calibration.by_source[kind, source, _FACTOR] * calibration.by_level[kind, source, level_of(p), _FACTOR]
+def get_odds_against(calibration, kind, source, p):
+    """Return the corrected odds that a candidate with raw probability p is wrong. kind: 0 greedy, 1 sampled."""
+    return (1.0 - p) / p * calibration.by_source[kind, source, _FACTOR] * calibration.by_level[kind, source, find_level(p), _FACTOR]
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _add(cell, at, p, made):
+def _add_outcome(cell, at, p, made):
     cell[at + _MADE] += made
     cell[at + _EXPECTED] += p
     cell[at + _MISSED] += 1.0 - made
@@ -84,51 +86,51 @@ def _add(cell, at, p, made):
 
 
 @njit(cache=True, nogil=True)
-def _count(cell, p, believed, made, trust):
-    """Count a candidate that came with p and was believed at `believed`, and correct the factor -> whether its source has turned."""
-    fade = 1.0 - max(p, made) / WINDOW
+def _count_outcome(cell, p, believed, made, trust):
+    """Count a candidate predicted at p and corrected to `believed`, and update the factor -> whether the source has changed."""
+    fade = 1.0 - max(p, made) / WINDOW_TOKENS
     for i in range(_COUNTS):
         cell[i] *= fade
-    _add(cell, 0, p, made)
-    turned, excess = False, believed - made
+    _add_outcome(cell, 0, p, made)
+    changed, excess = False, believed - made
     for run in _RUNS:
         cell[run] += excess - believed * (1.0 - believed)
         excess = -excess
         if cell[run] <= 0.0:
             cell[run : run + 1 + _COUNTS] = 0.0
             continue
-        _add(cell, run + 1, p, made)
-        if cell[run] > SURPRISE:
+        _add_outcome(cell, run + 1, p, made)
+        if cell[run] > CUSUM_LIMIT:
             cell[:_COUNTS] = cell[run + 1 : run + 1 + _COUNTS]
             cell[_RUNS[0] :] = 0.0
-            turned = True
+            changed = True
             break
     contradiction = (cell[_MADE] - cell[_EXPECTED]) ** 2 / (4.0 * (cell[_VARIANCE] + 1.0))  # 1 at two standard deviations
-    t = LEAST_TRUST + (trust - LEAST_TRUST) / (1.0 + contradiction**3)
+    t = MIN_TRUST + (trust - MIN_TRUST) / (1.0 + contradiction**3)
     cell[_FACTOR] = (cell[_EXPECTED] + t) / (cell[_MADE] + t) * (cell[_MISSED] + t) / (cell[_EXPECTED_MISSED] + t)
-    return turned
+    return changed
 
 
 @njit(cache=True, nogil=True)
-def judge(calibration, kind, source, p, made):
-    """The model has judged a candidate to which the evidence gave probability p; made: 1.0 or 0.0."""
-    if p < LEAST:
+def record_candidate(calibration, kind, source, p, made):
+    """Count a candidate of a verified node: its raw probability p, and whether the model chose it (made: 1.0 or 0.0)."""
+    if p < MIN_PROB:
         return
-    whole, level = calibration.by_source[kind, source], calibration.by_level[kind, source, level_of(p)]
+    whole, level = calibration.by_source[kind, source], calibration.by_level[kind, source, find_level(p)]
     against = (1.0 - p) / p * whole[_FACTOR]
     from_source = 1.0 / (1.0 + against)
     believed = 1.0 / (1.0 + against * level[_FACTOR])
-    if _count(whole, p, from_source, made, SOURCE_TRUST):  # it starts over, and so do its levels
+    if _count_outcome(whole, p, from_source, made, SOURCE_TRUST):  # the source starts over, and so do its levels
         calibration.by_level[kind, source] = 0.0
         calibration.by_level[kind, source, :, _FACTOR] = 1.0
     else:
-        _count(level, from_source, believed, made, LEVEL_TRUST)
+        _count_outcome(level, from_source, believed, made, LEVEL_TRUST)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def verify(calibration, source, p, accepted):
-    """A drafted node of path probability p was in a pass (accepted 0.0), or on the accepted path of it (1.0, in another call)."""
-    cell = calibration.verified[source, level_of(p)]
+def count_node(calibration, source, p, accepted):
+    """Count a drafted node of path probability p (accepted 0.0), or that such a node was accepted (1.0, in a second call)."""
+    cell = calibration.verified[source, find_level(p)]
     if accepted:
         cell[2] += 1.0
     else:
@@ -136,8 +138,8 @@ def verify(calibration, source, p, accepted):
         cell[1] += p
 
 
-def reliability(calibration: Calibration, source_names: Sequence[str]) -> list[Reliability]:
-    """A row per source and level."""
+def list_reliability(calibration: Calibration, source_names: Sequence[str]) -> list[Reliability]:
+    """Return a row per source and level: how many nodes were predicted, and how many were accepted."""
     bounds = (0.0, *LEVELS, 1.0)
     return [
         Reliability(name, bounds[level], bounds[level + 1], int(nodes), expected, int(made))

@@ -41,8 +41,8 @@ from ngramspec.speculative.base import (
     is_sound,
     likely_of,
 )
-from ngramspec.speculative.budget.backoff import Pace, Turns, is_unpredictable
-from ngramspec.speculative.calibration import new_calibration, reliability
+from ngramspec.speculative.budget.backoff import DatastoreSchedule, DrafterBackoff, is_unpredictable
+from ngramspec.speculative.calibration import list_reliability, new_calibration
 from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
 from ngramspec.speculative.datastore_drafter import Drafts, SuffixDrafter
 from ngramspec.speculative.feature_weights import WEIGHTS, cold_weights, load_weights
@@ -109,9 +109,9 @@ class Proposer(Speculator):
         self.chains = False
         """Trees without branches, for who can verify nothing else: none of the budget goes to siblings. May change from step to step."""
         self.datastore, self.similar = datastore, similar
-        self._turns = Turns(max_seqs)
+        self._schedule = DatastoreSchedule(max_seqs)
         self.drafters: list[Drafter | None] = list(drafters)
-        self._paces = [Pace() for _ in drafters]
+        self._backoffs = [DrafterBackoff() for _ in drafters]
         self._asked: list[int] = []
         """The drafters that were asked in this step, and in `_pass_ms` what its pass takes."""
         self._pass_ms = 0.0
@@ -195,7 +195,7 @@ class Proposer(Speculator):
         n_similar = 0
         if self.datastore is not None:  # older than the sequence's own text, and so weaker
             self.datastore.begin(slot, tokens, datastores)
-            worth = self._turns.begin(slot)
+            worth = self._schedule.begin(slot)
             similar = self.datastore.similar(tokens[: len(tokens) - n_output], datastores) if worth else None
             room = self.history + ngram_table.LADDER[-1] - len(kept)
             if similar is not None and len(similar) and room > 0:
@@ -234,11 +234,11 @@ class Proposer(Speculator):
             self._ask(d, "attach", slot, text)
 
     def propose(
-        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
     ) -> list[DraftTree]:
         """The nodes that pay for their time."""
         slots = np.ascontiguousarray(slots, np.int32)
-        stored = self._look_up(self.datastore, slots, max_depth, price) if self.datastore is not None else None
+        stored = self._look_up(self.datastore, slots, max_depth, threshold) if self.datastore is not None else None
         external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = tree_builder.build_trees(
             self._draft_state,
@@ -247,7 +247,7 @@ class Proposer(Speculator):
             np.ascontiguousarray(cost_ms, np.float64),
             base_rows,
             max_nodes,
-            float(price),
+            float(threshold),
             self.spec_length,
             self.chains,
             external,
@@ -295,7 +295,7 @@ class Proposer(Speculator):
         self._last_trees.pop(slot, None)
         if self.datastore is not None:
             self.datastore.end(slot)
-        self._turns.end(slot)  # also where the stores have gone since it began
+        self._schedule.end(slot)  # also where the stores have gone since it began
         for d in range(len(self.drafters)):
             self._ask(d, "end", slot)
 
@@ -328,16 +328,16 @@ class Proposer(Speculator):
     def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
         if any(drafter is not None for drafter in self.drafters) or self.needs_hidden_states:
             return None
-        n_steps = self._turns.quiet if self.datastore is not None else sys.maxsize
+        n_steps = self._schedule.n_quiet_steps if self.datastore is not None else sys.maxsize
         if not n_steps:
             return None
         while (b := tree_builder.find_full_table(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
             self._own.enlarge(int(slots[b]), n_tokens, self._contexts)
         return Compiled(self._draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
 
-    def went_on(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
+    def advance(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         if self.datastore is not None:
-            self._turns.pass_by(n_steps)
+            self._schedule.skip_steps(n_steps)
             self.datastore.observe(slots, *_concatenate(appended))
 
     def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
@@ -357,7 +357,7 @@ class Proposer(Speculator):
         return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
 
     def reliability(self) -> list[Reliability]:
-        return reliability(self._calibration, self.source_names)
+        return list_reliability(self._calibration, self.source_names)
 
     def index(self, store: Datastore) -> list[Index]:
         return indices([store.snapshot]) if self.similar else []
@@ -371,12 +371,12 @@ class Proposer(Speculator):
             drafter = SuffixDrafter(stores, len(self._buffers), similar=self.similar, ready=ready)
             for slot, tokens, datastores in running:
                 drafter.begin(slot, tokens, datastores)
-                self._turns.begin(slot)
+                self._schedule.begin(slot)
             self.datastore = drafter
 
-    def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, price: float) -> Drafts | None:
+    def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, threshold: float) -> Drafts | None:
         """What the datastore has for those of the slots [B] whose turn it is, and nothing for the others; None where it is nobody's."""
-        turn = self._turns.asks(slots, np.asarray(max_depth) > 0, price)
+        turn = self._schedule.choose(slots, np.asarray(max_depth) > 0, threshold)
         if turn is None:
             return None
         if turn.all():
@@ -388,13 +388,13 @@ class Proposer(Speculator):
 
     def _settle_turns(self, slots: np.ndarray, path_start: np.ndarray, path: np.ndarray) -> None:
         """Tell what the datastore's answers brought: accepted nodes for which it, or a file that is like the request, vouched most."""
-        turn = self._turns.asked(slots)
+        turn = self._schedule.get_asked(slots)
         if turn is None or not turn.any():
             return
         of = np.repeat(np.arange(len(slots)), np.diff(path_start))
         R = len(self._nodes.token) // len(self._states)
         its = (path >= 0) & (self._nodes.source[slots[of] * R + 1 + path] >= len(SOURCES) - 1)
-        self._turns.made(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
+        self._schedule.record_gains(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
 
     def _ask(self, d: int, what: str, *args: object) -> object:
         """Call drafter d; one that raises is switched off."""
@@ -422,11 +422,11 @@ class Proposer(Speculator):
             for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
                 trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
         asked = np.flatnonzero(max_depth > 0).tolist()  # the others rest, or are at their end
-        self._asked = [d for d in active if asked and self._paces[d].wakes()]
+        self._asked = [d for d in active if asked and self._backoffs[d].should_ask()]
         for d in self._asked:
             started = time.perf_counter()
             answer = self._ask(d, "propose", [seqs[b] for b in asked], budget)
-            self._paces[d].ms += (time.perf_counter() - started) * 1e3
+            self._backoffs[d].ms += (time.perf_counter() - started) * 1e3
             for b, tree in zip(asked, answer if isinstance(answer, (list, tuple)) else (), strict=False):
                 if self._sound(d, tree):
                     trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _codes(tree)
@@ -455,7 +455,7 @@ class Proposer(Speculator):
         """What became of their drafts, and how many tokens the pass has made."""
         for d in self._asked:
             gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots, paths, strict=True))
-            self._paces[d].made(gained, n_new, self._pass_ms)
+            self._backoffs[d].record_step(gained, n_new, self._pass_ms)
         for d, drafter in enumerate(self.drafters):
             if drafter is not None:
                 for slot, tokens, path in zip(slots, accepted, paths, strict=True):

@@ -66,7 +66,7 @@ class SingleDrafter(Speculator):
             self._ask("attach", slot, text)
 
     def propose(
-        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, price: float = 0.0
+        self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
     ) -> list[DraftTree]:
         """All trees have the same room; what a row costs counts for nothing."""
         seqs, room = slots.tolist(), min(self.spec_rows, max(max_nodes, 0) // len(slots))

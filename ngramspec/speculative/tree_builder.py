@@ -21,8 +21,8 @@ from numba import types
 from numba.experimental import structref
 
 from ngramspec.datastore.code_cache import njit
-from ngramspec.speculative.budget.marginal_cost import lower_hull, pass_costs, worth
-from ngramspec.speculative.calibration import Calibration, judge, odds_against, verify
+from ngramspec.speculative.budget.marginal_cost import can_pay, lower_hull, pass_costs
+from ngramspec.speculative.calibration import Calibration, count_node, get_odds_against, record_candidate
 from ngramspec.speculative.features import (
     BIAS,
     EXTERNAL,
@@ -171,7 +171,7 @@ def score_candidates(
         if who == source_map.own and copied == nodes.cand_token[c]:
             who = source_map.similar
         raw = 1.0 / (1.0 + math.exp(-min(max(dot, -9.0), 9.0) / (spread if dot > 0.0 else 1.0)))
-        p = 1.0 / (1.0 + max(odds_against(calibration, kind, who, raw), 1e-4))
+        p = 1.0 / (1.0 + max(get_odds_against(calibration, kind, who, raw), 1e-4))
         nodes.cand_raw[c], nodes.cand_source[c] = raw, who
         nodes.cand_prob[c] = p
         total += p
@@ -192,7 +192,7 @@ def _learn_from_node(nodes, r, truth, kind, n_drafters, weights, rates, calibrat
     w = nodes.set[r]
     for c in range(r * MAX_CANDIDATES, r * MAX_CANDIDATES + nodes.n[r]):
         made = 1.0 if nodes.cand_token[c] == truth else 0.0
-        judge(calibration, kind, nodes.cand_source[c], nodes.cand_raw[c], made)
+        record_candidate(calibration, kind, nodes.cand_source[c], nodes.cand_raw[c], made)
         error = made - nodes.cand_raw[c]
         for g in range(EXTERNAL + n_drafters):
             s = nodes.cand_state[c, g]
@@ -303,10 +303,10 @@ def follow_output(state, output):
 
 
 @njit(cache=True, nogil=True)
-def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, price, spec_length, chains, external, n_drafters):
+def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, threshold, spec_length, chains, external, n_drafters):
     """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
 
-    Tree b is start[b] .. start[b + 1]; parents count from its own first node. `price`: tokens per millisecond, 0: what the pass makes.
+    Tree b is start[b] .. start[b + 1]; parents count from its own first node. `threshold`: tokens per millisecond, 0: what the pass makes.
     `chains`: no node has a sibling.
     """
     states, contexts, nodes, weights, scratch, calibration = _view_arrays(draft_state)
@@ -329,7 +329,7 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, pr
     costs = pass_costs(cost_ms, base_rows, limit)
     hull = lower_hull(costs)
     expected, taken, kept, reach = float(B), 0, 0, limit
-    rate = price if price > 0.0 else expected / costs[0]
+    rate = threshold if threshold > 0.0 else expected / costs[0]
     best = expected - rate * costs[0]
     keys, refs, size = np.empty((limit + B) * MAX_CANDIDATES), np.empty((limit + B) * MAX_CANDIDATES, np.int64), 0
     batch_of = np.empty(len(states), np.int64)
@@ -362,7 +362,7 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, pr
         size = _push_children(nodes, first, bans, slot, chains, keys, refs, size)
     while size and taken < limit:
         p, ref = keys[0], refs[0]
-        ok, reach = worth(p, expected, taken, rate, best, hull, reach)
+        ok, reach = can_pay(p, expected, taken, rate, best, hull, reach)
         if not ok:
             break
         size -= 1
@@ -379,7 +379,7 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, pr
         expected += p
         if expected - rate * costs[taken] > best:
             kept = taken
-            if price > 0.0:
+            if threshold > 0.0:
                 best = expected - rate * costs[taken]
             else:
                 rate, best = expected / costs[taken], 0.0
@@ -394,7 +394,7 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, pr
                     nodes.external[r, d] = i - external.start[tree]
                     break
         nodes.n[r] = -1
-        ok, reach = worth(p, expected, taken, rate, best, hull, reach)
+        ok, reach = can_pay(p, expected, taken, rate, best, hull, reach)
         if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (bans.n[slot] and _find_ban(bans, slot, token)):
             continue
         seq, cached_state = view_arrays(state, contexts), output_caches[state[OUTPUT_CACHE_ROW]]
@@ -461,10 +461,10 @@ def update(
         at, matched, misses = state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES]
         ahead, agreed, strayed = state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES]
         for r in range(first + 1, first + 1 + state[N_DRAFTED]):
-            verify(calibration, nodes.source[r], nodes.prob[r], 0.0)
+            count_node(calibration, nodes.source[r], nodes.prob[r], 0.0)
         for i in range(path_start[b], path_start[b + 1]):
             if 0 <= path[i] < state[N_DRAFTED]:
-                verify(calibration, nodes.source[first + 1 + path[i]], nodes.prob[first + 1 + path[i]], 1.0)
+                count_node(calibration, nodes.source[first + 1 + path[i]], nodes.prob[first + 1 + path[i]], 1.0)
         for i in range(n):
             token, r = new_tokens[new_start[b] + i], np.int64(-1)
             if state[N_DRAFTED] >= 0 and i == 0:

@@ -13,7 +13,7 @@ import pytest
 from ngramspec import Engine, SamplingParams
 from ngramspec.errors import InvalidInputError, NgramspecError
 from ngramspec.sequence_table import MADE, NODES, ROOM, ROWS, STEP_MS, Gained
-from ngramspec.speculative.budget.backoff import LONGEST_REST, Turns, is_unpredictable, rest
+from ngramspec.speculative.budget.backoff import MAX_COOLDOWN, DatastoreSchedule, is_unpredictable, update_cooldown
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.budget.step_timer import Timing
 from ngramspec.speculative.proposer import Proposer
@@ -190,26 +190,26 @@ def test_steps_are_told_one_by_one() -> None:
 
 
 def test_turns_say_how_long_nobody_is_asked_about() -> None:
-    turns, slots, wanted = Turns(4), np.array([1, 2], np.int32), np.ones(2, np.bool_)
-    turns.begin(1), turns.begin(2)
-    other = Turns(4)
+    schedule, slots, wanted = DatastoreSchedule(4), np.array([1, 2], np.int32), np.ones(2, np.bool_)
+    schedule.begin(1), schedule.begin(2)
+    other = DatastoreSchedule(4)
     other.begin(1), other.begin(2)
     asked = []
     for _ in range(40):
-        turn = other.asks(slots, wanted)
+        turn = other.choose(slots, wanted)
         asked.append(turn is not None)
         if turn is not None:
-            other.made(slots[turn], np.zeros(int(turn.sum())))
+            other.record_gains(slots[turn], np.zeros(int(turn.sum())))
     got = []
     while len(got) < 40:
-        if quiet := min(turns.quiet, 40 - len(got)):
-            turns.pass_by(quiet)
+        if quiet := min(schedule.n_quiet_steps, 40 - len(got)):
+            schedule.skip_steps(quiet)
             got += [False] * quiet
             continue
-        turn = turns.asks(slots, wanted)
+        turn = schedule.choose(slots, wanted)
         got.append(turn is not None)
         if turn is not None:
-            turns.made(slots[turn], np.zeros(int(turn.sum())))
+            schedule.record_gains(slots[turn], np.zeros(int(turn.sum())))
     assert got == asked
     assert False in asked[-20:]
 
@@ -217,11 +217,11 @@ def test_turns_say_how_long_nobody_is_asked_about() -> None:
 def test_what_is_not_foreseen_is_looked_at_less_and_less() -> None:
     left, last, seen = 0, 0, []
     for _ in range(40):
-        left, last, rests = rest(left, last, True)
+        left, last, rests = update_cooldown(left, last, True)
         seen.append(rests)
     assert seen[:4] == [True, True, True, True]
-    assert rest(0, LONGEST_REST, False) == (0, 0, False)
-    assert rest(3, LONGEST_REST, False) == (2, LONGEST_REST, True)
+    assert update_cooldown(0, MAX_COOLDOWN, False) == (0, 0, False)
+    assert update_cooldown(3, MAX_COOLDOWN, False) == (2, MAX_COOLDOWN, True)
     assert [is_unpredictable(1 << 32 | hits) for hits in (0, 1, 3)] == [True, True, False]
     assert not is_unpredictable(1 << 31)
     assert ROOM > 64

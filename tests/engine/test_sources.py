@@ -23,8 +23,8 @@ from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import datastore_drafter, ngram_table
-from ngramspec.speculative.budget.backoff import LONGEST
-from ngramspec.speculative.budget.threshold import Price
+from ngramspec.speculative.budget.backoff import MAX_PERIOD
+from ngramspec.speculative.budget.threshold import SpeculationThreshold
 from ngramspec.speculative.proposer import Proposer
 
 PROMPT = np.random.default_rng(0).integers(0, 250, 20).tolist()
@@ -42,7 +42,7 @@ def truth() -> list[int]:
 def store(tmp_path: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two documents, of which the second holds the first half of what the model writes. How often a store is asked does not depend on
     how long a pass of this machine takes."""
-    monkeypatch.setattr(Price, "of", lambda *_: 0.0)
+    monkeypatch.setattr(SpeculationThreshold, "get_threshold", lambda *_: 0.0)
     monkeypatch.setattr(store_tokens, "fingerprint", lambda tokenizer: tiny_store.FINGERPRINT)
     monkeypatch.setattr(datastore_drafter, "REFRESH_S", 0.0)
     tiny_store.write_store(tmp_path / "store", [[[1, 2, 3, 4], [*PROMPT[-4:], *truth[:30]]]], tiny.VOCAB)
@@ -347,7 +347,7 @@ def test_a_sequence_that_ended_while_there_was_no_store_wakes_none_later(store: 
         drafts.propose(slots, depth, cost, 1, 4)
         drafts.observe(slots, [foreign[:1]], [nothing])
     asked.clear()
-    for _ in range(10 * LONGEST):
+    for _ in range(10 * MAX_PERIOD):
         drafts.propose(slots, depth, cost, 1, 4)
         drafts.observe(slots, [foreign[:1]], [nothing])
     assert 10 <= len(asked) <= 20, "in other passes than those of a question no sequence is looked at"

@@ -229,10 +229,10 @@ def test_the_cost_is_learned_from_the_steps():
         (chain,) = host.chains(["a"], [i % 9], 1)
         host.observe(["a"], [[*chain, 1]])
         host.took(1 + len(chain), 20.0 + 0.2 * len(chain))
-    cost_ms, price = host.spending.plan(host._load)
+    cost_ms, threshold = host.spending.plan(host._load)
     assert cost_ms[9] - cost_ms[1] < 20.0 * 0.06 * 8, "less than was believed at first"
     assert 18 < cost_ms[1] < 22
-    assert price > 0
+    assert threshold > 0
 
 
 def test_the_models_own_candidates_are_drafted():

@@ -19,7 +19,7 @@ from ngramspec.papers.registry import NAMES, make_drafter
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import Drafter, Proposer
 from ngramspec.speculative.base import Speculator
-from ngramspec.speculative.budget.backoff import Pace
+from ngramspec.speculative.budget.backoff import DrafterBackoff
 from ngramspec.speculative.single import SingleDrafter
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -90,7 +90,7 @@ def test_same_tokens_as_without(
     name: str,
     merged: bool,
 ) -> None:
-    monkeypatch.setattr(Pace, "wakes", lambda _: True)  # it drafts in every step, whatever its time
+    monkeypatch.setattr(DrafterBackoff, "should_ask", lambda _: True)  # it drafts in every step, whatever its time
     drafter = MAKERS[name](tmp_path)
     if merged:
         engine.core.cost = tiny.FreeRows()

@@ -41,8 +41,8 @@ class Gate:
     def reach(self, engine: Engine) -> None:
         """Be asked in every step, though the time for which it holds texts never pays."""
         assert isinstance(engine.speculator, Proposer)
-        for pace in engine.speculator._paces:
-            pace.wakes = lambda: True  # type: ignore[method-assign]
+        for backoff in engine.speculator._backoffs:
+            backoff.should_ask = lambda: True  # type: ignore[method-assign]
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         pass

@@ -22,7 +22,7 @@ from ngramspec.datastore.build import build
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.fim import Fim
-from ngramspec.speculative.budget.threshold import Price
+from ngramspec.speculative.budget.threshold import SpeculationThreshold
 
 N_CLIENTS = 16
 N_TOKENS = 32
@@ -129,7 +129,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
 def test_sixteen_clients_get_what_the_engine_writes(
     start_server: Callable[..., Server], truth: Truth, prefix_cache: bool, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Price, "of", lambda *_: 0.0)  # a store is asked as often on a slow machine
+    monkeypatch.setattr(SpeculationThreshold, "get_threshold", lambda *_: 0.0)  # a store is asked as often on a slow machine
     order = random.Random(0).sample(range(len(truth.asks)), len(truth.asks))
     datastore = [str(truth.store)] if stored else []
     with left_clean(tiny_engine(tokenizer=fim_tokenizer(), prefix_cache=prefix_cache, datastore=datastore)) as engine:

@@ -6,44 +6,44 @@ import numpy as np
 import pytest
 
 from ngramspec.speculative import Candidates, Proposer
-from ngramspec.speculative.budget.backoff import SHARE, WINDOW, Pace
+from ngramspec.speculative.budget.backoff import MAX_TIME_SHARE, WINDOW, DrafterBackoff
 from ngramspec.speculative.feature_weights import cold_weights
 
 
-def asks(pace: Pace, steps: int, gained: int, ms: float, tokens: int = 1, pass_ms: float = 10.0) -> int:
+def asks(backoff: DrafterBackoff, steps: int, gained: int, ms: float, tokens: int = 1, pass_ms: float = 10.0) -> int:
     """How often it is asked."""
     n = 0
     for _ in range(steps):
-        if pace.wakes():
+        if backoff.should_ask():
             n += 1
-            pace.ms += ms
-            pace.made(gained, tokens + gained, pass_ms)
+            backoff.ms += ms
+            backoff.record_step(gained, tokens + gained, pass_ms)
     return n
 
 
 def test_what_pays_is_always_asked() -> None:
-    assert asks(Pace(), 1000, gained=2, ms=19.0) == 1000  # two tokens more for less than two passes
-    assert asks(Pace(), 1000, gained=1, ms=30.0, tokens=3) < 500  # three tokens a pass: one more is worth a third of it
+    assert asks(DrafterBackoff(), 1000, gained=2, ms=19.0) == 1000  # two tokens more for less than two passes
+    assert asks(DrafterBackoff(), 1000, gained=1, ms=30.0, tokens=3) < 500  # three tokens a pass: one more is worth a third of it
 
 
 @pytest.mark.parametrize("ms", [1.0, 10.0, 100.0])
 def test_what_never_pays_takes_a_small_share_of_the_time(ms: float) -> None:
-    pace, steps = Pace(), 100_000
-    asks(pace, 10_000, gained=0, ms=ms)  # at first it rests for less
-    n = asks(pace, steps, gained=0, ms=ms)
+    backoff, steps = DrafterBackoff(), 100_000
+    asks(backoff, 10_000, gained=0, ms=ms)  # at first it rests for less
+    n = asks(backoff, steps, gained=0, ms=ms)
     assert n >= 2 * WINDOW  # it is tried again
-    assert n * ms < 1.1 * SHARE * steps * 10.0
+    assert n * ms < 1.1 * MAX_TIME_SHARE * steps * 10.0
 
 
 def test_what_costs_nothing_need_not_rest() -> None:
-    assert asks(Pace(), 1000, gained=0, ms=0.01) > 900
+    assert asks(DrafterBackoff(), 1000, gained=0, ms=0.01) > 900
 
 
 def test_what_begins_to_pay_is_found_out() -> None:
-    pace = Pace()
-    asks(pace, 10_000, gained=0, ms=10.0)
-    asks(pace, int(4 * WINDOW / SHARE), gained=4, ms=10.0)
-    assert asks(pace, 100, gained=4, ms=10.0) == 100
+    backoff = DrafterBackoff()
+    asks(backoff, 10_000, gained=0, ms=10.0)
+    asks(backoff, int(4 * WINDOW / MAX_TIME_SHARE), gained=4, ms=10.0)
+    assert asks(backoff, 100, gained=4, ms=10.0) == 100
 
 
 class Slow:

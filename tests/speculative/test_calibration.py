@@ -7,7 +7,15 @@ import pytest
 
 from ngramspec.outputs import Reliability
 from ngramspec.speculative import Candidates, Proposer
-from ngramspec.speculative.calibration import LEVELS, judge, level_of, new_calibration, odds_against, reliability, verify
+from ngramspec.speculative.calibration import (
+    LEVELS,
+    count_node,
+    find_level,
+    get_odds_against,
+    list_reliability,
+    new_calibration,
+    record_candidate,
+)
 
 VOCAB = 1000
 SLOT = np.zeros(1, np.int32)
@@ -145,7 +153,7 @@ def test_reliability_counts_the_verified_nodes(text: np.ndarray, without: Run) -
     found: dict[tuple[str, int], list[float]] = {}
     for tree, path in zip(without.trees[:-1], without.paths[:-1], strict=True):
         for i, (source, p) in enumerate(zip(tree.sources.tolist(), tree.probs.tolist(), strict=True)):
-            row = found.setdefault((without.proposer.source_names[source], level_of(p)), [0, 0.0, 0])
+            row = found.setdefault((without.proposer.source_names[source], find_level(p)), [0, 0.0, 0])
             row[0] += 1
             row[1] += p
             row[2] += i in path
@@ -159,7 +167,7 @@ def test_reliability_counts_the_verified_nodes(text: np.ndarray, without: Run) -
 
 
 def believed(calibration, source: int, p: float) -> float:
-    return 1 / (1 + odds_against(calibration, 0, source, p))
+    return 1 / (1 + get_odds_against(calibration, 0, source, p))
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.8, 1.0, 1.25])
@@ -171,7 +179,7 @@ def test_corrected_probabilities_come_true(kept: float) -> None:
     expected = np.zeros(len(promises))
     for i, p in enumerate(promises.tolist()):
         expected[i] = believed(calibration, 1, p)
-        judge(calibration, 0, 1, p, float(made[i]))
+        record_candidate(calibration, 0, 1, p, float(made[i]))
     for p in np.unique(promises):
         late = np.flatnonzero(promises == p)[500:]
         assert abs(expected[late].sum() - made[late].sum()) < 3 * made[late].sum() ** 0.5, "three standard deviations"
@@ -185,7 +193,7 @@ def test_an_honest_source_is_left_alone() -> None:
     odds = np.zeros(len(promises))
     for i, p in enumerate(promises.tolist()):
         odds[i] = (1 / believed(calibration, 0, p) - 1) / ((1 - p) / p)
-        judge(calibration, 0, 0, p, float(rng.random() < p))
+        record_candidate(calibration, 0, 0, p, float(rng.random() < p))
     assert np.quantile(np.abs(np.log(odds)), 0.95) < 0.5
     assert np.abs(np.log(odds)).max() < 1.5
 
@@ -194,8 +202,8 @@ def test_texts_that_are_sampled_are_counted_apart() -> None:
     """What a source misses where tokens are drawn says nothing of texts of the likeliest ones."""
     calibration = new_calibration()
     for _ in range(200):
-        judge(calibration, 1, 2, 0.9, 0.0)
-    assert odds_against(calibration, 1, 2, 0.9) > 4 * odds_against(calibration, 0, 2, 0.9)
+        record_candidate(calibration, 1, 2, 0.9, 0.0)
+    assert get_odds_against(calibration, 1, 2, 0.9) > 4 * get_odds_against(calibration, 0, 2, 0.9)
     assert believed(calibration, 2, 0.9) == pytest.approx(0.9)
 
 
@@ -216,10 +224,10 @@ def test_temperature_takes_from_confidence() -> None:
 
 def test_reliability_names_sources_and_levels() -> None:
     calibration = new_calibration()
-    verify(calibration, 1, 0.3, 0.0)
-    verify(calibration, 1, 0.4, 0.0)
-    verify(calibration, 1, 0.4, 1.0)
-    rows = reliability(calibration, ["a", "b"])
+    count_node(calibration, 1, 0.3, 0.0)
+    count_node(calibration, 1, 0.4, 0.0)
+    count_node(calibration, 1, 0.4, 1.0)
+    rows = list_reliability(calibration, ["a", "b"])
     assert [row for row in rows if row.nodes] == [Reliability("b", 0.2, 0.5, 2, pytest.approx(0.7), 1)]
     assert [(row.source, row.low) for row in rows] == [(name, low) for name in "ab" for low in (0.0, *LEVELS)]
-    assert all(row.low == 0.0 or level_of(row.low) == level_of(np.nextafter(row.high, 0)) for row in rows)
+    assert all(row.low == 0.0 or find_level(row.low) == find_level(np.nextafter(row.high, 0)) for row in rows)

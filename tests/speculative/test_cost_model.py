@@ -116,7 +116,7 @@ def test_says_how_well_it_foretold() -> None:
     for _ in range(300):
         model.observe(Load(8), 24.0)
         model.observe(Load(1), 20.0)
-    told = model.foretold()
+    told = model.summarize_predictions()
     assert set(told) == {1, 8}
     n, expected, took = told[8]
     assert n > 100

@@ -22,7 +22,7 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.outputs import Completion, Stats
 from ngramspec.papers.registry import make_drafter
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative.budget.backoff import Pace
+from ngramspec.speculative.budget.backoff import DrafterBackoff
 from ngramspec.speculative.budget.step_timer import Timing
 from ngramspec.speculative.single import SingleDrafter
 from ngramspec.speculative.trained.draft_layers import DraftLayers
@@ -102,7 +102,7 @@ def test_what_knows_the_truth_is_always_right(
 )
 def test_no_token_changes(monkeypatch: pytest.MonkeyPatch, drafters: Any, alone: bool, truth: dict[int, list[list[int]]]) -> None:
     """In a pool so tight that sequences are preempted, with prompts in odd pieces."""
-    monkeypatch.setattr(Pace, "wakes", lambda _: True)  # it drafts in every step, whatever its time
+    monkeypatch.setattr(DrafterBackoff, "should_ask", lambda _: True)  # it drafts in every step, whatever its time
     made = drafters()
     sources: dict[str, Any] = {"alone": made[0]} if alone else {"drafters": made, "recycle": False}
     with build(max_rows=23, kv_memory=tight_pool("llama"), **sources) as engine:

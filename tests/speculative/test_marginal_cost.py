@@ -21,20 +21,20 @@ def test_hull_is_convex_below_and_touches_the_ends(steps, base):
     assert (np.diff(hull, 2) >= -1e-9).all()
 
 
-def chosen(probs, cost_ms, base, n_seqs, price=0.0):
+def chosen(probs, cost_ms, base, n_seqs, threshold=0.0):
     """The rule as `tree_builder.build_trees` applies it, node by node."""
     costs = marginal_cost.pass_costs(np.asarray(cost_ms, float), base, len(probs))
     hull = marginal_cost.lower_hull(costs)
-    expected, rate, kept, reach = float(n_seqs), price or n_seqs / costs[0], 0, len(probs)
+    expected, rate, kept, reach = float(n_seqs), threshold or n_seqs / costs[0], 0, len(probs)
     best = expected - rate * costs[0]
     for taken, p in enumerate(probs):
-        ok, reach = marginal_cost.worth(p, expected, taken, rate, best, hull, reach)
+        ok, reach = marginal_cost.can_pay(p, expected, taken, rate, best, hull, reach)
         if not ok:
             break
         expected += p
         if expected - rate * costs[taken + 1] > best:
             kept = taken + 1
-            if price:
+            if threshold:
                 best = expected - rate * costs[kept]
             else:
                 rate, best = expected / costs[kept], 0.0
@@ -54,21 +54,21 @@ def test_rule_finds_the_best_prefix(probs, steps, n_seqs):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.floats(0.001, 1.0), min_size=0, max_size=10), COSTS, st.integers(1, 3), st.floats(0.01, 2.0))
-def test_rule_finds_the_best_prefix_at_a_price(probs, steps, n_seqs, price):
+def test_rule_finds_the_best_prefix_at_a_price(probs, steps, n_seqs, threshold):
     """No other prefix has more tokens left after paying for its time."""
     probs = sorted(probs, reverse=True)
     cost = np.cumsum(steps)
     costs = marginal_cost.pass_costs(cost, n_seqs, len(probs))
-    left = n_seqs + np.concatenate(([0.0], np.cumsum(probs))) - price * costs
-    assert left[chosen(probs, cost, n_seqs, n_seqs, price)] >= left.max() - 1e-6 * n_seqs
+    left = n_seqs + np.concatenate(([0.0], np.cumsum(probs))) - threshold * costs
+    assert left[chosen(probs, cost, n_seqs, n_seqs, threshold)] >= left.max() - 1e-6 * n_seqs
 
 
 def test_what_is_computed_anyway_makes_no_node_cheap():
     """A pass over 200 rows of a prompt takes its time whatever is drafted: a node is worth what its own row takes."""
     cost = np.concatenate(([0.0], 4.0 + 0.4 * np.arange(400)))
-    assert chosen([0.3] * 6, cost, 208, 8, price=8 / 7.2) == 0
+    assert chosen([0.3] * 6, cost, 208, 8, threshold=8 / 7.2) == 0
     assert chosen([0.3] * 6, cost, 208, 8) == 6
-    assert chosen([0.6] * 6, cost, 208, 8, price=8 / 7.2) == 6
+    assert chosen([0.6] * 6, cost, 208, 8, threshold=8 / 7.2) == 6
 
 
 def test_a_plateau_behind_a_step_is_filled():

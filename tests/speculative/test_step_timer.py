@@ -55,21 +55,21 @@ class Simulation:
         return self.n_seqs + int(np.minimum(np.cumprod(right, axis=1).sum(1), nodes).sum())
 
 
-def best_nodes(chances: np.ndarray, cost_ms: np.ndarray, price: float) -> np.ndarray:
+def best_nodes(chances: np.ndarray, cost_ms: np.ndarray, threshold: float) -> np.ndarray:
     """Return what `tree_builder.build_trees` chooses -> nodes per sequence."""
     order = np.argsort(-chances, axis=None, kind="stable")
     falling = chances.ravel()[order]
     costs = marginal_cost.pass_costs(cost_ms, len(chances), len(order))
     hull = marginal_cost.lower_hull(costs)
     expected, kept, reach = float(len(chances)), 0, len(order)
-    best = expected - price * costs[0]
+    best = expected - threshold * costs[0]
     for taken, p in enumerate(falling):
-        ok, reach = marginal_cost.worth(p, expected, taken, price, best, hull, reach)
+        ok, reach = marginal_cost.can_pay(p, expected, taken, threshold, best, hull, reach)
         if not ok:
             break
         expected += p
-        if expected - price * costs[taken + 1] > best:
-            best, kept = expected - price * costs[taken + 1], taken + 1
+        if expected - threshold * costs[taken + 1] > best:
+            best, kept = expected - threshold * costs[taken + 1], taken + 1
     return np.bincount(order[:kept] // chances.shape[1], minlength=len(chances))
 
 
@@ -91,8 +91,8 @@ def best_speed(device: Callable[[np.ndarray], np.ndarray], n_seqs: int, steps: i
     cost_ms = device(np.arange(512.0))
     plain = n_seqs / cost_ms[n_seqs]
     return max(
-        speed(device, n_seqs, lambda _, chances, price=price * plain: best_nodes(chances, cost_ms, price), steps)  # type: ignore[misc]
-        for price in (0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 100.0)
+        speed(device, n_seqs, lambda _, chances, threshold=threshold * plain: best_nodes(chances, cost_ms, threshold), steps)  # type: ignore[misc]
+        for threshold in (0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 100.0)
     )
 
 
@@ -105,7 +105,7 @@ def ours(timing: Timing, simulation: Simulation, steps: int) -> tuple[float, int
         nodes = np.zeros(n, np.int64)
         if not timing.wants_plain():
             plan = timing.plan(n, n, 0, n)
-            nodes = best_nodes(chances, plan.cost_ms, plan.price)
+            nodes = best_nodes(chances, plan.cost_ms, plan.threshold)
         n_nodes = int(nodes.sum())
         n_plain += n_nodes == 0
         timing.carries(n + n_nodes, nodes=n_nodes, n_seqs=n, keys=0, looked=n, has_prompt=False, speculates=True)
@@ -136,7 +136,7 @@ def test_a_step_that_stalls_for_seconds_says_nothing_of_the_next(stalled: int) -
     simulation = Simulation(true, 8)
     timing = Timing(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 200)
-    before, table = timing.price.of(8, 5.0), timing.cost.table.copy()
+    before, table = timing.threshold.get_threshold(8, 5.0), timing.cost.table.copy()
     for nodes in (8 * stalled, 8 * (1 - stalled)):
         timing.start()
         timing.carries(8 + nodes, nodes=nodes, n_seqs=8, keys=0, looked=8, has_prompt=False, speculates=True)
@@ -144,9 +144,9 @@ def test_a_step_that_stalls_for_seconds_says_nothing_of_the_next(stalled: int) -
         simulation.now += 3.0
     timing.start()
     timing.tell()
-    assert timing.price.of(8, 5.0) == pytest.approx(before, rel=0.05)
+    assert timing.threshold.get_threshold(8, 5.0) == pytest.approx(before, rel=0.05)
     np.testing.assert_allclose(timing.cost.table, table, rtol=0.02)
-    assert timing.price.bar < 1.2
+    assert timing.threshold.governor < 1.2
 
 
 def test_steps_that_go_on_taking_ten_times_as_long_are_believed() -> None:
@@ -162,7 +162,7 @@ def test_passes_are_foretold() -> None:
     simulation = Simulation(true, 8)
     timing = Timing(CostModel(COUNTS, (2 * true(np.array(COUNTS, float))).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 1500)
-    told = {rows: expected for rows, (n, expected, _) in timing.cost.foretold().items() if n >= 50}
+    told = {rows: expected for rows, (n, expected, _) in timing.cost.summarize_predictions().items() if n >= 50}
     assert len(told) > 5
     for rows, expected in told.items():
         assert expected == pytest.approx(float(true(np.array(float(rows)))), rel=0.06), rows
@@ -187,7 +187,7 @@ def test_the_governor_stops_what_makes_it_slower(n_seqs: int) -> None:
     ours(timing, simulation, 600)
     found, _ = ours(timing, simulation, 1000)
     assert found > 0.95 * speed(true, n_seqs, lambda _, chances: np.zeros(len(chances), np.int64), 1000)
-    assert timing.price.bar > 1
+    assert timing.threshold.governor > 1
     simulation.lies = 1.0  # and lets them come back
     ours(timing, simulation, 6000 // n_seqs)
-    assert timing.price.bar < 3
+    assert timing.threshold.governor < 3

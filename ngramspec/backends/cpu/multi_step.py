@@ -64,12 +64,12 @@ from ngramspec.sequence_table import (
     Spending,
 )
 from ngramspec.speculative import ngram_table, tree_builder
-from ngramspec.speculative.budget.backoff import is_unpredictable, rest
+from ngramspec.speculative.budget.backoff import is_unpredictable, update_cooldown
 from ngramspec.speculative.draft_stats import count
 from ngramspec.speculative.features import ExternalTrees
 from ngramspec.speculative.proposer import NO_EXTERNAL, idle
 
-_rest, _is_unpredictable = njit(rest), njit(is_unpredictable)
+_rest, _is_unpredictable = njit(update_cooldown), njit(is_unpredictable)
 _FIRST = _NO_DRAFTERS = np.int64(0)
 """A number that stands in the call itself is a type of its own, for which `merge` would be compiled once more: half a minute."""
 
@@ -118,7 +118,7 @@ def _look_for(lines, states, plain):
 
 
 @njit(cache=True, nogil=True)
-def _draft(lines, wanted, n_wanted, room, desk, drafting, external, cost_ms, price, most_nodes):
+def _draft(lines, wanted, n_wanted, room, desk, drafting, external, cost_ms, threshold, most_nodes):
     """The trees of all lines, one after the other, none larger than its `room` -> (nodes of each, tokens, parents, probs, sources)."""
     spec_length, _, _, chains, _ = drafting
     B, k = lines.shape[0], 0
@@ -129,7 +129,7 @@ def _draft(lines, wanted, n_wanted, room, desk, drafting, external, cost_ms, pri
             slots[k], depths[k] = lines[b, SLOT], lines[b, LIMIT] - lines[b, N_TOKENS] - 1
             k += 1
     start, tokens, parents, probs, sources = tree_builder.build_trees(
-        desk, slots, depths, cost_ms, B, most_nodes, price, spec_length, chains, external, _NO_DRAFTERS
+        desk, slots, depths, cost_ms, B, most_nodes, threshold, spec_length, chains, external, _NO_DRAFTERS
     )
     k = to = 0
     for b in range(B):
@@ -260,7 +260,7 @@ def _learn(lines, before, taken, paths, run, nodes, desk, drafting, input_ids, p
 def _prepare(t, p):
     """Draft for the next pass and pack it."""
     lines, drafting = t.lines, t.drafting
-    threads, n_best, rows_per_item, most_nodes, plain, price = t.shape
+    threads, n_best, rows_per_item, most_nodes, plain, threshold = t.shape
     B = lines.shape[0]
     room = np.empty(B, np.int64)
     for b in range(B):
@@ -270,7 +270,7 @@ def _prepare(t, p):
     external = ExternalTrees(t.start, t.tokens, t.parents, t.codes)
     if t.looked:
         t.n_nodes, tokens, parents, t.probs, t.sources = _draft(
-            lines, wanted, t.looked, room, t.desk, drafting, external, t.cost_ms, price, most_nodes
+            lines, wanted, t.looked, room, t.desk, drafting, external, t.cost_ms, threshold, most_nodes
         )
     else:
         t.n_nodes, t.probs, t.sources = np.zeros(B, np.int64), np.empty(0, np.float32), np.empty(0, np.uint8)
@@ -401,7 +401,7 @@ class MultiStep:
         given = (
             lines, stops, drafts.desk, (drafts.spec_length, drafts.spec_rows, drafts.history, drafts.chains, drafts.recycles),
             spending.cost_ms, pool.tables, pool.n_blocks_of, self._logits,
-            (threads, n_best, self._rows_per_item, spending.most_nodes, spending.plain, spending.price),
+            (threads, n_best, self._rows_per_item, spending.most_nodes, spending.plain, spending.threshold),
         )  # fmt: skip
         if self._table is None:
             self._table = _new_table(*given, pool.all_keys, pool.all_values, *drawn, *NO_EXTERNAL, *counting, *_OF_NONE)

@@ -1,122 +1,125 @@
-"""Whether a drafter is worth its time: what it brought, against what the passes make in that time without it.
+"""Ask drafters less often while they do not pay. Counts and milliseconds go in; which drafters or sequences to ask comes out.
 
-Counts and milliseconds go in; whether to ask the drafter comes out, for all sequences (`Pace`) or for each (`Turns`). Knows no tokens and
-no clock.
+Three rules, because three costs differ: `DrafterBackoff` for a drafter that takes measurable time for all sequences at once,
+`DatastoreSchedule` for a look-up per sequence that costs a known fraction of a millisecond, `update_cooldown` for drafting a sequence at
+all. Each doubles its pauses up to a limit. Knows no tokens and no clock.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+# Steps between two decisions.
 WINDOW = 8
-"""Steps between two verdicts."""
-SHARE = 0.02
-"""Of the time of all passes, what a drafter that does not pay may take: that bounds how long it rests before it is tried again."""
-FADE = 0.5
-"""What earlier steps count for at each verdict."""
+# Share of all passes' time that a drafter that does not pay may take; limits how long it pauses before it is tried again.
+MAX_TIME_SHARE = 0.02
+# Weight of earlier steps at each decision.
+DECAY = 0.5
 
 
-class Pace:
-    """Of one drafter. While it pays it is asked in every step; each time that it does not, it rests twice as long, within bounds."""
+class DrafterBackoff:
+    """Decide in which steps one drafter is asked: in every step while it pays; otherwise after pauses that double, within bounds."""
 
     def __init__(self) -> None:
         self.ms = 0.0
-        """Its time. It grows as it is spent, also in steps that came to nothing."""
-        self._gained = self._others = self._pass_ms = 0.0
-        self._left = self._rest = WINDOW
-        self._resting = 0
+        """Milliseconds that the drafter has taken. The caller adds to it, also in steps whose pass failed."""
+        self._gained = self._other_tokens = self._pass_ms = 0.0
+        self._steps_left = self._pause = WINDOW
+        self._pausing = 0
 
-    def wakes(self) -> bool:
-        """Whether to ask it in this step."""
-        if self._resting:
-            self._resting -= 1
+    def should_ask(self) -> bool:
+        """Return whether to ask the drafter in this step."""
+        if self._pausing:
+            self._pausing -= 1
             return False
         return True
 
-    def made(self, gained: int, tokens: int, pass_ms: float) -> None:
-        """A step in which it was asked made so many tokens, `gained` of them by its drafts, with a pass of `pass_ms` milliseconds.
+    def record_step(self, gained: int, n_tokens: int, pass_ms: float) -> None:
+        """Record a step in which it was asked: `n_tokens` tokens, `gained` of them drafted by it, in a pass of `pass_ms` milliseconds.
 
-        It pays while gained / ms >= others / pass_ms: then tokens per second with it are no fewer than without.
+        It pays while gained / ms >= other tokens / pass_ms: then tokens per second are no fewer with it than without.
         """
         self._gained += gained
-        self._others += tokens - gained
+        self._other_tokens += n_tokens - gained
         self._pass_ms += pass_ms
-        self._left -= 1
-        if self._left:
+        self._steps_left -= 1
+        if self._steps_left:
             return
-        if self._gained * self._pass_ms >= self._others * self.ms:
-            self._rest = WINDOW
+        if self._gained * self._pass_ms >= self._other_tokens * self.ms:
+            self._pause = WINDOW
         else:
-            bound = int(WINDOW * self.ms / (SHARE * self._pass_ms))
-            self._resting = min(self._rest, bound)
-            self._rest = max(2 * self._resting, WINDOW)
-        self._left = WINDOW
-        self.ms *= FADE
-        self._gained *= FADE
-        self._others *= FADE
-        self._pass_ms *= FADE
+            bound = int(WINDOW * self.ms / (MAX_TIME_SHARE * self._pass_ms))
+            self._pausing = min(self._pause, bound)
+            self._pause = max(2 * self._pausing, WINDOW)
+        self._steps_left = WINDOW
+        self.ms *= DECAY
+        self._gained *= DECAY
+        self._other_tokens *= DECAY
+        self._pass_ms *= DECAY
 
 
-LONGEST_REST = 7
-"""Passes in a row for which no draft of a text is looked for."""
+# Most passes in a row in which an unpredictable sequence is not drafted for.
+MAX_COOLDOWN = 7
 
 
-def is_unpredictable(hits: int) -> bool:
-    """Whether next to nothing of a text's latest tokens was foreseen: of 32 or more, one at the most. `hits`: as in `evidence.Nodes`."""
-    if hits < 1 << 32:
+def is_unpredictable(hit_history: int) -> bool:
+    """Return whether at most one of a sequence's latest 32 or more tokens was predicted. `hit_history`: see `features.Nodes`."""
+    if hit_history < 1 << 32:
         return False
     n = 0
-    while hits and n < 3:
-        hits &= hits - 1
+    while hit_history and n < 3:
+        hit_history &= hit_history - 1
         n += 1
     return n <= 2
 
 
-def rest(left: int, last: int, unpredictable: bool) -> tuple[int, int, bool]:
-    """Whether no draft of a text is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at.
+def update_cooldown(left: int, last: int, unpredictable: bool) -> tuple[int, int, bool]:
+    """Return (left, last, whether not to draft for the sequence in this pass). While it stays unpredictable, cooldowns double.
 
-    left: passes for which none will be looked for, last: for how many none was the last time -> (left, last, whether).
+    left: passes of the present cooldown that remain; last: how many the last one had.
     """
     if left > 0:
         return left - 1, last, True
     if not unpredictable:
         return left, 0, False
-    last = min(2 * last + 1, LONGEST_REST)
+    last = min(2 * last + 1, MAX_COOLDOWN)
     return last, last, True
 
 
-LOOK_MS, EACH_MS = 0.2, 0.04
-"""What a look into a store of 80 M tokens takes, and what for every sequence in it, on a CPU whose caches a pass has filled with weights.
-Constants, so that who drafts without a clock decides the same."""
-LEAST, MOST = 0.03, 0.2
-"""Tokens that an answer must bring on the average where nobody says what a millisecond is worth, and the most that are asked for."""
-WORTH = 3.0
-"""Tokens that a store vouched for most, for one that would not have come without it: most of them others vouch for, too. Of foreign code,
-HumanEval took 19 for which it did, and 5 tokens more than without it."""
-LONGEST = 32
-"""Passes from one question about a sequence to the next at the most; a power of two, as all such periods are."""
-_OWN, _FADE_ALL = 6.0, 0.995
-"""How many of a sequence's own answers its predecessors' count for, and how fast theirs are forgotten."""
+# ms of a look-up in a datastore of 80 M tokens, and of each sequence in it, on a CPU whose caches a pass has filled with weights.
+# Constants, so that tensor-parallel ranks, which use no clock, decide the same.
+SEARCH_MS, SEQUENCE_MS = 0.2, 0.04
+# Accepted tokens that a look-up must bring on average: while no threshold is known, and at most.
+DEFAULT_MIN_GAIN, HIGHEST_MIN_GAIN = 0.03, 0.2
+# Accepted tokens attributed to a datastore per token that no other drafter would have drafted. Measured with foreign code: of 19 tokens on
+# HumanEval that were attributed to it, 14 came without it, too.
+TOKENS_PER_EXTRA_TOKEN = 3.0
+# Most passes between two look-ups for a sequence; a power of two, as all periods are.
+MAX_PERIOD = 32
+# Weight of earlier sequences' results, in look-ups of the present one; their decay per look-up.
+_PRIOR_ANSWERS, _PRIOR_DECAY = 6.0, 0.995
 
 
-class Turns:
-    """Of one drafter: the sequences that it is asked about in a step. Where it brings nothing the passes between two questions double;
-    where an answer was right it is asked every time. What a sequence begins with is what came of those before it. Sequences that are asked
-    about every so many passes are asked about in the same ones: one question about several costs little more, and what lies between costs
-    nothing."""
+class DatastoreSchedule:
+    """Decide for which sequences the datastores are searched in a step.
+
+    The period of a sequence doubles while look-ups bring nothing, and is 1 after one that was right. A new sequence starts with the results
+    of earlier ones. Sequences with the same period are searched for in the same steps: one search for several costs little more, and the
+    steps between cost nothing.
+    """
 
     def __init__(self, n_slots: int) -> None:
-        self._period = np.full(n_slots, LONGEST)
-        self._due = np.zeros(n_slots, np.bool_)  # its turn came, and has not been taken
+        self._period = np.full(n_slots, MAX_PERIOD)
+        self._due = np.zeros(n_slots, np.bool_)  # its step came, but no draft was wanted
         self._gained, self._answers = np.zeros((2, n_slots))
-        self._step, self._shortest = 0, LONGEST
-        self._least = LEAST
-        self._all_gained, self._all_answers, self._n_begun = 2.0 * MOST * _OWN, _OWN, 0
-        self._asked: np.ndarray | None = None  # the slots of the last step about which it was asked
+        self._step, self._shortest = 0, MAX_PERIOD
+        self._min_gain = DEFAULT_MIN_GAIN
+        self._all_gained, self._all_answers, self._n_begun = 2.0 * HIGHEST_MIN_GAIN * _PRIOR_ANSWERS, _PRIOR_ANSWERS, 0
+        self._asked: np.ndarray | None = None  # the slots of the last step's search
 
     def begin(self, slot: int) -> bool:
-        """A new sequence uses this slot. Whether to spend anything on it beforehand."""
-        pays = self._all_gained >= self._least * self._all_answers
+        """Start a sequence in this slot; return whether to spend time on it beforehand (retrieving similar files)."""
+        pays = self._all_gained >= self._min_gain * self._all_answers
         self._gained[slot] = self._answers[slot] = 0
         self._period[slot], self._due[slot] = (1, True) if pays else (2, False)
         self._shortest = min(self._shortest, int(self._period[slot]))
@@ -124,12 +127,14 @@ class Turns:
         return pays or self._n_begun % WINDOW == 0
 
     def end(self, slot: int) -> None:
-        """The sequence is over."""
-        self._period[slot], self._due[slot] = LONGEST, False
+        """Free the slot."""
+        self._period[slot], self._due[slot] = MAX_PERIOD, False
 
-    def asks(self, slots: np.ndarray, wanted: np.ndarray, price: float = 0.0) -> np.ndarray | None:
-        """[B] bool: for which slots [B] it is asked in this step, of those where an answer is `wanted` [B] bool; None: for none. `price`:
-        what a millisecond is worth in tokens, 0 where that is not known."""
+    def choose(self, slots: np.ndarray, wanted: np.ndarray, threshold: float = 0.0) -> np.ndarray | None:
+        """Return for which slots [B] to search in this step: [B] bool, or None for none of them.
+
+        wanted [B] bool: whether a draft is wanted; threshold: the speculation threshold in tokens per millisecond, 0 if not known.
+        """
         self._step += 1
         self._asked = None
         if self._step % self._shortest:
@@ -137,39 +142,40 @@ class Turns:
         due = self._due[slots] | (self._step % self._period[slots] == 0)
         asked = wanted & due
         self._due[slots] = due & ~asked
-        self._shortest = self._next_period()
+        self._shortest = self._find_shortest_period()
         if not asked.any():
             return None
-        if price > 0:
-            self._least = min(WORTH * price * (LOOK_MS / int(np.count_nonzero(asked)) + EACH_MS), MOST)
+        if threshold > 0:
+            ms = SEARCH_MS / int(np.count_nonzero(asked)) + SEQUENCE_MS
+            self._min_gain = min(TOKENS_PER_EXTRA_TOKEN * threshold * ms, HIGHEST_MIN_GAIN)
         self._asked = slots[asked]
         return asked
 
     @property
-    def quiet(self) -> int:
-        """How many steps follow in which it is asked for none."""
+    def n_quiet_steps(self) -> int:
+        """How many of the following steps need no search."""
         return self._shortest - 1 - self._step % self._shortest
 
-    def pass_by(self, n_steps: int) -> None:
-        """So many steps were made without a question, no more than are `quiet`."""
+    def skip_steps(self, n_steps: int) -> None:
+        """Count steps that were made without a call of `choose`, at most `n_quiet_steps`."""
         self._step += n_steps
         self._asked = None
 
-    def _next_period(self) -> int:
-        """In which steps a turn comes: in those that it divides."""
+    def _find_shortest_period(self) -> int:
+        """Return the period of the steps in which there may be a search."""
         return 1 if self._due.any() else int(self._period.min())
 
-    def asked(self, slots: np.ndarray) -> np.ndarray | None:
-        """[B] bool: for which of the slots [B] it was asked in the last step; None: for none."""
+    def get_asked(self, slots: np.ndarray) -> np.ndarray | None:
+        """Return which of the slots [B] the last step searched for: [B] bool, or None for none of them."""
         return None if self._asked is None else np.isin(slots, self._asked)
 
-    def made(self, slots: np.ndarray, gained: np.ndarray) -> None:
-        """It was asked about these slots [B], and its answers brought so many tokens [B]."""
+    def record_gains(self, slots: np.ndarray, gained: np.ndarray) -> None:
+        """Record how many accepted tokens [B] the search for these slots [B] brought."""
         self._gained[slots] += gained
         self._answers[slots] += 1
-        self._all_gained = self._all_gained * _FADE_ALL ** len(slots) + float(gained.sum())
-        self._all_answers = self._all_answers * _FADE_ALL ** len(slots) + len(slots)
+        self._all_gained = self._all_gained * _PRIOR_DECAY ** len(slots) + float(gained.sum())
+        self._all_answers = self._all_answers * _PRIOR_DECAY ** len(slots) + len(slots)
         before = self._all_gained / self._all_answers
-        pays = (self._gained[slots] + _OWN * before >= self._least * (self._answers[slots] + _OWN)) | (gained > 0)
-        self._period[slots] = np.where(pays, 1, np.minimum(2 * self._period[slots], LONGEST))
-        self._shortest = self._next_period()
+        pays = (self._gained[slots] + _PRIOR_ANSWERS * before >= self._min_gain * (self._answers[slots] + _PRIOR_ANSWERS)) | (gained > 0)
+        self._period[slots] = np.where(pays, 1, np.minimum(2 * self._period[slots], MAX_PERIOD))
+        self._shortest = self._find_shortest_period()

@@ -80,11 +80,11 @@ class CostModel:
         self._streak = np.zeros(1, np.int64)
         self._age = np.zeros(n)
         """Steps since one spoke of the knot."""
-        self._told = np.zeros((max_rows + 1, 3))
+        self._predictions = np.zeros((max_rows + 1, 3))
         """By rows: steps, their milliseconds as foretold, as measured. Old ones fade."""
         self._force = np.zeros(max(n - 1, 0))
         self._table = self._tabulate(sweeps=2000)
-        self._beside_rows: list[float] = self._state[-3:].tolist()
+        self._extra_factors: list[float] = self._state[-3:].tolist()
 
     @property
     def times(self) -> np.ndarray:
@@ -96,13 +96,13 @@ class CostModel:
         """[max_rows + 1] float64: milliseconds of a step with T rows of one sequence at index T."""
         return self._table
 
-    def curve(self, load: Load) -> np.ndarray:
+    def get_curve(self, load: Load) -> np.ndarray:
         """`table` for what a step carries beside its rows."""
-        return self._table + self._beside(load)
+        return self._table + self._get_extra_ms(load)
 
     def predict(self, load: Load) -> float:
         """Milliseconds of a step."""
-        return float(self._table[min(load.rows, self.max_rows)]) + self._beside(load)
+        return float(self._table[min(load.rows, self.max_rows)]) + self._get_extra_ms(load)
 
     def observe(self, load: Load, ms: float) -> None:
         """A step without a part of a prompt took `ms` milliseconds."""
@@ -110,39 +110,39 @@ class CostModel:
         if not 1 <= rows <= self.max_rows:
             return
         doubt = self._first if self.n_seen < _YOUNG else self._local
-        told, knot = self._told[rows], self.n_seen % len(self.counts)
-        others, looked, thousands = self._factors(load)
+        told, knot = self._predictions[rows], self.n_seen % len(self.counts)
+        others, looked, thousands = self._get_factors(load)
         _correct(
             self.counts, self._shape, self._state, self._cov, doubt, self._streak, self._age, told, knot,
             rows, others, looked, thousands, self.predict(load), ms,
         )  # fmt: skip
-        self._beside_rows = self._state[-3:].tolist()
+        self._extra_factors = self._state[-3:].tolist()
         self.n_seen += 1
         if self.n_seen % _REFRESH == 0 or self.n_seen < _REFRESH:
             self._table = self._tabulate(sweeps=_SWEEPS)
 
-    def foretold(self) -> dict[int, tuple[int, float, float]]:
+    def summarize_predictions(self) -> dict[int, tuple[int, float, float]]:
         """By rows: how many steps lately, their mean milliseconds as foretold and as measured."""
         return {
             int(rows): (round(float(n)), float(expected / n), float(took / n))
-            for rows, (n, expected, took) in enumerate(self._told)
+            for rows, (n, expected, took) in enumerate(self._predictions)
             if n >= 1
         }
 
-    def _factors(self, load: Load) -> tuple[float, float, float]:
+    def _get_factors(self, load: Load) -> tuple[float, float, float]:
         return float(load.n_seqs - 1), float(load.looked), (load.keys - self.keys) / 1000 if load.keys else 0.0
 
-    def _beside(self, load: Load) -> float:
+    def _get_extra_ms(self, load: Load) -> float:
         """Milliseconds beside the curve's."""
-        others, looked, thousands = self._factors(load)
-        per_sequence, per_look, per_thousand = self._beside_rows
+        others, looked, thousands = self._get_factors(load)
+        per_sequence, per_look, per_thousand = self._extra_factors
         return max(per_sequence * others + per_look * looked + per_thousand * thousands, -float(self._table[1]) / 2)
 
     def _tabulate(self, sweeps: int) -> np.ndarray:
         n = len(self.counts)
         doubt = np.minimum(self._age, _STALE_STEPS) * (_STALE * self._state[:n]) ** 2
         variances = np.diagonal(self._cov)[:n] + doubt
-        times = _convex(self.counts, self._state[:n], variances, _LEAST_SLOPE * self._state[0], self._force, sweeps)
+        times = _fit_convex(self.counts, self._state[:n], variances, _LEAST_SLOPE * self._state[0], self._force, sweeps)
         rows = np.arange(self.max_rows + 1, dtype=np.float64)
         table = np.interp(rows, self.counts, times)
         if len(times) > 1:
@@ -169,7 +169,7 @@ def _lower_hull(x, y):
 
 
 @njit(cache=True, nogil=True)
-def _convex(x, y, variances, least, force, sweeps):
+def _fit_convex(x, y, variances, least, force, sweeps):
     """The convex curve, rising by `least` per x or more, that is nearest to y [n] at x in squares weighted by their certainty: Hildreth,
     "A Quadratic Programming Procedure" (1957), sweeps over the constraints (the first slope, then each corner). `force` [n - 1] is how much
     each pushes: zeros, or those of a like curve."""
@@ -195,7 +195,7 @@ def _convex(x, y, variances, least, force, sweeps):
 
 
 @njit(cache=True, nogil=True)
-def _features(counts, rows, x):
+def _weigh_knots(counts, rows, x):
     """The curve at `rows` is x [n + 3] times the state."""
     if len(counts) == 1:
         x[0] = 1.0
@@ -206,7 +206,7 @@ def _features(counts, rows, x):
 
 
 @njit(cache=True, nogil=True)
-def _dot(a, b):
+def _dot_product(a, b):
     """numba would ask scipy for `@`, which a base installation does not have."""
     total = 0.0
     for i in range(len(a)):
@@ -220,7 +220,7 @@ def _correct(counts, shape, state, cov, doubt, streak, age, told, knot, rows, ot
     for i, x in enumerate((1.0, foretold_ms, ms)):
         told[i] = _FADE * told[i] + x
     _update(counts, state, cov, doubt, streak, age, float(rows), others, looked, thousands, ms)
-    _lower(shape, state, cov, knot)
+    _cap_knot(shape, state, cov, knot)
 
 
 @njit(cache=True, nogil=True)
@@ -229,11 +229,11 @@ def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousa
     sign; `age` [n - 3]: steps since one spoke of each knot."""
     n = len(state)
     x = np.zeros(n)
-    _features(counts, rows, x)
+    _weigh_knots(counts, rows, x)
     for i in range(n - 3):
         age[i] = 0.0 if x[i] > 0.25 else age[i] + 1.0
     x[n - 3], x[n - 2], x[n - 1] = others, looked, thousands
-    told, more = _dot(x, state), _DRIFT
+    told, more = _dot_product(x, state), _DRIFT
     if streak[0] >= _STREAK or streak[0] <= -_STREAK:
         streak[0] = 0
         more += min(max(4.0 * (ms / told) ** 2, 1.0), 16.0)
@@ -242,8 +242,8 @@ def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousa
             cov[i, j] += more * doubt[i, j] * state[i if i < n - 3 else 0] * state[j if j < n - 3 else 0]
     towards = np.empty(n)
     for i in range(n):
-        towards[i] = _dot(cov[i], x)
-    variance = _dot(x, towards) + (NOISE * told) ** 2
+        towards[i] = _dot_product(cov[i], x)
+    variance = _dot_product(x, towards) + (NOISE * told) ** 2
     off = (ms - told) / math.sqrt(variance)
     if off > _HIGH:
         off = _HIGH
@@ -263,7 +263,7 @@ def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousa
 
 
 @njit(cache=True, nogil=True)
-def _lower(shape, state, cov, knot):
+def _cap_knot(shape, state, cov, knot):
     """One step of the filter, in place: `knot` is no dearer than its share of the first shape [n]."""
     level, weights = 0.0, 0.0
     for i in range(len(shape)):

@@ -1,10 +1,10 @@
-"""How many draft nodes a pass should carry: those that pay for their time. Knows probabilities, times and a price; no tokens, no trees.
+"""Choose how many draft nodes a pass carries: those that pay for their time. Knows probabilities, times and a threshold.
 
-The batch makes `expected` tokens in `cost` milliseconds. Nodes come in order of falling probability p, each adds p tokens and a row.
-At a price of so many tokens per millisecond the best number of nodes is the prefix with the most tokens left after paying for its time;
-without one, the price is what the pass itself makes at its best: the prefix with the most tokens per second. While cost is convex that is
-where p falls to price * (cost(T+1) - cost(T)); real costs have steps and plateaus, so the search goes on as long as the lower convex
-hull of the cost allows any later prefix to be better, and the tree is cut back to the best prefix seen.
+The batch makes `expected` tokens in `cost` milliseconds. Nodes come in order of falling probability p; each adds p tokens and a row. At a
+threshold of tokens per millisecond, the best number of nodes is the prefix that maximises tokens - threshold * milliseconds. Without one
+(0), the threshold is the best rate of the pass itself. While cost is convex that prefix ends where p falls below
+threshold * (cost(T+1) - cost(T)). Measured costs have steps and plateaus, so the search continues as long as the lower convex hull of the
+cost allows a longer prefix to be better, and the tree is cut back to the best prefix seen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ngramspec.datastore.code_cache import njit
 
 @njit(cache=True, nogil=True)
 def pass_costs(cost_ms, base_rows, n):
-    """Time of a pass with base_rows + m rows, m = 0..n -> [n+1] float64. Beyond the measured table its last mean slope goes on."""
+    """Return the milliseconds of a pass with base_rows + m rows, m = 0..n: [n+1] float64. The mean slope extends the measured table."""
     last = len(cost_ms) - 1
     slope = max((cost_ms[last] - cost_ms[1]) / (last - 1), 0.0) if last > 1 else 0.0
     out = np.empty(n + 1)
@@ -28,7 +28,7 @@ def pass_costs(cost_ms, base_rows, n):
 
 @njit(cache=True, nogil=True)
 def lower_hull(costs):
-    """Greatest convex function below costs [n+1] -> [n+1] float64; the first and last points lie on it."""
+    """Return the greatest convex function below costs [n+1]: [n+1] float64. The first and last points lie on it."""
     n = len(costs)
     corners = np.empty(n, np.int64)
     k = 0
@@ -48,14 +48,15 @@ def lower_hull(costs):
 
 
 @njit(cache=True, nogil=True)
-def worth(p, expected, taken, price, best, hull, reach):
-    """Could a longer prefix, whose nodes have at most probability p, leave more than `best` tokens after paying? -> (answer, reach).
+def can_pay(p, expected, taken, threshold, best, hull, reach):
+    """Return whether a longer prefix, whose further nodes have at most probability p, could exceed `best`, and the new `reach`.
 
-    `reach` is the row count that gains most at p; start it at len(hull) - 1 and hand it back: it only falls as p falls and the price rises.
+    `reach` is the number of nodes that gains most at p. Start it at len(hull) - 1 and pass it back in: it only falls, as p falls and the
+    threshold rises.
     """
     if taken + 1 >= len(hull):
         return False, reach
-    while reach > taken + 1 and price * (hull[reach] - hull[reach - 1]) >= p:
+    while reach > taken + 1 and threshold * (hull[reach] - hull[reach - 1]) >= p:
         reach -= 1
     reach = max(reach, taken + 1)
-    return expected + (reach - taken) * p - price * hull[reach] > best + 1e-9 * expected, reach
+    return expected + (reach - taken) * p - threshold * hull[reach] > best + 1e-9 * expected, reach

@@ -14,7 +14,7 @@ import numpy as np
 
 from ngramspec.sequence_table import ROWS, STEP_MS
 from ngramspec.speculative.budget.cost_model import CostModel, Load
-from ngramspec.speculative.budget.threshold import Foretold, Price
+from ngramspec.speculative.budget.threshold import PredictedMs, SpeculationThreshold
 
 LOOK = 128
 """Where drafts have displaced plain passes for so many passes, one is plain to see what it takes: the price is made of that. And where none
@@ -34,14 +34,14 @@ class Plan(NamedTuple):
 
     cost_ms: np.ndarray
     """[R + 1] float64: milliseconds of the step with T rows at index T."""
-    price: float
+    threshold: float
     """Tokens per millisecond."""
 
 
 class Timing:
     def __init__(self, cost: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock`: seconds."""
-        self.cost, self.price, self._clock = cost, Price(), clock
+        self.cost, self.threshold, self._clock = cost, SpeculationThreshold(), clock
         self._started: float | None = None
         self._load = self._base = Load(0)
         self._has_prompt = self._speculates = False
@@ -61,11 +61,11 @@ class Timing:
         """A draft is to be looked for, for `looked` of `n_seqs` sequences with `keys` tokens, in a pass with so many rows as yet. Not
         `drafts`: none is."""
         load = Load(rows, n_seqs, keys, looked)
-        price = self.price.of(n_seqs, self.cost.predict(Load(n_seqs, n_seqs, keys)))
+        threshold = self.threshold.get_threshold(n_seqs, self.cost.predict(Load(n_seqs, n_seqs, keys)))
         if drafts and self._since_drafts >= self._boldness:
             self._boldness = min(2 * self._boldness, LOOK)
-            self._since_drafts, price = 0, price / 2
-        return Plan(self.cost.curve(load), price)
+            self._since_drafts, threshold = 0, threshold / 2
+        return Plan(self.cost.get_curve(load), threshold)
 
     @property
     def n_alike(self) -> int:
@@ -132,8 +132,8 @@ class Timing:
                     continue
             if step.speculates:
                 plain = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
-                foretold = Foretold(foretold_ms, self.cost.predict(step.base), plain, step.nodes)
-                self.price.took(load.n_seqs, step.made, step.ms, foretold, has_prompt=step.has_prompt)
+                foretold = PredictedMs(foretold_ms, self.cost.predict(step.base), plain, step.nodes)
+                self.threshold.record_step(load.n_seqs, step.made, step.ms, foretold, has_prompt=step.has_prompt)
             if not step.has_prompt:
                 self.cost.observe(load, step.ms)
         self._over.clear()
