@@ -39,10 +39,10 @@ def test_every_package_is_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("guest", "extra", "package"), [("transformers", "transformers", "transformers"), ("llama_cpp", "llama-cpp", "llama-cpp-python")]
+    ("host", "extra", "package"), [("transformers", "transformers", "transformers"), ("llama_cpp", "llama-cpp", "llama-cpp-python")]
 )
-def test_a_guests_extra_installs_versions_that_it_runs_in(guest: str, extra: str, package: str) -> None:
-    tree = ast.parse((ROOT / "ngramspec" / "guests" / f"{guest}.py").read_text())
+def test_an_integrations_extra_installs_versions_that_it_runs_in(host: str, extra: str, package: str) -> None:
+    tree = ast.parse((ROOT / "ngramspec" / "integrations" / f"{host}.py").read_text())
     (tested,) = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "TESTED"]
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
     (allowed,) = [Requirement(each).specifier for each in listed if Requirement(each).name == package]

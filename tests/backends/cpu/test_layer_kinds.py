@@ -128,13 +128,13 @@ def test_one_wrong_layer_is_found(
     name: str, layer: int, attribute: str, value: object, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last of its kind among them."""
-    right = runner_module.fused.replace_small_operations
+    right = runner_module.fused_ops.replace_small_operations
 
     def replace(model: Any) -> int:
         setattr(model.base_model.layers[layer].self_attn, attribute, value)
         return right(model)
 
-    monkeypatch.setattr(runner_module.fused, "replace_small_operations", replace)
+    monkeypatch.setattr(runner_module.fused_ops, "replace_small_operations", replace)
     with pytest.raises(UnsupportedModelError, match=rf"differ from transformers' own .* in layers .*\b{layer}\b"):
         bind(folder(name))
 

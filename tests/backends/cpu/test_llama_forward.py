@@ -249,13 +249,13 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong_angles(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the modules, of which the compiled pass has its own."""
-    right = runner_module.fused.replace_small_operations
+    right = runner_module.fused_ops.replace_small_operations
 
     def replace(model: Any) -> int:
         model.base_model.rotary_emb.inv_freq *= 1.5
         return right(model)
 
-    monkeypatch.setattr(runner_module.fused, "replace_small_operations", replace)
+    monkeypatch.setattr(runner_module.fused_ops, "replace_small_operations", replace)
 
 
 def test_a_pass_that_computes_something_else_gives_way_to_modules(
