@@ -1,46 +1,42 @@
-"""A process of its own that builds a store and keeps it up to date, out of the way of whoever started it.
+"""The child process that builds a store and keeps it up to date, at low priority beside the process that drafts from the store.
 
-What is to be kept enters as a `Job`, what happens leaves as messages through a pipe: `Told`. It ends when the other end of the pipe is
-closed, also because the process that held it was killed; what it has begun to write is deleted then. Knows neither engines nor servers.
+A `Job` enters as a line of JSON on standard input, reports leave as lines of JSON on standard output. The process ends when its standard
+input is closed, also because its parent was killed; what it has begun to write is deleted then. Knows neither engines nor servers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from .corpus import Skipped
+from .corpus import CorpusOptions, Skipped
 from .errors import ContentsChangedError, DatastoreCorruptError, DatastoreError, DatastoreFormatError, DatastoreLockedError
 from .format import MANIFEST, read_manifest
 from .progress import Progress, Summary
 from .workspace import Kept, check_size, installed
 
-TELL_S = 0.5
-RETRY_S = 2.0
-RETRY_FACTOR = 4
-"""Pause after an attempt that failed, in times what it took, so that at most a fifth of the time is spent in vain; at least RETRY_S."""
-POLL_S = 10.0
-"""Between looks at a tree that the system cannot watch."""
-MEMORY = 1 << 30
-"""Bytes for sorting; a larger corpus becomes several segments."""
-NICE = {"build": 10, "follow": 5}
-"""A build takes what passes leave over, and a tenth of a core that is always busy: with 19 it never came to an end on such a machine. A
-saved file is a matter of milliseconds, and somebody waits for it."""
+REPORT_S = 0.5  # between two reports of progress
+RETRY_S = 2.0  # least pause after an attempt that failed
+RETRY_FACTOR = 4  # the same pause in times what the attempt took, so that at most a fifth of the time is spent in vain
+POLL_S = 10.0  # between looks at a tree that the system cannot watch
+MEMORY = 1 << 30  # bytes for sorting; a larger corpus becomes several segments
+# Priorities. A build takes what forward passes leave over and a tenth of a core that is always busy; with 19 it never came to an end on
+# such a machine. A saved file is a matter of milliseconds, and somebody waits for it.
+NICE = {"find_installed": 10, "build": 10, "follow": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a process is to do."""
+    """What an indexer builds or follows."""
 
     kept: Kept
     stage: Literal["build", "follow"]
@@ -48,96 +44,107 @@ class Job:
     tokenizer: bytes
     """Its canonical JSON."""
     name: str
-    """What users call it."""
+    """What users call the tokenizer's model."""
     writer: str
+    """The program that writes the store, for its manifest."""
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the message that starts this job."""
+        return asdict(self) | {"tokenizer": self.tokenizer.decode()}
 
 
-Told = tuple[Literal["progress", "problem", "done", "following"], dict[str, Any]]
-"""progress: a `Progress`. problem: `text`, and `waits` where another process is at it; it is tried again, unless it is `final`. done: a
-`Summary` of what was written, or of what was there. following: files are watched."""
-Say = Callable[[Told], None]
+def make_search_message(path: str, cache: Path, fingerprint: str) -> dict[str, Any]:
+    """Return the message that starts `workspace.installed`, which reads every file of the packages.
 
-
-def run(job: Job, pipe: Connection) -> None:
-    """The process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: whoever started it decides
-    signal.signal(signal.SIGTERM, _end)
-    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, 0, NICE[job.stage])
-    with contextlib.suppress(SystemExit, KeyboardInterrupt, BrokenPipeError):
-        {"build": bring_up_to_date, "follow": follow}[job.stage](job, pipe.send)
-
-
-_starting = threading.Lock()
-
-
-def start_process(process: BaseProcess) -> None:
-    """Start a process that imports nothing from the current folder, often a working tree, as `python -c` would; nor do its own children.
-
-    Raises OSError.
+    `read_search_result` takes the answer.
     """
-    with _starting:
-        before = os.environ.get("PYTHONSAFEPATH")
-        os.environ["PYTHONSAFEPATH"] = "1"
-        try:
-            process.start()
-        finally:
-            del os.environ["PYTHONSAFEPATH"]
-            if before is not None:
-                os.environ["PYTHONSAFEPATH"] = before
+    return {"stage": "find_installed", "path": path, "cache": str(cache), "fingerprint": fingerprint}
 
 
-def find_installed(path: str, cache: Path, fingerprint: str) -> Kept | None:
-    """`trees.installed`, in a process of its own, for it reads every file of the packages. Raises DatastoreError."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_find_installed, args=(path, cache, fingerprint, theirs), daemon=True)
-    try:
-        start_process(process)
-        theirs.close()
-        found: Kept | DatastoreError | None = ours.recv()
-    except (EOFError, OSError) as error:
-        raise DatastoreError(f"the packages of {path} cannot be read: {error or 'the process that reads them has ended'}") from error
-    finally:
-        ours.close()
-    process.join()
-    if isinstance(found, DatastoreError):
-        raise found
-    return found
+def read_search_result(answer: dict[str, Any]) -> Kept | None:
+    """Return what `workspace.installed` found. Raises DatastoreError."""
+    if "error" in answer:
+        raise DatastoreError(answer["error"])
+    return None if answer["kept"] is None else _read_kept(answer["kept"])
 
 
-def _find_installed(path: str, cache: Path, fingerprint: str, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+Report = tuple[Literal["progress", "problem", "done", "following"], dict[str, Any]]
+"""progress: a `Progress`. problem: `text`, and `waits` if another process is at it; it is tried again, unless it is `final`. done: a
+`Summary` of what was written, or of what was there. following: files are watched."""
+SendReport = Callable[[Report], None]
+
+
+def serve() -> None:
+    """Run the process: do the job that standard input names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent decides
+    signal.signal(signal.SIGTERM, _exit)
+    message = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, 0, NICE["build"])
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            pipe.send(installed(path, cache, fingerprint))
-        except (DatastoreError, OSError) as error:
-            pipe.send(DatastoreError(str(error)))
+        os.setpriority(os.PRIO_PROCESS, 0, NICE[message["stage"]])
+    with contextlib.suppress(SystemExit, KeyboardInterrupt, BrokenPipeError), os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)  # what a library prints is no report
+
+        def send(answer: object) -> None:
+            out.write(json.dumps(answer).encode() + b"\n")
+            out.flush()
+
+        if message["stage"] == "find_installed":
+            send(_find_installed(message))
+        else:
+            job = Job(**message | {"kept": _read_kept(message["kept"]), "tokenizer": message["tokenizer"].encode()})
+            run = {"build": bring_up_to_date, "follow": follow}[job.stage]
+            run(job, lambda report: send({"kind": report[0], "facts": report[1]}))
 
 
-def bring_up_to_date(job: Job, say: Say) -> None:
-    """Build the store, or update the one that is there. What is in the way (another writer, a tree that is gone, a full disk) is told once
-    and waited for."""
+def _exit(signum: int, frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _exit_with_parent() -> None:
+    """Exit when standard input is closed, as the system does when the parent is killed."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _read_kept(fields: dict[str, Any]) -> Kept:
+    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["options"].items()}
+    known: dict[str, Any] = fields | {"paths": tuple(fields["paths"]), "options": CorpusOptions(**options)}
+    return Kept(**known)
+
+
+def _find_installed(message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        kept = installed(message["path"], Path(message["cache"]), message["fingerprint"])
+    except (DatastoreError, OSError) as error:
+        return {"error": str(error)}
+    return {"kept": None if kept is None else asdict(kept)}
+
+
+def bring_up_to_date(job: Job, send: SendReport) -> None:
+    """Build the store, or update the one that is there.
+
+    What is in the way (another writer, a tree that is gone, a full disk) is reported once, and the attempt is repeated.
+    """
     from . import build, update  # noqa: F401  # seconds of importing are no part of an attempt
 
-    told = ""
+    reported = ""
     while True:
         started = time.monotonic()
         try:
-            say(("done", _facts(_build_or_update(job, _teller(say)))))
+            send(("done", _get_facts(_build_or_update(job, _make_progress_reporter(send)))))
             return
         except (DatastoreError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise
             if isinstance(error, ContentsChangedError):
-                say(("problem", {"text": f"{error}; they are looked at again at the next start", "waits": False, "final": True}))
+                send(("problem", {"text": f"{error}; they are looked at again at the next start", "waits": False, "final": True}))
                 return
-            if str(error) != told:
-                told = str(error)
-                say(("problem", {"text": told, "waits": isinstance(error, DatastoreLockedError)}))
+            if str(error) != reported:
+                reported = str(error)
+                send(("problem", {"text": reported, "waits": isinstance(error, DatastoreLockedError)}))
             time.sleep(max(RETRY_S, RETRY_FACTOR * (time.monotonic() - started)))
 
 
@@ -166,64 +173,66 @@ def _build_or_update(job: Job, tell: Callable[[Progress], None]) -> Summary:
     return build(kept.paths, folder, tokenizer, job.name, contents=kept.contents, **how)
 
 
-def _facts(summary: Summary) -> dict[str, Any]:
+def _get_facts(summary: Summary) -> dict[str, Any]:
     return asdict(summary) | {"skipped": dict(summary.skipped), "secrets": dict(summary.secrets)}  # `asdict` breaks a Counter
 
 
-def _teller(say: Say) -> Callable[[Progress], None]:
+def _make_progress_reporter(send: SendReport) -> Callable[[Progress], None]:
     last = 0.0
 
-    def tell(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         nonlocal last
-        if (now := time.monotonic()) - last > TELL_S:
+        if (now := time.monotonic()) - last > REPORT_S:
             last = now
-            say(("progress", asdict(progress) | {"seconds_left": progress.seconds_left}))
+            send(("progress", asdict(progress) | {"seconds_left": progress.seconds_left}))
 
-    return tell
+    return report
 
 
-def follow(job: Job, say: Say) -> None:
-    """Update the store whenever files change. Ends when the tree is gone or another one, or an update fails: `bring_up_to_date` waits until
-    it can be done."""
+def follow(job: Job, send: SendReport) -> None:
+    """Update the store whenever files change.
+
+    Ends when the tree is gone or another one, or an update fails: `bring_up_to_date` waits until it can be done.
+    """
     from watchfiles._rust_notify import WatchfilesRustInternalError
 
     from .update import update
     from .watch import watch
 
     stop, folder = threading.Event(), Path(job.kept.store)
-    before = _identity(job.kept)
-    threading.Thread(target=_until_other, args=(job.kept, before, stop), daemon=True).start()
+    before = _identify_folders(job.kept)
+    threading.Thread(target=_wait_for_another_tree, args=(job.kept, before, stop), daemon=True).start()
 
-    def outcome(what: Summary | Exception) -> None:
+    def report(what: Summary | Exception) -> None:
         if isinstance(what, Summary):
-            say(("done", _facts(what)))
+            send(("done", _get_facts(what)))
         elif not isinstance(what, DatastoreLockedError):  # another server's process, which is at the same files; `watch` tries again
-            say(("problem", {"text": str(what), "waits": False}))
+            send(("problem", {"text": str(what), "waits": False}))
             stop.set()
 
     try:
-        watch(folder, stop=stop, max_memory=MEMORY, writer=job.writer, say=outcome, ready=lambda _: say(("following", {})))
+        watch(folder, stop=stop, max_memory=MEMORY, writer=job.writer, say=report, ready=lambda _: send(("following", {})))
     except DatastoreError as error:
-        outcome(error)
+        report(error)
     except (WatchfilesRustInternalError, OSError) as error:  # the system's limit of watches, most often
         if isinstance(error, BrokenPipeError):
             raise
-        say(("problem", {"text": f"its files cannot be watched ({error}): it is looked through every {POLL_S:g} s", "waits": False}))
+        send(("problem", {"text": f"its files cannot be watched ({error}): it is looked through every {POLL_S:g} s", "waits": False}))
         while not stop.wait(POLL_S):
             with contextlib.suppress(DatastoreError):
                 done = update(folder, max_memory=MEMORY, writer=job.writer)
                 if done.committed:
-                    outcome(done)
+                    report(done)
 
 
-def _until_other(kept: Kept, before: list[Any], stop: threading.Event) -> None:
-    while _identity(kept) == before and (Path(kept.store) / MANIFEST).exists():
+def _wait_for_another_tree(kept: Kept, before: list[Any], stop: threading.Event) -> None:
+    while _identify_folders(kept) == before and (Path(kept.store) / MANIFEST).exists():
         time.sleep(1)
     stop.set()
 
 
-def _identity(kept: Kept) -> list[Any]:
-    """What tells a folder from another one of the same name."""
+def _identify_folders(kept: Kept) -> list[Any]:
+    """Return what tells the folders from others of the same names."""
     found: list[Any] = []
     for path in kept.paths:
         try:
@@ -232,14 +241,3 @@ def _identity(kept: Kept) -> list[Any]:
         except OSError:
             found.append(None)
     return found
-
-
-def _end(signum: int, frame: object) -> None:
-    raise SystemExit(0)
-
-
-def _end_with(pipe: Connection) -> None:
-    """End when the other end of the pipe is closed, as the system does for a process that is killed."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv()
-    os.kill(os.getpid(), signal.SIGTERM)

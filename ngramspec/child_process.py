@@ -60,7 +60,7 @@ class ChildProcess:
             start_new_session=True,  # an interrupt from the keyboard is not for it
         )
         self._limit_s: float | None = None
-        self._is_ready = self._is_killed = False
+        self._is_ready = self._is_over = False
         self.send(setup)
 
     def wait_until_ready(self) -> None:
@@ -88,7 +88,7 @@ class ChildProcess:
             if timer is not None:
                 timer.cancel()
         if not line.endswith(b"\n"):
-            self.kill()
+            self._is_over = True
             raise ChildEndedError(self._limit_s)
         return dict(json.loads(line))
 
@@ -104,13 +104,13 @@ class ChildProcess:
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_killed and self._process.poll() is None
+        return not self._is_over and self._process.poll() is None
 
     def kill(self, limit_s: float | None = None) -> None:
         """End the child now. `limit_s`: the limit that it exceeded, for ChildEndedError."""
         if limit_s is not None:
             self._limit_s = limit_s
-        self._is_killed = True
+        self._is_over = True
         self._process.kill()
 
     def close_input(self) -> None:

@@ -8,20 +8,18 @@ Knows neither how stores are built nor what is in a request.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import re
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ngramspec import __version__
+from ngramspec.child_process import ChildEndedError, ChildProcess, Message
 from ngramspec.datastore import Datastore, DatastoreError, indexer_process, workspace
 from ngramspec.datastore.tokens import canonical, digest_of
 from ngramspec.engine.llm_engine import Engine
@@ -83,7 +81,7 @@ class Repositories:
         self.trees = {name: Repository(name, path, [name]) for name, path in (paths or {}).items()}
         self._cache, self._with_installed = cache, with_installed
         self._max_files = max_files or workspace.MAX_FILES
-        self._keepers: list[_Keeper] = []
+        self._indexers: list[_IndexerThread] = []
         self._lock, self._closed = threading.Lock(), False
 
     def __len__(self) -> int:
@@ -107,21 +105,21 @@ class Repositories:
         with self._lock:
             if self._closed:
                 return
-            keeper_ = next((each for each in self._keepers if each.name == name), None)
-            if is_new := keeper_ is None:
-                keeper_ = _Keeper(engine, name, kept, tokenizer)
-                self._keepers.append(keeper_)
-            tree.progress[name] = keeper_.progress
+            indexer = next((each for each in self._indexers if each.name == name), None)
+            if is_new := indexer is None:
+                indexer = _IndexerThread(engine, name, kept, tokenizer)
+                self._indexers.append(indexer)
+            tree.progress[name] = indexer.progress
             if name not in tree.stores:
                 tree.stores.append(name)
             if is_new:
-                keeper_.start()
+                indexer.start()
 
     def _keep_packages(self, engine: Engine, tokenizer: bytes, fingerprint: str) -> None:
         """Keep the stores of the packages that are installed for the trees. Their files are read first, to know them by what they hold."""
         for each in self.trees.values():
             try:
-                packages = indexer_process.find_installed(each.path, self._cache, fingerprint)
+                packages = _find_installed(each.path, self._cache, fingerprint)
             except DatastoreError as error:
                 logs.event("repository", f"{each.name}: {error}")
                 continue
@@ -141,9 +139,9 @@ class Repositories:
         """End what runs beside the server."""
         with self._lock:
             self._closed = True
-        for each in self._keepers:
+        for each in self._indexers:
             each.end()
-        for each in self._keepers:
+        for each in self._indexers:
             each.wait()
 
     def hidden(self, name: str | None) -> frozenset[str]:
@@ -157,15 +155,35 @@ class Repositories:
         return frozenset(store for each in self.trees.values() for store in each.stores) - shown
 
 
-class _Keeper(threading.Thread):
-    """Runs the processes that keep one store, and has the engine draft from it."""
+def _start_indexer(message: Message) -> ChildProcess:
+    """Start an indexer. Raises OSError."""
+    packages = "ngramspec", "numpy", "tokenizers"
+    return ChildProcess("ngramspec.datastore.indexer_process", packages, message, use_site=True, log_errors=True)
+
+
+def _find_installed(path: str, cache: Path, fingerprint: str) -> workspace.Kept | None:
+    """Return the store of the packages that are installed for a tree, found by a child process. Raises DatastoreError."""
+    try:
+        child = _start_indexer(indexer_process.make_search_message(path, cache, fingerprint))
+    except OSError as error:
+        raise DatastoreError(f"the packages of {path} cannot be read: {error}") from error
+    try:
+        return indexer_process.read_search_result(child.receive())
+    except ChildEndedError as error:
+        raise DatastoreError(f"the packages of {path} cannot be read: the process that reads them has ended") from error
+    finally:
+        child.close()
+
+
+class _IndexerThread(threading.Thread):
+    """Runs the child processes that build and follow one store, and has the engine draft from it."""
 
     def __init__(self, engine: Engine, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
         super().__init__(name=name, daemon=True)
         self.progress = Progress()
         self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
         self._ended = threading.Event()
-        self._running: tuple[BaseProcess, Connection] | None = None
+        self._child: ChildProcess | None = None
         self._lock = threading.Lock()  # around the process that runs
         self._logged_s = 0.0
         self._is_final = False  # trying again would not help
@@ -178,10 +196,10 @@ class _Keeper(threading.Thread):
             return
         while not self._ended.is_set():
             pause_s = PATIENCE_S
-            if self._process("build") and self.progress.ready:
+            if self._run_indexer("build") and self.progress.ready:
                 if not self._kept.follow:
                     return
-                self._process("follow")
+                self._run_indexer("follow")
                 self.progress.state, pause_s = "ready", RESTART_S
             if self._is_final:
                 return
@@ -191,51 +209,43 @@ class _Keeper(threading.Thread):
         """Have it end, and its process. From another thread, any number of times."""
         with self._lock:
             self._ended.set()
-            self._tell_to_end()
+            if self._child is not None:
+                self._child.close_input()
 
     def wait(self) -> None:
         """After `end`: until it has. What does not end in time is killed; the next writer deletes what it leaves."""
         self.join(END_S)
         with self._lock:
-            if self._running is not None:
-                self._running[0].kill()
+            if self._child is not None:
+                self._child.kill()
         self.join(END_S)
 
-    def _tell_to_end(self) -> None:
-        if self._running is not None:
-            with contextlib.suppress(OSError):
-                self._running[1].send(None)
-
-    def _process(self, stage: Literal["build", "follow"]) -> bool:
-        """One process from its start to its end. Whether it said that the store is there."""
-        context = multiprocessing.get_context("spawn")
+    def _run_indexer(self, stage: Literal["build", "follow"]) -> bool:
+        """Run one child process from its start to its end. Returns whether it reported that the store is there."""
         job = indexer_process.Job(self._kept, stage, self._tokenizer, self._engine.name, f"ngramspec {__version__}")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=indexer_process.run, args=(job, theirs), name=f"ngramspec-repository-{self.name}", daemon=True)
         try:
-            indexer_process.start_process(process)
+            child = _start_indexer(job.to_message())
         except OSError as error:
             self._take("problem", {"text": f"no process can be started for it: {error}", "waits": False})
             return False
-        theirs.close()
         with self._lock:
-            self._running = process, ours
+            self._child = child
             if self._ended.is_set():
-                self._tell_to_end()
+                child.close_input()
         done = False
         try:
             if not self.progress.ready:
                 self.progress.state = "building"
             while True:
-                kind, facts = ours.recv()
-                done |= kind == "done"
-                self._take(kind, facts)
-        except (EOFError, OSError):
-            process.join()
+                report = child.receive()
+                done |= report["kind"] == "done"
+                self._take(report["kind"], report["facts"])
+        except ChildEndedError:
+            child.wait()
         finally:
             with self._lock:
-                self._running = None
-                ours.close()  # where an error brought us here, the process notices it
+                self._child = None
+                child.close_input()  # after an error here the child still runs, and ends by itself
         return done
 
     def _take(self, kind: str, facts: dict[str, Any]) -> None:

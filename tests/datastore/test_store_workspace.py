@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 
+from ngramspec.child_process import ChildEndedError, ChildProcess
 from ngramspec.datastore import CorpusError, Datastore, corpus, indexer_process, workspace
 from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import writing
@@ -53,37 +52,32 @@ def documents(store: str) -> set[str]:
         return {Path(document.path).name for document in opened.snapshot.documents()}
 
 
-class Process:
-    """A keeper's process, and what it told."""
+class Indexer:
+    """An indexer's process, and what it reports."""
 
     def __init__(self, kept: workspace.Kept, stage: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
         job = indexer_process.Job(kept, stage, canonical(BACKEND), "bytes", "test")
-        self.process = context.Process(target=indexer_process.run, args=(job, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+        packages = "ngramspec", "numpy", "tokenizers"
+        self.child = ChildProcess("ngramspec.datastore.indexer_process", packages, job.to_message(), use_site=True, log_errors=True)
 
     def told(self, kind: str) -> dict[str, Any]:
-        """What it tells of this kind next."""
-        while self.pipe.poll(WAIT_S):
-            what, facts = self.pipe.recv()
-            if what == kind:
-                return facts  # type: ignore[no-any-return]
-        raise AssertionError(f"it never told of {kind}")
+        """What it reports of this kind next."""
+        while True:
+            report = self.child.receive(WAIT_S)
+            if report["kind"] == kind:
+                return report["facts"]  # type: ignore[no-any-return]
 
-    def end(self) -> int | None:
-        self.pipe.close()
-        self.process.join(WAIT_S)
-        return self.process.exitcode
+    def end(self) -> int:
+        self.child.close_input()
+        return self.child.wait()
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
+def start() -> Iterator[Callable[..., Indexer]]:
+    started: list[Indexer] = []
 
-    def begin(kept: workspace.Kept, stage: str) -> Process:
-        started.append(Process(kept, stage))
+    def begin(kept: workspace.Kept, stage: str) -> Indexer:
+        started.append(Indexer(kept, stage))
         return started[-1]
 
     yield begin
@@ -222,9 +216,9 @@ def test_packages_are_one_store_for_all_trees_with_the_same_files(tmp_path: Path
 SITE = Path(".venv/lib/python3.11/site-packages")
 
 
-def build_here(kept: workspace.Kept) -> indexer_process.Told:
+def build_here(kept: workspace.Kept) -> indexer_process.Report:
     """What a keeper's process tells last of building a store, in this process."""
-    told: list[indexer_process.Told] = []
+    told: list[indexer_process.Report] = []
     indexer_process.bring_up_to_date(indexer_process.Job(kept, "build", canonical(BACKEND), "bytes", "test"), told.append)
     return told[-1]
 
@@ -296,7 +290,7 @@ def test_packages_never_leave_the_trees_environment(tmp_path: Path) -> None:
     (site / "one-1.0.dist-info" / "top_level.txt").symlink_to("/dev/zero")
     os.mkfifo(site / "pipe.py")
     os.mkfifo(site / "one-1.0.dist-info" / "METADATA")
-    kept = indexer_process.find_installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT)
+    kept = workspace.installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT)
     assert kept is not None
     assert kept.paths == (str(site),)
     _, done = build_here(kept)
@@ -358,17 +352,7 @@ def test_where_an_environment_is_found(tree: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the process
 
 
-def ended(pipe: Connection) -> bool:
-    """Whether the other end goes away, whatever it tells before."""
-    try:
-        while pipe.poll(WAIT_S):
-            pipe.recv()
-    except EOFError:
-        return True
-    return False
-
-
-def test_built_followed_and_gone(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_built_followed_and_gone(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
     kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
     assert start(kept, "build").told("done")["files"] == 5
     assert (tmp_path / "cache" / "trees").stat().st_mode & 0o077 == 0, "it holds text of the tree"
@@ -378,14 +362,16 @@ def test_built_followed_and_gone(tree: Path, tmp_path: Path, start: Callable[...
     assert following.told("done")["added"] == 1
     assert "new.py" in documents(kept.store)
     tree.rename(tmp_path / "moved")
-    assert ended(following.pipe), "the tree is gone: who started it decides"
+    with pytest.raises(ChildEndedError) as ended:  # the tree is gone: who started it decides
+        following.told("end")
+    assert ended.value.limit_s is None
     waiting = start(kept, "build")
     assert "is gone" in waiting.told("problem")["text"]
     (tmp_path / "moved").rename(tree)
     assert waiting.told("done")["files"] == 6
 
 
-def test_two_servers_on_a_tree(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_two_servers_on_a_tree(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
     kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
     start(kept, "build").told("done")
     with writing(Path(kept.store)):
@@ -395,7 +381,7 @@ def test_two_servers_on_a_tree(tree: Path, tmp_path: Path, start: Callable[..., 
 
 
 @pytest.mark.parametrize("damage", ["MANIFEST", "tokenizer"])
-def test_a_damaged_store_is_built_anew(tree: Path, tmp_path: Path, start: Callable[..., Process], damage: str) -> None:
+def test_a_damaged_store_is_built_anew(tree: Path, tmp_path: Path, start: Callable[..., Indexer], damage: str) -> None:
     kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
     start(kept, "build").told("done")
     (path,) = (each for each in Path(kept.store).iterdir() if each.name.startswith(damage))
@@ -404,7 +390,7 @@ def test_a_damaged_store_is_built_anew(tree: Path, tmp_path: Path, start: Callab
     Datastore.open(kept.store, verify="full").close()
 
 
-def test_a_tree_without_text_is_waited_for(tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_a_tree_without_text_is_waited_for(tmp_path: Path, start: Callable[..., Indexer]) -> None:
     (tmp_path / "tree").mkdir()
     waiting = start(workspace.tree(str(tmp_path / "tree"), tmp_path / "cache", PRINT), "build")
     assert "there is no text" in waiting.told("problem")["text"]
@@ -412,7 +398,7 @@ def test_a_tree_without_text_is_waited_for(tmp_path: Path, start: Callable[..., 
     assert waiting.told("done")["files"] == 1
 
 
-def test_an_interrupted_build_leaves_nothing_and_is_begun_again(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_an_interrupted_build_leaves_nothing_and_is_begun_again(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
     for n in range(3000):
         (tree / f"more{n}.py").write_text(f"x = {n}\n" * 50)
     kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
@@ -432,7 +418,7 @@ def test_a_file_that_cannot_be_read_is_named(tree: Path, monkeypatch: pytest.Mon
         return before(root, path)
 
     monkeypatch.setattr(corpus, "open_beneath", locked)
-    told: list[indexer_process.Told] = []
+    told: list[indexer_process.Report] = []
     kept = workspace.tree(str(tree), tree.parent / "cache", PRINT)
     indexer_process.bring_up_to_date(indexer_process.Job(kept, "build", canonical(BACKEND), "bytes", "test"), told.append)
     kind, facts = told[-1]
@@ -440,7 +426,7 @@ def test_a_file_that_cannot_be_read_is_named(tree: Path, monkeypatch: pytest.Mon
     assert facts["named"] == [(f"{tree}/0.py", "Permission denied")]
 
 
-def test_too_large_a_tree_is_told_by_the_process(tree: Path, tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_too_large_a_tree_is_told_by_the_process(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
     waiting = start(workspace.tree(str(tree), tmp_path / "cache", PRINT, max_files=5), "build")
     assert waiting.told("done")["files"] == 5
     waiting = start(workspace.tree(str(tree), tmp_path / "cache", PRINT, max_files=4), "build")
@@ -450,7 +436,7 @@ def test_too_large_a_tree_is_told_by_the_process(tree: Path, tmp_path: Path, sta
 def test_files_that_cannot_be_watched_are_looked_through(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ngramspec.datastore import watch
 
-    told: list[indexer_process.Told] = []
+    told: list[indexer_process.Report] = []
     kept = workspace.tree(str(tree), tree.parent / "cache", PRINT)
     job = indexer_process.Job(kept, "follow", canonical(BACKEND), "bytes", "test")
     indexer_process.bring_up_to_date(job, told.append)
@@ -458,7 +444,7 @@ def test_files_that_cannot_be_watched_are_looked_through(tree: Path, monkeypatch
     monkeypatch.setattr(watch.watchfiles, "watch", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "no space left for watches")))
     seen = threading.Event()
 
-    def say(what: indexer_process.Told) -> None:
+    def say(what: indexer_process.Report) -> None:
         told.append(what)
         if what[0] == "done":
             seen.set()
