@@ -225,9 +225,9 @@ class Core:
         cost = plan.cost_ms
         few, many = min(base, len(cost) - 2), min(base + 8, len(cost) - 1)
         least = plan.threshold * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.foresees else np.inf
-        return forced_tokens.follow(
+        return forced_tokens.apply_grammar(
             tree,
-            seq.sampler.constraint.walker(),
+            seq.sampler.constraint.make_lookahead(),
             source=len(self.speculator.source_names),
             max_depth=min(seq.max_depth, self.speculator.spec_length),
             max_nodes=min(self.speculator.spec_rows, len(tree) + max(room, 0)),

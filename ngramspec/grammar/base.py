@@ -1,7 +1,7 @@
-"""What a text must look like, as a user gives it, and what a sampler needs of that on its way through the text.
+"""What a text must look like, as a user gives it (`Grammar`), and the contract of a compiled grammar (`Constraint`).
 
-A JSON schema, a regular expression, a list of texts or a grammar enters as a `Grammar`, checked as far as its own form goes; whoever
-compiles it (`grammar.llguidance`) hands back a `Constraint`. Knows no tokenizer and no library of grammars.
+A JSON schema, a regular expression, a list of texts or a grammar enters as a `Grammar`, whose own form is checked here;
+`grammar.llguidance` compiles it to a `Constraint`, which the sampler follows. Knows no tokenizer and no library of grammars.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
-MAX_BYTES = 1 << 18
-"""Of a grammar's text; of GBNF, which is translated in Python, an eighth."""
+MAX_BYTES = 1 << 18  # of a grammar's text; GBNF, which is translated in Python, may have an eighth
 MAX_CHOICES = 4096
 _GBNF, _LARK = re.compile(r"^\s*root\s*::=", re.MULTILINE), re.compile(r"^\s*\??start\s*(\.-?\d+)?\s*:(?!:)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Every text that the model writes follows it, whole texts that it accepts and nothing else. Make one with the functions below.
+    """The form that the model's whole text must have. Make one with the class methods below.
 
-    Raises GrammarError (an InvalidInputError) for what is none, or too large. What only a compiler can tell is told at `submit`.
+    Raises GrammarError (an InvalidInputError) for what is no grammar, or too large. What only a compiler finds out is raised at `submit`.
     """
 
     kind: str
@@ -49,7 +48,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
-        """JSON that a schema describes: the schema, or its JSON."""
+        """Return the grammar of JSON that fits a schema: the schema itself, or its JSON text."""
         if not isinstance(schema, str):
             return cls("json_schema", _json(schema))
         try:
@@ -62,17 +61,17 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Self:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls("json_object", "")
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """A regular expression that the whole text matches. Without back-references and looking around."""
+        """Return the grammar of texts that match a regular expression, without back-references and look-around."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """One of these texts."""
+        """Return the grammar of a list of texts, one of which is written."""
         good = isinstance(texts, (list, tuple)) and all(isinstance(text, str) and text for text in texts)
         if not good or not 1 <= len(texts) <= MAX_CHOICES:
             raise GrammarError(f"choices must be 1 to {MAX_CHOICES} non-empty texts, got {texts!r:.80}")
@@ -80,17 +79,17 @@ class Grammar:
 
     @classmethod
     def lark(cls, grammar: str) -> Self:
-        """A grammar in Lark's notation, whose rule is `start`."""
+        """Return a grammar in Lark's notation, whose rule is `start`."""
         return cls("lark", grammar)
 
     @classmethod
     def gbnf(cls, grammar: str) -> Self:
-        """A grammar in llama.cpp's notation, whose rule is `root`."""
+        """Return a grammar in llama.cpp's notation, whose rule is `root`."""
         return cls("gbnf", grammar)
 
     @classmethod
     def written(cls, grammar: str) -> Self:
-        """A grammar in llama.cpp's notation, or in Lark's, whichever its first rule is in."""
+        """Return a grammar in llama.cpp's notation, or in Lark's, whichever its first rule is in."""
         if _GBNF.search(grammar):
             return cls.gbnf(grammar)
         if _LARK.search(grammar):
@@ -107,7 +106,7 @@ def _json(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GrammarKind:
-    """Of an option that takes a `Grammar`."""
+    """The kind of an option that takes a `Grammar`."""
 
     accepted = "None or a Grammar, such as Grammar.json_schema({…})"
 
@@ -115,37 +114,43 @@ class GrammarKind:
         return value is None or isinstance(value, Grammar)
 
 
-class Walker(Protocol):
-    """Runs ahead of a text along draft tokens, and comes back. What it does changes nothing for the text."""
+class ConstraintLookahead(Protocol):
+    """Walks ahead of a text along draft tokens, and back. The text's own state does not change."""
 
     def step(self, token: int) -> bool:
-        """Go on by a token, where the grammar allows it."""
+        """Advance by a token; return False, without advancing, if the grammar forbids it."""
         ...
 
-    def back(self) -> None:
+    def undo(self) -> None:
         """Undo the last step."""
 
-    def foreseen(self) -> list[tuple[int, float]]:
-        """What must follow here, or will as far as one can tell: tokens, each with the chance that it comes behind those before."""
+    def get_forced_tokens(self) -> list[tuple[int, float]]:
+        """Return the tokens that must follow here, or probably will, each with the probability that it comes after those before."""
         ...
 
 
 class Constraint(Protocol):
-    """Where a text stands in its grammar."""
+    """The state of one text in its grammar."""
 
     @property
     def complete(self) -> bool:
-        """The text is whole, and nothing may follow."""
+        """Whether the text is whole, so that nothing may follow."""
         ...
 
     def mask(self) -> np.ndarray:
-        """[W] uint32: the tokens that may come next, token t as bit t % 32 of word t // 32; the end of the text is one of them where it
-        may end. Raises GrammarError."""
+        """Return the tokens that may come next, [W] uint32: token t is bit t % 32 of word t // 32.
+
+        An end-of-text token is one of them if the text may end. Raises GrammarError.
+        """
         ...
 
     def accept(self, token: int) -> None:
-        """The text goes on with this token. Raises GrammarError for one that may not come."""
+        """Append a token to the text. Raises GrammarError for one that may not come."""
 
-    def fork(self) -> Constraint: ...
+    def fork(self) -> Constraint:
+        """Return an independent copy."""
+        ...
 
-    def walker(self) -> Walker: ...
+    def make_lookahead(self) -> ConstraintLookahead:
+        """Return a lookahead that starts at the end of the text."""
+        ...

@@ -1,6 +1,6 @@
-"""How a text sets its JSON: where it puts blanks and line ends, learned as it is written, and what plain JSON would look like so set.
+"""The whitespace that a JSON text puts between JSON tokens: learned while the text is written, and added to compact JSON.
 
-Bytes of a text enter, the same without blanks between words leave, and the other way round. Knows neither tokens nor schemas.
+Bytes of a text enter, the same without whitespace leave, and the other way round. Knows neither tokens of a model nor schemas.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ _QUOTE, _BACKSLASH, _COLON, _COMMA = b'"\\:,'
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """What stands between words."""
+class JsonStyle:
+    """The whitespace between JSON tokens."""
 
     colon: bytes = b" "
-    """Behind a colon."""
+    """Whitespace after a colon."""
     comma: bytes = b" "
-    """Behind a comma, where the next word is in the same line."""
+    """Whitespace after a comma, if the next member is in the same line."""
     in_lines: frozenset[int] = frozenset()
-    """The brackets whose members have lines of their own."""
+    """The opening brackets whose members have lines of their own."""
     indent: bytes = b"  "
-    """Of a level."""
+    """Indentation of one level."""
 
 
-class Layout:
-    """A text on its way."""
+class JsonLayout:
+    """Position and style of one text."""
 
-    def __init__(self, habits: Habits) -> None:
-        """`habits`: those that it is expected to have; its own replace them as they are seen."""
-        self.habits = habits
+    def __init__(self, style: JsonStyle) -> None:
+        """`style`: what the text is expected to have; its own replaces it as it is seen."""
+        self.style = style
         self._brackets: tuple[int, ...] = ()
         self._in_string = self._escaped = False
-        self._last = 0  # byte that is no blank
-        self._blanks = b""  # behind it
+        self._last = 0  # the last byte that is not blank
+        self._blanks = b""  # the blanks after it
 
-    def copy(self) -> Layout:
+    def copy(self) -> JsonLayout:
         return copy.copy(self)
 
-    def feed(self, text: bytes) -> bytes:
-        """The text goes on; returns that without blanks between words."""
+    def remove_whitespace(self, text: bytes) -> bytes:
+        """Take the next bytes of the text; return them without whitespace between JSON tokens."""
         plain = bytearray()
         for byte in text:
             if self._in_string:
@@ -54,31 +54,31 @@ class Layout:
                 self._blanks += bytes([byte])
             else:
                 plain.append(byte)
-                self._word(byte)
+                self._begin_token(byte)
         return bytes(plain)
 
-    def lay_out(self, plain: bytes, most: int) -> bytes:
-        """How the text goes on if this comes, without blanks: with those that it would have, up to where the next word begins.
+    def add_whitespace(self, plain: bytes, most: int) -> bytes:
+        """Return compact JSON that would come next with the whitespace that it would have, up to where the JSON token after it begins.
 
-        Of `most` bytes or more nothing behind the word that reaches them: a schema can foresee brackets without end.
+        Stops after the token that reaches `most` bytes: a schema can force brackets without end.
         """
         ahead, out, written = self.copy(), bytearray(), self._blanks
         for byte in plain:
             if len(out) >= most:
                 return bytes(out)
             if not ahead._in_string:
-                ahead._blanks = gap = ahead._gap(byte)
+                ahead._blanks = gap = ahead._get_gap(byte)
                 out += gap[len(written) :] if gap.startswith(written) else b""
             written = b""
             out.append(byte)
-            ahead.feed(bytes([byte]))
+            ahead.remove_whitespace(bytes([byte]))
         if not ahead._in_string and ahead._last in (_COLON, _COMMA):
-            out += ahead._gap(0)
+            out += ahead._get_gap(0)
         return bytes(out)
 
-    def _word(self, byte: int) -> None:
-        """A word begins with this byte, or is this bracket or mark."""
-        self._learn(byte)
+    def _begin_token(self, byte: int) -> None:
+        """Take the first byte of a JSON token."""
+        self._learn_style(byte)
         self._last, self._blanks = byte, b""
         if byte == _QUOTE:
             self._in_string = True
@@ -87,31 +87,31 @@ class Layout:
         elif byte in _CLOSE:
             self._brackets = self._brackets[:-1]
 
-    def _learn(self, byte: int) -> None:
-        habits, blanks = self.habits, self._blanks
+    def _learn_style(self, byte: int) -> None:
+        style, blanks = self.style, self._blanks
         if self._last == _COLON:
-            if blanks != habits.colon:
-                self.habits = replace(habits, colon=blanks, comma=blanks)  # commas mostly do as colons
+            if blanks != style.colon:
+                self.style = replace(style, colon=blanks, comma=blanks)  # commas mostly do as colons
         elif (self._last == _COMMA or self._last in _OPEN) and byte not in _CLOSE and self._brackets:
             bracket, depth, (line, _, indent) = self._brackets[-1], len(self._brackets), blanks.rpartition(b"\n")
             in_lines = bool(line or blanks.startswith(b"\n"))
-            if in_lines != (bracket in habits.in_lines):
-                habits = replace(habits, in_lines=habits.in_lines ^ {bracket})
-            if in_lines and len(indent) % depth == 0 and indent != habits.indent * depth:
-                habits = replace(habits, indent=indent[: len(indent) // depth])
-            if not in_lines and self._last == _COMMA and blanks != habits.comma:
-                habits = replace(habits, comma=blanks)
-            self.habits = habits
+            if in_lines != (bracket in style.in_lines):
+                style = replace(style, in_lines=style.in_lines ^ {bracket})
+            if in_lines and len(indent) % depth == 0 and indent != style.indent * depth:
+                style = replace(style, indent=indent[: len(indent) // depth])
+            if not in_lines and self._last == _COMMA and blanks != style.comma:
+                style = replace(style, comma=blanks)
+            self.style = style
 
-    def _gap(self, byte: int) -> bytes:
-        """What stands between the last word and one that begins with this byte."""
-        habits, depth = self.habits, len(self._brackets)
+    def _get_gap(self, byte: int) -> bytes:
+        """Return the whitespace between the last JSON token and one that begins with this byte."""
+        style, depth = self.style, len(self._brackets)
         if self._last == _COLON:
-            return habits.colon
+            return style.colon
         if (byte in _CLOSE and self._last in _OPEN) or not depth:
             return b""
         if byte in _CLOSE or self._last == _COMMA or self._last in _OPEN:
-            if self._brackets[-1] in habits.in_lines:
-                return b"\n" + habits.indent * (depth - (byte in _CLOSE))
-            return habits.comma if self._last == _COMMA else b""
+            if self._brackets[-1] in style.in_lines:
+                return b"\n" + style.indent * (depth - (byte in _CLOSE))
+            return style.comma if self._last == _COMMA else b""
         return b""

@@ -1,7 +1,7 @@
-"""Grammars over an engine's vocabulary, by the library llguidance: compiled, and followed token by token.
+"""Grammars over an engine's vocabulary, compiled and followed token by token by the library llguidance.
 
-A `Grammar` enters, a `Constraint` at the beginning of a text leaves. It is compiled in the thread of whoever asks, once it was
-tried (`trial`). Knows tokenizers and nothing of models, drafts or requests.
+A `Grammar` enters, a `Constraint` at the beginning of a text leaves. It is compiled in the caller's thread, after a child process has
+compiled it within its limits (`compiler_pool`). Knows tokenizers and nothing of models, drafts or requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.compiler_pool import GrammarCompilerPool
 from ngramspec.grammar.compiling import check_forced, first_line, get_byte_tokenizer, make_matcher
-from ngramspec.grammar.json_layout import Habits, Layout
+from ngramspec.grammar.json_layout import JsonLayout, JsonStyle
 from ngramspec.tokenizer.encode import Encoding
 
 if TYPE_CHECKING:
@@ -30,68 +30,66 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Compiled grammars that are kept for later requests, of one tenant and of all. Some take megabytes.
 PER_TENANT, KEPT = 32, 128
-"""Compiled grammars that are kept for later requests: of one tenant, and of all. Some take megabytes."""
+# Sets of tokens that a mask has all of, or else checks one by one. These are llguidance's own, but finer: a string near its greatest length
+# has many of them.
 _LETTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(_LETTER + f"{{1,{n}}}" for n in (5, 10, 16, 30)), _LETTER + "+"]
-"""Tokens that a mask has all of or looks at one by one: llguidance's own, but finer. A string near its greatest length has many of them."""
-FORESEEN = 1024
-"""Bytes, or tokens, that a grammar foresees at most: some 256 tokens, and no draft is deeper."""
-MAX_LOOKAHEAD = 4096
-"""Bytes of forced text after which a walk ahead of one text in one step looks no further: some 5 ms."""
-LIKELY, LAST = 0.95, 0.7
-"""The chance of a token that a schema foresees in the text's layout, and of the last one, which may be longer than what is foreseen."""
+MAX_FORCED_DRAFT = 1024  # bytes, or tokens, that a grammar drafts at most: 1024 bytes are about 256 tokens, and no draft is deeper
+MAX_LOOKAHEAD = 4096  # bytes of forced text that one lookahead computes at most: about 5 ms
+# Probability that the model writes a token that a schema forces in the text's layout, and that it writes the last one, which may be longer.
+LAYOUT_CHANCE, LAST_CHANCE = 0.95, 0.7
 
 
 class Grammars:
-    """All grammars of an engine, by tenant: how fast a grammar compiles tells nobody what others have asked for. From any thread."""
+    """The compiled grammars of an engine, by tenant, so that compile times do not reveal other tenants' grammars. For any thread."""
 
     def __init__(self, encoding: Encoding, eos_token_ids: Sequence[int]) -> None:
         self._encoding, self._eos = encoding, list(eos_token_ids)
-        self._compiled: OrderedDict[tuple[str, Grammar], Matching] = OrderedDict()
-        """Least recently used first."""
+        self._compiled: OrderedDict[tuple[str, Grammar], GrammarState] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
         self._compilers = GrammarCompilerPool(self._get_vocabulary)
 
-    def compile(self, grammar: Grammar, tenant: str | None = "") -> Matching:
-        """Return a text that follows the grammar, at its beginning; `fork` it. A new grammar takes up to seconds.
+    def compile(self, grammar: Grammar, tenant: str | None = "") -> GrammarState:
+        """Return the state of an empty text in the grammar, to be forked. A new grammar takes up to seconds.
 
-        It is kept for requests of the same tenant; for none if `tenant` is None. Raises GrammarError.
+        It is kept for requests of the same tenant, or not at all if `tenant` is None. Raises GrammarError.
         """
         if tenant is None:
-            return self._compile(grammar, Habit())
+            return self._compile(grammar, StyleMemory())
         key = tenant, grammar
         with self._lock:
-            if (known := self._compiled.get(key)) is not None and known.usable:
+            if (known := self._compiled.get(key)) is not None and known.is_usable:
                 self._compiled.move_to_end(key)
                 return known
-            habit = next((made.habit for (other, _), made in reversed(self._compiled.items()) if other == tenant), Habit())
-        made = self._compile(grammar, habit)
+            memory = next((state.memory for (other, _), state in reversed(self._compiled.items()) if other == tenant), StyleMemory())
+        state = self._compile(grammar, memory)
         with self._lock:
-            self._compiled[key] = made
+            self._compiled[key] = state
             self._compiled.move_to_end(key)
             self._evict(tenant)
-        return made
+        return state
 
     def _evict(self, tenant: str) -> None:
-        """Drop a tenant's oldest grammar beyond its share, and beyond all shares that of the tenant that has most."""
+        """Drop a grammar if there are too many: the tenant's oldest beyond its share, else the oldest of the tenant that has most."""
         counts = Counter(other for other, _ in self._compiled)
         if counts[tenant] > PER_TENANT or len(self._compiled) > KEPT:
             owner = tenant if counts[tenant] > PER_TENANT else counts.most_common(1)[0][0]
             del self._compiled[next(key for key in self._compiled if key[0] == owner)]
 
     def close(self) -> None:
-        """End what compiles. Any number of times; it starts again when it is wanted."""
+        """End the compiler processes. Can be called any number of times; they start again when needed."""
         self._compilers.close()
 
-    def _compile(self, grammar: Grammar, habit: Habit) -> Matching:
+    def _compile(self, grammar: Grammar, memory: StyleMemory) -> GrammarState:
         self._compilers.prepare()  # starts while the tokenizer is made
         tokenizer = self._tokenizer
         source, plain = self._compilers.translate(grammar)
-        outline = None if plain is None else Outline(make_matcher(get_byte_tokenizer(), plain), habit)
-        made = Matching(tokenizer, lambda: make_matcher(tokenizer, source), outline, habit)
-        made.fork().mask()  # raises where nothing can be written at all
-        return made
+        tracker = None if plain is None else JsonLayoutTracker(make_matcher(get_byte_tokenizer(), plain), memory)
+        state = GrammarState(tokenizer, lambda: make_matcher(tokenizer, source), tracker, memory)
+        state.fork().mask()  # raises if no text fits the grammar
+        return state
 
     def _get_vocabulary(self) -> tuple[int, dict[int, str], Sequence[int]]:
         special = {i: token.content for i, token in self._backend.get_added_tokens_decoder().items()}
@@ -120,75 +118,74 @@ class Grammars:
 
 
 @dataclass(slots=True)
-class Habit:
-    """How the model sets JSON: as in its latest text."""
+class StyleMemory:
+    """The JSON style of a tenant's latest text, with which its next one is expected to begin."""
 
-    habits: Habits = field(default_factory=Habits)
+    style: JsonStyle = field(default_factory=JsonStyle)
 
 
-class Outline:
-    """Where a text stands in its schema, whatever blanks it has, and how it will go on as far as the schema says so."""
+class JsonLayoutTracker:
+    """The state of a text in its schema, whatever whitespace it has, and how it must go on."""
 
-    def __init__(self, matcher: LLMatcher, habit: Habit, layout: Layout | None = None) -> None:
-        self._matcher, self._habit = matcher, habit
-        self._layout = Layout(habit.habits) if layout is None else layout
-        self._undo: list[tuple[Layout, int]] = []
+    def __init__(self, matcher: LLMatcher, memory: StyleMemory, layout: JsonLayout | None = None) -> None:
+        self._matcher, self._memory = matcher, memory
+        self._layout = JsonLayout(memory.style) if layout is None else layout
+        self._undo: list[tuple[JsonLayout, int]] = []
         self.n_computed = 0
-        """Bytes of forced text that were computed."""
+        """Number of bytes of forced text that were computed."""
 
-    def fork(self, *, begins: bool = False) -> Outline:
-        """`begins`: at the beginning of a text."""
-        return Outline(self._matcher.deep_copy(), self._habit, None if begins else self._layout.copy())
+    def fork(self, *, begins: bool = False) -> JsonLayoutTracker:
+        """Return an independent copy; `begins`: for the beginning of another text."""
+        return JsonLayoutTracker(self._matcher.deep_copy(), self._memory, None if begins else self._layout.copy())
 
-    def feed(self, text: bytes, *, undoable: bool = False) -> bool:
-        """The text goes on; False, where the outline cannot follow."""
+    def advance(self, text: bytes, *, undoable: bool = False) -> bool:
+        """Take the next bytes of the text; return False if they do not fit the schema without whitespace."""
         before = self._layout.copy() if undoable else self._layout
-        plain = list(self._layout.feed(text))
+        plain = list(self._layout.remove_whitespace(text))
         n = self._matcher.try_consume_tokens(plain) if plain else 0
         if undoable:
             self._undo.append((before, n))
         else:
-            self._habit.habits = self._layout.habits
+            self._memory.style = self._layout.style
         return n == len(plain)
 
-    def back(self) -> None:
+    def undo(self) -> None:
         self._layout, n = self._undo.pop()
         if n:
             self._matcher.rollback(n)
 
-    def foreseen(self) -> bytes:
+    def get_forced_text(self) -> bytes:
+        """Return what the schema forces next, in the text's layout; MAX_FORCED_DRAFT bytes and the rest of a JSON token at most."""
         plain = self._matcher.compute_ff_bytes()
         self.n_computed += len(plain)
-        return self._layout.lay_out(plain[:FORESEEN], FORESEEN) if plain else b""
+        return self._layout.add_whitespace(plain[:MAX_FORCED_DRAFT], MAX_FORCED_DRAFT) if plain else b""
 
 
-class Matching:
-    """Where a text stands (a `grammar.base.Constraint`).
+class GrammarState:
+    """The state of one text in its grammar (a `grammar.base.Constraint`).
 
     While a grammar leaves no choice, llguidance computes all bytes up to the next choice for each mask. So the tokens of such a run are
     computed once, at its beginning, and the masks in it are made of them: a run of n tokens takes time in proportion to n, not to n².
 
-    Copies of a matcher share a lexer, which stays in error once any of them (another text, or a look ahead for drafts) exceeds its limits.
-    So what fails is tried once more by a new matcher: whether a text exceeds a limit depends on that text alone.
+    Copies of a matcher share a lexer, which stays in error once any of them (another text, or a lookahead) exceeds its limits. So what
+    fails is tried once more by a new matcher: whether a text exceeds a limit depends on that text alone.
     """
 
     def __init__(
         self,
         tokenizer: LLTokenizer,
         make: Callable[[], LLMatcher],
-        outline: Outline | None,
-        habit: Habit,
+        tracker: JsonLayoutTracker | None,
+        memory: StyleMemory,
         *,
-        copy_of: Matching | None = None,
+        copy_of: GrammarState | None = None,
     ) -> None:
-        """`make`: a matcher at the beginning of a text; `copy_of`: go on where this one is."""
-        self._tokenizer, self._make, self._outline, self.habit = tokenizer, make, outline, habit
+        """`make` returns a matcher at the beginning of a text. `copy_of`: start from this state instead of an empty text."""
+        self._tokenizer, self._make, self._tracker, self.memory = tokenizer, make, tracker, memory
         self._mask: np.ndarray | None = None
         self._begins = True
-        self._tokens: list[int] = []
-        """The text."""
-        self._forced = deque[int]()
-        """What is left of the run of tokens that the text is in."""
+        self._tokens: list[int] = []  # the text
+        self._forced = deque[int]()  # the rest of the run of forced tokens that the text is in
         if copy_of is None:
             self._matcher = make()
             self._forced.extend(self._compute_forced())
@@ -214,8 +211,8 @@ class Matching:
         return result
 
     @property
-    def usable(self) -> bool:
-        """Whether texts can still begin here: the copies of a matcher share a lexer, which stays in error once one exceeds its limits."""
+    def is_usable(self) -> bool:
+        """Whether texts can still start from this state: the copies of a matcher share a lexer, which may be in error."""
         copied = self._matcher.deep_copy()
         copied.compute_bitmask()
         return not copied.is_error()
@@ -243,59 +240,56 @@ class Matching:
             self._forced.clear()
         if not self._forced and not self._matcher.is_stopped():
             self._forced.extend(self._compute_forced())
-        if self._outline is not None and not self._outline.feed(self._tokenizer.decode_bytes([token])):
-            self._outline = None
+        if self._tracker is not None and not self._tracker.advance(self._tokenizer.decode_bytes([token])):
+            self._tracker = None
 
-    def fork(self) -> Matching:
-        outline = self._outline and self._outline.fork(begins=self._begins)
-        return Matching(self._tokenizer, self._make, outline, self.habit, copy_of=self)
+    def fork(self) -> GrammarState:
+        tracker = self._tracker and self._tracker.fork(begins=self._begins)
+        return GrammarState(self._tokenizer, self._make, tracker, self.memory, copy_of=self)
 
-    def walker(self) -> MatchingWalker:
-        forced = list(islice(self._forced, FORESEEN))
-        return MatchingWalker(self._tokenizer, self._matcher.deep_copy(), self._outline and self._outline.fork(), forced)
+    def make_lookahead(self) -> GrammarLookahead:
+        forced = list(islice(self._forced, MAX_FORCED_DRAFT))
+        return GrammarLookahead(self._tokenizer, self._matcher.deep_copy(), self._tracker and self._tracker.fork(), forced)
 
 
-class MatchingWalker:
-    """Runs ahead of a text (a `grammar.base.Walker`)."""
+class GrammarLookahead:
+    """Walks ahead of a text (a `grammar.base.ConstraintLookahead`)."""
 
-    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, outline: Outline | None, forced: Sequence[int]) -> None:
-        """`forced`: the tokens of the run that the text is in, or the first of them."""
-        self._tokenizer, self._matcher, self._outline, self._forced = tokenizer, matcher, outline, forced
-        self._path: list[int] = []
-        """Tokens since the text's end."""
-        self._strayed = 0
-        """Steps since the outline could not follow."""
-        self._n_computed = 0
-        """Bytes of forced text that were computed, but for the outline's."""
+    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, tracker: JsonLayoutTracker | None, forced: Sequence[int]) -> None:
+        """`forced`: the rest of the run of forced tokens that the text is in, or its first tokens."""
+        self._tokenizer, self._matcher, self._tracker, self._forced = tokenizer, matcher, tracker, forced
+        self._path: list[int] = []  # tokens since the text's end
+        self._n_strayed = 0  # steps since the tracker could not follow
+        self._n_computed = 0  # bytes of forced text that were computed, without the tracker's
 
     def step(self, token: int) -> bool:
         if not self._matcher.try_consume_tokens([token]):
             return False
         self._path.append(token)
-        if self._outline is not None:
-            if self._strayed:
-                self._strayed += 1
-            elif not self._outline.feed(self._tokenizer.decode_bytes([token]), undoable=True):
-                self._strayed = 1
+        if self._tracker is not None:
+            if self._n_strayed:
+                self._n_strayed += 1
+            elif not self._tracker.advance(self._tokenizer.decode_bytes([token]), undoable=True):
+                self._n_strayed = 1
         return True
 
-    def back(self) -> None:
+    def undo(self) -> None:
         self._matcher.rollback(1)
         self._path.pop()
-        if self._outline is not None:
-            self._strayed = max(self._strayed - 1, 0)
-            if not self._strayed:
-                self._outline.back()
+        if self._tracker is not None:
+            self._n_strayed = max(self._n_strayed - 1, 0)
+            if not self._n_strayed:
+                self._tracker.undo()
 
-    def foreseen(self) -> list[tuple[int, float]]:
+    def get_forced_tokens(self) -> list[tuple[int, float]]:
         depth = len(self._path)
         if depth < len(self._forced) and self._path == self._forced[:depth]:
             return [(token, 1.0) for token in self._forced[depth:]]
-        if self._n_computed + (0 if self._outline is None else self._outline.n_computed) >= MAX_LOOKAHEAD:
+        if self._n_computed + (0 if self._tracker is None else self._tracker.n_computed) >= MAX_LOOKAHEAD:
             return []
-        if self._outline is not None and not self._strayed and (text := self._outline.foreseen()):
+        if self._tracker is not None and not self._n_strayed and (text := self._tracker.get_forced_text()):
             tokens = self._tokenizer.tokenize_bytes(text)
-            return [(token, LIKELY) for token in tokens[:-1]] + [(tokens[-1], LAST)]
+            return [(token, LAYOUT_CHANCE) for token in tokens[:-1]] + [(tokens[-1], LAST_CHANCE)]
         forced = self._matcher.compute_ff_tokens()
         self._n_computed += len(self._tokenizer.decode_bytes(forced))
-        return [(token, 1.0) for token in forced[:FORESEEN]]
+        return [(token, 1.0) for token in forced[:MAX_FORCED_DRAFT]]

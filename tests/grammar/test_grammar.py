@@ -174,7 +174,7 @@ def test_what_takes_too_long_is_refused(pair: tuple[Engine, Engine, Oracle]) -> 
     assert pair[0].complete("x", SamplingParams(grammar=Grammar.regex("fast"))).text == "fast"
 
 
-class Counting:
+class CountingMatcher:
     """A matcher of llguidance's that counts: masks, and tokens that are computed since they are forced."""
 
     masks = forced = 0
@@ -185,16 +185,16 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._matcher, name)
 
-    def deep_copy(self) -> Counting:
-        return Counting(self._matcher.deep_copy())
+    def deep_copy(self) -> CountingMatcher:
+        return CountingMatcher(self._matcher.deep_copy())
 
     def compute_bitmask(self) -> bytes:
-        Counting.masks += 1
+        CountingMatcher.masks += 1
         return self._matcher.compute_bitmask()
 
     def compute_ff_tokens(self) -> list[int]:
         found = self._matcher.compute_ff_tokens()
-        Counting.forced += len(found)
+        CountingMatcher.forced += len(found)
         return found
 
 
@@ -202,14 +202,14 @@ class Counting:
 def test_forced_text_is_computed_once(monkeypatch: pytest.MonkeyPatch, speculation: bool) -> None:
     """And not anew for each of its tokens, which would take time in proportion to the square of its length."""
     text = "q" + "yx" * 100
-    monkeypatch.setattr(grammars, "make_matcher", lambda *args: Counting(make_matcher(*args)))
-    monkeypatch.setattr(Counting, "masks", 0)
-    monkeypatch.setattr(Counting, "forced", 0)
+    monkeypatch.setattr(grammars, "make_matcher", lambda *args: CountingMatcher(make_matcher(*args)))
+    monkeypatch.setattr(CountingMatcher, "masks", 0)
+    monkeypatch.setattr(CountingMatcher, "forced", 0)
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=250) as engine:
         params = SamplingParams(max_tokens=240, grammar=Grammar.choice(["r", text]), logit_bias={ord("r"): -100.0})
         assert engine.complete("x", params, speculation=speculation).text == text
-    assert Counting.masks <= 20
-    assert len(text) / 2 <= Counting.forced <= 2 * len(text)
+    assert CountingMatcher.masks <= 20
+    assert len(text) / 2 <= CountingMatcher.forced <= 2 * len(text)
 
 
 def test_too_much_forced_text_ends_the_request_that_asks_for_it(pair: tuple[Engine, Engine, Oracle]) -> None:
@@ -311,7 +311,7 @@ def test_masked(n: int, allowed: set[int], words: int) -> None:
 
 
 class Digits:
-    """Allows what rises; foresees 7, 8, 9 behind a 6."""
+    """Allows rising digits; forces 7, 8, 9 after a 6."""
 
     def __init__(self) -> None:
         self.path: list[int] = []
@@ -322,10 +322,10 @@ class Digits:
             self.path.append(token)
         return ok
 
-    def back(self) -> None:
+    def undo(self) -> None:
         self.path.pop()
 
-    def foreseen(self) -> list[tuple[int, float]]:
+    def get_forced_tokens(self) -> list[tuple[int, float]]:
         return [(t, 0.9) for t in range(self.path[-1] + 1, 10)] if self.path and self.path[-1] >= 6 else []
 
 
@@ -340,9 +340,9 @@ def test_a_tree_follows_its_grammar(pairs: list[tuple[int, int]], max_depth: int
     if not unique:
         return
     given_tree = DraftTree(tokens, parents, np.full(len(nodes), 0.5, np.float32), np.zeros(len(nodes), np.uint8))
-    walker = Digits()
-    tree = forced_tokens.follow(given_tree, walker, source=3, max_depth=max_depth, max_nodes=max_nodes, least=0.2)
-    assert walker.path == []
+    lookahead = Digits()
+    tree = forced_tokens.apply_grammar(given_tree, lookahead, source=3, max_depth=max_depth, max_nodes=max_nodes, least=0.2)
+    assert lookahead.path == []
     assert len(tree) <= max_nodes
     assert tree.origins is not None
     paths: list[list[int]] = []
@@ -370,12 +370,12 @@ def test_what_others_have_used_up_fails_no_text(monkeypatch: pytest.MonkeyPatch)
         text = b"abbabaababbb"
         for token in text:
             begun.accept(token)
-        walker, rng = begun.walker(), random.Random(0)
+        lookahead, rng = begun.make_lookahead(), random.Random(0)
         other = begun.fork()
         for _ in range(100):
-            n = sum(walker.step(rng.choice(b"ab")) for _ in range(20))
+            n = sum(lookahead.step(rng.choice(b"ab")) for _ in range(20))
             for _ in range(n):
-                walker.back()
+                lookahead.undo()
 
         def exceed_the_limit() -> None:
             for _ in range(2000):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ngramspec.grammar.json_layout import Habits, Layout
+from ngramspec.grammar.json_layout import JsonLayout, JsonStyle
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6),
@@ -22,17 +22,17 @@ STYLES: list[dict[str, Any]] = [{}, {"separators": (",", ":")}, {"indent": 2}, {
 @given(VALUES, st.sampled_from(STYLES), st.data())
 def test_what_is_left_out_is_put_back(value: Any, style: dict[str, Any], data: st.DataObject) -> None:
     text, plain = json.dumps(value, **style).encode(), json.dumps(value, separators=(",", ":")).encode()
-    layout = Layout(Habits())
+    layout = JsonLayout(JsonStyle())
     example = json.dumps([{"a": 1, "b": [1, 2]}, 3], **style).encode()
-    layout.feed(example)
-    layout = Layout(layout.habits)
+    layout.remove_whitespace(example)
+    layout = JsonLayout(layout.style)
     at = data.draw(st.integers(0, len(text)))
-    gone = layout.feed(text[:at])
+    gone = layout.remove_whitespace(text[:at])
     assert plain.startswith(gone)
-    before = layout.habits
-    assert layout.lay_out(plain[len(gone) :], 1 << 30) == text[at:]
-    assert layout.habits == before
-    assert gone + layout.feed(text[at:]) == plain
+    before = layout.style
+    assert layout.add_whitespace(plain[len(gone) :], 1 << 30) == text[at:]
+    assert layout.style == before
+    assert gone + layout.remove_whitespace(text[at:]) == plain
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_what_is_left_out_is_put_back(value: Any, style: dict[str, Any], data: s
     ],
 )
 def test_the_text_so_far_says_how(text: bytes, plain: bytes, laid_out: bytes) -> None:
-    layout = Layout(Habits())
-    layout.feed(text)
-    assert layout.lay_out(plain, 1 << 30) == laid_out
+    layout = JsonLayout(JsonStyle())
+    layout.remove_whitespace(text)
+    assert layout.add_whitespace(plain, 1 << 30) == laid_out
 
 
 def test_brackets_without_end() -> None:
-    layout = Layout(Habits())
-    layout.feed(b"[\n  [\n    [")
-    laid_out = layout.lay_out(b"[" * 1_000_000, 1024)
+    layout = JsonLayout(JsonStyle())
+    layout.remove_whitespace(b"[\n  [\n    [")
+    laid_out = layout.add_whitespace(b"[" * 1_000_000, 1024)
     assert laid_out.startswith(b"\n" + b"  " * 3 + b"[\n" + b"  " * 4 + b"[")
     assert laid_out.rfind(b"\n") < 1024 <= len(laid_out)
