@@ -1,7 +1,7 @@
-"""GBNF, llama.cpp's notation for grammars, parsed.
+"""Parses GBNF, llama.cpp's notation for grammars.
 
 The text of a grammar enters, its rules leave as trees of the nodes below (`parse`). What is accepted and what it means follows llama.cpp's
-own parser. Raises GrammarError with line, column and what was expected. `gbnf_lark` makes a grammar of llguidance's from the rules.
+own parser. Raises GrammarError with line, column and what was expected. `gbnf_lark` translates the rules for llguidance.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from ngramspec.errors import GrammarError
 
+# Repetitions that an item may require: llama.cpp's MAX_REPETITION_THRESHOLD. A greatest number beyond it, which llama.cpp ignores, is held.
 MAX_REPETITIONS = 2000
-"""That an item may require: llama.cpp's MAX_REPETITION_THRESHOLD. A greatest number beyond it, which llama.cpp ignores, is held."""
-MAX_NESTING = 120
-"""Parentheses within parentheses. llama.cpp has no limit; ours keeps the translation within Python's stack."""
+MAX_NESTING = 120  # parentheses within parentheses; llama.cpp has no limit, ours keeps the translation within Python's stack
 LAST_CODE_POINT, SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n"} | {char: char for char in '\\"[]-'}
 _HEX = {"x": 2, "u": 4, "U": 8}
@@ -24,28 +23,28 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chars:
-    """One character out of these ranges of code points, which are sorted and do not touch. None matches nothing."""
+    """Matches one character out of these ranges of code points, which are sorted and do not touch. No ranges match nothing."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Seq:
-    """All items in order. No items match the empty text."""
+    """Matches all items in order. No items match the empty text."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Alt:
-    """One of the options."""
+    """Matches one of the options."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Repeat:
-    """The item, `least` to `most` times (None: any number of times)."""
+    """Matches the item `least` to `most` times (None: any number of times)."""
 
     item: Node
     least: int
@@ -54,14 +53,14 @@ class Repeat:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ref:
-    """Another rule."""
+    """Matches another rule."""
 
     name: str
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Token:
-    """The token of this id or this text (`<…>` with its brackets), or any other one if `negated`."""
+    """Matches the token of this id or this text (`<…>` with its brackets), or any other one if `negated`."""
 
     token: int | str
     negated: bool
@@ -80,12 +79,12 @@ def parse(text: str) -> dict[str, Node]:
     rules = parser.parse_rules()
     for name, position in parser.references.items():
         if name not in rules:
-            raise parser.error(f"rule {name!r} is not defined", position)
+            raise parser.make_error(f"rule {name!r} is not defined", position)
     if "root" not in rules:
         raise GrammarError(f"GBNF grammar: there is no rule 'root'; the rules are {', '.join(map(repr, rules))[:200] or 'none'}")
     if cycle := _find_left_recursion(rules):
         path = " -> ".join(cycle)
-        raise parser.error(f"rule {cycle[0]!r} is left-recursive ({path}); write a repetition instead", parser.definitions[cycle[0]])
+        raise parser.make_error(f"rule {cycle[0]!r} is left-recursive ({path}); write a repetition instead", parser.definitions[cycle[0]])
     return rules
 
 
@@ -114,7 +113,7 @@ def complement_ranges(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, i
 ANY = Chars(complement_ranges(()))
 
 
-def nullable_rules(rules: dict[str, Node]) -> set[str]:
+def find_nullable_rules(rules: dict[str, Node]) -> set[str]:
     """Return the names of the rules that match the empty text."""
     found: set[str] = set()
     while new := {name for name, node in rules.items() if name not in found and is_nullable(node, found)}:
@@ -138,8 +137,8 @@ def is_nullable(node: Node, nullable: set[str]) -> bool:
 
 def _find_left_recursion(rules: dict[str, Node]) -> list[str]:
     """Return the names along a cycle of rules that can begin with one another, or nothing."""
-    nullable = nullable_rules(rules)
-    begins = {name: list(dict.fromkeys(_leftmost(node, nullable))) for name, node in rules.items()}
+    nullable = find_nullable_rules(rules)
+    begins = {name: list(dict.fromkeys(_find_leftmost(node, nullable))) for name, node in rules.items()}
     done: set[str] = set()
     for start in rules:
         path, pending = [start], [iter(begins[start])]
@@ -156,18 +155,18 @@ def _find_left_recursion(rules: dict[str, Node]) -> list[str]:
     return []
 
 
-def _leftmost(node: Node, nullable: set[str]) -> Iterator[str]:
+def _find_leftmost(node: Node, nullable: set[str]) -> Iterator[str]:
     match node:
         case Ref():
             yield node.name
         case Alt():
             for option in node.options:
-                yield from _leftmost(option, nullable)
+                yield from _find_leftmost(option, nullable)
         case Repeat():
-            yield from _leftmost(node.item, nullable)
+            yield from _find_leftmost(node.item, nullable)
         case Seq():
             for item in node.items:
-                yield from _leftmost(item, nullable)
+                yield from _find_leftmost(item, nullable)
                 if not is_nullable(item, nullable):
                     return
 
@@ -178,19 +177,19 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
         self.definitions: dict[str, int] = {}
-        """Where each rule is defined last."""
+        """The position of each rule's last definition."""
         self.references: dict[str, int] = {}
-        """Where each rule is referred to first."""
+        """The position of the first reference to each rule."""
 
-    def error(self, what: str, position: int | None = None) -> GrammarError:
+    def make_error(self, what: str, position: int | None = None) -> GrammarError:
         position = self._at if position is None else position
         before = self._text[:position]
         line, column = before.count("\n") + 1, position - before.rfind("\n")
         return GrammarError(f"GBNF grammar: line {line}, column {column}: {what}")
 
-    def _expected(self, what: str) -> GrammarError:
+    def _make_expected(self, what: str) -> GrammarError:
         found = repr(self._text[self._at : self._at + 20]) if self._at < len(self._text) else "the end"
-        return self.error(f"expected {what}, got {found}")
+        return self.make_error(f"expected {what}, got {found}")
 
     def parse_rules(self) -> dict[str, Node]:
         rules: dict[str, Node] = {}
@@ -200,13 +199,13 @@ class _Parser:
             name = self._parse_name("the name of a rule")
             self._skip_blanks(newlines=False)
             if not self._text.startswith("::=", self._at):
-                raise self._expected(f"'::=' after {name!r}")
+                raise self._make_expected(f"'::=' after {name!r}")
             self._at += 3
             self._skip_blanks(newlines=True)
             self.definitions[name] = start
             rules[name] = self._parse_options(nested=False)
             if self._at < len(self._text) and self._peek() not in "\r\n":
-                raise self._expected("an item, '|' or the end of the line")
+                raise self._make_expected("an item, '|' or the end of the line")
             self._skip_blanks(newlines=True)
         return rules
 
@@ -226,9 +225,9 @@ class _Parser:
                 position = self._at
                 least, most = self._parse_repetition(nested)
                 if last is EMPTY:
-                    raise self.error(f"expected an item before {char!r}", position)
+                    raise self.make_error(f"expected an item before {char!r}", position)
                 if least > MAX_REPETITIONS:
-                    raise self.error(f"expected at most {MAX_REPETITIONS} required repetitions, got {least}", position)
+                    raise self.make_error(f"expected at most {MAX_REPETITIONS} required repetitions, got {least}", position)
                 items[-1] = last = Repeat(last, least, most)
                 continue
             last = self._parse_item(char, nested)
@@ -263,7 +262,7 @@ class _Parser:
         chars: list[Node] = []
         while self._peek() != '"':
             if not self._peek():
-                raise self.error("expected '\"' at the end of the literal that begins here", start)
+                raise self.make_error("expected '\"' at the end of the literal that begins here", start)
             code = self._parse_char()
             chars.append(Chars(merge_ranges([(code, code)])))
         self._at += 1
@@ -277,7 +276,7 @@ class _Parser:
         ranges: list[tuple[int, int]] = []
         while self._peek() != "]":
             if not self._peek():
-                raise self.error("expected ']' at the end of the class that begins here", start)
+                raise self.make_error("expected ']' at the end of the class that begins here", start)
             low = high = self._parse_char()
             if self._peek() == "-" and self._peek(1) != "]":
                 self._at += 1
@@ -292,7 +291,7 @@ class _Parser:
     def _parse_group(self) -> Node:
         start = self._at
         if self._depth == MAX_NESTING:
-            raise self.error(f"expected at most {MAX_NESTING} parentheses within one another")
+            raise self.make_error(f"expected at most {MAX_NESTING} parentheses within one another")
         self._at += 1
         self._skip_blanks(newlines=True)
         self._depth += 1
@@ -300,8 +299,8 @@ class _Parser:
         self._depth -= 1
         if self._peek() != ")":
             if not self._peek():
-                raise self.error("expected ')' for the '(' here", start)
-            raise self._expected("an item, '|' or ')'")
+                raise self.make_error("expected ')' for the '(' here", start)
+            raise self._make_expected("an item, '|' or ')'")
         self._at += 1
         return Seq((node,)) if node is EMPTY else node  # unlike "", a group may be repeated
 
@@ -314,7 +313,7 @@ class _Parser:
         if found := re.compile(r"<[^>]+>").match(self._text, self._at):
             self._at = found.end()
             return Token(found[0], negated)
-        raise self._expected("a token, such as <[1000]> or <think>")
+        raise self._make_expected("a token, such as <[1000]> or <think>")
 
     def _parse_repetition(self, nested: bool) -> tuple[int, int | None]:
         char = self._peek()
@@ -329,9 +328,9 @@ class _Parser:
             self._skip_blanks(newlines=nested)
             most = self._parse_count(nested) if self._peek() in _DIGITS else None
         if self._peek() != "}":
-            raise self._expected("'}' or ','" if most == least else "'}'")
+            raise self._make_expected("'}' or ','" if most == least else "'}'")
         if most is not None and most < least:
-            raise self.error(f"expected a greatest number of repetitions of {least} or more, got {most}")
+            raise self.make_error(f"expected a greatest number of repetitions of {least} or more, got {most}")
         self._at += 1
         self._skip_blanks(newlines=nested)
         return least, most
@@ -341,17 +340,17 @@ class _Parser:
         while self._peek() in _DIGITS:
             self._at += 1
         if start == self._at:
-            raise self._expected("a number of repetitions")
+            raise self._make_expected("a number of repetitions")
         count = self._text[start : self._at]
         if len(count.lstrip("0")) > 9:
-            raise self.error(f"expected a number of repetitions of at most nine digits, got {count:.20}", start)
+            raise self.make_error(f"expected a number of repetitions of at most nine digits, got {count:.20}", start)
         self._skip_blanks(newlines=nested)
         return int(count)
 
     def _parse_name(self, what: str) -> str:
         found = _NAME.match(self._text, self._at)
         if found is None:
-            raise self._expected(what)
+            raise self._make_expected(what)
         self._at = found.end()
         return found[0]
 
@@ -363,16 +362,16 @@ class _Parser:
         if kind in _HEX:
             digits = self._text[self._at + 2 : self._at + 2 + _HEX[kind]]
             if not re.fullmatch(rf"[0-9a-fA-F]{{{_HEX[kind]}}}", digits):
-                raise self._expected(f"{_HEX[kind]} hexadecimal digits after \\{kind}")
+                raise self._make_expected(f"{_HEX[kind]} hexadecimal digits after \\{kind}")
             self._at += 2 + _HEX[kind]
             return int(digits, 16)
         if kind not in _ESCAPES:
-            raise self._expected(r"one of the escapes \n \r \t \\ \" \[ \] \- \xNN \uNNNN \UNNNNNNNN")
+            raise self._make_expected(r"one of the escapes \n \r \t \\ \" \[ \] \- \xNN \uNNNN \UNNNNNNNN")
         self._at += 2
         return ord(_ESCAPES[kind])
 
     def _peek(self, ahead: int = 0) -> str:
-        """The character there, or nothing at the end."""
+        """Return the character at the position, or nothing at the end."""
         return self._text[self._at + ahead : self._at + ahead + 1]
 
     def _skip_blanks(self, *, newlines: bool) -> None:

@@ -1,8 +1,8 @@
-"""JSON Schemas as clients write them, made ready for llguidance, which refuses keywords that it does not implement.
+"""Rewrites clients' JSON Schemas for llguidance, which refuses keywords that it does not implement.
 
-A schema enters, one of the same meaning leaves (`prepare_schema`). Annotations change nothing and are dropped, as is what llguidance takes
-for its own options; keywords with a meaning that cannot be held are refused by name. Some are held less strictly, as docs/server.md says:
-`oneOf` as `anyOf`, `uniqueItems` not at all, and a `pattern` that looks around not if there is a `format`.
+A schema enters, one of the same meaning leaves (`prepare_schema`). Annotations are dropped, and so is what llguidance would take for its
+own options; keywords whose meaning cannot be held are refused by name. Some are held less strictly, as docs/server.md says: `oneOf` as
+`anyOf`, `uniqueItems` not at all, and a `pattern` with look-around not if there is a `format`.
 """
 
 from __future__ import annotations
@@ -15,28 +15,24 @@ from typing import Any, NoReturn
 
 from ngramspec.errors import GrammarError
 
-WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
-"""Between the words of JSON, or nothing: as llama.cpp has it. With no bound, a model can go on with blanks for ever."""
-OPTIONS: dict[str, Any] = {"coerce_one_of": True}
-"""Of llguidance, for all schemas."""
+WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"  # allowed between JSON tokens, as in llama.cpp; bounded, or a model could write blanks for ever
+OPTIONS: dict[str, Any] = {"coerce_one_of": True}  # llguidance's options for all schemas
+# Formats of strings that llguidance holds. Any other one is an annotation.
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""Formats of strings that llguidance holds. Any other one is an annotation."""
 _ANNOTATIONS = (
     "x-guidance", "$schema", "deprecated", "contentSchema", "contentEncoding", "contentMediaType", "$vocabulary", "$dynamicAnchor",
     "$recursiveAnchor", "uniqueItems", "title", "description", "default", "examples", "readOnly", "writeOnly", "$comment",
 )  # fmt: skip
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
-_DECIMAL = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$"}
-"""Pydantic's pattern for a Decimal, and the same without looking ahead."""
+_DECIMAL = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$"}  # Pydantic's pattern for a Decimal -> without look-ahead
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf")
 _MAPS, _LISTS = ("properties", "patternProperties", "$defs", "definitions"), ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONES = ("items", "additionalItems", "additionalProperties")
-_NOTHING = {"allOf": [False]}
-"""A schema that nothing fits, as an object."""
+_NOTHING = {"allOf": [False]}  # a schema that nothing fits, as an object
 
 
 def prepare_schema(schema: Any) -> dict[str, Any]:
-    """Return what llguidance is to hold. Raises GrammarError that names the keyword that cannot be held, and where it is."""
+    """Return the schema for llguidance. Raises GrammarError that names the keyword that cannot be held, and where it is."""
     if isinstance(schema, bool):
         return {} if schema else copy.deepcopy(_NOTHING)
     if not isinstance(schema, dict):
@@ -48,15 +44,15 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
         if not isinstance(node, dict) or id(node) in seen:
             continue
         seen.add(id(node))
-        _prepare(node, path)
-        pending += _subschemas(node, path)
+        _prepare_node(node, path)
+        pending += _find_subschemas(node, path)
         if isinstance(ref := node.get("$ref"), str) and ref.startswith("#/"):
-            pending.append((ref[1:], _resolve(root, ref)))
+            pending.append((ref[1:], _resolve_reference(root, ref)))
     return root
 
 
 def prepare_lark(grammar: str) -> str:
-    """Return a client's grammar in Lark's notation with each `%json` schema made ready.
+    """Return a client's grammar in Lark's notation with each `%json` schema rewritten.
 
     Raises GrammarError for such a schema, and for `%llguidance`, whose options would let a text be no UTF-8.
     """
@@ -81,7 +77,7 @@ def prepare_lark(grammar: str) -> str:
 _LARK_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b|%llguidance\b', re.DOTALL)
 
 
-def _subschemas(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _find_subschemas(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     for key in _MAPS:
         if isinstance(each := node.get(key), dict):
             yield from ((f"{path}/{key}/{name}", value) for name, value in each.items())
@@ -91,8 +87,8 @@ def _subschemas(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}/{key}", node[key]) for key in _ONES if key in node)
 
 
-def _resolve(root: Any, ref: str) -> Any:
-    """What a reference within the document names, or nothing; llguidance says what is wrong with it."""
+def _resolve_reference(root: Any, ref: str) -> Any:
+    """Return what a reference within the document names; None if it names nothing, which llguidance reports."""
     node = root
     for part in ref[2:].split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -105,7 +101,7 @@ def _resolve(root: Any, ref: str) -> Any:
     return node
 
 
-def _prepare(node: dict[str, Any], path: str) -> None:
+def _prepare_node(node: dict[str, Any], path: str) -> None:
     """Rewrite one schema in place, without those within."""
 
     def refuse(keyword: str, why: str) -> NoReturn:
@@ -121,10 +117,10 @@ def _prepare(node: dict[str, Any], path: str) -> None:
             if "format" not in node:
                 refuse("pattern", "it looks ahead or behind")
             del node["pattern"]  # as zod writes them beside a format, which says the same
-    _modernise(node)
+    _rewrite_older_drafts(node)
     for key in ("unevaluatedProperties", "unevaluatedItems"):
         if key in node:
-            _close(node, key, refuse)
+            _close_schema(node, key, refuse)
     if "propertyNames" in node:
         _name_properties(node, node.pop("propertyNames"), refuse)
     if "not" in node:
@@ -153,8 +149,8 @@ def _prepare(node: dict[str, Any], path: str) -> None:
             refuse(key, "use '$ref'")
 
 
-def _modernise(node: dict[str, Any]) -> None:
-    """Write older drafts' keywords as the draft of 2020 has them, which is the one that is held."""
+def _rewrite_older_drafts(node: dict[str, Any]) -> None:
+    """Rewrite keywords of older drafts in place as the draft of 2020 has them."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:
             node[exclusive] = node.pop(bound)
@@ -164,8 +160,8 @@ def _modernise(node: dict[str, Any]) -> None:
         node["items"] = rest
 
 
-def _close(node: dict[str, Any], key: str, refuse: Any) -> None:
-    """`unevaluatedProperties` is `additionalProperties` where no other schema applies to the same object; so for items."""
+def _close_schema(node: dict[str, Any], key: str, refuse: Any) -> None:
+    """Rewrite `unevaluatedProperties` as `additionalProperties` if no other schema applies to the same object; the same for items."""
     left, plain = node.pop(key), "additionalProperties" if key == "unevaluatedProperties" else "items"
     if left in (True, {}) or plain in node:
         return
@@ -175,7 +171,7 @@ def _close(node: dict[str, Any], key: str, refuse: Any) -> None:
 
 
 def _name_properties(node: dict[str, Any], names: Any, refuse: Any) -> None:
-    """Hold what a map's keys must look like as `patternProperties`."""
+    """Rewrite `propertyNames` as `patternProperties`."""
     if names in (True, {}) or (
         isinstance(names, dict) and not names.keys() - {"type", *_ANNOTATIONS} and names.get("type", "string") == "string"
     ):
