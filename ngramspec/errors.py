@@ -1,8 +1,8 @@
-"""Every error that a user can meet, typed, so that a caller can tell them apart without reading text."""
+"""The errors that a user can meet, each with a type of its own, so that callers need not read messages."""
 
 
 class NgramspecError(Exception):
-    """Base of all errors raised on purpose. The message names the offending value and what would be accepted."""
+    """The base of all errors raised on purpose. The message names the offending value and what would be accepted."""
 
 
 class InvalidInputError(NgramspecError, ValueError):
@@ -22,7 +22,7 @@ class UnsupportedModelError(NgramspecError):
 
 
 class HostVersionError(NgramspecError):
-    """A host (vLLM, transformers, llama-cpp-python) is of a version that its guest was not tested with; the message says which were."""
+    """A host engine (vLLM, transformers, llama-cpp-python) has an untested version; the message names the tested ones."""
 
 
 class MissingPackageError(NgramspecError):
@@ -34,7 +34,7 @@ class RemoteCodeError(UnsupportedModelError):
 
 
 class TokenizerError(NgramspecError):
-    """The model has no usable tokenizer, and none was given."""
+    """The model has no usable tokenizer, and none was passed."""
 
 
 class OutOfMemoryError(NgramspecError, MemoryError):
@@ -42,11 +42,11 @@ class OutOfMemoryError(NgramspecError, MemoryError):
 
 
 class PromptTooLongError(InvalidInputError):
-    """Prompt does not fit `max_model_len` or the KV pool."""
+    """The prompt does not fit `max_model_len` or the KV pool."""
 
 
 class EngineClosedError(NgramspecError, RuntimeError):
-    """The engine was closed, or died of the error chained to this one."""
+    """The engine was closed, or stopped after the error chained to this one."""
 
 
 class CallbackError(NgramspecError, RuntimeError):

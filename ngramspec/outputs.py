@@ -1,7 +1,7 @@
-"""The data that flows through a step and what leaves it, with its owners. No behaviour to speak of, no torch, no model.
+"""The plain data that a step takes and returns: draft trees, and what leaves the engine. Needs neither torch nor a model.
 
-A `DraftTree` is what a sequence's drafts have become; results leave as `Completion`s, piece by piece as `Delta`s. Arrays are numpy and
-carry their shape in the comment.
+A `DraftTree` holds one sequence's draft; results leave as a `Completion`, and while they are generated as a `Delta` per step. Arrays are
+numpy, with their shape in the comment.
 """
 
 from __future__ import annotations
@@ -10,34 +10,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-BLOCK = 32
-"""Token slots per block of the KV pool, and the width of a tile of keys."""
-
-KEPT = 8
-"""The model's own candidates per token that are recycled."""
+BLOCK = 32  # KV positions per block of the pool, and the width of a tile of keys
+KEPT = 8  # the model's own top-k candidates per token that are recycled
 
 
 @dataclass(slots=True)
 class DraftTree:
-    """One sequence's draft. Nodes are in an order in which a parent precedes its children; siblings differ in token."""
+    """One sequence's draft. A parent precedes its children; siblings differ in token."""
 
     tokens: np.ndarray  # [N] int32
     parents: np.ndarray  # [N] int32, index of the parent node; -1: a child of the root (the last known token)
-    probs: np.ndarray  # [N] float32, estimated probability that the model takes the whole path to the node
-    sources: np.ndarray  # [N] uint8, index into the speculator's `source_names`, or one past its end: what a grammar foresees
-    store_positions: np.ndarray | None = None  # [N] int64, where the datastore has the node; -1: nowhere
+    probs: np.ndarray  # [N] float32, estimated probability that the model accepts the whole path to the node
+    sources: np.ndarray  # [N] uint8, index into the speculator's `source_names`, or one past its end: forced by a grammar
+    store_positions: np.ndarray | None = None  # [N] int64, the node's position in the datastore, or -1
     drawn_from: list[np.ndarray] | None = None
-    """Per node the distribution [V] float64 that its token was drawn from; siblings stand in the order of their draws, and may then be
-    alike. None: not drawn."""
+    """The distribution [V] float64 from which each node's token was drawn; siblings are in the order of their draws, and may then be equal.
+    None: tokens were not drawn."""
 
     origins: np.ndarray | None = None
-    """[N] int32, where the nodes of a changed tree stood in the speculator's own, -1: nowhere. None: the tree is its own."""
+    """[N] int32, the index of each node in the speculator's own tree, or -1, if the tree was changed. None: it is the speculator's own."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, n: int) -> DraftTree:
-        """The tree of the first n nodes."""
+        """Return the tree of the first n nodes."""
         if n >= len(self):
             return self
         store_positions = None if self.store_positions is None else self.store_positions[:n]
@@ -48,20 +45,20 @@ class DraftTree:
 
 @dataclass(slots=True)
 class Stats:
-    """What speculation did for one choice (or, added up, for a request or a run)."""
+    """Statistics of speculation for one choice or, added up, for a request or a run."""
 
     passes: int = 0
-    """Passes of the model that picked tokens for this text; the one that ends its prompt is the first."""
+    """Forward passes that generated tokens of this text; the one that ends its prompt is the first."""
     tokens: int = 0
     """Tokens generated."""
     drafted: int = 0
     """Draft nodes verified."""
     accepted: int = 0
-    """Draft nodes whose token the model chose and that became part of the text."""
+    """Draft nodes that were accepted: the model chose their token, and it became part of the text."""
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     expected_by_source: dict[str, float] = field(default_factory=dict)
-    """Sum of the probabilities that nodes were verified with: what `accepted_by_source` should come to."""
+    """Sum of the verified nodes' estimated probabilities: the expected value of `accepted_by_source`."""
     drafted_by_depth: list[int] = field(default_factory=list)
     """[d]: nodes verified at depth d + 1."""
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -100,7 +97,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """Verified nodes of one source whose probability lay between two bounds. Honest is where `expected` and `made` are alike."""
+    """Verified nodes of one source whose estimated probability lay between two bounds. Estimates are right if `expected` equals `made`."""
 
     source: str
     low: float
@@ -109,12 +106,12 @@ class Reliability:
     expected: float
     """Sum of their probabilities, each of the whole path to the node."""
     made: int
-    """Of the nodes, those that were accepted."""
+    """Number of the nodes that were accepted."""
 
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability of a token under the model's own distribution, before any adjustment."""
+    """The log-probability of a token under the model's own distribution, before any adjustment."""
 
     token_id: int
     logprob: float
@@ -133,13 +130,13 @@ class Choice:
     """"stop" (a stop token or string), "length", "cancelled", or None while running."""
     logprobs: list[TokenLogprob] | None = None
     draft_sources: list[str | None] = field(default_factory=list)
-    """Per token: the source whose draft the model confirmed, or None where the model wrote it unaided. A token that the datastore
-    proposed says where from: "datastore:path/of/file.py:12"."""
+    """The source of each token's accepted draft, or None if the model wrote the token without one. For a datastore's draft it says where
+    the token comes from: "datastore:path/of/file.py:12"."""
     stats: Stats = field(default_factory=Stats)
     texts: list[str] = field(default_factory=list)
-    """The text of each token: what could be shown once it was there. They add up to `text`."""
+    """The text of each token: what could be shown after it. They add up to `text`."""
     stop_reason: int | str | None = None
-    """The stop string, or the one of `stop_token_ids`, that ended the text. None: the model's own end did, or none."""
+    """The stop string, or the token of `stop_token_ids`, that ended the text. None if the model's own end did, or nothing."""
 
 
 @dataclass(slots=True)
@@ -150,18 +147,18 @@ class Completion:
     choices: list[Choice]
     seed: int
     exactness: str
-    """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype. "distribution" where drafts were
-    accepted by rejection sampling: the text is distributed as without drafts, but is another one. "lenient": it is not even that."""
+    """"bitwise" or "numerical": what the engine's self-test found for this model, device and dtype. "distribution": drafts were accepted
+    by rejection sampling, so the text is distributed as without drafts, but is another one. "lenient": not even that."""
     ttft_s: float = 0.0
     duration_s: float = 0.0
     queued_s: float = 0.0
-    """Until a pass first carried rows of it; for a request that was cancelled before, until then."""
+    """Time until a pass first carried rows of it, or until it was cancelled before that."""
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values came from the prefix cache (for the first choice)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One per token of the prompt where `SamplingParams.prompt_logprobs` asked for them; the first token has none."""
+    """One per token of the prompt if `SamplingParams.prompt_logprobs` asked for them; the first token has none."""
     precision: str = ""
-    """In which products with the model's weights were computed: "int8" (activations as 8-bit codes) or a dtype."""
+    """Precision of products with the model's weights: "int8" (activations as 8-bit integers) or a dtype."""
 
     @property
     def text(self) -> str:
@@ -192,7 +189,7 @@ class Beam:
     """A text that beam search found."""
 
     token_ids: list[int]
-    """With the token that ended it, if one did."""
+    """Its tokens, with the one that ended it, if one did."""
     text: str
     score: float
     """Sum of the tokens' log-probabilities over their number to the power of the length penalty."""
@@ -200,7 +197,7 @@ class Beam:
 
 @dataclass(slots=True)
 class Delta:
-    """A piece of a stream: what one step added to one choice. The pieces' texts add up to the choice's text."""
+    """What one step added to one choice of a stream. The deltas' texts add up to the choice's text."""
 
     index: int
     text: str
@@ -208,42 +205,42 @@ class Delta:
     draft_sources: list[str | None]
     finish_reason: str | None = None
     completion: Completion | None = None
-    """Set on the last piece of the request."""
+    """Set on the last delta of the request."""
     texts: list[str] = field(default_factory=list)
-    """The text of each token of `token_ids`. They add up to `text`, but where cancelling gives out what an earlier token held back."""
+    """The text of each token of `token_ids`. They add up to `text`, unless cancelling released what an earlier token held back."""
     logprobs: list[TokenLogprob] | None = None
-    """One per token of `token_ids`, where `SamplingParams.logprobs` asked for them."""
+    """One per token of `token_ids`, if `SamplingParams.logprobs` asked for them."""
     stop_reason: int | str | None = None
-    """The choice's, in its last piece."""
+    """The choice's stop reason, in its last delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine is doing, and what it has done since it was started."""
+    """The state of an engine, and its counters since it was started."""
 
     waiting: int
-    """Sequences that have no place yet, or lost it to others (a request is `n` of them)."""
+    """Sequences that are not admitted yet, or were preempted (a request is `n` of them)."""
     running: int
     """Sequences that take part in passes."""
     kv_tokens: int
     """Tokens whose keys and values fit in the pool."""
     kv_used: int
-    """Of these, in blocks that running sequences hold; a block that several share counts once."""
+    """Those in blocks that running sequences hold; a block that several share counts once."""
     kv_cached: int
-    """Of these, in blocks that no sequence holds and whose prefix is known: reused, or given to others when needed."""
+    """Those in blocks that no sequence holds and whose prefix is known: they are reused, or evicted when needed."""
     prefix_queries: int
-    """Tokens that were looked for in the prefix cache."""
+    """Tokens that were looked up in the prefix cache."""
     prefix_hits: int
-    """Of these, tokens that were found there."""
+    """Tokens that were found there."""
     cached_tokens: int
-    """Of these, tokens of new requests; the others are of preempted sequences that came back."""
+    """Tokens of new requests that were found there; the other hits are of preempted sequences that came back."""
     preemptions: int
     """Sequences that gave their blocks back to older ones."""
     passes: int
-    """Passes of the model."""
+    """Forward passes of the model."""
     speculation_gain: float = 1.0
-    """How many times faster than without drafts the engine was in its last seconds, by its own account."""
+    """Estimated speed of the last seconds in times that without drafts."""
     price_bar: float = 1.0
-    """By how much the chance of a draft node must exceed the price of its time: more than 1 while drafts did not pay."""
+    """The speculation threshold's factor: more than 1 while drafts did not pay."""
     reliability: list[Reliability] = field(default_factory=list)
-    """What drafts promised against what came of it, a row per source and level of probability, but for the last pass of each text."""
+    """Expected against observed acceptance, a row per source and level of probability, without the last pass of each text."""

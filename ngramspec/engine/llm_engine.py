@@ -35,7 +35,7 @@ from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.open_datastores import Store, check_store, named, open_store
 from ngramspec.speculative.proposer import Proposer
-from ngramspec.tokenizer.detokenizer import NoText, Special, TextStream
+from ngramspec.tokenizer.detokenizer import NoText, SpecialTokens, TextStream
 from ngramspec.tokenizer.encode import Prompt
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Engine:
         expected, chosen, tenant = hints.get("prediction"), hints.get("datastores"), hints.get("tenant", "")
         prediction = None
         if expected is not None:
-            prediction = self._encoding.with_line_ends_of(ids, self._encoding.ids(expected, "prediction", add_special_tokens=False))
+            prediction = self._encoding.match_line_ends(ids, self._encoding.encode(expected, "prediction", add_special_tokens=False))
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
         constraint = None if params.grammar is None else self.compile_grammar(params.grammar, tenant=tenant)
@@ -333,7 +333,7 @@ class Engine:
                     params.stop,
                     params.min_tokens,
                     params.include_stop_str_in_output,
-                    Special.of(params.skip_special_tokens, params.spaces_between_special_tokens),
+                    SpecialTokens.from_params(params.skip_special_tokens, params.spaces_between_special_tokens),
                 ),
                 index=index,
                 stop_ids=stop_ids,
@@ -454,7 +454,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Token ids [n] int32 of a prompt, as the model will see them. Raises InvalidInputError, PromptTooLongError, TokenizerError."""
-        ids = self._encoding.ids(prompt, "prompt")
+        ids = self._encoding.encode(prompt, "prompt")
         if len(ids) == 0:
             raise InvalidInputError("the prompt is empty: at least one token is needed")
         if len(ids) >= self.max_model_len:
@@ -470,8 +470,8 @@ class Engine:
         From any thread. Raises InvalidInputError, TokenizerError.
         """
         if parse_special:
-            return self._encoding.ids(text, "text", add_special_tokens=False).tolist()
-        return self._encoding.plain(text)
+            return self._encoding.encode(text, "text", add_special_tokens=False).tolist()
+        return self._encoding.encode_plain(text)
 
     def compile_grammar(self, grammar: Grammar, *, tenant: str | None = "") -> Constraint:
         """Return a text that follows the grammar, at its beginning. What is compiled is kept for the tenant's requests; otherwise `submit`

@@ -1,7 +1,7 @@
-"""How few tokens a text can have, without tokenizing it: what is too long by that is refused in milliseconds instead of seconds.
+"""Computes how few tokens a text can have without tokenizing it, so that too long a text is refused in milliseconds instead of seconds.
 
-A tokenizer of the `tokenizers` library enters, a function from texts to lower bounds leaves. No token of a vocabulary has more than so
-many bytes, ASCII letters or digits; a text with n times as many has at least n tokens. Where a tokenizer may drop text, the bound is 0.
+A tokenizer of the `tokenizers` library enters, a function from texts to lower bounds leaves. If no token of the vocabulary has more than m
+bytes (or ASCII letters, or digits), a text with n * m of them has at least n tokens. If a tokenizer may drop text, the bound is 0.
 """
 
 from __future__ import annotations
@@ -15,39 +15,37 @@ from tokenizers import Tokenizer
 _LETTERS, _DIGITS = string.ascii_letters.encode(), string.digits.encode()
 _ASCII, _BYTES = bytes(range(128)), bytes(range(256))
 _IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
-_NFC_SHRINKS = 3
-"""Times: U+212A (3 bytes) becomes K; three jamo of 3 bytes each become one syllable of 3."""
+_NFC_SHRINKS = 3  # times, at most: U+212A (3 bytes) becomes K; three jamo of 3 bytes each become one syllable of 3
 
 
 class FewestTokens:
-    """Lower bounds for one tokenizer. Threads may share it."""
+    """Computes lower bounds for one tokenizer. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._classes: list[tuple[bytes, int]] = []
-        """(bytes that are not counted, the most of the others in a token)"""
+        self._classes: list[tuple[bytes, int]] = []  # (bytes that are not counted, the most of the others in a token)
         self._composes = False
         if tokenizer is None:
             return
         parts = json.loads(tokenizer.to_str())
-        steps = [*_steps(parts["normalizer"], "normalizers"), *_steps(parts["pre_tokenizer"], "pretokenizers")]
+        steps = [*_flatten_steps(parts["normalizer"], "normalizers"), *_flatten_steps(parts["pre_tokenizer"], "pretokenizers")]
         added = parts["added_tokens"]
         strips = any(token["lstrip"] or token["rstrip"] for token in added)
         if strips or parts["truncation"] is not None or not all(map(_keeps_text, steps)):
             return
         is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
-        dropped = _dropped(parts["model"], is_byte_level)
+        dropped = _find_dropped_bytes(parts["model"], is_byte_level)
         if dropped is None:
             return
         self._composes = any(step["type"] == "NFC" for step in steps)
-        to_bytes = _byte_of_letter() if is_byte_level else {}
+        to_bytes = _map_letters_to_bytes() if is_byte_level else {}
         names = [token["content"].encode() for token in added]
-        names += [_bytes_of(text, to_bytes) for text in tokenizer.get_vocab(with_added_tokens=False)]
+        names += [_to_bytes(text, to_bytes) for text in tokenizer.get_vocab(with_added_tokens=False)]
         for counted in (_BYTES, _LETTERS, _DIGITS):
             ignored = bytes({*_BYTES} - {*counted} | dropped)
             self._classes.append((ignored, max(1, max(len(name.translate(None, ignored)) for name in names))))
 
     def __call__(self, text: str) -> int:
-        """A number of tokens that the text has at least, with or without control tokens in it."""
+        """Return a number of tokens that the text has at least, with or without control tokens in it."""
         data = text.encode("utf-8", "surrogatepass")
         marks = len(data.translate(None, _ASCII)) if self._composes else 0  # each may take the letter before it with it
         bounds = [0]
@@ -59,14 +57,14 @@ class FewestTokens:
         return max(bounds)
 
 
-def _steps(part: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+def _flatten_steps(part: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
     if part is None:
         return []
-    return [step for each in part[several] for step in _steps(each, several)] if part["type"] == "Sequence" else [part]
+    return [step for each in part[several] for step in _flatten_steps(each, several)] if part["type"] == "Sequence" else [part]
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Whether a step of a tokenizer leaves as many bytes as it gets, but for what NFC composes."""
+    """Return whether a step of a tokenizer outputs as many bytes as it gets, except for what NFC composes."""
     match step["type"]:
         case "ByteLevel" | "NFC" | "Prepend" | "Metaspace" | "Digits":
             return True
@@ -78,28 +76,28 @@ def _keeps_text(step: dict[str, Any]) -> bool:
     return False
 
 
-def _dropped(model: dict[str, Any], is_byte_level: bool) -> set[int] | None:
-    """Bytes that the model of a tokenizer may drop or join to one unknown token; None: it may be any."""
+def _find_dropped_bytes(model: dict[str, Any], is_byte_level: bool) -> set[int] | None:
+    """Return the bytes that a tokenizer's model may drop or join to one unknown token; None if it may be any."""
     if model.get("type") not in ("BPE", "Unigram") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return None
     pieces = model["vocab"]
     vocab = {*pieces} if isinstance(pieces, dict) else {piece for piece, _ in pieces}
     if is_byte_level and model["type"] == "BPE":
-        return {byte for letter, byte in _byte_of_letter().items() if letter not in vocab}
+        return {byte for letter, byte in _map_letters_to_bytes().items() if letter not in vocab}
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in _IN_UTF8):
         return set()
     return None
 
 
-def _byte_of_letter() -> dict[str, int]:
-    """The letters that stand for bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
+def _map_letters_to_bytes() -> dict[str, int]:
+    """Return the letters that stand for bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-def _bytes_of(text: str, to_bytes: dict[str, int]) -> bytes:
-    """A token's bytes; of one that is no text of such letters, its own, which are no fewer."""
+def _to_bytes(text: str, to_bytes: dict[str, int]) -> bytes:
+    """Return a token's bytes; if it is not made of such letters, those of its own text, which are no fewer."""
     if to_bytes and all(letter in to_bytes for letter in text):
         return bytes(map(to_bytes.__getitem__, text))
     return text.encode("utf-8", "surrogatepass")

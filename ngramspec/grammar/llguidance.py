@@ -111,7 +111,7 @@ class Grammars:
             raise GrammarError(
                 "a grammar needs the package llguidance, which is not installed here. Install it with:\n  pip install 'llguidance>=1.9,<2'"
             )
-        backend = copy.copy(self._encoding.backend("a grammar"))
+        backend = copy.copy(self._encoding.get_backend("a grammar"))
         backend.no_padding()
         backend.no_truncation()
         return backend

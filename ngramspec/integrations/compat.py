@@ -78,7 +78,7 @@ def prediction_ids(prediction: Prompt | None, tokenizer: Any, vocab_size: int) -
     """[n] int32 of a prediction, text or token ids. Raises InvalidInputError, TokenizerError."""
     if prediction is None:
         return None
-    return Encoding(tokenizer, vocab_size).ids(prediction, "prediction", add_special_tokens=False)
+    return Encoding(tokenizer, vocab_size).encode(prediction, "prediction", add_special_tokens=False)
 
 
 class _Backend:

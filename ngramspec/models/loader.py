@@ -38,7 +38,7 @@ from ngramspec.models.random_weights import empty_model, parameter_bytes
 from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import read_shape
 from ngramspec.models.tensor_source import TensorSource, to_q8_source
-from ngramspec.tokenizer.encode import added_tokens
+from ngramspec.tokenizer.encode import get_added_tokens
 
 DEQUANTISED = ("fp8", "mxfp4")
 """Ways of quantising that transformers takes back while it loads, without another package."""
@@ -144,7 +144,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         stated.update([ids] if isinstance(ids, int) else ids or ())
-    added = {str(token): number for number, token in added_tokens(tokenizer).items()}
+    added = {str(token): number for number, token in get_added_tokens(tokenizer).items()}
     return tuple(sorted(vocabulary.end_token_ids(added, stated)))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ngramspec.tokenizer.detokenizer import Special, TextStream
+from ngramspec.tokenizer.detokenizer import SpecialTokens, TextStream
 
 LEAST = -9999.0
 """OpenAI's word for "very unlikely"; JSON has no infinity."""
@@ -35,7 +35,7 @@ class TokenTexts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def running(self, tokens: Sequence[int], special: Special = Special.SKIPPED) -> list[str]:
+    def running(self, tokens: Sequence[int], special: SpecialTokens = SpecialTokens.SKIPPED) -> list[str]:
         """What each of a text's tokens adds to it: whole characters where they are complete."""
         if self._tokenizer is None or not tokens:
             return [""] * len(tokens)

@@ -1,1 +1,1 @@
-"""Between text and token ids: `encode` checks and encodes prompts, `detokenizer` turns a stream of ids into the text that may be shown."""
+"""Turns text into token ids (`encode`, which also checks prompts) and streams of ids into text that may be shown (`detokenizer`)."""

@@ -1,7 +1,7 @@
-"""From token ids to text that may be shown: one choice's tokens enter one by one, pieces of its text leave.
+"""Detokenizes one choice as it is generated: tokens enter one by one, pieces of text that may be shown leave.
 
-`TextStream` knows a tokenizer and the stop strings of a request, and nothing of models or requests. Its text does
-not depend on how tokens are grouped into steps, so it may be fed the accepted run of a draft token by token.
+`TextStream` knows a tokenizer and the stop strings of a request, and nothing of models or requests. Its text does not depend on how tokens
+are grouped into steps, so it may be fed the accepted run of a draft token by token.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-_PROMPT_TOKENS = 8
-"""Prompt tokens decoded with the output, so that the blank of a first word appears or not as in running text."""
-_MAX_WINDOW = 32
-"""Tokens decoded together; reached only by tokens that never end on a whole character."""
-_MAX_HELD_CHARS = 3
-"""A UTF-8 character that lacks its last byte decodes to at most so many replacement characters."""
+_PROMPT_TOKENS = 8  # prompt tokens decoded with the output, so that the blank of a first word appears or not as in running text
+_MAX_WINDOW = 32  # tokens decoded at once; reached only by tokens that never end on a whole character
+_MAX_HELD_CHARS = 3  # most replacement characters that a UTF-8 character without its last byte decodes to
 
 
-class Special(Enum):
-    """What becomes of special tokens in a text."""
+class SpecialTokens(Enum):
+    """How special tokens appear in a text."""
 
     SKIPPED = "skipped"
     SHOWN = "shown"
-    """As the tokenizer's decoder sets them."""
+    """The tokenizer's decoder writes them."""
     JOINED = "joined"
-    """The same, with nothing between one added token and the next: what vLLM calls no spaces between special tokens."""
+    """The same, with nothing between one added token and the next: vLLM's `spaces_between_special_tokens=False`."""
 
     @classmethod
-    def of(cls, skip_special_tokens: bool, spaces_between: bool) -> Special:
+    def from_params(cls, skip_special_tokens: bool, spaces_between: bool) -> SpecialTokens:
         return cls.SKIPPED if skip_special_tokens else cls.SHOWN if spaces_between else cls.JOINED
 
 
@@ -41,8 +38,8 @@ class TextStream:
 
     The pieces that `push` and `finish` return add up to the decoded output, by default without special tokens, cut before the
     stop string that is complete first (of those complete at the same character, the longest). A character whose
-    bytes are not all there and text that may be the beginning of a stop string are held back; `finish` gives them
-    out. Stop strings complete within the first `min_tokens` tokens are plain text.
+    bytes are not all there and text that may be the beginning of a stop string are held back until `finish`. Stop
+    strings complete within the first `min_tokens` tokens are plain text.
     """
 
     def __init__(
@@ -52,16 +49,16 @@ class TextStream:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         with_stop: bool = False,
-        special: Special = Special.SKIPPED,
+        special: SpecialTokens = SpecialTokens.SKIPPED,
     ) -> None:
         """`with_stop`: the stop string that ends the text is part of it."""
-        self._pieces = _Detokenizer(_decoder(tokenizer, special), prompt_ids, _words_of(tokenizer, special))
-        self._stops = [_Matcher(s) for s in stop]
+        self._pieces = _Detokenizer(_make_decoder(tokenizer, special), prompt_ids, _get_known_words(tokenizer, special))
+        self._stops = [_StopMatcher(s) for s in stop]
         self._min_tokens, self._with_stop = min_tokens, with_stop
         self._held = ""
         self.n_tokens = 0
         self.stopped_by: str | None = None
-        """The stop string that is complete; what `push` returned with it ends the text."""
+        """The complete stop string, after which the text has ended."""
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that may be shown now, often empty."""
@@ -94,7 +91,7 @@ class TextStream:
 
 
 class NoText:
-    """Stands in for a `TextStream` where there is no tokenizer."""
+    """Replaces a `TextStream` if there is no tokenizer: its text is empty."""
 
     stopped_by: str | None = None
 
@@ -105,13 +102,13 @@ class NoText:
         return ""
 
 
-class _Matcher:
-    """Knuth, Morris and Pratt's search for one stop string, a character at a time."""
+class _StopMatcher:
+    """Searches for one stop string a character at a time (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        """Length of the longest beginning of the stop string, short of all of it, with which the text ends."""
+        """Length of the longest proper prefix of the stop string with which the text ends."""
         self._borders = [0] * (len(stop) + 1)
         length = 0
         for end in range(2, len(stop) + 1):
@@ -119,7 +116,7 @@ class _Matcher:
             self._borders[end] = length
 
     def push(self, char: str) -> bool:
-        """Whether the text ends with the stop string after this character."""
+        """Take the next character; return whether the text now ends with the stop string."""
         self.matched = self._extend(self.matched, char)
         if self.matched < len(self.stop):
             return False
@@ -133,16 +130,16 @@ class _Matcher:
 
 
 class _Detokenizer:
-    """Decodes a short window of tokens at each step, and gives out by how much its text grew.
+    """Decodes a short window of tokens at each step, and returns by how much its text grew.
 
     The window begins with tokens whose text is out, since what a token decodes to depends on its left neighbours
     (blanks before words), and is cut whenever all of its text is out. U+FFFD at its end may be a character whose
-    bytes are not all there, so it waits. Where the tokenizer strings bytes together, a token of whole characters behind whole characters
-    is its own text, which is decoded once and kept.
+    bytes are not all there, so it waits. If the tokenizer joins bytes, a token of whole characters after whole
+    characters is its own text, which is decoded once and kept.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int], words: dict[int, str] | None = None) -> None:
-        """`words`: texts of tokens of whole characters, where those of several tokens are strung together; it is filled here."""
+        """`words`: known texts of tokens, for a tokenizer that joins its tokens' bytes; it is filled here."""
         self._decode, self._words = decode, words
         self._window = [int(t) for t in prompt_ids[-_PROMPT_TOKENS:]]
         self._n_old = len(self._window)  # tokens of the window from before its last cut
@@ -167,7 +164,7 @@ class _Detokenizer:
         n_whole = len(text.rstrip(REPLACEMENT))
         if overlong := len(self._window) > _MAX_WINDOW:
             n_whole = max(n_whole, len(text) - _MAX_HELD_CHARS)
-        piece = self._give(n_whole)
+        piece = self._take_text(n_whole)
         if n_whole == len(text) and (recent := self._decode(self._window[self._n_old :])):
             self._window = self._window[self._n_old :]
             self._n_old, self._text, self._out = len(self._window), recent, recent
@@ -178,48 +175,49 @@ class _Detokenizer:
         return piece
 
     def finish(self) -> str:
-        return self._give(len(self._text))
+        return self._take_text(len(self._text))
 
-    def _give(self, n_whole: int) -> str:
-        """Text of the window up to `n_whole` that is not out yet."""
-        n_out = _n_common(self._out, self._text)
+    def _take_text(self, n_whole: int) -> str:
+        """Return the window's text up to `n_whole` that is not out yet."""
+        n_out = _count_common(self._out, self._text)
         if n_whole <= n_out:
             return ""
         piece, echo = self._text[n_out:n_whole], self._echo
         self._out, self._echo = self._text[:n_whole], ""
-        return piece[_n_common(echo, piece) :]
+        return piece[_count_common(echo, piece) :]
 
 
-def _n_common(a: str, b: str) -> int:
+def _count_common(a: str, b: str) -> int:
+    """Return the length of the longest common prefix."""
     if b.startswith(a):
         return len(a)
     return next(i for i, char in enumerate(a) if b[i : i + 1] != char)
 
 
-_WORDS: WeakKeyDictionary[Any, dict[Special, dict[int, str]]] = WeakKeyDictionary()
+_WORDS: WeakKeyDictionary[Any, dict[SpecialTokens, dict[int, str]]] = WeakKeyDictionary()
 
 
-def _words_of(tokenizer: Any, special: Special) -> dict[int, str] | None:
-    """Of a tokenizer whose tokens stand for bytes, whatever stands beside them; None for another."""
+def _get_known_words(tokenizer: Any, special: SpecialTokens) -> dict[int, str] | None:
+    """Return the known texts of the tokens of a byte-level tokenizer, whose tokens do not depend on their neighbours; None for another."""
     if type(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)).__name__ != "ByteLevel":
         return None
     return _WORDS.setdefault(tokenizer, {}).setdefault(special, {})
 
 
-def _decoder(tokenizer: Any, special: Special) -> Callable[[list[int]], str]:
-    backend, skip = getattr(tokenizer, "backend_tokenizer", None), special is Special.SKIPPED
+def _make_decoder(tokenizer: Any, special: SpecialTokens) -> Callable[[list[int]], str]:
+    backend, skip = getattr(tokenizer, "backend_tokenizer", None), special is SpecialTokens.SKIPPED
 
     def decode(ids: list[int]) -> str:
         if backend is not None:
             return str(backend.decode(ids, skip_special_tokens=skip))
         return str(tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
-    if special is not Special.JOINED:
+    if special is not SpecialTokens.JOINED:
         return decode
     added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
 
-    def joined(ids: list[int]) -> str:
-        """Added tokens right behind another one are left to no decoder."""
+    def decode_joined(ids: list[int]) -> str:
+        """Decode the ids, but write added tokens right after another one without the decoder."""
         text, apart, n_apart = "", [], 0
         for is_behind, group in groupby(range(len(ids)), lambda i: i > 0 and ids[i] in added and ids[i - 1] in added):
             if is_behind:
@@ -230,4 +228,4 @@ def _decoder(tokenizer: Any, special: Special) -> Callable[[list[int]], str]:
                 text, n_apart = text + whole[n_apart:], len(whole)
         return text
 
-    return joined
+    return decode_joined

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.tokenizer.detokenizer import REPLACEMENT, Special, TextStream
+from ngramspec.tokenizer.detokenizer import REPLACEMENT, SpecialTokens, TextStream
 
 BYTES = tiny.byte_tokenizer()
 WORDS = tiny.word_tokenizer()
@@ -171,7 +171,7 @@ def test_special_tokens_are_part_of_the_text_where_they_are_asked_for(output: li
     tokenizer = tiny.byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
     shown = tokenizer.decode(output, skip_special_tokens=False)
-    for special in (Special.SHOWN, Special.JOINED):  # a decoder of bytes puts nothing between
+    for special in (SpecialTokens.SHOWN, SpecialTokens.JOINED):  # a decoder of bytes puts nothing between
         assert "".join(run(TextStream(tokenizer, special=special), output)) == shown
     assert "".join(run(TextStream(tokenizer), output)) == tokenizer.decode(output, skip_special_tokens=True)
 
@@ -180,7 +180,7 @@ def test_special_tokens_side_by_side_have_no_blank_between_them_where_none_is_as
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"the": 0, "cat": 1}, unk_token="the")))
     words.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
     output = [0, 2, 3, 2, 1, 2, 0, 1]
-    texts = {special: "".join(run(TextStream(words, special=special), output)) for special in Special}
-    assert texts[Special.SHOWN] == words.decode(output) == "the <|a|> <|b|> <|a|> cat <|a|> the cat"
-    assert texts[Special.JOINED] == "the <|a|><|b|><|a|> cat <|a|> the cat"
-    assert texts[Special.SKIPPED] == "the cat the cat"
+    texts = {special: "".join(run(TextStream(words, special=special), output)) for special in SpecialTokens}
+    assert texts[SpecialTokens.SHOWN] == words.decode(output) == "the <|a|> <|b|> <|a|> cat <|a|> the cat"
+    assert texts[SpecialTokens.JOINED] == "the <|a|><|b|><|a|> cat <|a|> the cat"
+    assert texts[SpecialTokens.SKIPPED] == "the cat the cat"

@@ -24,7 +24,7 @@ from ngramspec.server.queue import Work
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import State, no_model
 from ngramspec.server.token_strings import TokenTexts
-from ngramspec.tokenizer.detokenizer import Special
+from ngramspec.tokenizer.detokenizer import SpecialTokens
 
 KIND = "text_completion"
 MAX_TOKENS = 16
@@ -99,7 +99,7 @@ class _TextHandler(CompletionHandler):
         if body.truncate_prompt_tokens is None:
             for prompt in texts_given:
                 self._bounds.check_text(prompt + (body.suffix or ""))
-        self._special = Special.of(self.params.skip_special_tokens, self.params.spaces_between_special_tokens)
+        self._special = SpecialTokens.from_params(self.params.skip_special_tokens, self.params.spaces_between_special_tokens)
         self._fim = state.fim if body.suffix else None
         if self._fim is not None and not self.params.ignore_eos:
             self.params = replace(self.params, stop_token_ids=(*self.params.stop_token_ids, *self._fim.stop_ids))
