@@ -1,11 +1,11 @@
-"""Speculative decoding without a draft model: the same completions, sooner.
+"""Exact speculative decoding without a draft model: the same completions in less time.
 
     from ngramspec import Engine, SamplingParams
 
     with Engine("smollm2") as engine:
         print(engine.complete("def fibonacci(n):", SamplingParams(max_tokens=64)).text)
 
-Names are imported on first use, so that `import ngramspec` costs nothing.
+Importing `ngramspec` imports neither torch nor numba: each name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Import-linter's contracts (pyproject.toml) on the package as it is installed, and one of our own: no private name leaves its package.
+"""Check import-linter's contracts (pyproject.toml), and that no private name leaves its package.
 
     python -m tools.contracts
 
-`datastore/` is installed as `ngramspec.datastore`, which import-linter cannot see in the source tree: it is shown a copy with everything in
-its place. Exit status 1 where a contract is broken, with the imports that break it.
+`datastore/` is installed as `ngramspec.datastore`, which import-linter cannot see in the source tree. So this checks a copy of the package
+with everything in its place. Exit status 1 if a contract is broken, with the imports that break it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from importlinter import Contract, ContractCheck, fields, output
 from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parent.parent
-KNOWN = {"_asdict", "_fields", "_replace", "_make"}
-"""Public in spite of their underscore: named tuples'."""
+KNOWN = {"_asdict", "_fields", "_replace", "_make"}  # methods of named tuples, public in spite of their underscore
 
 
 def main() -> int:
@@ -39,17 +38,20 @@ def main() -> int:
 
 
 class PrivateNames(Contract):
-    """Import-linter sees modules; this looks at names. A package is a folder of modules, `ngramspec` itself being one. It is broken by
-    `from elsewhere import _name`, and by `thing._name` where no module of the package at hand gives anything that name.
+    """The contract that a name with a leading underscore stays in its package. Import-linter itself sees only modules.
 
-    `folders`: where to look. `foreign`: names of libraries' own that have no public ones."""
+    A package is a folder of modules; `ngramspec` itself is one. The contract is broken by `from elsewhere import _name`, and by `thing._name`
+    if no module of the package defines that name.
+
+    `folders`: where to look. `foreign`: private names of libraries that have no public equivalent.
+    """
 
     type_name = "private_names"
     folders = fields.ListField(subfield=fields.StringField())
     foreign = fields.ListField(subfield=fields.StringField(), required=False, default=[])
 
     def check(self, graph: Any, verbose: bool) -> ContractCheck:
-        broken = sorted({line for folder in self.folders for line in crossings(ROOT / str(folder), {*KNOWN, *map(str, self.foreign)})})  # type: ignore[attr-defined]
+        broken = sorted({line for folder in self.folders for line in find_crossings(ROOT / str(folder), {*KNOWN, *map(str, self.foreign)})})  # type: ignore[attr-defined]
         return ContractCheck(kept=not broken, metadata={"broken": broken})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
@@ -57,44 +59,47 @@ class PrivateNames(Contract):
             output.print_error(line)
 
 
-def crossings(folder: Path, known: set[str]) -> Iterator[str]:
-    """Lines "path:line: name" of the names that cross, in all packages of a folder."""
+def find_crossings(folder: Path, known: set[str]) -> Iterator[str]:
+    """Yield "path:line: name" for each private name that leaves its package, in all packages of a folder."""
     for package in sorted({path.parent for path in folder.rglob("*.py")}):
         trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(package.glob("*.py"))}
         own = set(known)
         for tree in trees.values():
-            own.update(_given(tree))
+            own.update(_find_definitions(tree))
         for path, tree in trees.items():
-            for line, name in _used(tree, package.name):
+            for line, name in _find_uses(tree, package.name):
                 if name not in own:
                     yield f"{path.relative_to(folder.parent)}:{line}: {name}"
 
 
-def _private(name: str | None) -> bool:
+def _is_private(name: str | None) -> bool:
     return name is not None and name.startswith("_") and not name.startswith("__")
 
 
-def _given(tree: ast.AST) -> Iterator[str]:
-    """Private names that a module defines or assigns, its classes' and their instances' included."""
+def _find_definitions(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names that a module defines or assigns, including those of its classes and their instances."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and _private(node.name):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and _is_private(node.name):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and _private(node.id):
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and _is_private(node.id):
             yield node.id
         elif (
-            isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _private(node.attr) and isinstance(node.value, ast.Name)
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and _is_private(node.attr)
+            and isinstance(node.value, ast.Name)
         ) and node.value.id in ("self", "cls", "other"):
             yield node.attr
 
 
-def _used(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """Private names that a module takes from elsewhere: (line, name)."""
+def _find_uses(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of the private names that a module takes from elsewhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if _private(alias.name) and not (node.module or "").startswith("_"):
+                if _is_private(alias.name) and not (node.module or "").startswith("_"):
                     yield node.lineno, alias.name
-        elif isinstance(node, ast.Attribute) and _private(node.attr):
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
             yield node.lineno, node.attr
 
 
