@@ -40,8 +40,8 @@ def main() -> int:
 class PrivateNames(Contract):
     """The contract that a name with a leading underscore stays in its package. Import-linter itself sees only modules.
 
-    A package is a folder of modules; `ngramspec` itself is one. The contract is broken by `from elsewhere import _name`, and by `thing._name`
-    if no module of the package defines that name.
+    A package is a folder of modules; `ngramspec` itself is one. It is broken by `from elsewhere import _name`, and by `thing._name` if no
+    module of the package defines that name.
 
     `folders`: where to look. `foreign`: private names of libraries that have no public equivalent.
     """
