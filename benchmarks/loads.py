@@ -43,9 +43,9 @@ from benchmarks.in_turns import InTurns
 from benchmarks.ours import described
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.backends.base import Output
+from ngramspec.engine.native_steps import NativeResult
 from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
-from ngramspec.sequence_table import PASS_MS, Gained
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import Timing
 from ngramspec.speculative.proposer import Proposer
@@ -109,7 +109,7 @@ class Contender:
         """Steps wait for their turn. Adds what each takes beyond its pass (of several in one call, their mean), and when it was over with
         how many tokens. The engine is idle before and after."""
         core, runner, timing = self.engine.core, self.engine.runner, self.engine.core.timing
-        step, forward, several, count, passes_ms = core.step, runner.forward, runner.multi_step, timing.made, list[float]()
+        step, forward, natively, count, passes_ms = core.step, runner.forward, core.native_steps.run, timing.made, list[float]()
 
         def counted(n_tokens: int) -> None:
             made.append((self.clock(), n_tokens))
@@ -123,11 +123,11 @@ class Contender:
             passes_ms.append((time.perf_counter() - started) * 1e3)
             return output
 
-        def timed_several(*args: Any) -> Gained | None:
-            gained = several(*args)
-            if gained is not None:
-                passes_ms.extend(gained.marks[:, PASS_MS].tolist())
-            return gained
+        def timed_natively(*args: Any) -> NativeResult | None:
+            result = natively(*args)
+            if result is not None:
+                passes_ms.extend(result.records["forward_ms"].tolist())
+            return result
 
         def timed_step(*args: Any) -> Any:
             with turns.step(self.name):
@@ -143,7 +143,7 @@ class Contender:
         with (
             mock.patch.object(core, "step", timed_step),
             mock.patch.object(runner, "forward", timed_forward),
-            mock.patch.object(runner, "multi_step", timed_several),
+            mock.patch.object(core.native_steps, "run", timed_natively),
             mock.patch.object(timing, "made", counted),
         ):
             yield

@@ -22,20 +22,20 @@ from benchmarks.common import Prompt
 from benchmarks.replay import Trace, read_traces
 from ngramspec import SamplingParams
 from ngramspec.backends.base import Output
-from ngramspec.engine.acceptance import Steps, Walk
+from ngramspec.engine.acceptance import ExactMatch, Steps
 from ngramspec.engine.sequence import Sequence
 from ngramspec.sampling.batch import Span
-from ngramspec.sampling.verify import walk
+from ngramspec.sampling.verify import match_draft
 
 
-class Recital(Walk):
+class Recital(ExactMatch):
     """The walk along the recorded outputs of prompts; that of the model's own tokens for others.
 
     A device that samples tokens and moves the accepted KV within the pass does so for its own samples: what lies in the KV is another text
     then, and the work is the same.
     """
 
-    walks_by_pass = False
+    matches_by_pass = False
 
     def __init__(self, prompts: list[Prompt]) -> None:
         """Of those that have their output."""
@@ -61,7 +61,7 @@ class Recital(Walk):
                 seq.sampler.sample(rows[row], seq.n_output)  # for the time that it takes
             return int(text[seq.n_output])
 
-        return ((token, node, None) for token, node in walk(seq.tree, sample))
+        return ((token, node, None) for token, node in match_draft(seq.tree, sample))
 
 
 def recorded_prompts(path: Path | None, tokenizer: Any, vocab_size: int, limit: int | None, max_tokens: int) -> list[Prompt]:

@@ -166,13 +166,25 @@ assert parse(["complete", "x", "--top-a", "0.2"]).params["top_a"] == 0.2
 """
 
 
-def test_the_patch_that_adds_a_sampling_parameter(tmp_path: Path) -> None:
-    """It applies, and with nothing else Python and the command line take the parameter. Routes: see the tests of the server."""
-    (patch,) = blocks(ROOT / "CONTRIBUTING.md", "diff")
+STOPS_AT_REPEATED_TOKENS = """
+import numpy as np
+from ngramspec.engine.stop_conditions import find_stop, find_stop_compiled
+from ngramspec.sequence_table import RUNNING, SEQUENCE, STOP
+
+for last, wanted in ((7, STOP), (8, RUNNING)):
+    row = np.rec.array(np.array([(0, last, 7, 12, 10, 11, 99, *[0] * 9, False, False)], SEQUENCE))[0]
+    assert find_stop(row, frozenset()) == find_stop_compiled(row, np.empty(0, np.int32)) == wanted
+"""
+
+
+@pytest.mark.parametrize(("number", "check"), [(0, TAKES_TOP_A), (1, STOPS_AT_REPEATED_TOKENS)], ids=["parameter", "stop rule"])
+def test_patches_of_contributing_do_all_that_is_needed(tmp_path: Path, number: int, check: str) -> None:
+    """Each applies, and nothing else need be changed. Routes take a new parameter: see the tests of the server."""
+    patch = blocks(ROOT / "CONTRIBUTING.md", "diff")[number]
     for folder in ("ngramspec", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.text, text=True, check=True)
-    subprocess.run([sys.executable, "-c", TAKES_TOP_A], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
 
 
 # ------------------------------------------------------------------ links and names

@@ -20,9 +20,7 @@ from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Batch, Span, pack
-from ngramspec.sampling.sampler import Sampler
-from ngramspec.sampling.verify import Run
-from ngramspec.sequence_table import Compiled, Counting, Gained, Spending
+from ngramspec.sampling.verify import Match
 
 if TYPE_CHECKING:  # whoever binds a model has imported them; a runner that needs neither should not wait for them
     import torch
@@ -53,8 +51,8 @@ class Output(Protocol):
         """Until the pass is done; returns the milliseconds that it took, whatever the host did meanwhile."""
         ...
 
-    def runs(self) -> list[Run | None]:
-        """What `verify.walk` accepts of each sequence of the batch whose sampler the device serves; None for the others."""
+    def get_matches(self) -> list[Match | None]:
+        """Return what `verify.match_draft` accepts of each sequence whose sampler the device serves; None for the others."""
         ...
 
     def logits(self, first: int, end: int) -> np.ndarray:
@@ -77,6 +75,35 @@ class Output(Protocol):
 
     def commit(self, kept: Sequence[Kept]) -> None:
         """Keep accepted paths."""
+
+
+class NativeForward(Protocol):
+    """A forward pass whose rows compiled code packs and whose results it reads, so that no Python is needed between two passes.
+
+    `inputs` is a numba structref. Compiled code sets its fields `input_ids positions wanted items tables bases paths blocks offsets`
+    (`wanted` is `Batch.logits_rows`, the others are named as in `Batch`), gives it room for the results in `logits tokens values fine
+    greedy`, and sets `state` to 0. After `run`, `greedy` [N] has the likeliest token after each of the N rows whose logits were wanted,
+    tokens[0] and values[0] [N, n_best] the top-k, and logits [N, :vocab_size] the logits.
+    """
+
+    inputs: Any
+    logits: np.ndarray
+    """[rows, at least V] float32: room for the logits."""
+    n_threads: int
+    n_best: int
+    rows_per_item: int
+
+    def reserve(self, n_rows: int, n_positions: int) -> None:
+        """Have room for passes of so many rows over positions below `n_positions`. Raises MemoryError."""
+
+    def run(self) -> None:
+        """Compute the pass that was packed into `inputs`."""
+
+    def keep_paths(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
+        """Move keys and values at positions[ends[i - 1]:ends[i]] of the sequence at slots[i] to starts[i], starts[i] + 1, ….
+
+        All int64; each sequence's positions rise and lie at their targets or after them.
+        """
 
 
 class Runner(ABC):
@@ -133,16 +160,8 @@ class Runner(ABC):
     def keep_candidates(self, wanted: bool) -> None:  # noqa: B027  # a device that does not tell has them computed by whoever wants them
         """Whether outputs from now on should have candidates."""
 
-    def multi_step(
-        self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,
-        spending: Spending, counting: Counting, interrupt: np.ndarray,
-    ) -> Gained | None:  # fmt: skip
-        """Steps of sequences that have one row each, until one of them ends, or its slots or ROOM do, or `interrupt` [1] int64 is not 0.
-
-        lines [B, COLUMNS] int64, as `sequence_table` has them, brought up to date; stops [n] int32: all their stop tokens; samplers and
-        output positions of those that are drawn above temperature 0; `drafting`: None where no drafts are made. Keys and values of what
-        was accepted are in place. None, with nothing done: this runner makes single passes. Raises MemoryError before the first.
-        """
+    def native_forward(self) -> NativeForward | None:
+        """Return the forward pass for compiled code; None: this runner makes passes through `forward` alone."""
         return None
 
     def run(self, spans: list[Span]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""How drafts are accepted: a pass's output and a sequence's draft enter, the tokens that the sequence gets and the accepted nodes leave.
+"""Acceptance rules: a pass's output and a sequence's draft go in, the tokens that the sequence gets and the accepted nodes come out.
 
-One object is one rule. It has the rule's name and knows what the rule makes of exactness; nobody else does. It appends to its sequence,
-and knows neither the scheduler nor who drafted.
+One object is one rule. It alone knows the rule's name and the exactness that the rule leaves. It appends to its sequence, and knows neither
+the scheduler nor who drafted.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from ngramspec.outputs import TokenLogprob
 from ngramspec.sampling.batch import Span
 from ngramspec.sampling.rejection import lenient, reject
 from ngramspec.sampling.sampler import FRACTION_BITS, token_logprob, uniform_bits
-from ngramspec.sampling.verify import walk
+from ngramspec.sampling.verify import match_draft
 from ngramspec.sampling_params import SamplingParams
 
+# Accepted tokens in order: (token, the draft node that carried it or -1, its log-probability if wanted).
 Steps: TypeAlias = Iterator[tuple[int, int, TokenLogprob | None]]
-"""Accepted tokens in order: (token, the draft node that carried it or -1, its log-probability where asked for)."""
 
 
 class Acceptance(ABC):
-    """A rule."""
+    """An acceptance rule."""
 
     name: str
     lenience = 1.0
-    walks_by_pass = True
-    """Where the pass has walked with the tokens that the sequence's sampler takes (`Output.runs`), that is what is accepted."""
+    matches_by_pass = True
+    """What the pass has matched with the sampler's own tokens (`Output.get_matches`) is what is accepted."""
 
     @abstractmethod
     def exactness(self, computed: str, params: SamplingParams) -> str:
-        """What a text that is written with drafts can be relied on to be, where passes are `computed`: "bitwise" or "numerical"."""
+        """Return the exactness of output made with drafts if passes are `computed` "bitwise" or "numerical"."""
 
     @abstractmethod
     def samples_on_device(self, seq: Sequence) -> bool:
-        """The sequence's tokens are what its sampler takes from the logits, so that all sequences may be walked at once (`verify.runs`)."""
+        """Return whether the sequence's tokens are its sampler's own, so that all may be matched at once (`verify.match_batch`)."""
 
     @abstractmethod
     def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
-        """The accepted tokens, one by one: each may depend on those before, which have been appended."""
+        """Yield the accepted tokens one by one: each may depend on those before, which have been appended."""
 
     def accept(self, seq: Sequence, output: Output, span: Span) -> tuple[np.ndarray, np.ndarray]:
-        """Append what the model accepts of `seq.tree` and its own next token, to the end of the text at most.
+        """Append what the model accepts of `seq.tree` and its own next token, up to where the sequence ends.
 
         Returns (tokens, nodes of the path), both int32.
         """
@@ -61,8 +61,8 @@ class Acceptance(ABC):
         return np.array(tokens, np.int32), np.array(path, np.int32)
 
 
-class Walk(Acceptance):
-    """Step to the child that carries the model's own token (`sampling.verify`): the text is the same as without drafts."""
+class ExactMatch(Acceptance):
+    """Exact match: step to the child that has the model's own token (`sampling.verify`). The output is the same as without drafts."""
 
     name = "walk"
 
@@ -73,7 +73,7 @@ class Walk(Acceptance):
         return True
 
     def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
-        """Sampled from the logits rows as the steps are taken. Raises NotFiniteError."""
+        """Yield tokens sampled from the logits rows of the path. Raises NotFiniteError."""
         rows = output.logits(span.root_logits, span.end_logits)
         logprob = None
 
@@ -82,41 +82,41 @@ class Walk(Acceptance):
             token, logprob = seq.sample(rows[row])
             return token
 
-        for token, node in walk(seq.tree, sample):
+        for token, node in match_draft(seq.tree, sample):
             yield token, node, logprob
 
 
-class Judged(Acceptance):
-    """By rejection sampling above temperature 0 where `rejection` says so, and with lenience (`sampling.rejection`).
+class RelaxedAcceptance(Acceptance):
+    """Rejection sampling above temperature 0 if `rejection`, and lenient acceptance if `lenience` < 1 (`sampling.rejection`).
 
-    With rejection, sampled text is distributed as without drafts, but is another one. With lenience below 1, tokens are accepted that the
-    model holds a little less likely, and nothing is exact (both: Leviathan et al., 2023).
+    With rejection sampling, output has the distribution that it has without drafts, but other tokens. With lenience below 1, tokens that
+    the model holds a little less likely are accepted, and nothing is exact (both: Leviathan et al., 2023).
     """
 
     def __init__(self, *, rejection: bool, lenience: float = 1.0) -> None:
         self.name = "rejection" if rejection else "walk"
         self.rejection, self.lenience = rejection, lenience
-        self._walk = Walk()
+        self._exact = ExactMatch()
 
-    def _walks(self, params: SamplingParams) -> bool:
+    def _matches(self, params: SamplingParams) -> bool:
         return self.lenience == 1 and not (self.rejection and params.temperature > 0)
 
     def exactness(self, computed: str, params: SamplingParams) -> str:
         if self.lenience < 1:
             return "lenient"
-        return computed if self._walks(params) else "distribution"
+        return computed if self._matches(params) else "distribution"
 
     def samples_on_device(self, seq: Sequence) -> bool:
-        return self._walks(seq.params)
+        return self._matches(seq.params)
 
     def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
-        if self._walks(seq.params):
-            yield from self._walk.steps(seq, output, span)
+        if self._matches(seq.params):
+            yield from self._exact.steps(seq, output, span)
             return
         rows, n, sampler = output.logits(span.root_logits, span.end_logits), seq.n_output, seq.sampler
 
         def uniform(depth: int, k: int) -> float:
-            lane = 2 * k + 2  # lane 0 is the drafters' too, where they guess what the request would sample
+            lane = 2 * k + 2  # drafters that guess what the request would sample use lane 0
             return uniform_bits(sampler.seed, sampler.index, n + depth, lane) / 2**FRACTION_BITS
 
         if seq.params.temperature == 0:
@@ -130,9 +130,9 @@ class Judged(Acceptance):
 
 
 def acceptance(name: str = "walk", lenience: float = 1.0) -> Acceptance:
-    """The rule of that name: "walk" or "rejection". `lenience` in (0, 1]. Raises InvalidInputError."""
+    """Return the rule named "walk" (exact match) or "rejection"; `lenience` in (0, 1]. Raises InvalidInputError."""
     if name not in ("walk", "rejection"):
         raise InvalidInputError(f"acceptance must be 'walk' or 'rejection', got {name!r}")
     if not 0 < lenience <= 1:
         raise InvalidInputError(f"lenience must be a number in (0, 1], got {lenience!r}")
-    return Walk() if name == "walk" and lenience == 1 else Judged(rejection=name == "rejection", lenience=lenience)
+    return ExactMatch() if name == "walk" and lenience == 1 else RelaxedAcceptance(rejection=name == "rejection", lenience=lenience)

@@ -23,6 +23,7 @@ from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
+from ngramspec.engine import native_steps
 from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
@@ -238,7 +239,9 @@ def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, lon
         source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
         plain = not device.exact
         check_memory(needed_bytes(source, plain), "cpu", loaded.name)
-        return CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress))
+        runner = CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress))
+        native_steps.compile_steps(runner)
+        return runner
     from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
 
     return CudaRunner(

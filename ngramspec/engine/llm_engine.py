@@ -416,7 +416,7 @@ class Engine:
             length_penalty=length_penalty,
             early_stopping=early_stopping,
             runner=self.runner,
-            scheduler=self.core.scheduler,
+            free_slots=self.core.scheduler.slots,
             block_hashes=BlockHashes("" if self.prefix_cache else secrets.token_hex(), ids),
             speculator=drafts,
             cost_ms=self.core.cost.table,

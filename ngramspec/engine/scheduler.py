@@ -22,7 +22,7 @@ from ngramspec.sampling.batch import SCORED_ROWS
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """Rows for one sequence: its tokens from `computed` on, `n_rows` of them."""
+    """Rows for one sequence: its tokens from `n_computed` on, `n_rows` of them."""
 
     seq: Sequence
     n_rows: int
@@ -30,7 +30,7 @@ class ScheduledRows:
     @property
     def samples(self) -> bool:
         """The rows reach the last known token, so that this pass samples the next one."""
-        return self.seq.computed + self.n_rows == self.seq.n_tokens
+        return self.seq.n_computed + self.n_rows == self.seq.n_tokens
 
 
 class Scheduler:
@@ -69,7 +69,7 @@ class Scheduler:
         return self._release(seq)
 
     def _release(self, seq: Sequence) -> int:
-        slot, seq.slot, seq.computed = seq.slot, -1, 0
+        slot, seq.slot, seq.n_computed = seq.slot, -1, 0
         self.tables.release(slot)
         self.slots.append(slot)
         return slot
@@ -79,7 +79,7 @@ class Scheduler:
         preempted: list[int] = []
         work: list[ScheduledRows] = []
         for seq in list(self.running):
-            if seq.slot < 0 or seq.n_tokens - seq.computed > 1:
+            if seq.slot < 0 or seq.n_tokens - seq.n_computed > 1:
                 continue
             while not self.tables.reserve(seq.slot, seq.n_tokens):
                 youngest = self.running.pop()
@@ -93,7 +93,7 @@ class Scheduler:
                 work.append(ScheduledRows(seq, 1))
         left, scored = self.max_rows - len(work), SCORED_ROWS
         for seq in self.running:
-            if seq.n_tokens - seq.computed > 1 and (n := _piece(seq, left, scored)) > 0:
+            if seq.n_tokens - seq.n_computed > 1 and (n := _piece(seq, left, scored)) > 0:
                 work.append(ScheduledRows(seq, n))
                 left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
         admitted: list[Sequence] = []
@@ -116,16 +116,16 @@ class Scheduler:
         taken = self.tables.admit(self.slots[-1], names, seq.n_tokens)
         if taken < 0:
             return False
-        seq.slot, seq.computed = self.slots.pop(), taken * BLOCK
+        seq.slot, seq.n_computed = self.slots.pop(), taken * BLOCK
         if reads:
             self.prefix_queries += seq.n_tokens
-            self.prefix_hits += seq.computed
+            self.prefix_hits += seq.n_computed
         if seq.admitted_s is None:
-            seq.admitted_s, seq.n_cached = time.perf_counter(), seq.computed
-            self.cached_tokens += seq.computed
+            seq.admitted_s, seq.n_cached = time.perf_counter(), seq.n_computed
+            self.cached_tokens += seq.n_computed
         return True
 
 
 def _piece(seq: Sequence, left: int, scored: int) -> int:
     """Rows of a prompt where `left` are left of the pass, `scored` of those that keep logits."""
-    return min(seq.n_tokens - seq.computed, left, scored if seq.lacks_prompt_logprobs else left)
+    return min(seq.n_tokens - seq.n_computed, left, scored if seq.lacks_prompt_logprobs else left)

@@ -12,10 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
+from ngramspec.engine.stop_conditions import REASONS, find_stop
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import Choice, Delta, DraftTree, TokenLogprob
 from ngramspec.sampling.sampler import Sampler, token_logprob
 from ngramspec.sampling_params import SamplingParams
+from ngramspec.sequence_table import RUNNING, STOP, UNPICKED
 
 
 class TextSink(Protocol):
@@ -29,11 +31,11 @@ class TextSink(Protocol):
 
 
 class Sequence:
-    """A choice in the making. The scheduler owns `slot` and `computed`, the step `tree`."""
+    """A choice in the making. The scheduler owns `slot` and `n_computed`, the step `tree`."""
 
     slot = -1
     """Place in the pool and the speculator while running."""
-    computed = 0
+    n_computed = 0
     """Tokens whose keys and values are in the pool."""
     n_cached = 0
     """Of these, tokens that were there when the sequence was first admitted."""
@@ -48,8 +50,8 @@ class Sequence:
     """Somebody waits for what each pass adds."""
     is_plain: bool
     """Its tokens are functions of a row, the seed and the position alone, end it alone, and are all that is wanted of a pass."""
-    rest = last_rest = 0
-    """Passes for which none will be looked for, and for how many none was the last time."""
+    cooldown = last_cooldown = 0
+    """Passes for which no draft will be made, and the length of the last such pause."""
 
     def __init__(
         self,
@@ -81,9 +83,10 @@ class Sequence:
         self.limit = min(self.n_prompt + params.max_tokens, max_len)
         self.buffer = np.empty(self.limit, np.int32)
         self.buffer[: self.n_prompt] = prompt
+        self.last_token, self.previous_token = int(prompt[-1]), int(prompt[-2]) if self.n_prompt > 1 else -1
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
-        self._appends = not params.stop and sampler.is_plain  # nothing but the tokens themselves is to be looked after
-        self.is_plain = self._appends and sampler.on_device
+        self.min_tokens = params.min_tokens
+        self.is_plain = not params.stop and sampler.is_plain and sampler.on_device
         self._n_wordless = 0  # 1 where the last token is one that ended the text
         self._closed = False
         self._new_text = ""  # not yet in a delta
@@ -131,41 +134,46 @@ class Sequence:
         for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
             known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
 
-    def extend(self, run: np.ndarray, logprobs: list[TokenLogprob] | None = None) -> int:
-        """Take the next tokens [n] int32, with their log-probabilities [n] where asked for, to the end of the text at most -> how many.
+    def extend(self, tokens: np.ndarray, logprobs: list[TokenLogprob] | None = None) -> int:
+        """Append tokens [n] int32, with their log-probabilities [n] if wanted, up to where the sequence ends -> how many.
 
         Raises NotFiniteError or InvalidInputError at -1: none could be picked.
         """
-        tokens = run.tolist()
-        if self._appends and tokens[-1] >= 0 and self.n_tokens + len(tokens) <= self.limit and self.stop_ids.isdisjoint(tokens):
-            self.buffer[self.n_tokens : self.n_tokens + len(tokens)] = run
-            self.n_tokens += len(tokens)
-            self.choice.token_ids += tokens
-            if logprobs is not None and self.choice.logprobs is not None:
-                self.choice.logprobs += logprobs
-            if self.n_tokens == self.limit:
-                self.finish("length")
-            return len(tokens)
-        for n, token in enumerate(tokens, 1):
+        for n, token in enumerate(tokens.tolist(), 1):
             if token < 0:
                 raise self.sampler.unpicked(self.n_output)
             if self.append(token, None if logprobs is None else logprobs[n - 1]):
                 return n
         return len(tokens)
 
+    def append_all(self, tokens: np.ndarray, state: int) -> None:
+        """Append tokens [n] int32 to a sequence that `is_plain`; native steps have found it in this `state` after the last one.
+
+        Raises NotFiniteError or InvalidInputError if the last token is -1: none could be picked.
+        """
+        new = tokens[: len(tokens) - (state == UNPICKED)].tolist()
+        self.buffer[self.n_tokens : self.n_tokens + len(new)] = new
+        self.n_tokens += len(new)
+        self.choice.token_ids += new
+        self.previous_token, self.last_token = [self.previous_token, self.last_token, *new][-2:]
+        if state == UNPICKED:
+            raise self.sampler.unpicked(self.n_output)
+        if state != RUNNING:
+            self._end(state)
+
     def append(self, token: int, logprob: TokenLogprob | None) -> bool:
-        """Take the next token; True where it ends the text (the token itself stays in `token_ids`)."""
+        """Append a token; True if it ends the sequence (the token itself stays in `token_ids`)."""
         self.buffer[self.n_tokens] = token
         self.n_tokens += 1
+        self.previous_token, self.last_token = self.last_token, token
         self.sampler.accept(token)
         choice = self.choice
         choice.token_ids.append(token)
         if logprob is not None and choice.logprobs is not None:
             choice.logprobs.append(logprob)
-        if token in self.stop_ids and self.n_output > self.params.min_tokens:
-            self._n_wordless = 1
-            choice.stop_reason = self.stop_tokens.get(token, token if token in self.params.stop_token_ids else None)
-            self.finish("stop")
+        state = find_stop(self, self.stop_ids)
+        if state == STOP:
+            self._end(STOP)
             return True
         if self.params.stop:
             self.show()
@@ -173,9 +181,17 @@ class Sequence:
         if self.text.stopped_by is not None or (constraint is not None and constraint.complete):
             choice.stop_reason = self.text.stopped_by
             self.finish("stop")
-        elif self.n_tokens == self.limit:
-            self.finish("length")
+        elif state != RUNNING:
+            self._end(state)
         return self.finished
+
+    def _end(self, state: int) -> None:
+        """End the sequence by its tokens: `state` is what `find_stop` has found."""
+        if state == STOP and self.last_token in self.stop_ids:
+            self._n_wordless = 1
+            token = self.last_token
+            self.choice.stop_reason = self.stop_tokens.get(token, token if token in self.params.stop_token_ids else None)
+        self.finish(REASONS[state])
 
     def finish(self, reason: str) -> None:
         self.choice.finish_reason = reason

@@ -15,16 +15,16 @@ import numpy as np
 from ngramspec.backends.base import Output, Runner, is_out_of_memory
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import Index
-from ngramspec.engine.acceptance import Acceptance, Walk
-from ngramspec.engine.multi_step import MultiStep
-from ngramspec.engine.observers import Accepted, Observers, seen
+from ngramspec.engine.acceptance import Acceptance, ExactMatch
+from ngramspec.engine.native_steps import NativeSteps
+from ngramspec.engine.observers import Accepted, Observers
 from ngramspec.engine.scheduler import ScheduledRows, Scheduler
 from ngramspec.engine.sequence import Sequence
 from ngramspec.grammar import forced_tokens
 from ngramspec.outputs import DraftTree, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
-from ngramspec.sampling.verify import Run
-from ngramspec.speculative.base import Speculator, Text
+from ngramspec.sampling.verify import Match
+from ngramspec.speculative.base import Speculator, Text, make_seen
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import Plan, Timing
@@ -45,7 +45,7 @@ class Core:
     ) -> None:
         """`on_error` is told of a sequence that failed alone; the others go on."""
         self.runner, self.timing, self.on_error = runner, Timing(cost), on_error
-        self.acceptance = acceptance or Walk()
+        self.acceptance = acceptance or ExactMatch()
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
         self.n_passes = 0
         self._most_rows = sys.maxsize
@@ -75,7 +75,7 @@ class Core:
         self.speculator = speculator
         self.scheduler.has_room = speculator.has_room
         self._observers = Observers(speculator, self.runner.pool)
-        self._multi_step = MultiStep(self.runner, speculator, self._observers)
+        self.native_steps = NativeSteps(self.runner, speculator, self._observers)
 
     def use_datastores(self, stores: Mapping[str, Datastore], ready: list[Index] | None = None) -> None:
         """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
@@ -91,7 +91,7 @@ class Core:
         slot = self.scheduler.remove(seq)
         if slot >= 0:
             self.speculator.end(slot)
-        self._observers.ended(seq)
+        self._observers.end(seq)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None, interrupt: np.ndarray | None = None) -> list[Sequence]:
         """One pass of the model, or several; returns the sequences that got tokens. Finished ones have been removed.
@@ -104,8 +104,8 @@ class Core:
         if not rows:
             meanwhile()
             return []
-        if interrupt is not None and self._multi_step.takes(rows, self.acceptance):
-            changed = self._step_several([each.seq for each in rows], interrupt)
+        if interrupt is not None and self.native_steps.can_run(rows, self.acceptance):
+            changed = self._step_natively([each.seq for each in rows], interrupt)
             if changed is not None:
                 meanwhile()
                 return changed
@@ -130,21 +130,21 @@ class Core:
             self.timing.finish()
             self.timing.tell()
 
-    def _step_several(self, seqs: list[Sequence], interrupt: np.ndarray) -> list[Sequence] | None:
+    def _step_natively(self, seqs: list[Sequence], interrupt: np.ndarray) -> list[Sequence] | None:
         """Several steps in one call; None where it takes a single one."""
         try:
-            steps = self._multi_step.run(seqs, self.timing, self._most_rows, interrupt)
+            result = self.native_steps.run(seqs, self.timing, self._most_rows, interrupt)
         except MemoryError:  # single passes find out what is too much
             return None
-        if steps is None:
+        if result is None:
             return None
-        self.n_passes += len(steps.gained.marks)
+        self.n_passes += len(result.records)
         gained = list[tuple[Sequence, np.ndarray]]()
         for b, seq in enumerate(seqs):
             if seq.slot < 0:  # another text of its request has failed
                 continue
             try:
-                gained.append((seq, self._multi_step.take(b, seq, steps)))
+                gained.append((seq, self.native_steps.append(b, seq, result)))
             except Exception as e:
                 self._fail(seq, e)
         changed = [seq for seq, _ in gained if seq.slot >= 0]
@@ -152,8 +152,8 @@ class Core:
             if seq.finished:
                 self._finish(seq)
             else:
-                self.runner.pool.truncate_to(seq.slot, seq.computed)
-        self._multi_step.over(steps, [each for each in gained if each[0].slot >= 0 and each[0].speculation])
+                self.runner.pool.truncate_to(seq.slot, seq.n_computed)
+        self.native_steps.finish(result, [each for each in gained if each[0].slot >= 0 and each[0].speculation])
         self._over()
         return changed
 
@@ -236,8 +236,8 @@ class Core:
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
-        seq.rest, seq.last_rest, rests = update_cooldown(
-            seq.rest, seq.last_rest, seq.rest > 0 or self.speculator.is_unpredictable(seq.slot)
+        seq.cooldown, seq.last_cooldown, rests = update_cooldown(
+            seq.cooldown, seq.last_cooldown, seq.cooldown > 0 or self.speculator.is_unpredictable(seq.slot)
         )
         return rests
 
@@ -245,7 +245,7 @@ class Core:
         return pack([self._span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
 
     def _span(self, rows: ScheduledRows) -> Span:
-        seq, first, samples = rows.seq, rows.seq.computed, rows.samples
+        seq, first, samples = rows.seq, rows.seq.n_computed, rows.samples
         logits = rows.n_rows if seq.lacks_prompt_logprobs else int(samples)
         sampler = seq.sampler if samples and self.acceptance.samples_on_device(seq) else None
         return Span(seq.slot, seq.buffer[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, samples)
@@ -272,7 +272,7 @@ class Core:
     def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output) -> list[Accepted]:
         """Append to each sequence what the model accepts. One that fails (its logits, its text) ends alone."""
         results = []
-        for i, (each, span, run) in enumerate(zip(rows, batch.spans, output.runs(), strict=True)):
+        for i, (each, span, run) in enumerate(zip(rows, batch.spans, output.get_matches(), strict=True)):
             seq = each.seq
             if seq.slot < 0:  # another text of its request has failed
                 continue
@@ -281,7 +281,7 @@ class Core:
                     seq.score_prompt(span.start, output.logits(span.first_logits, span.first_logits + len(span.tokens)))
                 if not span.samples:
                     tokens = path = _NOTHING
-                elif run is not None and self.acceptance.walks_by_pass:
+                elif run is not None and self.acceptance.matches_by_pass:
                     n = seq.extend(run[0], _scores(output, span, run, seq.params.logprobs))
                     tokens, path = run[0][:n], run[1][:n]
                 else:
@@ -296,7 +296,7 @@ class Core:
         """Keep the accepted paths' keys and values and drop the rest; observers and the speculator see what came of the pass."""
         accepted = [each for each in accepted if each.seq.slot >= 0]
         self._keep(accepted, output)
-        self._observers.after(accepted, batch)
+        self._observers.record_pass(accepted, batch)
         changed, going_on = list[Sequence](), list[Accepted]()
         heard: list[tuple[int, int, int]] = []
         for each in accepted:
@@ -304,7 +304,7 @@ class Core:
             if seq.slot < 0:
                 continue
             try:
-                self._observers.after_one(each, output)
+                self._observers.record_sequence(each, output)
             except Exception as e:
                 self._fail(seq, e)
                 continue
@@ -315,7 +315,7 @@ class Core:
             if seq.finished:
                 self._finish(seq)
             else:
-                self.runner.pool.truncate_to(seq.slot, seq.computed)
+                self.runner.pool.truncate_to(seq.slot, seq.n_computed)
             if seq.speculation:
                 if not seq.finished:
                     going_on.append(each)
@@ -325,7 +325,7 @@ class Core:
         if going_on or heard:
             slots = np.array([each.seq.slot for each in going_on], np.int32)
             accepted_paths = [each.tokens for each in going_on], [_drafted(each) for each in going_on]
-            self.speculator.observe(slots, *accepted_paths, seen(heard, batch, output))
+            self.speculator.observe(slots, *accepted_paths, make_seen(heard, batch, output))
         return changed
 
     def _keep(self, accepted: list[Accepted], output: Output) -> None:
@@ -336,7 +336,7 @@ class Core:
             end, n = each.span.start + len(each.span.tokens), len(each.path)
             if n and each.path[-1] >= n:
                 moved.append((each.index, end, end + each.path))
-            each.seq.computed = end + n
+            each.seq.n_computed = end + n
         if moved:
             output.commit(moved)
 
@@ -350,7 +350,7 @@ class Core:
         self.on_error(seq, error)
 
 
-def _scores(output: Output, span: Span, run: Run, n: int | None) -> list[TokenLogprob] | None:
+def _scores(output: Output, span: Span, run: Match, n: int | None) -> list[TokenLogprob] | None:
     """Log-probabilities of a run's tokens, where asked for."""
     if n is None:
         return None

@@ -16,12 +16,12 @@ import numpy as np
 from ngramspec.datastore.reader import Datastore
 from ngramspec.defaults import ANSWERS, MAX_HISTORY
 from ngramspec.errors import InvalidInputError
-from ngramspec.integrations.count import count_pass
 from ngramspec.integrations.spending import Spending
 from ngramspec.outputs import DraftTree, Stats
 from ngramspec.speculative.base import NO_TREE
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import Load
+from ngramspec.speculative.draft_stats import CountedPass, DraftStats
 from ngramspec.speculative.proposer import Proposer, warmup
 
 __all__ = ["Guest", "warmup"]
@@ -53,7 +53,6 @@ class _Text:
     """The tree's tokens."""
     rest: int = 0
     last_rest: int = 0
-    stats: Stats = field(default_factory=Stats)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -101,7 +100,7 @@ class Guest:
         self._step = 0
         self.spending = Spending(min(max_seqs * (depth + 1), MAX_ROWS), slope, steady=steady)
         self._load, self._nodes, self._made = Load(0), 0, 0
-        self._stats = Stats()
+        self._counted, self._ended_stats = DraftStats(self._drafts.source_names, self.depth), Stats()
         self.stores: dict[str, Datastore] = {}
         self.use_stores(stores or {})
 
@@ -111,7 +110,7 @@ class Guest:
     def stats(self) -> Stats:
         """What drafts did for all texts since the guest was made."""
         total = Stats()
-        for stats in (self._stats, *(text.stats for text in self._texts.values())):
+        for stats in (self._ended_stats, *(self._counted.read(key) for key in self._texts)):
             total.add(stats)
         return total
 
@@ -242,7 +241,7 @@ class Guest:
 
         Several steps' tokens may come at once, where the host did not ask in between.
         """
-        slots, new, paths = [], [], []
+        slots, new, paths, counted = [], [], [], list[CountedPass]()
         self._step += 1
         for key, each in zip(keys, accepted, strict=True):
             text = self._texts.get(key)
@@ -255,12 +254,13 @@ class Guest:
             text.buffer[text.n : text.n + len(tokens)] = tokens
             text.n += len(tokens)
             text.used = self._step
-            count_pass(text.stats, len(tokens), text.tree, path, self._drafts.source_names)
+            counted.append(CountedPass(key, len(counted), len(tokens), path, text.tree))
             text.tree = None
             self._made += len(tokens)
             slots.append(text.slot)
             new.append(tokens)
-            paths.append(_NODES[: len(path)] if text.chain else np.array(path, np.int32))
+            paths.append(path)
+        self._counted.add_trees(counted)
         if slots:
             self._drafts.observe(np.array(slots, np.int32), new, paths)
 
@@ -281,8 +281,9 @@ class Guest:
             self._drafts.remember(text.tokens[text.n_prompt :].copy(), text.tenant)
         self._drafts.end(text.slot)
         self._free.append(text.slot)
-        self._stats.add(text.stats)
-        return text.stats
+        stats = self._counted.pop(key)
+        self._ended_stats.add(stats)
+        return stats
 
     # ------------------------------------------------------------------ drafts
 
@@ -352,11 +353,14 @@ class Guest:
         return ids.astype(np.int32)
 
 
-def _path(text: _Text, tokens: np.ndarray) -> Sequence[int]:
-    """The nodes of the text's last tree that were accepted, where a step appended these tokens [n]: the last one is the model's own."""
+def _path(text: _Text, tokens: np.ndarray) -> np.ndarray:
+    """Return the nodes [j] int32 of the text's last tree that were accepted by a step that appended tokens [n].
+
+    The last token is the model's own.
+    """
     path: list[int] = []
     if text.tree is None:
-        return path
+        return _NODES[:0]
     appended = tokens[:-1].tolist()
     if text.chain:
         n = 0
@@ -364,7 +368,7 @@ def _path(text: _Text, tokens: np.ndarray) -> Sequence[int]:
             if token != drafted:
                 break
             n += 1
-        return range(n)
+        return _NODES[:n]
     child = {(parent, token): i for i, (parent, token) in enumerate(zip(text.tree.parents.tolist(), text.drafted, strict=True))}
     node = -1
     for token in appended:
@@ -372,4 +376,4 @@ def _path(text: _Text, tokens: np.ndarray) -> Sequence[int]:
         if node < 0:
             break
         path.append(node)
-    return path
+    return np.array(path, np.int32)

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ngramspec.backends.base import Output, Runner
-from ngramspec.engine.observers import seen
-from ngramspec.engine.scheduler import Scheduler
 from ngramspec.errors import OutOfMemoryError
 from ngramspec.grammar.base import Constraint
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import BLOCK, DraftTree
-from ngramspec.sampling.batch import Span, depths, pack
+from ngramspec.sampling.batch import Span, compute_depths, pack
 from ngramspec.sampling.sampler import NotFiniteError, masked
-from ngramspec.speculative.base import Seen, Speculator
+from ngramspec.speculative.base import Seen, Speculator, make_seen
 
 _FREE = np.ones(2)
 """What rows cost where all that is foreseen is wanted."""
@@ -87,18 +85,19 @@ class BeamSearch:
         length_penalty: float,
         early_stopping: bool,
         runner: Runner,
-        scheduler: Scheduler,
+        free_slots: list[int],
         block_hashes: BlockHashes,
         speculator: Speculator,
         cost_ms: np.ndarray,
         constraint: Constraint | None = None,
     ) -> None:
-        """prompt [n] int32; `limit`: most tokens of output; `block_hashes`: of the prompt's blocks; `speculator`: for `width` sequences, of
+        """prompt [n] int32; `limit`: most tokens of output; `free_slots`: of the pool, taken and given back; `block_hashes`: of
+        the prompt's blocks; `speculator`: for `width` sequences, of
         this search alone; cost_ms [R] float64: time of a pass with T rows at index T; `constraint`: the beginning of a text in
         the grammar that all texts follow."""
         self.prompt, self.width, self.limit, self.stop_ids = prompt, width, limit, stop_ids
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
-        self.runner, self.scheduler, self.speculator, self.cost_ms = runner, scheduler, speculator, cost_ms
+        self.runner, self.free_slots, self.speculator, self.cost_ms = runner, free_slots, speculator, cost_ms
         self.slots: list[int] = []
         self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes, constraint)]
         self.ended: list[Ended] = []
@@ -130,7 +129,7 @@ class BeamSearch:
         batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
         output = self.runner.forward(batch)
         heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
-        likely = seen(heard, batch, output) if self.speculator.needs_topk else None
+        likely = make_seen(heard, batch, output) if self.speculator.needs_topk else None
         texts = self._search(output, spans)
         if not self.done:
             self._commit(output, texts, likely)
@@ -140,15 +139,15 @@ class BeamSearch:
         """Give everything back. Any number of times."""
         for slot in self.slots:
             self.runner.pool.release(slot)
-        self.scheduler.slots.extend(self.slots)
+        self.free_slots.extend(self.slots)
         self.slots = []
 
     # ------------------------------------------------------------------ a pass
 
     def _begin(self) -> bool:
-        if len(self.scheduler.slots) < self.width:
+        if len(self.free_slots) < self.width:
             return False
-        self.slots = [self.scheduler.slots.pop() for _ in range(self.width)]
+        self.slots = [self.free_slots.pop() for _ in range(self.width)]
         beam = self.beams[0]
         names = beam.block_hashes.hashes[: (len(self.prompt) - 1) // BLOCK]
         taken = self.runner.pool.admit(self.slots[0], names, len(self.prompt))
@@ -191,7 +190,7 @@ class BeamSearch:
         lanes = np.array([beam.lane for beam in self.beams], np.int32)
         trees = self.speculator.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * FORESEEN)
         ends = np.cumsum([0] + [len(tree) for tree in trees])
-        depth = np.concatenate([depths(tree.parents) for tree in trees])
+        depth = np.concatenate([compute_depths(tree.parents) for tree in trees])
         parents = np.concatenate([np.where(tree.parents < 0, -1, tree.parents + end) for tree, end in zip(trees, ends, strict=False)])
         shares = np.exp(np.array([beam.score for beam in self.beams]) - self.beams[0].score)
         weights = np.repeat(shares / shares.sum(), np.diff(ends)) * np.concatenate([tree.probs for tree in trees])

@@ -1,4 +1,4 @@
-"""Packing: all rows of all sequences of a step into the flat arrays of one `Batch`.
+"""Packing: put all rows of all sequences of a step into the flat arrays of one `Batch`.
 
 Knows block tables and draft trees, not models. Each sequence comes as a `Span`: a chunk of its prompt, or its
 last token (the root) with a draft tree behind it. Root row first, then nodes in tree order.
@@ -15,12 +15,9 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.sampler import Sampler
 
-ROWS_PER_ITEM = 4
-"""Rows of one sequence that share loads of keys in attention; scheduling only, no bit depends on it."""
-
+ROWS_PER_ITEM = 4  # rows of one sequence that share loads of keys in attention; scheduling only, no bit depends on it
+# Most rows of prompts whose logits are wanted in one pass, for log-probabilities of prompts: a logits row is as wide as the vocabulary.
 SCORED_ROWS = 256
-"""Most rows of prompts whose logits are wanted in one pass, as log-probabilities of prompts need them: a row of them is as wide as the
-vocabulary."""
 
 
 @dataclass(slots=True)
@@ -32,11 +29,11 @@ class Span:
     start: int
     tree: DraftTree | None = None
     logits: int = 1
-    """Logits are wanted for so many of the last tokens and for every node; 0 for a chunk that does not end its prompt."""
+    """Number of the last tokens whose logits are wanted, beside those of all nodes; 0 for a chunk that does not end its prompt."""
     sampler: Sampler | None = None
-    """Picks the sequence's next tokens; a runner that can do so on its device does. None: only logits are wanted."""
+    """The sampler that picks the sequence's next tokens, on the device if the runner can. None: only logits are wanted."""
     n_prompt: int = 0
-    """Of the sequence: the row at position p is asked for output p + 1 - n_prompt."""
+    """Length of the sequence's prompt: the row at position p is sampled for output p + 1 - n_prompt."""
     samples: bool = True
     """The rows end the sequence's known tokens, so that its next ones are sampled from them."""
     first_row: int = -1
@@ -46,12 +43,12 @@ class Span:
 
     @property
     def root_logits(self) -> int:
-        """Row of the logits after the last of `tokens`, which those after the nodes follow."""
+        """Return the logits row after the last of `tokens`; those after the nodes follow it."""
         return self.first_logits + self.logits - 1
 
     @property
     def end_logits(self) -> int:
-        """Row of the logits behind the span's last."""
+        """Return the logits row after the span's last one."""
         return self.first_logits + self.n_logits
 
     @property
@@ -84,15 +81,15 @@ class Batch:
     spans: list[Span]  # [B]
 
 
-def depths(parents: np.ndarray) -> np.ndarray:
-    """[N] int32: 1 for a child of the root, its parent's depth + 1 for any other node."""
+def compute_depths(parents: np.ndarray) -> np.ndarray:
+    """Return the depth of each node [N] int32: 1 for a child of the root, its parent's depth + 1 for any other node."""
     depth = np.zeros(len(parents), np.int32)
-    _depths(parents, depth)
+    _compute_depths(parents, depth)
     return depth
 
 
 @njit(cache=True, nogil=True)
-def _depths(parents, depth):
+def _compute_depths(parents, depth):
     deepest = np.int32(0)
     for i in range(parents.shape[0]):
         depth[i] = np.int32(1) if parents[i] < 0 else depth[parents[i]] + np.int32(1)
@@ -100,17 +97,20 @@ def _depths(parents, depth):
     return deepest
 
 
-def joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    """One after the other, all of this type; the only one as it is."""
+def concatenate(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """Return the arrays, all of this dtype, as one; a single one is not copied."""
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 @njit(cache=True, nogil=True)
-def fill(spans, tokens, node_parents, tables, rows_per_item):
-    """The arrays of a `Batch` in their order, from spans [B, 5] (slot, start, tokens, nodes, logits rows among the tokens), their tokens
-    and nodes one after the other, and the nodes' parents."""
+def fill_batch(spans, tokens, node_parents, tables, rows_per_item):
+    """Return the arrays of a `Batch` in their order.
+
+    spans [B, 5]: slot, start, number of tokens, of nodes, of logits rows among the tokens. `tokens` has each span's tokens, then its nodes;
+    `node_parents` the nodes' parents.
+    """
     B, n_rows, n_logits, n_items, n_nodes, length = spans.shape[0], 0, 0, 0, 0, 0
     roots, ends, root_logits = np.empty(B, np.int32), np.empty(B, np.int32), np.empty(B, np.int32)
     deepest, depth = np.int32(1), np.empty(node_parents.shape[0], np.int32)
@@ -121,7 +121,7 @@ def fill(spans, tokens, node_parents, tables, rows_per_item):
         ends[b] = n_rows
         n_logits += wanted + m if wanted else 0
         n_items += (n + m + rows_per_item - 1) // rows_per_item
-        deepest = max(deepest, _depths(node_parents[n_nodes : n_nodes + m], depth[n_nodes : n_nodes + m]))
+        deepest = max(deepest, _compute_depths(node_parents[n_nodes : n_nodes + m], depth[n_nodes : n_nodes + m]))
         n_nodes += m
         length = max(length, start + n + m)
     input_ids, paths = np.empty(n_rows, np.int64), np.zeros((n_rows, deepest), np.int32)
@@ -164,7 +164,7 @@ def fill(spans, tokens, node_parents, tables, rows_per_item):
 
 
 def pack(spans: list[Span], tables: BlockTables, rows_per_item: int = ROWS_PER_ITEM) -> Batch:
-    """The batch of these spans, in their order; every span's slots must have been reserved."""
+    """Return the batch of these spans, in their order; every span's KV positions must have been reserved."""
     tokens: list[np.ndarray] = []
     parents: list[np.ndarray] = []
     table: list[tuple[int, int, int, int, int]] = []
@@ -181,4 +181,4 @@ def pack(spans: list[Span], tables: BlockTables, rows_per_item: int = ROWS_PER_I
         row += n + m
         logits_row += span.logits + m if span.logits else 0
     lines = np.array(table, np.int64)
-    return Batch(*fill(lines, joined(tokens, np.int32), joined(parents, np.int32), tables.tables, rows_per_item), spans)  # type: ignore[call-arg]  # mypy knows no compiled function
+    return Batch(*fill_batch(lines, concatenate(tokens, np.int32), concatenate(parents, np.int32), tables.tables, rows_per_item), spans)  # type: ignore[call-arg]  # mypy knows no compiled function

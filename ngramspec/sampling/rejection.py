@@ -1,6 +1,7 @@
 """Acceptance by chance (classic speculative sampling) of drafts that were drawn from distributions q, and lenience.
 
-A tree and the model's own distribution p after each of its rows go in; the accepted tokens come out, as from `verify.walk`. Knows no model
+A tree and the model's own distribution p after each of its rows go in; the accepted tokens come out, as
+from `verify.match_draft`. Knows no model
 and no drafter. The tokens of `reject` are distributed as p if four things hold of the tree: a node's token is a draw from its q, given
 the ancestors and the siblings before it; no draft depends on the numbers that decide here; which nodes are left out does not depend on
 the tokens drawn there; and siblings that carry the same token are not merged, for each is a trial.

@@ -1,7 +1,7 @@
-"""Verification: walking a draft with the model's own tokens. Chains and trees, greedy and sampled, one way.
+"""Verification by exact match: follow a draft as far as it is what the model samples. One way for chains and trees, greedy and sampled.
 
 A draft tree and the model's tokens after its rows go in; the accepted tokens and their nodes come out. At each node the
-model's own token is sampled; the walk steps to the child that carries it and ends where there is none. With position-keyed
+model's own token is sampled; the match steps to the child with that token and ends if there is none. With position-keyed
 sampling this *is* speculative sampling for a deterministic draft (a one-hot q: accept x with probability p(x), else the
 residual p without x), for chains and trees alike. Knows no KV.
 """
@@ -22,7 +22,7 @@ from ngramspec.sampling.topk import ranked
 from ngramspec.sampling_params import SamplingParams
 
 
-def walk(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+def match_draft(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterator[tuple[int, int]]:
     """Yield (token, node) for every accepted token, in order: node is the draft node that carried it, or -1 for the last.
 
     `sample(row)` is the model's token after row 0 (the root) or row i + 1 (node i). It is called for the rows of the path
@@ -48,17 +48,19 @@ def _child(parents, tokens, node, token):
     return -1
 
 
-Run: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""What a walk accepts: the tokens [k] int32, and the draft nodes [k - 1] int32 that carried all but the last of them. A last token of -1
-stands where the model's logits hold no finite maximum."""
+# Accepted tokens [k] int32, and the draft nodes [k - 1] int32 that carried all but the last of them. A last token of -1 means that the
+# model's logits have no finite maximum.
+Match: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
-def runs(batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None, picked: Sequence[bool] | None = None) -> list[Run | None]:
-    """`walk` of all sequences whose tokens are `picked` or can be drawn; None for the others. All in one call. `picked` None: those whose
-    spans have a sampler, where a token is a function of a row, the seed and the position alone.
+def match_batch(
+    batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None, picked: Sequence[bool] | None = None
+) -> list[Match | None]:
+    """Return `match_draft` of all sequences whose tokens are `picked` or can be drawn, in one call; None for the others.
 
-    `greedy` [N] int32: the choice after each row whose logits were wanted, -1 for none. `logits` [N, V]: what sequences above temperature
-    0 draw from; None: `greedy` holds what these draw, too.
+    `picked` None: those whose spans have a sampler that needs only a row, the seed and the position. `greedy` [N] int32: the choice after
+    each row whose logits were wanted, -1 for none. `logits` [N, V]: what sequences above temperature 0 draw from; None: `greedy` holds
+    what these draw, too.
     """
     if picked is None:
         picked = [span.sampler is not None and span.sampler.on_device and span.samples for span in batch.spans]
@@ -67,12 +69,12 @@ def runs(batch: Batch, greedy: np.ndarray, logits: np.ndarray | None = None, pic
         return [None] * len(how)
     tokens, nodes = np.empty((2, len(batch.input_ids)), np.int32)
     tree = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
-    ends = follow_all(np.array(how, np.int8), *tree, greedy, tokens, nodes)
+    ends = match_picked(np.array(how, np.int8), *tree, greedy, tokens, nodes)
     if DRAWN in how:
         which = [b for b, each in enumerate(how) if each == DRAWN]
         spans = [batch.spans[b] for b in which]
         drawn = draws([span.sampler for span in spans if span.sampler], [span.start + len(span.tokens) - span.n_prompt for span in spans])
-        draw_all(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
+        match_drawn(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
     return [
         (tokens[root:end], nodes[root : end - 1]) if each else None
         for each, root, end in zip(how, batch.roots.tolist(), ends.tolist(), strict=True)
@@ -83,13 +85,13 @@ _ALONE, FOLLOWED, DRAWN = range(3)
 
 
 def _how(span: Span, *, draws: bool) -> int:
-    """A span's sequence is walked along the tokens that were picked after all rows, or drawing them on the way; others by themselves."""
+    """Return whether a sequence's tokens are drawn row by row (DRAWN) or were picked after all rows (FOLLOWED)."""
     return DRAWN if draws and span.sampler is not None and not span.sampler.greedy else FOLLOWED
 
 
 @njit(cache=True, nogil=True)
-def follow_all(how, input_ids, parents, roots, ends, root_logits, picked, tokens, nodes):
-    """Walks where the tokens picked after all rows are known -> where each ends; sequence b's begins at roots[b] in tokens and nodes."""
+def match_picked(how, input_ids, parents, roots, ends, root_logits, picked, tokens, nodes):
+    """Match sequences whose tokens were picked after all rows -> where each match ends; sequence b's begins at roots[b]."""
     to = roots.copy()
     for b in range(how.shape[0]):
         if how[b] == FOLLOWED:
@@ -107,8 +109,8 @@ def follow_all(how, input_ids, parents, roots, ends, root_logits, picked, tokens
 
 
 @njit(cache=True, nogil=True)
-def draw_all(which, input_ids, parents, roots, ends, root_logits, greedy, logits, draws, tokens, nodes, to):
-    """The same where tokens are drawn, row by row of the path: sequence which[i] as `draws` has it at i. Fills in where they end."""
+def match_drawn(which, input_ids, parents, roots, ends, root_logits, greedy, logits, draws, tokens, nodes, to):
+    """Match sequences by drawing tokens row by row of the path: sequence which[i] as `draws` has it at i. Set where they end in `to`."""
     for i in range(which.shape[0]):
         b = which[i]
         root = here = np.int64(roots[b])
@@ -141,5 +143,5 @@ def warmup() -> None:
         spans.append(Span(slot, np.zeros(1, np.int32), 0, tree, sampler=sampler, n_prompt=1))
     batch = pack(spans, tables)
     logits = np.zeros((len(batch.logits_rows), 8), np.float32)
-    runs(batch, ranked(logits)[0], logits)
-    list(walk(tree, lambda row: row))
+    match_batch(batch, ranked(logits)[0], logits)
+    list(match_draft(tree, lambda row: row))

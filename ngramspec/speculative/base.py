@@ -16,7 +16,7 @@ from ngramspec.datastore.similar_files import Index
 from ngramspec.outputs import DraftTree, Reliability
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.sequence_table import Compiled
+from ngramspec.sampling.topk import likeliest
 
 
 @dataclass(slots=True)
@@ -75,6 +75,18 @@ class Seen(NamedTuple):
     """… with their logits [N, KEPT] float32."""
 
 
+def make_seen(heard: list[tuple[int, int, int]], batch: Batch, output: Any) -> Seen | None:
+    """Return the model's top-k after every row of these sequences, `heard` as in `Seen`; None for none.
+
+    `output`: a `backends.base.Output`.
+    """
+    if not heard:
+        return None
+    n = len(batch.logits_rows)
+    tokens, logits = output.candidates(0, n) or likeliest(output.logits(0, n))
+    return Seen(np.array(heard, np.int64), batch, tokens, logits)
+
+
 def likely_of(seen: Seen | None) -> Iterator[tuple[int, int, np.ndarray]]:
     """Of each sequence that goes on: slot, number of rows, tokens [rows, KEPT]."""
     if seen is not None:
@@ -82,6 +94,21 @@ def likely_of(seen: Seen | None) -> Iterator[tuple[int, int, np.ndarray]]:
             first, n = int(seen.batch.root_logits[b]), int(seen.batch.ends[b] - seen.batch.roots[b])
             if slot >= 0:
                 yield slot, n, seen.tokens[first : first + n]
+
+
+class NativeDrafting(NamedTuple):
+    """What compiled code drafts with by itself, without `Speculator.propose` and `observe`."""
+
+    draft_state: Any
+    """`tree_builder.DraftState`."""
+    n_steps: int
+    """Steps after which the speculator must be asked again."""
+    spec_length: int
+    spec_rows: int
+    history: int
+    chains: bool
+    recycles: bool
+    """The model's top-k is kept."""
 
 
 class Speculator:
@@ -147,7 +174,7 @@ class Speculator:
         """
         return [NO_TREE] * len(slots)
 
-    def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
+    def compiled(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
         """What drafts for slots [B] int32 by itself until one of them has so many tokens more, instead of `propose` and `observe`; then
         comes `advance`. None: no such thing, this time."""
         return None

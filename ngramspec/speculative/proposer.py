@@ -21,14 +21,15 @@ from ngramspec.datastore.similar_files import Index, indices
 from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import KEPT, DraftTree, Reliability
-from ngramspec.sampling.batch import Span, joined, pack
+from ngramspec.sampling.batch import Span, concatenate, pack
 from ngramspec.sampling.topk import likeliest
-from ngramspec.sequence_table import ROOM, Compiled
+from ngramspec.sequence_table import MAX_NEW_TOKENS
 from ngramspec.speculative import features, ngram_table, tree_builder
 from ngramspec.speculative.base import (
     NO_TREE,
     Candidates,
     Drafter,
+    NativeDrafting,
     NeedsHiddenStates,
     NeedsKvRoom,
     NeedsModel,
@@ -201,7 +202,7 @@ class Proposer(Speculator):
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])
                 kept = np.concatenate([similar[-room:], kept])
-        cap = len(kept) + ROOM
+        cap = len(kept) + MAX_NEW_TOKENS
         self._own.allocate(slot, cap=cap, entries=cap * (len(self._contexts) + 1))
         state = self._states[slot]
         ngram_table.fill_tables(state, self._contexts, kept, self.history)
@@ -325,7 +326,7 @@ class Proposer(Speculator):
     def is_unpredictable(self, slot: int) -> bool:
         return is_unpredictable(int(self._states[slot, ngram_table.HIT_HISTORY]))
 
-    def compiled(self, slots: np.ndarray, n_tokens: int) -> Compiled | None:
+    def compiled(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
         if any(drafter is not None for drafter in self.drafters) or self.needs_hidden_states:
             return None
         n_steps = self._schedule.n_quiet_steps if self.datastore is not None else sys.maxsize
@@ -333,7 +334,7 @@ class Proposer(Speculator):
             return None
         while (b := tree_builder.find_full_table(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
             self._own.enlarge(int(slots[b]), n_tokens, self._contexts)
-        return Compiled(self._draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
+        return NativeDrafting(self._draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
 
     def advance(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         if self.datastore is not None:
@@ -555,11 +556,11 @@ NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_C
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     start = np.array([0, *itertools.accumulate(map(len, arrays))], np.int64)
-    return start, joined([np.ascontiguousarray(a, np.int32) for a in arrays], np.int32)
+    return start, concatenate([np.ascontiguousarray(a, np.int32) for a in arrays], np.int32)
 
 
 @functools.cache
-def idle() -> Compiled:
+def idle() -> NativeDrafting:
     """For sequences without drafts."""
     proposer = Proposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=cold_weights())
     drafting = proposer.compiled(np.empty(0, np.int32), 0)

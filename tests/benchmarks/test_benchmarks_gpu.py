@@ -23,7 +23,7 @@ from benchmarks.ours import FixedLength
 from benchmarks.peers import Run
 from benchmarks.recorded import Recital, library_edits, recorded_prompts
 from ngramspec import Engine, SamplingParams
-from ngramspec.sampling.batch import depths
+from ngramspec.sampling.batch import compute_depths
 from ngramspec.speculative.base import Text
 from ngramspec.speculative.single import SingleDrafter
 
@@ -188,7 +188,7 @@ def test_foretold_drafts_lie_on_the_known_text(tree: bool) -> None:
         (found,) = drafts.propose(slots, np.array([5], np.int32), np.ones(1), 1, 64)
         assert len(found) == (10 if tree else 5)
         assert (found.parents < np.arange(len(found))).all()
-        right = found.tokens == np.array(known)[at + depths(found.parents) - 1]
+        right = found.tokens == np.array(known)[at + compute_depths(found.parents) - 1]
         assert right.sum() == 5
         assert all(parent < 0 or right[parent] for parent in found.parents)
         drafts.observe(slots, [np.array(known[at : at + 3], np.int32)], [np.arange(2, dtype=np.int32)])

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from ngramspec import Engine, SamplingParams
-from ngramspec.engine.acceptance import Acceptance, Judged, Walk
+from ngramspec.engine.acceptance import Acceptance, ExactMatch, RelaxedAcceptance
 from ngramspec.papers.count_drafter import Counts
 from ngramspec.speculative.base import Candidates
 from ngramspec.speculative.single import SingleDrafter
@@ -68,16 +68,20 @@ def test_rejection_sampling_keeps_the_distribution(engine: Engine) -> None:
     plain = texts(engine, 10**6, speculation=False)
     assert len(plain) > 100, "of 125"
     for drafter, draws in ((Counts(2, 3), True), (Guess(2, 3), False)):
-        use(engine, drafter, Judged(rejection=True), draws=draws)
+        use(engine, drafter, RelaxedAcceptance(rejection=True), draws=draws)
         assert distance(plain, texts(engine, 5 * 10**6)) < BOUND, drafter.name
-    use(engine, Counts(2, 3), Judged(rejection=True, lenience=0.4), draws=True)
+    use(engine, Counts(2, 3), RelaxedAcceptance(rejection=True, lenience=0.4), draws=True)
     assert distance(plain, texts(engine, 5 * 10**6)) > 2 * BOUND, "the test sees a distribution that is another"
 
 
 def test_a_completion_says_how_its_drafts_were_accepted(engine: Engine) -> None:
     greedy, sampled = SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, temperature=1.0, seed=1)
     told = {}
-    for name, acceptance in (("walk", Walk()), ("rejection", Judged(rejection=True)), ("lenient", Judged(rejection=False, lenience=0.5))):
+    for name, acceptance in (
+        ("walk", ExactMatch()),
+        ("rejection", RelaxedAcceptance(rejection=True)),
+        ("lenient", RelaxedAcceptance(rejection=False, lenience=0.5)),
+    ):
         use(engine, Counts(2, 3), acceptance, draws=acceptance.name == "rejection")
         assert engine.promise == {"walk": engine.exactness, "rejection": "distribution", "lenient": "lenient"}[name]
         told[name] = [engine.complete([97, 98], params).exactness for params in (greedy, sampled)]

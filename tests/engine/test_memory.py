@@ -43,7 +43,7 @@ def limited(engine: Engine, most: int, patch: pytest.MonkeyPatch) -> list[int]:
         return forward(batch)
 
     patch.setattr(engine.runner, "forward", fails)
-    patch.setattr(engine.runner, "multi_step", lambda *_: None)
+    patch.setattr(engine.runner, "native_forward", lambda: None)
     core = engine.core
     patch.setattr(core.scheduler, "max_rows", core.scheduler.max_rows)
     patch.setattr(core, "_most_rows", core._most_rows)

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
 from ngramspec import Engine, SamplingParams
+from ngramspec.engine.native_steps import NativeResult
 from ngramspec.errors import InvalidInputError, NgramspecError
-from ngramspec.sequence_table import MADE, NODES, ROOM, ROWS, STEP_MS, Gained
-from ngramspec.speculative.budget.backoff import MAX_COOLDOWN, DatastoreSchedule, is_unpredictable, update_cooldown
+from ngramspec.sequence_table import MAX_NEW_TOKENS, STEP_RECORD
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.budget.step_timer import Timing
 from ngramspec.speculative.proposer import Proposer
@@ -21,7 +22,7 @@ from tests import tiny
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 GREEDY, DRAWN = SamplingParams(max_tokens=90, ignore_eos=True), SamplingParams(max_tokens=90, temperature=0.7, seed=5, ignore_eos=True)
-Record = list[Gained]
+Record = list[NativeResult]
 
 
 @pytest.fixture
@@ -33,15 +34,15 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
         engine = Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=200, **options)
         engines.append(engine)
         engine.use(cost=tiny.FreeRows())
-        record, multi_step = Record(), engine.runner.multi_step
+        record, run = Record(), engine.core.native_steps.run
 
-        def recorded(*args: Any) -> Gained | None:
-            gained = multi_step(*args) if several else None
-            if gained is not None:
-                record.append(gained)
-            return gained
+        def recorded(*args: Any) -> NativeResult | None:
+            result = run(*args) if several else None
+            if result is not None:
+                record.append(result)
+            return result
 
-        monkeypatch.setattr(engine.runner, "multi_step", recorded)
+        monkeypatch.setattr(engine.core.native_steps, "run", recorded)
         return engine, record
 
     yield made
@@ -71,8 +72,8 @@ def test_all_is_as_in_single_steps(build: Callable[..., tuple[Engine, Record]], 
                 assert (a.token_ids, a.finish_reason, a.draft_sources) == (b.token_ids, b.finish_reason, b.draft_sources)
                 assert a.stats == b.stats
     assert not none
-    assert any(len(gained.marks) > 1 for gained in record)
-    assert any(gained.marks[:, NODES].any() for gained in record)
+    assert any(len(gained.records) > 1 for gained in record)
+    assert any(gained.records["n_nodes"].any() for gained in record)
     for a, b in zip(learned(several), learned(single), strict=True):
         assert np.array_equal(a, b)
 
@@ -115,7 +116,7 @@ def test_pieces_come_pass_by_pass(build: Callable[..., tuple[Engine, Record]]) -
     engine, record = build()
     list(engine.stream(PROMPT, GREEDY))
     assert record
-    assert all(len(gained.marks) == 1 for gained in record)
+    assert all(len(gained.records) == 1 for gained in record)
 
 
 def test_the_last_piece_alone_where_nobody_waits_for_others(build: Callable[..., tuple[Engine, Record]]) -> None:
@@ -126,7 +127,7 @@ def test_the_last_piece_alone_where_nobody_waits_for_others(build: Callable[...,
     assert [piece.completion for piece in pieces] == [request.completion]
     with pytest.raises(InvalidInputError, match="final_only must be True or False, got 'yes'"):
         engine.submit(PROMPT, GREEDY, deliver=pieces.append, final_only="yes")  # type: ignore[arg-type]
-    assert any(len(gained.marks) > 1 for gained in record)
+    assert any(len(gained.records) > 1 for gained in record)
 
 
 def test_whoever_calls_is_heard_before_the_next_pass(build: Callable[..., tuple[Engine, Record]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,22 +147,32 @@ def test_whoever_calls_is_heard_before_the_next_pass(build: Callable[..., tuple[
     assert begun.wait(10)
     request.cancel()
     assert request.result(10).finish_reason == "cancelled"
-    assert all(len(gained.marks) == 1 for gained in record)
+    assert all(len(gained.records) == 1 for gained in record)
 
 
 def test_logits_that_are_not_numbers_end_their_text_alone(build: Callable[..., tuple[Engine, Record]]) -> None:
     engine, record = build()
     wanted = engine.complete(PROMPT, GREEDY).token_ids
-    multi_step, poisoned = engine.runner.multi_step, list[int]()
+    native, poisoned, calls = engine.runner.native_forward(), list[int](), engine.core.native_steps.run
+    assert native is not None
+    run, together = native.run, list[bool]()
 
-    def poison(lines: np.ndarray, *rest_of: Any) -> Gained | None:
-        gained = multi_step(lines, *rest_of)
-        if gained is not None and len(lines) == 2 and not poisoned:
-            poisoned.append(int(lines[0, 14]))
-            gained.tokens[0, lines[0, 14] - 1] = -1
-        return gained
+    @numba.njit
+    def spoil(inputs: Any) -> None:
+        inputs.greedy[0] = -1  # as for logits that are not numbers
 
-    engine.runner.multi_step = poison  # type: ignore[method-assign]
+    def poison() -> None:
+        run()
+        if together[-1] and not poisoned:
+            poisoned.append(1)
+            spoil(native.inputs)
+
+    def watch(seqs: list[Any], *rest_of: Any) -> NativeResult | None:
+        together.append(len(seqs) == 2)
+        return calls(seqs, *rest_of)
+
+    engine.core.native_steps.run = watch  # type: ignore[method-assign]
+    native.run = poison  # type: ignore[method-assign]
     bad, good = engine.submit(PROMPT[1:], GREEDY), engine.submit(PROMPT, GREEDY)
     with pytest.raises(NgramspecError, match="no finite maximum"):
         bad.result(30)
@@ -178,50 +189,12 @@ def test_steps_are_told_one_by_one() -> None:
     cost.observe = lambda load, ms: seen.append((load, ms))  # type: ignore[method-assign]
     timing.start()
     now[0] += 0.0001
-    marks = np.zeros((3, 7))
-    marks[:, STEP_MS], marks[:, ROWS], marks[:, NODES], marks[:, MADE] = (0.4, 0.5, 0.6), (4, 2, 2), (2, 0, 0), (3, 2, 2)
+    records = np.zeros(3, STEP_RECORD)
+    records["step_ms"], records["n_rows"], records["n_nodes"], records["n_new"] = (0.4, 0.5, 0.6), (4, 2, 2), (2, 0, 0), (3, 2, 2)
     now[0] += 0.0015
-    timing.made_several(marks, 2, speculates=True)
+    timing.made_several(records, 2, speculates=True)
     now[0] += 0.0002
     timing.finish()
     timing.tell()
     assert [load.rows for load, _ in seen] == [4, 2, 2]
     assert [ms for _, ms in seen] == pytest.approx([0.5, 0.5, 0.8]), "what lies before the first is its, what follows the last one is its"
-
-
-def test_turns_say_how_long_nobody_is_asked_about() -> None:
-    schedule, slots, wanted = DatastoreSchedule(4), np.array([1, 2], np.int32), np.ones(2, np.bool_)
-    schedule.begin(1), schedule.begin(2)
-    other = DatastoreSchedule(4)
-    other.begin(1), other.begin(2)
-    asked = []
-    for _ in range(40):
-        turn = other.choose(slots, wanted)
-        asked.append(turn is not None)
-        if turn is not None:
-            other.record_gains(slots[turn], np.zeros(int(turn.sum())))
-    got = []
-    while len(got) < 40:
-        if quiet := min(schedule.n_quiet_steps, 40 - len(got)):
-            schedule.skip_steps(quiet)
-            got += [False] * quiet
-            continue
-        turn = schedule.choose(slots, wanted)
-        got.append(turn is not None)
-        if turn is not None:
-            schedule.record_gains(slots[turn], np.zeros(int(turn.sum())))
-    assert got == asked
-    assert False in asked[-20:]
-
-
-def test_what_is_not_foreseen_is_looked_at_less_and_less() -> None:
-    left, last, seen = 0, 0, []
-    for _ in range(40):
-        left, last, rests = update_cooldown(left, last, True)
-        seen.append(rests)
-    assert seen[:4] == [True, True, True, True]
-    assert update_cooldown(0, MAX_COOLDOWN, False) == (0, 0, False)
-    assert update_cooldown(3, MAX_COOLDOWN, False) == (2, MAX_COOLDOWN, True)
-    assert [is_unpredictable(1 << 32 | hits) for hits in (0, 1, 3)] == [True, True, False]
-    assert not is_unpredictable(1 << 31)
-    assert ROOM > 64

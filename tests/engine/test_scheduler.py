@@ -50,7 +50,7 @@ def check(scheduler: Scheduler) -> None:
     tables.check_integrity()
     slots = [s.slot for s in scheduler.running]
     assert sorted(slots + scheduler.slots) == list(range(len(tables.n_blocks_of)))
-    assert all(s.slot < 0 and s.computed == 0 for s in scheduler.waiting)
+    assert all(s.slot < 0 and s.n_computed == 0 for s in scheduler.waiting)
     for seq in scheduler.running:
         assert 0 <= seq.computed < seq.n_tokens
         assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.computed >= tables.registered[seq.slot] * BLOCK

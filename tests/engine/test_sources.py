@@ -250,7 +250,7 @@ def test_stores_come_and_go_under_running_requests(halves: dict[str, Path], trut
             return forward(batch)
 
         engine.runner.forward = unhurried  # type: ignore[method-assign]
-        engine.runner.multi_step = lambda *_: None  # type: ignore[method-assign]
+        engine.runner.native_forward = lambda: None  # type: ignore[method-assign]
         pieces = engine.stream(PROMPT, PARAMS)
         written = [next(pieces)]
         while sum(len(piece.token_ids) for piece in written) < 24:  # it has what comes behind

@@ -7,7 +7,7 @@ import pytest
 
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
-from ngramspec.sampling.batch import Span, depths, pack
+from ngramspec.sampling.batch import Span, compute_depths, pack
 
 
 def random_tree(rng: np.random.Generator, n: int) -> DraftTree:
@@ -75,5 +75,5 @@ def test_a_chain_lies_where_its_tokens_will_be() -> None:
 
 
 def test_depths() -> None:
-    assert depths(np.array([-1, -1, 0, 2, 1], np.int32)).tolist() == [1, 1, 2, 3, 2]
-    assert depths(np.empty(0, np.int32)).tolist() == []
+    assert compute_depths(np.array([-1, -1, 0, 2, 1], np.int32)).tolist() == [1, 1, 2, 3, 2]
+    assert compute_depths(np.empty(0, np.int32)).tolist() == []

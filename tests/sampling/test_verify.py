@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import DraftTree
-from ngramspec.sampling.batch import Span, depths, pack
+from ngramspec.sampling.batch import Span, compute_depths, pack
 from ngramspec.sampling.sampler import NotFiniteError, Sampler
 from ngramspec.sampling.topk import ranked
-from ngramspec.sampling.verify import runs, walk
+from ngramspec.sampling.verify import match_batch, match_draft
 from ngramspec.sampling_params import SamplingParams
 
 
@@ -21,10 +21,10 @@ def tree(tokens: list[int], parents: list[int]) -> DraftTree:
 
 def test_none_some_all() -> None:
     chain = tree([5, 6, 7], [-1, 0, 1])
-    assert list(walk(chain, [9, 0, 0, 0].__getitem__)) == [(9, -1)]
-    assert list(walk(chain, [5, 6, 9, 0].__getitem__)) == [(5, 0), (6, 1), (9, -1)]
-    assert list(walk(chain, [5, 6, 7, 8].__getitem__)) == [(5, 0), (6, 1), (7, 2), (8, -1)]
-    assert list(walk(None, [4].__getitem__)) == [(4, -1)]
+    assert list(match_draft(chain, [9, 0, 0, 0].__getitem__)) == [(9, -1)]
+    assert list(match_draft(chain, [5, 6, 9, 0].__getitem__)) == [(5, 0), (6, 1), (9, -1)]
+    assert list(match_draft(chain, [5, 6, 7, 8].__getitem__)) == [(5, 0), (6, 1), (7, 2), (8, -1)]
+    assert list(match_draft(None, [4].__getitem__)) == [(4, -1)]
 
 
 def test_rows_of_the_path_alone_are_picked() -> None:
@@ -35,13 +35,13 @@ def test_rows_of_the_path_alone_are_picked() -> None:
         return {0: 6, 2: 8, 4: 1}[row]
 
     branching = tree([5, 6, 7, 8], [-1, -1, 0, 1])
-    assert list(walk(branching, sample)) == [(6, 1), (8, 3), (1, -1)]
+    assert list(match_draft(branching, sample)) == [(6, 1), (8, 3), (1, -1)]
     assert picked == [0, 2, 4]
 
 
 def test_a_consumer_that_stops_ends_the_picking() -> None:
     picked: list[int] = []
-    for token, _ in walk(tree([5, 6], [-1, 0]), lambda row: picked.append(row) or [5, 6, 7][row]):  # type: ignore[func-returns-value]
+    for token, _ in match_draft(tree([5, 6], [-1, 0]), lambda row: picked.append(row) or [5, 6, 7][row]):  # type: ignore[func-returns-value]
         if token == 5:
             break
     assert picked == [0]
@@ -67,14 +67,14 @@ def test_accepts_what_token_by_token_would_write(data: st.DataObject) -> None:
         paths[i] = (*paths[parent], tokens[i])
     salt = data.draw(st.integers(0, 9))
     model = lambda path: hash((salt, path)) % 4  # noqa: E731
-    accepted = list(walk(tree(tokens, parents), lambda row: model(paths[row - 1])))
+    accepted = list(match_draft(tree(tokens, parents), lambda row: model(paths[row - 1])))
     text: tuple[int, ...] = ()
     for token, node in accepted:
         assert token == model(text)
         text = (*text, token)
         assert (node >= 0) == (text in paths.values())
     assert [node for _, node in accepted][-1] == -1
-    assert (depths(np.array(parents, np.int32)) == [len(paths[i]) for i in range(len(parents))]).all()
+    assert (compute_depths(np.array(parents, np.int32)) == [len(paths[i]) for i in range(len(parents))]).all()
 
 
 V = 6
@@ -126,14 +126,14 @@ def test_all_sequences_at_once_are_walked_as_each_by_itself(seed: int, on_device
                 for row in range(span.root_logits, span.end_logits):
                     depth = int(batch.positions[batch.logits_rows[row]]) + 1 - span.n_prompt
                     greedy[row] = picked(span.sampler, logits[row], depth)
-    for span, run in zip(spans, runs(batch, greedy, None if on_device else logits), strict=True):
+    for span, run in zip(spans, match_batch(batch, greedy, None if on_device else logits), strict=True):
         if span.sampler is None or not span.sampler.on_device:
             assert run is None
             continue
         sampler, rows = span.sampler, logits[span.root_logits : span.end_logits]
         position = span.start + len(span.tokens) - span.n_prompt
         tokens, path = [], []
-        for token, node in walk(span.tree, lambda row: picked(sampler, rows[row], position + len(tokens))):  # noqa: B023
+        for token, node in match_draft(span.tree, lambda row: picked(sampler, rows[row], position + len(tokens))):  # noqa: B023
             tokens.append(token)
             path += [node] if node >= 0 else []
         assert run is not None

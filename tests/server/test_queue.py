@@ -35,7 +35,7 @@ class Brake:
         self._passes: float = math.inf
         self.error: Exception | None = None
         engine.runner.forward = self.forward  # type: ignore[method-assign]
-        engine.runner.multi_step = lambda *_: None  # type: ignore[method-assign]
+        engine.runner.native_forward = lambda: None  # type: ignore[method-assign]
 
     def hold(self) -> None:
         self._set(0)

@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from ngramspec.speculative.budget.backoff import DEFAULT_MIN_GAIN, MAX_PERIOD, DatastoreSchedule
+from ngramspec.speculative.budget.backoff import (
+    DEFAULT_MIN_GAIN,
+    MAX_COOLDOWN,
+    MAX_PERIOD,
+    DatastoreSchedule,
+    is_unpredictable,
+    update_cooldown,
+)
 
 ALL = np.ones(4, np.bool_)
 SLOTS = np.arange(4, dtype=np.int32)
@@ -126,3 +133,40 @@ def test_what_an_answer_must_bring_is_what_its_time_is_worth() -> None:
     cheap, dear = asked(0.01), asked(2.0)
     assert cheap > 3800
     assert dear < cheap / 2
+
+
+def test_turns_say_how_long_nobody_is_asked_about() -> None:
+    schedule, slots, wanted = DatastoreSchedule(4), np.array([1, 2], np.int32), np.ones(2, np.bool_)
+    schedule.begin(1), schedule.begin(2)
+    other = DatastoreSchedule(4)
+    other.begin(1), other.begin(2)
+    asked = []
+    for _ in range(40):
+        turn = other.choose(slots, wanted)
+        asked.append(turn is not None)
+        if turn is not None:
+            other.record_gains(slots[turn], np.zeros(int(turn.sum())))
+    got = []
+    while len(got) < 40:
+        if quiet := min(schedule.n_quiet_steps, 40 - len(got)):
+            schedule.skip_steps(quiet)
+            got += [False] * quiet
+            continue
+        turn = schedule.choose(slots, wanted)
+        got.append(turn is not None)
+        if turn is not None:
+            schedule.record_gains(slots[turn], np.zeros(int(turn.sum())))
+    assert got == asked
+    assert False in asked[-20:]
+
+
+def test_what_is_not_foreseen_is_looked_at_less_and_less() -> None:
+    left, last, seen = 0, 0, []
+    for _ in range(40):
+        left, last, rests = update_cooldown(left, last, True)
+        seen.append(rests)
+    assert seen[:4] == [True, True, True, True]
+    assert update_cooldown(0, MAX_COOLDOWN, False) == (0, 0, False)
+    assert update_cooldown(3, MAX_COOLDOWN, False) == (2, MAX_COOLDOWN, True)
+    assert [is_unpredictable(1 << 32 | hits) for hits in (0, 1, 3)] == [True, True, False]
+    assert not is_unpredictable(1 << 31)

@@ -22,16 +22,14 @@ from ngramspec.backends.cpu.formats import QuantFormat
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
-from ngramspec.backends.cpu.multi_step import MultiStep
+from ngramspec.backends.cpu.native_forward import NativeLlamaForward
 from ngramspec.backends.cpu.packing import packed_bytes
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.tensor_source import KINDS, TensorSource
 from ngramspec.outputs import BLOCK, KEPT, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
-from ngramspec.sampling.sampler import Sampler
-from ngramspec.sampling.verify import Run, runs
-from ngramspec.sequence_table import Compiled, Counting, Gained, Spending
+from ngramspec.sampling.verify import Match, match_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,8 +46,8 @@ class HostOutput:
     def wait(self) -> float:
         return self._ms
 
-    def runs(self) -> list[Run | None]:
-        return runs(self._batch, self._computed.greedy, self._computed.logits)
+    def get_matches(self) -> list[Match | None]:
+        return match_batch(self._batch, self._computed.greedy, self._computed.logits)
 
     def logits(self, first: int, end: int) -> np.ndarray:
         return self._computed.logits[first:end]
@@ -135,7 +133,7 @@ class LlamaRunner(Runner):
     """What the model is made of, where it is computed in one call."""
     device, dtype = "cpu", "float32"
     _n_best = 1
-    _several: MultiStep | None = None
+    _native: NativeLlamaForward | None = None
 
     def __init__(
         self,
@@ -220,17 +218,13 @@ class LlamaRunner(Runner):
         finally:
             self.pool.release(slot)
 
-    def multi_step(
-        self, lines: np.ndarray, stops: np.ndarray, samplers: Sequence[Sampler], positions: Sequence[int], drafting: Compiled | None,
-        spending: Spending, counting: Counting, interrupt: np.ndarray,
-    ) -> Gained | None:  # fmt: skip
+    def native_forward(self) -> NativeLlamaForward | None:
         if self.decoder is None or self._keep_states:
             return None
-        if self._several is None or self._several.stack is not self.decoder:
-            self._several = MultiStep(self.decoder, self.pool, self.rows_per_item)
-        return self._several(
-            numba.get_num_threads(), self._n_best, lines, stops, samplers, positions, drafting, spending, counting, interrupt
-        )
+        if self._native is None or self._native.decoder is not self.decoder:
+            self._native = NativeLlamaForward(self.decoder, self.pool, self.rows_per_item)
+        self._native.n_threads, self._native.n_best = numba.get_num_threads(), self._n_best
+        return self._native
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
         if not 1 <= n_layers <= len(self.shapes):

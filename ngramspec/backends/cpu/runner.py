@@ -26,7 +26,6 @@ from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, is_quantised, new_pool, policies_of, settled
 from ngramspec.backends.cpu.matmul import MatmulContext
 from ngramspec.backends.cpu.module_patch import ModulePatcher
-from ngramspec.backends.cpu.multi_step import MultiStep
 from ngramspec.backends.cpu.weight_map import LayerWeightMap, QueryScale, WeightMap
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models import masks as model_attention
@@ -126,9 +125,6 @@ class CpuRunner(LlamaRunner):
             self._context.switch(self.precision == "int8")
             self._build(source, binder)
         self.prove()
-        if self.decoder is not None:
-            self._several = MultiStep(self.decoder, self.pool, self.rows_per_item)
-            self._several.compile()
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]

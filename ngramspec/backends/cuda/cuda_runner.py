@@ -34,7 +34,7 @@ from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.outputs import BLOCK, KEPT, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import SCORED_ROWS, Batch, Span, pack
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.sampling.verify import Run, runs
+from ngramspec.sampling.verify import Match, match_batch
 from ngramspec.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class CudaOutput:
         self._results.wait()
         return self._results.sampled[self._rows] if self._rows is not None else self._results.sampled[: len(self._batch.logits_rows)]
 
-    def runs(self) -> list[Run | None]:
+    def get_matches(self) -> list[Match | None]:
         sampled = self.sampled
-        return [None] * len(self._batch.spans) if sampled is None else runs(self._batch, sampled, picked=self._picked)
+        return [None] * len(self._batch.spans) if sampled is None else match_batch(self._batch, sampled, picked=self._picked)
 
     def logits(self, first: int, end: int) -> np.ndarray:
         if first == end:

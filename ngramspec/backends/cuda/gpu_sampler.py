@@ -280,7 +280,7 @@ def walk(
     ends: torch.Tensor,
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`verify.walk` for B sequences: from its root row to the child row whose id was sampled at the row before, and so on.
+    """`verify.match_draft` for B sequences: from its root row to the child row whose id was sampled at the row before, and so on.
 
     sampled, ids, parents [R] int32: the token sampled at a row, its own, the row of its parent in the draft (-1: none); a sequence's rows
     are those from roots[b] to ends[b] - 1, parents first. A root of -1: no sequence. Returns counts [B] int32, the draft rows that are

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ngramspec.sequence_table import ROWS, STEP_MS
 from ngramspec.speculative.budget.cost_model import CostModel, Load
 from ngramspec.speculative.budget.threshold import PredictedMs, SpeculationThreshold
 
@@ -87,20 +86,17 @@ class Timing:
         self._since_plain = 0 if nodes == 0 and not has_prompt else self._since_plain + 1
         self._since_drafts = 0 if nodes else self._since_drafts + 1
 
-    def made_several(self, marks: np.ndarray, n_seqs: int, *, speculates: bool) -> None:
-        """The step was several, without parts of prompts, for so many sequences; marks [n, MARKS] as `sequence_table` has them, the last
-        of a step that goes on until it is over."""
+    def made_several(self, records: np.ndarray, n_seqs: int, *, speculates: bool) -> None:
+        """Record several steps of so many sequences; records [n] STEP_RECORD, the last of a step that goes on until it is over."""
         assert self._started is not None
         ms = (self._clock() - self._started) * 1e3
-        before = max(ms - float(marks[:, STEP_MS].sum()), 0.0)  # until the first of them began
-        for i, mark in enumerate(marks.tolist(), 1):
-            rows, nodes, looked, made, keys = (int(x) for x in mark[ROWS:])
+        before = max(ms - float(records["step_ms"].sum()), 0.0)  # until the first of them began
+        for i, (_, step_ms, rows, nodes, looked, made, keys) in enumerate(records.tolist(), 1):
             self.carries(rows, nodes=nodes, n_seqs=n_seqs, keys=keys, looked=looked, has_prompt=False, speculates=speculates)
             self.made(made)
-            if i < len(marks):
-                took = mark[STEP_MS] + before
-                self._took(took)
-                ms, before = ms - took, 0.0
+            if i < len(records):
+                self._took(step_ms + before)
+                ms, before = ms - step_ms - before, 0.0
         self._started = self._clock() - ms / 1e3
 
     def made(self, n_tokens: int) -> None:

@@ -88,7 +88,7 @@ def decode(texts: list[Text], trees: list[DraftTree | None]) -> list[int]:
     output = runner.forward(batch)
     output.wait()
     gained, kept, first = [], [], 0
-    for b, (text, tree, run) in enumerate(zip(texts, trees, output.runs(), strict=True)):
+    for b, (text, tree, run) in enumerate(zip(texts, trees, output.get_matches(), strict=True)):
         assert run is not None
         n = 1 + (len(tree) if tree else 0)
         logits = torch.from_numpy(output.logits(first, first + n).copy())

@@ -14,7 +14,7 @@ from ngramspec.backends.cuda.gpu_sampler import Sampling, Workspace
 from ngramspec.outputs import KEPT, DraftTree
 from ngramspec.sampling.sampler import NotFiniteError, Sampler, token_logprob
 from ngramspec.sampling.topk import likeliest as likeliest_of
-from ngramspec.sampling.verify import walk
+from ngramspec.sampling.verify import match_draft
 from ngramspec.sampling_params import SamplingParams
 
 SIZES: list[dict[str, int]] = [  # of chunks, tiles and lists: as they are, and so small that short rows take every way
@@ -187,7 +187,7 @@ def test_walks_are_those_of_the_cpu(device: str) -> None:
             roots.append(root)
             ends.append(len(ids))
             tree = DraftTree(tokens, tree_parents, np.ones(n, np.float32), np.zeros(n, np.uint8))
-            paths.append([root + 1 + node for _, node in walk(tree, sampled[root:].__getitem__) if node >= 0])
+            paths.append([root + 1 + node for _, node in match_draft(tree, sampled[root:].__getitem__) if node >= 0])
         arrays = [
             torch.tensor(a, dtype=torch.int32, device=device) for a in (sampled, [*ids, 0], [*parents, -1], [*roots, -1], [*ends, -1])
         ]

@@ -1,0 +1,27 @@
+"""The forward pass of a Llama-style decoder for compiled code (`backends.base.NativeForward`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ngramspec.backends.cpu.kv_pool import KVPool, move_all
+from ngramspec.backends.cpu.llama_forward import CompiledModel, LlamaDecoder, compute
+
+
+class NativeLlamaForward:
+    def __init__(self, decoder: LlamaDecoder, pool: KVPool, rows_per_item: int) -> None:
+        self.decoder, self._pool, self.rows_per_item = decoder, pool, rows_per_item
+        self.inputs, self.logits = decoder.empty_pass(), decoder.room_for_logits(0)
+        self.n_threads = self.n_best = 1
+        self._model: CompiledModel | None = None
+
+    def reserve(self, n_rows: int, n_positions: int) -> None:
+        self._model = self.decoder.model(self._pool, n_rows, n_positions)
+        if len(self.logits) < n_rows:
+            self.logits = self.decoder.room_for_logits(n_rows)
+
+    def run(self) -> None:
+        compute(self.n_threads, self._model, self.inputs)
+
+    def keep_paths(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
+        move_all(self._pool.all_keys, self._pool.all_values, self._pool.tables, slots, starts, ends, positions)

@@ -1,0 +1,367 @@
+"""Multi-steps: several steps natively, while no sequence needs a hook in Python.
+
+A step whose sequences all decode and want nothing but their tokens needs no Python between one forward pass and the next. Here one compiled
+call (`_advance`) stands between two passes: accept and commit the last one, then draft and pack the next. Nothing else would be as fast: a
+pass fills the processor's caches with weights, after which a line of Python takes five times as long as in a loop.
+
+The loop ends when a sequence ends or lacks room, when somebody calls the engine, and after MAX_STEPS or MAX_MS. The forward pass is handed
+in by the backend (`backends.base.NativeForward`); it is not compiled into this code, which would take 100 seconds instead of 12. Knows
+neither devices nor the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Several
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+from numba.experimental import structref
+
+from ngramspec.backends.base import NativeForward, Runner
+from ngramspec.datastore.code_cache import njit
+from ngramspec.engine.acceptance import Acceptance
+from ngramspec.engine.observers import Observers
+from ngramspec.engine.scheduler import ScheduledRows
+from ngramspec.engine.sequence import Sequence
+from ngramspec.engine.step_functions import (
+    append_tokens,
+    choose_drafting,
+    count_step,
+    draft,
+    find_moves,
+    learn,
+    pack_rows,
+    tree_room,
+)
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK
+from ngramspec.sampling.sampler import Draws, draws
+from ngramspec.sampling.verify import DRAWN, FOLLOWED, match_drawn, match_picked
+from ngramspec.sequence_table import MAX_MS, MAX_NEW_TOKENS, MAX_STEPS, RUNNING, SEQUENCE, STEP_RECORD
+from ngramspec.speculative.base import NativeDrafting, Speculator
+from ngramspec.speculative.budget.step_timer import Timing
+from ngramspec.speculative.draft_stats import StatsTable
+from ngramspec.speculative.features import ExternalTrees
+from ngramspec.speculative.proposer import NO_EXTERNAL, idle
+
+IS_OVER, HAS_MOVES = 1, 2
+"""Flags of a step: no other follows; keys and values of accepted paths must be moved before the next pass."""
+
+
+class StepBudget(NamedTuple):
+    """How far one call may go."""
+
+    n_steps: int
+    cost_ms: np.ndarray
+    """[R + 1] float64: milliseconds of a step with T rows at index T."""
+    threshold: float
+    """Tokens per millisecond."""
+    max_nodes: int
+    """Draft nodes in one pass."""
+    plain: bool
+    """Make no drafts, to measure a plain pass."""
+
+
+class NativeResult(NamedTuple):
+    """What one call gave its B sequences."""
+
+    table: np.ndarray  # [B] SEQUENCE, as the sequences are now
+    tokens: np.ndarray  # [B, MAX_NEW_TOKENS] int32, the first `n_new` of them
+    sources: np.ndarray  # [B, MAX_NEW_TOKENS] uint8: who drafted each, or NO_SOURCE
+    records: np.ndarray  # [steps] STEP_RECORD
+
+
+class NativeSteps:
+    """The loop of one engine: decides which steps it can make, makes them, and writes their results back to the sequences."""
+
+    def __init__(self, runner: Runner, speculator: Speculator, observers: Observers) -> None:
+        self._runner, self._speculator, self._observers = runner, speculator, observers
+        self._fits = speculator.spec_length < MAX_NEW_TOKENS and not speculator.needs_hidden_states
+        self._state: LoopState | None = None  # takes half a millisecond to make, so it is used again
+
+    def can_run(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
+        """Whether no sequence of these rows needs Python between their pass and the next one."""
+        return self._fits and rule.matches_by_pass and all(_is_plain(each) and rule.samples_on_device(each.seq) for each in rows)
+
+    def run(self, seqs: list[Sequence], timing: Timing, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
+        """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.
+
+        None, with nothing done: a step in Python must be made. Raises MemoryError before the first step.
+        """
+        forward = self._runner.native_forward()
+        if forward is None:
+            return None
+        slots, drafting = [seq.slot for seq in seqs if seq.speculation], None
+        if slots:
+            drafting = self._speculator.compiled(np.array(slots, np.int32), MAX_NEW_TOKENS)
+            if drafting is None:
+                return None
+        budget = self._plan(seqs, drafting, timing, max_rows)
+        self._reserve(seqs)
+        stats, stats_rows = self._observers.stats_table(seqs)
+        table, stops = make_table(seqs, stats_rows)
+        n_rows = len(seqs) + budget.max_nodes
+        forward.reserve(n_rows, int(table["n_tokens"].max()) + MAX_NEW_TOKENS + n_rows)
+        tokens, sources, records = self._begin(forward, table, stops, _draws_of(seqs), drafting, budget, stats)
+        result = NativeResult(table, tokens, sources, _run_steps(self._state, forward, records, interrupt))
+        timing.made_several(result.records, len(seqs), speculates=any(seq.max_depth > 0 for seq in seqs))
+        for seq, fields in zip(seqs, table[["drafting_paused", "cooldown", "last_cooldown", "n_computed"]].tolist(), strict=True):
+            seq.drafting_paused, seq.cooldown, seq.last_cooldown, seq.n_computed = fields
+        return result
+
+    def append(self, b: int, seq: Sequence, result: NativeResult) -> np.ndarray:
+        """Append to sequence b what it got -> the tokens [n] int32. Raises what its text raises, and NotFiniteError."""
+        n = int(result.table["n_new"][b])
+        tokens = result.tokens[b, :n]
+        seq.append_all(tokens, int(result.table["state"][b]))
+        self._observers.record_sources(seq, result.sources[b, :n])
+        return tokens
+
+    def finish(self, result: NativeResult, going_on: list[tuple[Sequence, np.ndarray]]) -> None:
+        """Tell the speculator which sequences go on, after which tokens."""
+        slots = np.array([seq.slot for seq, _ in going_on], np.int32)
+        self._speculator.advance(len(result.records), slots, [tokens for _, tokens in going_on])
+
+    def _plan(self, seqs: list[Sequence], drafting: NativeDrafting | None, timing: Timing, max_rows: int) -> StepBudget:
+        n, n_steps = len(seqs), 1 if any(seq.streams for seq in seqs) else MAX_STEPS
+        speculates = any(seq.max_depth > 0 for seq in seqs)
+        plain = speculates and timing.wants_plain()
+        if drafting is not None:
+            n_steps = 1 if plain else min(n_steps, drafting.n_steps, timing.n_alike)
+        plan = timing.plan(n, n, sum(seq.n_tokens for seq in seqs), 0, drafts=speculates and not plain)
+        return StepBudget(n_steps, plan.cost_ms, plan.threshold, max(min(timing.cost.max_rows, max_rows) - n, 0), plain)
+
+    def _reserve(self, seqs: list[Sequence]) -> None:
+        """Reserve KV positions for the trees to come, as far as the pool has them. That of each last token is there."""
+        pool, n_nodes = self._runner.pool, self._speculator.spec_rows + BLOCK
+        for seq in seqs:
+            pool.reserve_behind(seq.slot, seq.n_tokens, min(n_nodes, pool.max_blocks * BLOCK - seq.n_tokens))
+
+    def _begin(
+        self, forward: NativeForward, table: np.ndarray, stops: np.ndarray, draws: tuple[np.ndarray, ...], drafting: NativeDrafting | None,
+        budget: StepBudget, stats: StatsTable,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+        """Set up the loop's state -> the arrays of tokens, sources and records that it fills."""
+        given = _given(self._runner.pool, forward, table, stops, drafting or idle(), budget)
+        if self._state is None:
+            self._state = _new_state(*given, *draws, *NO_EXTERNAL, *stats, *_UNSET)
+        _set_stats(self._state, *stats)
+        return _begin(self._state, *given, draws, budget.n_steps)
+
+
+def compile_steps(runner: Runner) -> None:
+    """Compile the loop for a runner's forward pass, or load it from disk."""
+    if (forward := runner.native_forward()) is None:
+        return
+    forward.reserve(1, 1)
+    budget, stats = StepBudget(1, np.zeros(2), 1.0, 1, plain=False), StatsTable(np.zeros((1, 1), np.int64), np.zeros((1, 1)), _INTS)
+    given = _given(runner.pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
+    state = _new_state(*given, *_NO_DRAWS, *NO_EXTERNAL, *stats, *_UNSET)
+    _set_stats(state, *stats)
+    _begin(state, *given, _NO_DRAWS, 1)
+    signature = numba.typeof(state), numba.typeof(forward.inputs)
+    _prepare.compile(signature)
+    _advance.compile((*signature, types.boolean))
+
+
+def make_table(seqs: list[Sequence], stats_rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sequences' table [B] SEQUENCE, and all their stop tokens [n] int32."""
+    stops, stops_at, rows, n_draws = list[int](), dict[frozenset[int], tuple[int, int]](), [], 0
+    for seq, stats_row in zip(seqs, stats_rows, strict=True):
+        if seq.stop_ids not in stops_at:
+            stops_at[seq.stop_ids] = len(stops), len(stops) + len(seq.stop_ids)
+            stops += seq.stop_ids
+        draw = -1
+        if not seq.sampler.greedy:
+            draw, n_draws = n_draws, n_draws + 1
+        rows.append(
+            (
+                seq.slot, seq.last_token, seq.previous_token, seq.n_tokens, seq.n_prompt, seq.n_computed, seq.limit, seq.min_tokens,
+                seq.cooldown, seq.last_cooldown, *stops_at[seq.stop_ids], draw, stats_row, 0, RUNNING, seq.speculation,
+                seq.drafting_paused,
+            )
+        )  # fmt: skip
+    return np.array(rows, SEQUENCE), np.array(stops, np.int32)
+
+
+def _is_plain(rows: ScheduledRows) -> bool:
+    seq = rows.seq
+    return rows.n_rows == 1 and seq.is_plain and rows.samples and not seq.lacks_prompt_logprobs
+
+
+def _draws_of(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:
+    """Return how the sequences above temperature 0 draw, as `Draws` has it."""
+    drawn = [seq for seq in seqs if not seq.sampler.greedy]
+    return tuple(draws([seq.sampler for seq in drawn], [seq.n_output for seq in drawn])) if drawn else _NO_DRAWS
+
+
+def _given(
+    pool: BlockTables, forward: NativeForward, table: np.ndarray, stops: np.ndarray, drafting: NativeDrafting, budget: StepBudget
+) -> tuple[Any, ...]:
+    """Return what a call's steps go by, in the order of _GIVEN."""
+    return (
+        table, stops, drafting.draft_state,
+        (drafting.spec_length, drafting.spec_rows, drafting.history, drafting.chains, drafting.recycles),
+        budget.cost_ms, pool.tables, pool.n_blocks_of, forward.logits,
+        (forward.n_threads, forward.n_best, forward.rows_per_item, budget.max_nodes, budget.plain, budget.threshold),
+    )  # fmt: skip
+
+
+def _run_steps(state: Any, forward: NativeForward, records: np.ndarray, interrupt: np.ndarray) -> np.ndarray:
+    """Make the steps -> their records [steps]."""
+    inputs, clock = forward.inputs, time.perf_counter
+    began, times = clock(), list[float]()
+    _prepare(state, inputs)
+    flags = 0
+    while not flags & IS_OVER:
+        started = clock()
+        forward.run()
+        computed = clock()
+        times += started, computed
+        flags = _advance(state, inputs, (computed - began) * 1e3 > MAX_MS or bool(interrupt[0]))
+        if flags & HAS_MOVES:
+            forward.keep_paths(*_moves(state))
+    records = records[: len(times) // 2]
+    times.append(clock())
+    records["forward_ms"] = 1e3 * np.diff(times[:-1])[::2]
+    records["step_ms"] = 1e3 * np.diff([began, *times[1:-3:2], times[-1]])
+    return records
+
+
+# ---------------------------------------------------------------------- compiled
+
+
+@structref.register
+class LoopStateType(types.StructRef):
+    pass
+
+
+class LoopState(structref.StructRefProxy):
+    """All that a call's steps go by, and what one pass was drafted and packed for until it is accepted."""
+
+
+_GIVEN = ("table", "stops", "draft_state", "drafting", "cost_ms", "block_tables", "n_blocks_of", "logits", "shape")
+# Tuples are handed over member by member: numba takes half a millisecond to look at one with names.
+_TUPLES = (*Draws._fields, *ExternalTrees._fields, *StatsTable._fields)
+_OF_CALL = ("which", "how", "new_tokens", "new_sources", "records", "step")
+_OF_PASS = ("n_drafting", "n_nodes", "probs", "sources", "tree_parents", "roots", "ends", "root_logits")
+_MOVES = ("move_slots", "move_starts", "move_ends", "move_positions")
+structref.define_proxy(LoopState, LoopStateType, [*_GIVEN, *_TUPLES, *_OF_CALL, *_OF_PASS, *_MOVES])
+
+
+@njit(cache=True, nogil=True)
+def _new_state(*members):
+    """Return a LoopState. One made by Python would be compiled anew in every process."""
+    return LoopState(*members)
+
+
+@njit(cache=True, nogil=True)
+def _moves(t):
+    return t.move_slots, t.move_starts, t.move_ends, t.move_positions
+
+
+@njit(cache=True, nogil=True)
+def _set_stats(t, counts, expected, columns):
+    t.counts, t.expected, t.columns = counts, expected, columns
+
+
+@njit(cache=True, nogil=True)
+def _begin(t, table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape, draws, n_steps):
+    """Set up the state for a call -> tokens, sources and records, as NativeResult has them."""
+    B, n = table.shape[0], 0
+    t.table, t.stops, t.draft_state, t.drafting, t.cost_ms, t.block_tables, t.n_blocks_of, t.logits, t.shape = (
+        table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape,
+    )  # fmt: skip
+    t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position = draws
+    how, which = np.full(B, FOLLOWED, np.int8), np.empty(B, np.int64)
+    for b in range(B):
+        if table[b].draw >= 0:
+            how[b], which[n] = DRAWN, b
+            n += 1
+    tokens, sources = np.empty((B, MAX_NEW_TOKENS), np.int32), np.empty((B, MAX_NEW_TOKENS), np.uint8)
+    records = np.zeros(n_steps, STEP_RECORD)
+    t.how, t.which, t.new_tokens, t.new_sources, t.records, t.step = how, which[:n], tokens, sources, records, 0
+    return tokens, sources, records
+
+
+@njit(cache=True, nogil=True)
+def _prepare(t, p):
+    """Draft for the next pass and pack it into the forward pass's inputs `p`."""
+    table, (spec_length, _, _, chains, _) = t.table, t.drafting
+    n_threads, n_best, rows_per_item, max_nodes, plain, threshold = t.shape
+    room = tree_room(table, t.n_blocks_of)
+    wanted, t.n_drafting = choose_drafting(table, t.draft_state.states, plain)
+    tokens, parents = np.empty(0, np.int32), np.empty(0, np.int32)
+    external = ExternalTrees(t.start, t.tokens, t.parents, t.codes)
+    if t.n_drafting:
+        t.n_nodes, tokens, parents, t.probs, t.sources = draft(
+            table, wanted, t.n_drafting, room, t.draft_state, spec_length, chains, external, t.cost_ms, threshold, max_nodes
+        )
+    else:
+        t.n_nodes, t.probs, t.sources = np.zeros(table.shape[0], np.int64), np.empty(0, np.float32), np.empty(0, np.uint8)
+    (
+        p.input_ids, p.positions, p.wanted, p.items, _, p.tables, p.bases, p.paths, p.blocks, p.offsets, t.tree_parents, t.roots, t.ends,
+        t.root_logits,
+    ) = pack_rows(table, t.n_nodes, tokens, parents, t.block_tables, rows_per_item)  # fmt: skip
+    n = len(p.wanted)
+    p.tokens, p.values = np.empty((n_threads, n, n_best), np.int32), np.empty((n_threads, n, n_best), np.float32)
+    p.fine, p.greedy = np.empty((n_threads, n), np.bool_), np.empty(n, np.int32)
+    p.logits = t.logits[:n]
+    p.state[:] = 0
+
+
+@njit(cache=True, nogil=True)
+def _accept(t, p):
+    """Accept what the pass verified and commit it -> whether a step must not follow right away."""
+    table, (spec_length, spec_rows, history, _, recycles) = t.table, t.drafting
+    drawn = Draws(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
+    stats = StatsTable(t.counts, t.expected, t.columns)
+    input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, t.tree_parents, t.roots, t.ends, t.root_logits, p.greedy
+    B, n_keys, is_over = table.shape[0], 0, False
+    before = np.empty(B, np.int64)
+    for b in range(B):
+        before[b] = table[b].previous_token
+        n_keys += table[b].n_tokens
+    tokens, nodes = np.empty(len(input_ids), np.int32), np.empty(len(input_ids), np.int32)
+    to = match_picked(t.how, input_ids, parents, roots, ends, root_logits, greedy, tokens, nodes)
+    if len(t.which):
+        match_drawn(t.which, input_ids, parents, roots, ends, root_logits, greedy, p.logits[:, : p.vocab_size], drawn, tokens, nodes, to)
+    appended, accepted = append_tokens(table, t.stops, roots, to, tokens, nodes, t.n_nodes, t.sources, t.new_tokens, t.new_sources)
+    t.move_slots, t.move_starts, t.move_ends, t.move_positions = find_moves(table, appended, roots, nodes, accepted)
+    count_step(table, appended, accepted, nodes, t.sources, t.probs, stats, p.positions, roots, ends)
+    learn(
+        table, before, appended, accepted, tokens, nodes, t.draft_state, history, recycles, input_ids, parents, roots, ends, root_logits,
+        p.tokens[0], p.values[0],
+    )  # fmt: skip
+    for b in range(B):
+        seq = table[b]
+        if seq.draw >= 0:
+            t.position[seq.draw] += appended[b]
+        lacks_room = BLOCK * t.n_blocks_of[seq.slot] < min(seq.n_tokens + 1 + spec_rows, seq.limit)
+        is_over |= seq.state != RUNNING or lacks_room or seq.n_new + spec_length + 1 > MAX_NEW_TOKENS
+    record = t.records[t.step]
+    record.n_rows, record.n_nodes, record.n_drafting, record.n_keys = len(input_ids), len(t.sources), t.n_drafting, n_keys
+    record.n_new = appended.sum()
+    t.step += 1
+    return is_over
+
+
+@njit(cache=True, nogil=True)
+def _advance(t, p, stop):
+    """Accept, and unless there is a reason to stop prepare the next pass -> IS_OVER and HAS_MOVES, added up."""
+    is_over = _accept(t, p) or stop or t.step == len(t.records)
+    if not is_over:
+        _prepare(t, p)
+    return IS_OVER * is_over + HAS_MOVES * (len(t.move_slots) > 0)
+
+
+_IDS, _INTS, _FLOATS = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.float32)
+_NO_DRAWS = tuple(draws((), ()))
+_UNSET = (
+    *(_INTS, np.empty(0, np.int8), np.empty((0, 0), np.int32), np.empty((0, 0), np.uint8), np.empty(0, STEP_RECORD), 0),
+    *(0, _INTS, _FLOATS, np.empty(0, np.uint8), _IDS, _IDS, _IDS, _IDS),
+    *(_INTS, _INTS, _INTS, _INTS),
+)
