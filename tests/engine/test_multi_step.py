@@ -14,7 +14,7 @@ import pytest
 from ngramspec import Engine, SamplingParams
 from ngramspec.engine.native_steps import NativeResult
 from ngramspec.errors import InvalidInputError, NgramspecError
-from ngramspec.sequence_table import MAX_NEW_TOKENS, STEP_RECORD
+from ngramspec.sequence_table import STEP_RECORD
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.budget.step_timer import Timing
 from ngramspec.speculative.proposer import Proposer
