@@ -47,7 +47,7 @@ from ngramspec.engine.native_steps import NativeResult
 from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
 from ngramspec.speculative.budget.cost_model import CostModel
-from ngramspec.speculative.budget.step_timer import Timing
+from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.proposer import Proposer
 
 LEAST_NODES = 200
@@ -80,7 +80,7 @@ class Contender:
 
     def learn(self, cost: CostModel) -> None:
         """Go on from this cost of passes; what a pass takes is measured while it is its turn."""
-        self.engine.core.timing = Timing(cost, self.clock)
+        self.engine.core.timing = StepTimer(cost, self.clock)
 
     def clock(self) -> float:
         """Seconds."""
@@ -109,7 +109,7 @@ class Contender:
         """Steps wait for their turn. Adds what each takes beyond its pass (of several in one call, their mean), and when it was over with
         how many tokens. The engine is idle before and after."""
         core, runner, timing = self.engine.core, self.engine.runner, self.engine.core.timing
-        step, forward, natively, count, passes_ms = core.step, runner.forward, core.native_steps.run, timing.made, list[float]()
+        step, forward, natively, count, passes_ms = core.step, runner.forward, core.native_steps.run, timing.add_tokens, list[float]()
 
         def counted(n_tokens: int) -> None:
             made.append((self.clock(), n_tokens))
@@ -144,7 +144,7 @@ class Contender:
             mock.patch.object(core, "step", timed_step),
             mock.patch.object(runner, "forward", timed_forward),
             mock.patch.object(core.native_steps, "run", timed_natively),
-            mock.patch.object(timing, "made", counted),
+            mock.patch.object(timing, "add_tokens", counted),
         ):
             yield
 

@@ -147,7 +147,7 @@ class Engine:
             if acceptance is not None:
                 self.core.acceptance = acceptance
             if foresees is not None:
-                self.core.foresees = foresees
+                self.core.drafts_forced_tokens = foresees
 
         self._thread.call(change)
 

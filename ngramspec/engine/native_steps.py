@@ -42,7 +42,7 @@ from ngramspec.sampling.sampler import Draws, draws
 from ngramspec.sampling.verify import DRAWN, FOLLOWED, match_drawn, match_picked
 from ngramspec.sequence_table import MAX_MS, MAX_NEW_TOKENS, MAX_STEPS, RUNNING, SEQUENCE, STEP_RECORD
 from ngramspec.speculative.base import NativeDrafting, Speculator
-from ngramspec.speculative.budget.step_timer import Timing
+from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.draft_stats import StatsTable
 from ngramspec.speculative.features import ExternalTrees
 from ngramspec.speculative.proposer import NO_EXTERNAL, idle
@@ -86,7 +86,7 @@ class NativeSteps:
         """Whether no sequence of these rows needs Python between their pass and the next one."""
         return self._fits and rule.matches_by_pass and all(_is_plain(each) and rule.samples_on_device(each.seq) for each in rows)
 
-    def run(self, seqs: list[Sequence], timing: Timing, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
+    def run(self, seqs: list[Sequence], timing: StepTimer, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
         """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.
 
         None, with nothing done: a step in Python must be made. Raises MemoryError before the first step.
@@ -107,7 +107,7 @@ class NativeSteps:
         forward.reserve(n_rows, int(table["n_tokens"].max()) + MAX_NEW_TOKENS + n_rows)
         tokens, sources, records = self._begin(forward, table, stops, _draws_of(seqs), drafting, budget, stats)
         result = NativeResult(table, tokens, sources, _run_steps(self._state, forward, records, interrupt))
-        timing.made_several(result.records, len(seqs), speculates=any(seq.max_depth > 0 for seq in seqs))
+        timing.record_steps(result.records, len(seqs), speculates=any(seq.max_depth > 0 for seq in seqs))
         for seq, fields in zip(seqs, table[["drafting_paused", "cooldown", "last_cooldown", "n_computed"]].tolist(), strict=True):
             seq.drafting_paused, seq.cooldown, seq.last_cooldown, seq.n_computed = fields
         return result
@@ -125,12 +125,12 @@ class NativeSteps:
         slots = np.array([seq.slot for seq, _ in going_on], np.int32)
         self._speculator.advance(len(result.records), slots, [tokens for _, tokens in going_on])
 
-    def _plan(self, seqs: list[Sequence], drafting: NativeDrafting | None, timing: Timing, max_rows: int) -> StepBudget:
+    def _plan(self, seqs: list[Sequence], drafting: NativeDrafting | None, timing: StepTimer, max_rows: int) -> StepBudget:
         n, n_steps = len(seqs), 1 if any(seq.streams for seq in seqs) else MAX_STEPS
         speculates = any(seq.max_depth > 0 for seq in seqs)
-        plain = speculates and timing.wants_plain()
+        plain = speculates and timing.should_probe()
         if drafting is not None:
-            n_steps = 1 if plain else min(n_steps, drafting.n_steps, timing.n_alike)
+            n_steps = 1 if plain else min(n_steps, drafting.n_steps, timing.n_alike_steps)
         plan = timing.plan(n, n, sum(seq.n_tokens for seq in seqs), 0, drafts=speculates and not plain)
         return StepBudget(n_steps, plan.cost_ms, plan.threshold, max(min(timing.cost.max_rows, max_rows) - n, 0), plain)
 

@@ -27,11 +27,11 @@ from ngramspec.sampling.verify import Match
 from ngramspec.speculative.base import Speculator, Text, make_seen
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import CostModel
-from ngramspec.speculative.budget.step_timer import Plan, Timing
+from ngramspec.speculative.budget.step_timer import StepPlan, StepTimer
 
 log = logging.getLogger(__name__)
 
-_NOTHING = np.empty(0, np.int32)
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 class Core:
@@ -43,16 +43,14 @@ class Core:
         on_error: Callable[[Sequence, Exception], None],
         acceptance: Acceptance | None = None,
     ) -> None:
-        """`on_error` is told of a sequence that failed alone; the others go on."""
-        self.runner, self.timing, self.on_error = runner, Timing(cost), on_error
+        """`on_error` is called with a sequence that failed alone; the others go on."""
+        self.runner, self.timing, self.on_error = runner, StepTimer(cost), on_error
         self.acceptance = acceptance or ExactMatch()
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
         self.n_passes = 0
-        self._most_rows = sys.maxsize
-        """Of a pass with drafts; less once one did not fit into memory."""
-        self.foresees = True
-        """Draft what grammars foresee."""
-        self._n_looked = 0  # sequences that a draft was looked for in this step
+        self._max_rows = sys.maxsize  # of a pass with drafts; less once one did not fit into memory
+        self.drafts_forced_tokens = True
+        self._n_drafting = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self.use(speculator)
 
@@ -62,12 +60,12 @@ class Core:
 
     @cost.setter
     def cost(self, cost: CostModel) -> None:
-        self.timing = Timing(cost)
+        self.timing = StepTimer(cost)
 
     def use(self, speculator: Speculator) -> None:
-        """Draft with this one. Not while sequences run.
+        """Draft with this speculator. Not while sequences run.
 
-        Raises what its drafters raise at `bind`, and UnsupportedModelError where they want states that the runner cannot tell.
+        Raises what its drafters raise at `bind`, and UnsupportedModelError if they need hidden states that the runner does not provide.
         """
         self.runner.keep_states(speculator.needs_hidden_states)
         self.runner.keep_candidates(speculator.needs_topk)
@@ -83,23 +81,24 @@ class Core:
         self.speculator.use_datastores(stores, running, ready)
 
     def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
         seq.speculation = seq.speculation and self.speculator.active
         self.scheduler.add(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence, wherever it stands; its blocks are free when this returns."""
+        """Forget a sequence, waiting or running; its blocks are free when this returns."""
         slot = self.scheduler.remove(seq)
         if slot >= 0:
             self.speculator.end(slot)
         self._observers.end(seq)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None, interrupt: np.ndarray | None = None) -> list[Sequence]:
-        """One pass of the model, or several; returns the sequences that got tokens. Finished ones have been removed.
+        """Make one step, or several natively, and return the sequences that got tokens. Finished ones have been removed.
 
-        `meanwhile` is called while the pass is under way, or where there is none. Several are made while `interrupt` [1] int64 is 0; None:
-        only one.
+        `meanwhile` is called while the pass is under way, or if there is none. Several steps are made only while `interrupt` [1] int64 is
+        0; None: one step.
         """
-        self.timing.start()
+        self.timing.start_step()
         rows = self._schedule()
         if not rows:
             meanwhile()
@@ -109,65 +108,69 @@ class Core:
             if changed is not None:
                 meanwhile()
                 return changed
+        return self._step_with_hooks(rows, meanwhile)
+
+    def _step_with_hooks(self, rows: list[ScheduledRows], meanwhile: Callable[[], None]) -> list[Sequence]:
+        """Make one step in Python, where grammars, datastores and drafters act before the pass and stop strings and samplers after it."""
         self._draft(rows)
         batch = self._pack(rows)
         try:
             output = self._forward(batch, meanwhile)
         except Exception as e:
-            if not (is_out_of_memory(e) and self._halve(rows, len(batch.input_ids))):
+            if not (is_out_of_memory(e) and self._halve_rows(rows, len(batch.input_ids))):
                 raise
             log.warning("out of memory in a pass of %d rows; from now on they have half as many: %s", len(batch.input_ids), e)
             return []
         accepted = self._accept(rows, batch, output)
         changed = self._commit(accepted, batch, output)
-        self.timing.made(sum(len(each.tokens) for each in accepted))
-        self._over()
+        self.timing.add_tokens(sum(len(each.tokens) for each in accepted))
+        self._end_before_idleness()
         return changed
 
-    def _over(self) -> None:
-        """The step is over, and idleness follows where there is nothing to do."""
+    def _end_before_idleness(self) -> None:
+        """End the step's time here if nothing is left to do: the time until the next step is not its own."""
         if not self.scheduler.has_work:
-            self.timing.finish()
-            self.timing.tell()
+            self.timing.finish_step()
+            self.timing.flush()
 
     def _step_natively(self, seqs: list[Sequence], interrupt: np.ndarray) -> list[Sequence] | None:
-        """Several steps in one call; None where it takes a single one."""
+        """Make several steps in one call; None, with nothing done, if a single one in Python must be made."""
         try:
-            result = self.native_steps.run(seqs, self.timing, self._most_rows, interrupt)
-        except MemoryError:  # single passes find out what is too much
+            result = self.native_steps.run(seqs, self.timing, self._max_rows, interrupt)
+        except MemoryError:  # a single step finds out how many rows fit
             return None
         if result is None:
             return None
         self.n_passes += len(result.records)
-        gained = list[tuple[Sequence, np.ndarray]]()
+        appended = list[tuple[Sequence, np.ndarray]]()
         for b, seq in enumerate(seqs):
-            if seq.slot < 0:  # another text of its request has failed
+            if seq.slot < 0:  # another sequence of its request has failed
                 continue
             try:
-                gained.append((seq, self.native_steps.append(b, seq, result)))
+                appended.append((seq, self.native_steps.append(b, seq, result)))
             except Exception as e:
                 self._fail(seq, e)
-        changed = [seq for seq, _ in gained if seq.slot >= 0]
+        changed = [seq for seq, _ in appended if seq.slot >= 0]
         for seq in changed:
             if seq.finished:
                 self._finish(seq)
             else:
                 self.runner.pool.truncate_to(seq.slot, seq.n_computed)
-        self.native_steps.finish(result, [each for each in gained if each[0].slot >= 0 and each[0].speculation])
-        self._over()
+        self.native_steps.finish(result, [each for each in appended if each[0].slot >= 0 and each[0].speculation])
+        self._end_before_idleness()
         return changed
 
-    def _halve(self, rows: list[ScheduledRows], n_rows: int) -> bool:
-        """Smaller passes from now on; what this one was to compute is still to be computed. False where it could not be smaller."""
+    def _halve_rows(self, rows: list[ScheduledRows], n_rows: int) -> bool:
+        """Make smaller passes from now on, and compute later what this one was to compute. False if it could not be smaller."""
         if not self.scheduler.halve_rows(n_rows):
             return False
-        self._most_rows = n_rows // 2
+        self._max_rows = n_rows // 2
         for each in rows:
             each.seq.tree = None
         return True
 
     def _schedule(self) -> list[ScheduledRows]:
-        """The rows of this step; the speculator hears of who comes and who gave way."""
+        """Schedule the step and notify the speculator of admitted and preempted sequences."""
         rows, admitted, preempted = self.scheduler.schedule()
         for slot in preempted:
             self.speculator.end(slot)
@@ -191,40 +194,40 @@ class Core:
         )
 
     def _draft(self, rows: list[ScheduledRows]) -> None:
-        """Give every sequence that samples in this pass its tree, and room for the tree's keys and values."""
+        """Give every sequence that samples in this pass its tree, and KV positions for the tree."""
         for each in rows:
             each.seq.tree = None
         sampling = [each.seq for each in rows if each.samples]
         seqs = [seq for seq in sampling if seq.max_depth > 0]
-        self._n_looked, self._speculates = 0, bool(seqs)
+        self._n_drafting, self._speculates = 0, bool(seqs)
         if not seqs:
             return
-        plain = self.timing.wants_plain()
+        plain = self.timing.should_probe()
         for seq in seqs:
-            seq.drafting_paused = plain or (seq.sampler.constraint is None and self._rests(seq))
+            seq.drafting_paused = plain or (seq.sampler.constraint is None and self._cools_down(seq))
         depths = np.array([0 if seq.drafting_paused else seq.max_depth for seq in seqs], np.int32)
-        self._n_looked = int(np.count_nonzero(depths))
-        if not self._n_looked:
+        self._n_drafting = int(np.count_nonzero(depths))
+        if not self._n_drafting:
             return
         slots = np.array([seq.slot for seq in seqs], np.int32)
         base = sum(each.n_rows for each in rows)
-        plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_looked)
-        most = max(min(self.timing.cost.max_rows, self._most_rows) - base, 0)
+        plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_drafting)
+        most = max(min(self.timing.cost.max_rows, self._max_rows) - base, 0)
         trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.threshold)
         pool, room = self.runner.pool, most - sum(map(len, trees))
         for seq, tree in zip(seqs, trees, strict=True):
             if seq.sampler.constraint is not None and tree.drawn_from is None and not seq.drafting_paused:
                 given, tree = tree, self._follow_grammar(seq, tree, plan, base, room)
                 room -= len(tree) - len(given)
-            n = pool.reserve_behind(seq.slot, seq.n_tokens, len(tree))  # a full pool: fewer guesses
+            n = pool.reserve_behind(seq.slot, seq.n_tokens, len(tree))  # a full pool: a smaller tree
             seq.tree = tree.first(n) if n else None
 
-    def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: Plan, base: int, room: int) -> DraftTree:
-        """The tree without what the sequence's grammar forbids, and with what it foresees where that pays."""
+    def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: StepPlan, base: int, room: int) -> DraftTree:
+        """Return the tree without what the sequence's grammar forbids, and with its forced tokens if these pay."""
         assert seq.sampler.constraint is not None
         cost = plan.cost_ms
         few, many = min(base, len(cost) - 2), min(base + 8, len(cost) - 1)
-        least = plan.threshold * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.foresees else np.inf
+        least = plan.threshold * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.drafts_forced_tokens else np.inf
         return forced_tokens.apply_grammar(
             tree,
             seq.sampler.constraint.make_lookahead(),
@@ -234,12 +237,12 @@ class Core:
             least=least,
         )
 
-    def _rests(self, seq: Sequence) -> bool:
-        """Whether no draft is looked for in this pass: the longer the text has not been foreseen, the fewer passes are looked at."""
-        seq.cooldown, seq.last_cooldown, rests = update_cooldown(
+    def _cools_down(self, seq: Sequence) -> bool:
+        """Return whether no draft is looked for in this pass, since the sequence has been unpredictable."""
+        seq.cooldown, seq.last_cooldown, pauses = update_cooldown(
             seq.cooldown, seq.last_cooldown, seq.cooldown > 0 or self.speculator.is_unpredictable(seq.slot)
         )
-        return rests
+        return pauses
 
     def _pack(self, rows: list[ScheduledRows]) -> Batch:
         return pack([self._span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
@@ -251,15 +254,15 @@ class Core:
         return Span(seq.slot, seq.buffer[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, samples)
 
     def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
-        """The pass."""
+        """Compute the pass."""
         n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
         sampling = [span for span in batch.spans if span.samples]
-        self.timing.carries(
+        self.timing.set_load(
             n_rows,
             nodes=n_rows - known,
             n_seqs=len(sampling),
             keys=sum(span.start + len(span.tokens) for span in batch.spans),
-            looked=self._n_looked,
+            looked=self._n_drafting,
             has_prompt=known > len(batch.spans),
             speculates=self._speculates,
         )
@@ -270,20 +273,20 @@ class Core:
         return output
 
     def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output) -> list[Accepted]:
-        """Append to each sequence what the model accepts. One that fails (its logits, its text) ends alone."""
+        """Append to each sequence what the model accepts. A sequence that fails (its logits, its text) ends alone."""
         results = []
-        for i, (each, span, run) in enumerate(zip(rows, batch.spans, output.get_matches(), strict=True)):
+        for i, (each, span, match) in enumerate(zip(rows, batch.spans, output.get_matches(), strict=True)):
             seq = each.seq
-            if seq.slot < 0:  # another text of its request has failed
+            if seq.slot < 0:  # another sequence of its request has failed
                 continue
             try:
                 if seq.lacks_prompt_logprobs:
                     seq.score_prompt(span.start, output.logits(span.first_logits, span.first_logits + len(span.tokens)))
                 if not span.samples:
-                    tokens = path = _NOTHING
-                elif run is not None and self.acceptance.matches_by_pass:
-                    n = seq.extend(run[0], _scores(output, span, run, seq.params.logprobs))
-                    tokens, path = run[0][:n], run[1][:n]
+                    tokens = path = _NO_TOKENS
+                elif match is not None and self.acceptance.matches_by_pass:
+                    n = seq.extend(match[0], _score_tokens(output, span, match, seq.params.logprobs))
+                    tokens, path = match[0][:n], match[1][:n]
                 else:
                     tokens, path = self.acceptance.accept(seq, output, span)
             except Exception as e:
@@ -293,7 +296,7 @@ class Core:
         return results
 
     def _commit(self, accepted: list[Accepted], batch: Batch, output: Output) -> list[Sequence]:
-        """Keep the accepted paths' keys and values and drop the rest; observers and the speculator see what came of the pass."""
+        """Keep the accepted paths' keys and values and drop the rest; count the pass and let the speculator learn from it."""
         accepted = [each for each in accepted if each.seq.slot >= 0]
         self._keep(accepted, output)
         self._observers.record_pass(accepted, batch)
@@ -324,13 +327,12 @@ class Core:
                     heard.append((seq.slot, int(seq.buffer[last - 1]) if last else -1, each.index))
         if going_on or heard:
             slots = np.array([each.seq.slot for each in going_on], np.int32)
-            accepted_paths = [each.tokens for each in going_on], [_drafted(each) for each in going_on]
+            accepted_paths = [each.tokens for each in going_on], [_map_to_own_nodes(each) for each in going_on]
             self.speculator.observe(slots, *accepted_paths, make_seen(heard, batch, output))
         return changed
 
     def _keep(self, accepted: list[Accepted], output: Output) -> None:
-        """What the pass has computed for good: the rows of known tokens and of accepted paths. A path that lies where it belongs, since it
-        took every first node, stays there."""
+        """Set `n_computed` to the rows of known tokens and accepted paths, and move the paths whose KV lies elsewhere than their tokens."""
         moved = []
         for each in accepted:
             end, n = each.span.start + len(each.span.tokens), len(each.path)
@@ -350,14 +352,14 @@ class Core:
         self.on_error(seq, error)
 
 
-def _scores(output: Output, span: Span, run: Match, n: int | None) -> list[TokenLogprob] | None:
-    """Log-probabilities of a run's tokens, where asked for."""
+def _score_tokens(output: Output, span: Span, match: Match, n: int | None) -> list[TokenLogprob] | None:
+    """Return the log-probabilities of a match's tokens; None if they are not wanted."""
     if n is None:
         return None
-    return output.scores(span.root_logits + np.concatenate([[0], 1 + run[1]]), n)
+    return output.scores(span.root_logits + np.concatenate([[0], 1 + match[1]]), n)
 
 
-def _drafted(accepted: Accepted) -> np.ndarray:
-    """The accepted path [j] int32 as nodes of the speculator's own tree, -1 for those that are not in it."""
+def _map_to_own_nodes(accepted: Accepted) -> np.ndarray:
+    """Return the accepted path [j] int32 as nodes of the speculator's own tree, -1 for nodes that are not in it."""
     tree, path = accepted.span.tree, accepted.path
     return path if tree is None or tree.origins is None else tree.origins[path]

@@ -16,7 +16,7 @@ import numpy as np
 from ngramspec.datastore.reader import Datastore
 from ngramspec.defaults import ANSWERS, MAX_HISTORY
 from ngramspec.errors import InvalidInputError
-from ngramspec.integrations.spending import Spending
+from ngramspec.integrations.host_step_timer import HostStepTimer
 from ngramspec.outputs import DraftTree, Stats
 from ngramspec.speculative.base import NO_TREE
 from ngramspec.speculative.budget.backoff import update_cooldown
@@ -98,7 +98,7 @@ class Guest:
         self._texts: dict[Hashable, _Text] = {}
         self._free = list(range(max_seqs - 1, -1, -1))
         self._step = 0
-        self.spending = Spending(min(max_seqs * (depth + 1), MAX_ROWS), slope, steady=steady)
+        self.step_timer = HostStepTimer(min(max_seqs * (depth + 1), MAX_ROWS), slope, steady=steady)
         self._load, self._nodes, self._made = Load(0), 0, 0
         self._counted, self._ended_stats = DraftStats(self._drafts.source_names, self.depth), Stats()
         self.stores: dict[str, Datastore] = {}
@@ -153,7 +153,7 @@ class Guest:
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
         if self._drafts.datastore is not None:
-            self._drafts.datastore.follows_changes = not self.spending.steady
+            self._drafts.datastore.follows_changes = not self.step_timer.steady
         self.stores = dict(stores)
 
     # ------------------------------------------------------------------ texts
@@ -303,7 +303,7 @@ class Guest:
         `has_prompt`: some of its rows were a prompt's.
         """
         load = Load(int(rows), *self._load[1:])
-        self.spending.took(load, self._nodes, self._made, ms, has_prompt=has_prompt)
+        self.step_timer.record_step(load, self._nodes, self._made, ms, has_prompt=has_prompt)
         self._made = 0
 
     def _grow(self, keys: Sequence[Hashable], room: Sequence[int], base_rows: int, *, chains: bool) -> list[DraftTree]:
@@ -312,7 +312,7 @@ class Guest:
         known = [text for text in texts if text is not None]
         n_seqs, n_keys = len(keys), sum(text.n for text in known)
         self._load, self._nodes, self._made = Load(base_rows, n_seqs, n_keys), 0, 0
-        plain = self.spending.wants_plain()
+        plain = self.step_timer.should_probe()
         asked = [
             (i, text, min(int(deepest), self.depth))
             for i, (text, deepest) in enumerate(zip(texts, room, strict=True))
@@ -324,10 +324,10 @@ class Guest:
             return trees
         self._drafts.chains = chains
         self._load = Load(base_rows, n_seqs, n_keys, len(asked))
-        cost_ms, threshold = self.spending.plan(self._load)
+        cost_ms, threshold = self.step_timer.plan(self._load)
         slots = np.array([text.slot for _, text, _ in asked], np.int32)
         depths = np.array([deepest for *_, deepest in asked], np.int32)
-        most = max(self.spending.max_rows - base_rows, 0)
+        most = max(self.step_timer.max_rows - base_rows, 0)
         for (i, text, _), tree in zip(asked, self._drafts.propose(slots, depths, cost_ms, base_rows, most, threshold), strict=True):
             text.chain = chains
             if len(tree):

@@ -46,7 +46,7 @@ def limited(engine: Engine, most: int, patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(engine.runner, "native_forward", lambda: None)
     core = engine.core
     patch.setattr(core.scheduler, "max_rows", core.scheduler.max_rows)
-    patch.setattr(core, "_most_rows", core._most_rows)
+    patch.setattr(core, "_max_rows", core._max_rows)
     return tried
 
 

@@ -16,7 +16,7 @@ from ngramspec.engine.native_steps import NativeResult
 from ngramspec.errors import InvalidInputError, NgramspecError
 from ngramspec.sequence_table import STEP_RECORD
 from ngramspec.speculative.budget.cost_model import Load
-from ngramspec.speculative.budget.step_timer import Timing
+from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.proposer import Proposer
 from tests import tiny
 
@@ -185,16 +185,16 @@ def test_logits_that_are_not_numbers_end_their_text_alone(build: Callable[..., t
 def test_steps_are_told_one_by_one() -> None:
     now = [0.0]
     cost = tiny.FreeRows()
-    timing, seen = Timing(cost, clock=lambda: now[0]), list[tuple[Load, float]]()
+    timing, seen = StepTimer(cost, clock=lambda: now[0]), list[tuple[Load, float]]()
     cost.observe = lambda load, ms: seen.append((load, ms))  # type: ignore[method-assign]
-    timing.start()
+    timing.start_step()
     now[0] += 0.0001
     records = np.zeros(3, STEP_RECORD)
     records["step_ms"], records["n_rows"], records["n_nodes"], records["n_new"] = (0.4, 0.5, 0.6), (4, 2, 2), (2, 0, 0), (3, 2, 2)
     now[0] += 0.0015
-    timing.made_several(records, 2, speculates=True)
+    timing.record_steps(records, 2, speculates=True)
     now[0] += 0.0002
-    timing.finish()
-    timing.tell()
+    timing.finish_step()
+    timing.flush()
     assert [load.rows for load, _ in seen] == [4, 2, 2]
     assert [ms for _, ms in seen] == pytest.approx([0.5, 0.5, 0.8]), "what lies before the first is its, what follows the last one is its"

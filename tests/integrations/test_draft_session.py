@@ -68,7 +68,7 @@ for ms in range(1, 20):
     guest.chains(["a"], [2], 1)
     guest.observe(["a"], [[2]])
     guest.took(1, float(ms))
-print(guest.spending.gain)
+print(guest.step_timer.gain)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -229,7 +229,7 @@ def test_the_cost_is_learned_from_the_steps():
         (chain,) = host.chains(["a"], [i % 9], 1)
         host.observe(["a"], [[*chain, 1]])
         host.took(1 + len(chain), 20.0 + 0.2 * len(chain))
-    cost_ms, threshold = host.spending.plan(host._load)
+    cost_ms, threshold = host.step_timer.plan(host._load)
     assert cost_ms[9] - cost_ms[1] < 20.0 * 0.06 * 8, "less than was believed at first"
     assert 18 < cost_ms[1] < 22
     assert threshold > 0

@@ -428,7 +428,7 @@ def test_hints_of_requests():
 def test_ranks_draft_the_same():
     """Each worker has its own proposer, and no clock."""
     ranks = [vllm.Proposer(config(ranks=2)) for _ in range(2)]
-    assert all(rank.guest.spending.steady for rank in ranks)
+    assert all(rank.guest.step_timer.steady for rank in ranks)
     runners = [Runner(rank) for rank in ranks]
     requests = [[request(i, 90) for i in range(4)] for _ in ranks]
     for _ in range(20):
@@ -475,7 +475,7 @@ def test_bad_settings_are_refused(settings, message):
 
 def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv(vllm.SETTINGS, '{"steady": true}')
-    assert vllm.Proposer(config()).guest.spending.steady
+    assert vllm.Proposer(config()).guest.step_timer.steady
     monkeypatch.setenv(vllm.SETTINGS, "[")
     with pytest.raises(InvalidInputError, match="must be a JSON object"):
         vllm.Proposer(config())

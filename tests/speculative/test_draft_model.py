@@ -23,7 +23,7 @@ from ngramspec.outputs import Completion, Stats
 from ngramspec.papers.registry import make_drafter
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative.budget.backoff import DrafterBackoff
-from ngramspec.speculative.budget.step_timer import Timing
+from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.single import SingleDrafter
 from ngramspec.speculative.trained.draft_layers import DraftLayers
 from ngramspec.speculative.trained.draft_model import DraftModel, check_alike
@@ -76,7 +76,7 @@ def truth() -> dict[int, list[list[int]]]:
 def test_what_knows_the_truth_is_always_right(
     monkeypatch: pytest.MonkeyPatch, kind: str, acceptance: str, truth: dict[int, list[list[int]]]
 ) -> None:
-    monkeypatch.setattr(Timing, "wants_plain", lambda _: False)
+    monkeypatch.setattr(StepTimer, "should_probe", lambda _: False)
     drafter = DraftModel(tiny.tiny_model("llama")) if kind == "model" else DraftLayers(2)
     with build(alone=drafter, acceptance=acceptance) as engine:
         for params in PARAMS:

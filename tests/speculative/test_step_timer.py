@@ -10,7 +10,7 @@ import pytest
 
 from ngramspec.speculative.budget import marginal_cost
 from ngramspec.speculative.budget.cost_model import CostModel
-from ngramspec.speculative.budget.step_timer import LOOK, Timing
+from ngramspec.speculative.budget.step_timer import PROBE_INTERVAL, StepTimer
 
 COUNTS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 DEVICES = {
@@ -96,23 +96,23 @@ def best_speed(device: Callable[[np.ndarray], np.ndarray], n_seqs: int, steps: i
     )
 
 
-def ours(timing: Timing, simulation: Simulation, steps: int) -> tuple[float, int]:
+def ours(timing: StepTimer, simulation: Simulation, steps: int) -> tuple[float, int]:
     """Tokens per millisecond of the engine's policy, and its passes without drafts."""
     made, started, n_plain = 0, simulation.now, 0
     for _ in range(steps):
-        timing.start()
+        timing.start_step()
         n, chances = simulation.n_seqs, simulation.chances()
         nodes = np.zeros(n, np.int64)
-        if not timing.wants_plain():
+        if not timing.should_probe():
             plan = timing.plan(n, n, 0, n)
             nodes = best_nodes(chances, plan.cost_ms, plan.threshold)
         n_nodes = int(nodes.sum())
         n_plain += n_nodes == 0
-        timing.carries(n + n_nodes, nodes=n_nodes, n_seqs=n, keys=0, looked=n, has_prompt=False, speculates=True)
+        timing.set_load(n + n_nodes, nodes=n_nodes, n_seqs=n, keys=0, looked=n, has_prompt=False, speculates=True)
         tokens = simulation.run(nodes)
-        timing.made(tokens)
+        timing.add_tokens(tokens)
         made += tokens
-    timing.finish()
+    timing.finish_step()
     return made / (simulation.now - started) / 1e3, n_plain
 
 
@@ -122,7 +122,7 @@ def ours(timing: Timing, simulation: Simulation, steps: int) -> tuple[float, int
 def test_after_200_steps_no_fixed_policy_is_more_than_3_percent_better(start: str, device: str, n_seqs: int) -> None:
     true = DEVICES[device]
     simulation = Simulation(true, n_seqs)
-    timing = Timing(CostModel(COUNTS, WRONG[start](true(np.array(COUNTS, float))).tolist(), 512), lambda: simulation.now)
+    timing = StepTimer(CostModel(COUNTS, WRONG[start](true(np.array(COUNTS, float))).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 200)
     steps = 4000 // n_seqs + 600
     found, _ = ours(timing, simulation, steps)
@@ -134,16 +134,16 @@ def test_a_step_that_stalls_for_seconds_says_nothing_of_the_next(stalled: int) -
     """One with drafts, or one without: a host compiles, a machine sleeps."""
     true = DEVICES["reads weights, then computes"]
     simulation = Simulation(true, 8)
-    timing = Timing(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
+    timing = StepTimer(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 200)
     before, table = timing.threshold.get_threshold(8, 5.0), timing.cost.table.copy()
     for nodes in (8 * stalled, 8 * (1 - stalled)):
-        timing.start()
-        timing.carries(8 + nodes, nodes=nodes, n_seqs=8, keys=0, looked=8, has_prompt=False, speculates=True)
-        timing.made(8)
+        timing.start_step()
+        timing.set_load(8 + nodes, nodes=nodes, n_seqs=8, keys=0, looked=8, has_prompt=False, speculates=True)
+        timing.add_tokens(8)
         simulation.now += 3.0
-    timing.start()
-    timing.tell()
+    timing.start_step()
+    timing.flush()
     assert timing.threshold.get_threshold(8, 5.0) == pytest.approx(before, rel=0.05)
     np.testing.assert_allclose(timing.cost.table, table, rtol=0.02)
     assert timing.threshold.governor < 1.2
@@ -152,7 +152,7 @@ def test_a_step_that_stalls_for_seconds_says_nothing_of_the_next(stalled: int) -
 def test_steps_that_go_on_taking_ten_times_as_long_are_believed() -> None:
     true = DEVICES["reads weights, then computes"]
     simulation = Simulation(true, 1)
-    timing = Timing(CostModel(COUNTS, (true(np.array(COUNTS, float)) / 10).tolist(), 512), lambda: simulation.now)
+    timing = StepTimer(CostModel(COUNTS, (true(np.array(COUNTS, float)) / 10).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 200)
     assert timing.cost.table[1] == pytest.approx(float(true(np.array(1.0))), rel=0.1)
 
@@ -160,7 +160,7 @@ def test_steps_that_go_on_taking_ten_times_as_long_are_believed() -> None:
 def test_passes_are_foretold() -> None:
     true = DEVICES["reads weights, then computes"]
     simulation = Simulation(true, 8)
-    timing = Timing(CostModel(COUNTS, (2 * true(np.array(COUNTS, float))).tolist(), 512), lambda: simulation.now)
+    timing = StepTimer(CostModel(COUNTS, (2 * true(np.array(COUNTS, float))).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 1500)
     told = {rows: expected for rows, (n, expected, _) in timing.cost.summarize_predictions().items() if n >= 50}
     assert len(told) > 5
@@ -173,8 +173,8 @@ def test_plain_passes_are_taken_to_see_what_they_take_and_few_of_them() -> None:
     true = DEVICES["rows are nearly free"]
     simulation = Simulation(true, 1)
     simulation.chances = lambda: np.full((1, DEPTH), 1.0)  # type: ignore[method-assign]
-    timing = Timing(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
-    _, n_plain = ours(timing, simulation, 20 * LOOK)
+    timing = StepTimer(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
+    _, n_plain = ours(timing, simulation, 20 * PROBE_INTERVAL)
     assert 10 <= n_plain <= 20 + 4
 
 
@@ -183,7 +183,7 @@ def test_the_governor_stops_what_makes_it_slower(n_seqs: int) -> None:
     """Every draft claims to be certain. Without a governor that makes half of plain decoding."""
     true = DEVICES["computes"]
     simulation = Simulation(true, n_seqs, lies=50.0)
-    timing = Timing(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
+    timing = StepTimer(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 600)
     found, _ = ours(timing, simulation, 1000)
     assert found > 0.95 * speed(true, n_seqs, lambda _, chances: np.zeros(len(chances), np.int64), 1000)
