@@ -1,6 +1,6 @@
-"""What the documents say is so: commands parse, links resolve, files and modules exist, tables equal what they are made from.
+"""Check that the documents are true: commands parse, links resolve, files and modules exist, tables equal their declarations.
 
-    python tests/test_docs.py      writes the generated tables of docs/settings.md and docs/server.md anew
+    python tests/test_docs.py      writes the generated tables of docs/settings.md and docs/server.md
 
 No command is run and no model is loaded.
 """
@@ -39,7 +39,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 class Block(NamedTuple):
-    """A fenced block."""
+    """A fenced block of a page."""
 
     language: str
     text: str
@@ -51,7 +51,7 @@ def blocks(document: Path, *languages: str) -> list[Block]:
 
 
 def prose(document: Path) -> str:
-    """The text without its fenced blocks."""
+    """Return the text without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -59,7 +59,7 @@ def prose(document: Path) -> str:
 
 
 def commands(document: Path) -> Iterator[list[str]]:
-    """The words of every command in the shell blocks. Line ends and pipes end one; a comment begins a line or stands behind two blanks."""
+    """Yield the words of each command in the shell blocks. Line ends and pipes end it; a comment begins a line or follows two blanks."""
     for block in blocks(document, "sh"):
         lexer = shlex.shlex(re.sub(r"(^|  +)#.*$", "", block.text, flags=re.MULTILINE), posix=True, punctuation_chars="|;&\n")
         lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
@@ -73,14 +73,14 @@ def commands(document: Path) -> Iterator[list[str]]:
 
 
 def command_line() -> Any:
-    """The whole command, of typer's own kind."""
+    """Return the whole command line as a typer command."""
     from ngramspec.cli.main import app
 
     return typer.main.get_command(app)
 
 
 def parse(words: list[str]) -> Any:
-    """As the command line would, up to calling the command: the innermost command's context. Raises what a wrong word raises."""
+    """Parse words as the command line does and return the innermost command's context. Raises what a wrong word raises."""
     command = command_line()
     context = command.make_context(command.name, list(words))
     while hasattr(command, "resolve_command"):
@@ -106,7 +106,7 @@ def test_commands_parse(document: Path) -> None:
 
 
 def check_module(name: str, words: list[str]) -> None:
-    """That a program of ours exists, and that it or one of our modules that it imports declares the options given."""
+    """Check that a program of ours exists, and that it, or one of our modules that it imports, declares the options."""
     place = ROOT / name.replace(".", "/")
     assert (place / "__main__.py").is_file() or place.with_suffix(".py").is_file(), f"{name} cannot be run"
     sources: dict[Path, str] = {}
@@ -118,7 +118,7 @@ def check_module(name: str, words: list[str]) -> None:
 
 
 def read(place: Path, sources: dict[Path, str]) -> None:
-    """Add the source of a module, or of all of a package, and of what it imports of our programs."""
+    """Add the source of a module, or of a whole package, and of the programs of ours that it imports."""
     for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
         if path.is_file() and path not in sources:
             sources[path] = path.read_text("utf-8")
@@ -179,7 +179,7 @@ for last, wanted in ((7, STOP), (8, RUNNING)):
 
 @pytest.mark.parametrize(("number", "check"), [(0, TAKES_TOP_A), (1, STOPS_AT_REPEATED_TOKENS)], ids=["parameter", "stop rule"])
 def test_patches_of_contributing_do_all_that_is_needed(tmp_path: Path, number: int, check: str) -> None:
-    """Each applies, and nothing else need be changed. Routes take a new parameter: see the tests of the server."""
+    """Each patch applies and is the whole change. The server's tests show that routes take a new parameter."""
     patch = blocks(ROOT / "CONTRIBUTING.md", "diff")[number]
     for folder in ("ngramspec", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -191,7 +191,7 @@ def test_patches_of_contributing_do_all_that_is_needed(tmp_path: Path, number: i
 
 
 def anchors(document: Path) -> set[str]:
-    """What GitHub calls the headings."""
+    """Return the anchors that GitHub gives the headings."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.M | re.S), re.MULTILINE):
         base = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -235,6 +235,12 @@ def test_the_readme_is_read_in_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MOST_LINES
 
 
+@each_document
+def test_pages_are_short(document: Path) -> None:
+    lines = [line for line in prose(document).splitlines() if line.strip() and not line.lstrip().startswith(("|", "<!--"))]
+    assert len(lines) <= MOST_LINES, f"{len(lines)} lines of prose, at most {MOST_LINES}: split the page"
+
+
 def test_every_document_is_found_from_the_readme() -> None:
     linked = set(re.findall(r"\]\(([\w/]+\.md)", (ROOT / "README.md").read_text("utf-8")))
     assert {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - {"README.md"} <= linked
@@ -267,7 +273,7 @@ def is_room(folder: Path) -> bool:
 
 
 def table(settings: type, header: str) -> str:
-    """A row per option of a dataclass: name, what a command line calls it, default, what is accepted, what it means."""
+    """Return a table with a row per option of a dataclass: name, flags, default, what is accepted, meaning."""
     lines = [f"| {header} | command line | default | accepted | meaning |", "|---|---|---|---|---|"]
     for name, option in options_of(settings).items():
         cells = [f"`{name}`", flags(name), _default(option.default), option.kind.accepted, option.help]
@@ -276,7 +282,7 @@ def table(settings: type, header: str) -> str:
 
 
 def flags(name: str) -> str:
-    """What `ngramspec complete` calls a setting; what only `ngramspec serve` has says so."""
+    """Return a setting's flags in `ngramspec complete`, or in `ngramspec serve`, then marked so."""
     for command, behind in (("complete", ""), ("serve", " (`serve`)")):
         for parameter in command_line().commands[command].params:
             if parameter.name == name:
@@ -291,7 +297,7 @@ def _default(value: object) -> str:
 
 
 def request_fields() -> str:
-    """A row for all fields of one fate and reason, with the routes that have them."""
+    """Return a table with a row for all fields of one fate and reason, with the routes that have them."""
     from ngramspec.server.field_support import FIELDS, ROUTES, Fate
 
     lines = ["| fields | routes | fate | what they do, or why not | asks for nothing |", "|---|---|---|---|---|"]
@@ -320,7 +326,7 @@ def generated(document: Path) -> dict[str, str]:
 
 
 def with_tables(document: Path) -> str:
-    """The document with its generated tables as they should be."""
+    """Return the document with its generated tables as they should be."""
     text = document.read_text("utf-8")
     for name, rows in generated(document).items():
         marked = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
@@ -331,7 +337,7 @@ def with_tables(document: Path) -> str:
 
 @pytest.mark.parametrize("document", [SETTINGS, SERVER], ids=lambda path: path.name)
 def test_generated_tables_are_the_declarations(document: Path) -> None:
-    message = f"{document.name} is not what is declared; `python tests/test_docs.py` writes it anew"
+    message = f"{document.name} differs from the declarations; `python tests/test_docs.py` writes it"
     assert document.read_text("utf-8") == with_tables(document), message
 
 
