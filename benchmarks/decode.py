@@ -14,7 +14,7 @@ peer, the same tokens as with speculation off. Progress goes to standard error, 
 With `--trace` a recording is replayed ("replayed": true): every pass runs, and the text is that of the recorded outputs, whatever the
 model would have written. So a model of random weights shows the time, and a real model's text what drafts are worth.
 
-With `--identity` (or as `python -m benchmarks.identity`) nothing is timed: every prompt is completed in every mode, speculation off or on,
+With `--identity` nothing is timed: every prompt is completed in every mode, speculation off or on,
 as many prompts at a time as the mode says, and the first mode is what the others are compared with. `--log` keeps each text's digest as it
 is done, and a later call goes on from there. The exit status is 1 where a text differs.
 """

@@ -21,7 +21,7 @@ Traces come in sessions of one kind from neighbouring files: each knows the answ
 that was edited as their predicted output. `--recorded` adds outputs of a real model with its own candidates, which no plain text has.
 
     python -m tools.learn_mix --corpus DIR... --out FILE.npz [--traces N] [--epochs E] [--seed S] [--tokenizer M] [--recorded F.jsonl]
-    python -m tools.learn_mix --corpus DIR... --write-prompts F.jsonl [--traces N]      (for benchmarks.record)
+    python -m tools.learn_mix --corpus DIR... --write-prompts F.jsonl [--traces N]      (for tools.record)
 
 The shipped weights: `--corpus` of CPython 3.11's standard library (PSF) and the installed sympy, scipy, numpy, transformers, numba, torch,
 huggingface_hub, pygments, requests, rich, tokenizers, and aiohttp, django, fastapi, flask, networkx, pandas, psutil, scikit-learn, scrapy,
@@ -420,7 +420,7 @@ def _near(blocks: list[list[str]], n: int, rng: random.Random) -> list[str]:
 
 
 def recorded(path: Path, max_out: int, session: int) -> list[Made]:
-    """Traces that `benchmarks.record` wrote, all in one session."""
+    """Traces that `tools.record` wrote, all in one session."""
     traces = []
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -438,7 +438,7 @@ def main() -> None:
     parser.add_argument("--corpus", nargs="+", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write-prompts", type=Path, metavar="F.jsonl", help="write the prompts instead of learning")
-    parser.add_argument("--recorded", type=Path, metavar="F.jsonl", help="outputs that benchmarks.record wrote")
+    parser.add_argument("--recorded", type=Path, metavar="F.jsonl", help="outputs that tools.record wrote")
     parser.add_argument("--traces", type=int, default=4800)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--max-out", type=int, default=512)

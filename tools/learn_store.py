@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--foreign", type=Path, required=True, metavar="STORE")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--base", type=Path, default=WEIGHTS, metavar="FILE.npz", help="what learn_mix wrote; default: the shipped weights")
-    parser.add_argument("--recorded", type=Path, metavar="F.jsonl", help="outputs that benchmarks.record wrote")
+    parser.add_argument("--recorded", type=Path, metavar="F.jsonl", help="outputs that tools.record wrote")
     parser.add_argument("--traces", type=int, default=2400)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--max-out", type=int, default=256)

@@ -9,6 +9,7 @@ run leaves whole ones.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import candidates, environment, new_parser, print_document
+from benchmarks.common import candidates, environment, print_document
 from ngramspec import Engine, SamplingParams
 from ngramspec.speculative.features import KEPT
 
@@ -31,7 +32,7 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
 
 
 def main() -> None:
-    parser = new_parser("record", __doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.record", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="folder, hub name, GGUF file or smollm2")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def test_kill_9_leaves_one_generation_or_the_other() -> None:
-    command = [sys.executable, "-m", "benchmarks.datastore_crash", "--moments", "40", "--documents", "20"]
+    command = [sys.executable, "-m", "tools.store_crash", "--moments", "40", "--documents", "20"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240, check=False)
     assert done.stdout, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
