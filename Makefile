@@ -78,12 +78,12 @@ gpu: $(READY)
 
 # The long forms of what tests/server does in short.
 soak: $(READY)
-	$(BIN)/python -m benchmarks.load capacity --model smollm2 --seconds 60
-	$(BIN)/python -m benchmarks.load overhead --model smollm2 --rounds 20
-	$(BIN)/python -m benchmarks.load prefix --model smollm2
-	$(BIN)/python -m benchmarks.load stalled
-	$(BIN)/python -m benchmarks.load disconnect --count 1000
-	$(BIN)/python -m benchmarks.load soak --minutes 30
+	$(BIN)/python -m benchmarks.server capacity --model smollm2 --seconds 60
+	$(BIN)/python -m benchmarks.server overhead --model smollm2 --rounds 20
+	$(BIN)/python -m benchmarks.server prefix --model smollm2
+	$(BIN)/python -m benchmarks.server stalled
+	$(BIN)/python -m benchmarks.server disconnect --count 1000
+	$(BIN)/python -m benchmarks.server soak --minutes 30
 	$(BIN)/python -m pytest -m soak
 
 peers: $(VENV)/.peers $(VLLM)/.ready

@@ -1,11 +1,16 @@
-"""A peer at the other end of a pipe. Runs with the peer's own interpreter, so nothing of ngramspec is imported but where it is the peer.
+"""A peer at the other end of a pipe. Runs with the peer's own interpreter, so nothing of ngramspec is imported unless it is the peer.
 
-Requests and answers are JSON objects, one a line, on standard input and output. The first answer, `{"version": v}`, comes when the model is
-loaded. What the peer itself prints goes to standard error. `hf`, `vllm` and `llama` generate: `{"prompts": [[ids], ...]}` is answered by
-`{"outputs": [[ids], ...], "seconds": s}`, the seconds being those of generating alone; the prompts of a request run together in vLLM, one
-after the other in the others. `passes`, `ours` and `guest` say what they are asked.
+Requests and answers are JSON objects, one per line, on standard input and output. The first answer, `{"version": v}`, comes when the model
+is loaded. What the peer itself prints goes to standard error. `hf`, `vllm` and `llama` generate:
 
-    python _peer_worker.py hf|vllm|llama|passes|ours|guest MODEL SETTINGS      SETTINGS: JSON, see the functions that take it
+    {"prompts": [[ids], ...]} -> {"outputs": [[ids], ...], "seconds": s}   the seconds are those of generating alone. The prompts of a
+        request run together in vLLM, one after the other in the others; with `"at_once": 1` one begins when the one before has ended.
+        `"warm_up": true`: what is drafted does not count
+    {"count": true} -> {"drafted": n, "accepted": n}                       tokens since the warm-up, null if the peer does not say
+
+`passes` and `ours` answer what their functions say.
+
+    python _peer_worker.py hf|vllm|llama|passes|ours MODEL SETTINGS      SETTINGS: JSON, see the functions that take it
 """
 
 import json
@@ -14,33 +19,38 @@ import sys
 import time
 from collections.abc import Callable
 
-Handle = Callable[[dict], dict]
-"""Answers a request."""
+Handle = Callable[[dict], dict]  # answers a request
+Opened = tuple[str, Handle]  # the peer's version, and what answers
 
 
-def generating(generate: Callable[[list[list[int]]], list[list[int]]]) -> Handle:
+def make_handle(generate: Callable[[list[list[int]]], list[list[int]]], count: Callable[[], tuple]) -> Handle:
+    """Return what answers the requests of a peer that generates. `count`: tokens drafted and accepted so far."""
+    before = [0, 0]
+
     def handle(request: dict) -> dict:
+        if "count" in request:
+            found = zip(("drafted", "accepted"), count(), before, strict=True)
+            return {name: None if n is None else n - b for name, n, b in found}
+        turns = [[prompt] for prompt in request["prompts"]] if request.get("at_once") == 1 else [request["prompts"]]
         start = time.perf_counter()
-        outputs = generate(request["prompts"])
-        return {"outputs": outputs, "seconds": time.perf_counter() - start}
+        outputs = [output for turn in turns for output in generate(turn)]
+        seconds = time.perf_counter() - start
+        if request.get("warm_up"):
+            before[:] = [n or 0 for n in count()]
+        return {"outputs": outputs, "seconds": seconds}
 
     return handle
 
 
-def hf(
-    folder: str,
-    *,
-    device: str,
-    dtype: str,
-    threads: int,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    eos: list[int],
-    lookup: int | None = None,
-    exit_share: float | None = None,
-) -> tuple[str, Handle]:
-    """transformers' `generate` with its own cache; with prompt lookup of `lookup` tokens, or assisted by this share of its layers."""
+def open_hf(
+    folder: str, *, device: str, dtype: str, threads: int, max_tokens: int, temperature: float, seed: int, eos: list[int],
+    lookup: int | None = None, exit_share: float | None = None, our_drafts: dict | None = None,
+) -> Opened:  # fmt: skip
+    """transformers' `generate` with its own cache.
+
+    With prompt lookup of `lookup` tokens, or assisted by the share `exit_share` of its layers, or with our drafts (`our_drafts`: their
+    `datastore` and `depth`).
+    """
     import torch
     import transformers
 
@@ -49,57 +59,89 @@ def hf(
     options = {"max_new_tokens": max_tokens, "do_sample": temperature > 0, "eos_token_id": eos or None, "pad_token_id": 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    counted = (0, 0) if lookup is exit_share is None else (None, None)
+    helper = None
     if lookup is not None:
         options["prompt_lookup_num_tokens"] = lookup
     if exit_share is not None:
         options["assistant_early_exit"] = max(1, int(model.config.num_hidden_layers * exit_share))
+    if our_drafts is not None:
+        from ngramspec.integrations.transformers import assistant, generate
+
+        helper = assistant(model, **({} if our_drafts["depth"] is None else {"depth": our_drafts["depth"]}))
+        options |= {"custom_generate": generate, **({"datastore": our_drafts["datastore"]} if our_drafts["datastore"] else {})}
 
     def complete(prompt: list[int]) -> list[int]:
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=device)
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
-    return transformers.__version__, generating(lambda prompts: [complete(prompt) for prompt in prompts])
+    def count() -> tuple:
+        return counted if helper is None else (helper.stats.drafted, helper.stats.accepted)
+
+    return transformers.__version__, make_handle(lambda prompts: [complete(prompt) for prompt in prompts], count)
 
 
-def vllm(
-    folder: str, *, dtype: str, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], speculation: dict | None
-) -> tuple[str, Handle]:
-    """vLLM compiled, with its defaults. Its threads are set by the environment."""
+def open_vllm(
+    folder: str, *, dtype: str, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], speculation: dict | None,
+    **more: object,
+) -> Opened:  # fmt: skip
+    """vLLM compiled, with its defaults and `more` options of its own. Its threads are set by the environment."""
     import vllm
 
-    model = vllm.LLM(folder, dtype=dtype, max_model_len=max_len, speculative_config=speculation)
+    model = vllm.LLM(folder, dtype=dtype, max_model_len=max_len, speculative_config=speculation, **more)
     params = vllm.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None, stop_token_ids=eos)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         results = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(result.outputs[0].token_ids) for result in results]
 
-    return vllm.__version__, generating(generate)
+    def count() -> tuple:
+        found = {metric.name: int(metric.value) for metric in model.get_metrics() if hasattr(metric, "value")}
+        return tuple(found.get(f"vllm:spec_decode_num_{what}_tokens", 0) for what in ("draft", "accepted"))
+
+    return vllm.__version__, make_handle(generate, count)
 
 
-def llama(
-    gguf: str, *, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int] | None, lookup: int | None
-) -> tuple[str, Handle]:
-    """llama.cpp through llama-cpp-python, with its prompt lookup of `lookup` tokens or without. Nothing is kept between prompts.
+def open_llama(
+    gguf: str, *, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int] | None,
+    lookup: int | None = None, our_drafts: dict | None = None,
+) -> Opened:  # fmt: skip
+    """llama.cpp through llama-cpp-python. Nothing is kept between prompts.
 
-    `eos` None: texts end at the end-of-generation tokens that llama.cpp finds in the file. Two further requests: `{"eog": true}` ->
-    `{"eog": [ids]}`, those tokens, and `{"tokenize": [texts]}` -> `{"ids": [[ids], ...]}`, with control tokens parsed.
+    With its prompt lookup of `lookup` tokens, or with our drafts (`our_drafts`: their `tokenizer`, `datastore` and `depth`). `eos` None:
+    texts end at the end-of-generation tokens that llama.cpp finds in the file. Two further requests: `{"eog": true}` -> `{"eog": [ids]}`,
+    those tokens, and `{"tokenize": [texts]}` -> `{"ids": [[ids], ...]}`, with control tokens parsed.
     """
     import llama_cpp
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    drafts = None if lookup is None else LlamaPromptLookupDecoding(num_pred_tokens=lookup)
-    n_batch = max_len  # it keeps logits for so many tokens only, and with drafts it wants them of all
     model = llama_cpp.Llama(
-        gguf, n_ctx=max_len, n_batch=n_batch, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=drafts, verbose=False
+        gguf,
+        n_ctx=max_len,
+        n_batch=max_len,  # it keeps logits for so many tokens only, and with drafts it wants them of all
+        n_threads=threads,
+        n_threads_batch=threads,
+        seed=seed,
+        draft_model=None if lookup is None else LlamaPromptLookupDecoding(num_pred_tokens=lookup),
+        verbose=False,
     )
+    draft = None
+    if our_drafts is not None:
+        from tokenizers import Tokenizer
 
-    def end_tokens() -> list[int]:
+        from ngramspec.integrations.llama_cpp import Draft
+
+        depth = {} if our_drafts["depth"] is None else {"depth": our_drafts["depth"]}
+        tokenizer = Tokenizer.from_file(f"{our_drafts['tokenizer']}/tokenizer.json")
+        draft = Draft(tokenizer=tokenizer, datastore=our_drafts["datastore"] or (), **depth)
+        draft.attach(model)
+
+    def find_end_tokens() -> list[int]:
         vocab = llama_cpp.llama_model_get_vocab(model.model)
         return [token for token in range(model.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
-    ends = set(end_tokens() if eos is None else eos)
+    ends = set(find_end_tokens() if eos is None else eos)
 
     def complete(prompt: list[int]) -> list[int]:
         model.reset()
@@ -110,11 +152,16 @@ def llama(
                 break
         return output
 
-    generate = generating(lambda prompts: [complete(prompt) for prompt in prompts])
+    def count() -> tuple:
+        if draft is not None:
+            return draft.stats.drafted, draft.stats.accepted
+        return (0, 0) if lookup is None else (None, None)
+
+    generate = make_handle(lambda prompts: [complete(prompt) for prompt in prompts], count)
 
     def handle(request: dict) -> dict:
         if "eog" in request:
-            return {"eog": end_tokens()}
+            return {"eog": find_end_tokens()}
         if "tokenize" in request:
             return {"ids": [model.tokenize(text.encode(), add_bos=True, special=True) for text in request["tokenize"]]}
         return generate(request)
@@ -122,10 +169,10 @@ def llama(
     return llama_cpp.__version__, handle
 
 
-def passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = False) -> tuple[str, Handle]:
-    """llama.cpp's passes by themselves, through llama-cpp-python's `eval`, 512 tokens at most in each. Requests:
+def open_passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = False) -> Opened:
+    """llama.cpp's passes by themselves through llama-cpp-python's `eval`, 512 tokens at most in each. Requests:
 
-    `{"rows": [n, ...], "context": c, "prefill": p}` -> `{"rows": {n: ms}, "prefill": ms}`: a pass of each of these row counts behind c
+    `{"rows": [n, ...], "context": c, "prefill": p}` -> `{"rows": {n: ms}, "prefill": ms}`: a pass of each of these row counts after c
     tokens, and one over p tokens without any. Logits of the last row alone, which is the least that it can do.
     `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` -> `{}` when so many others are.
     `{"ids": [...], "first": f, "file": path}` -> `{"vocab": v}`: the logits after each token from f on, in a file of float32 [n - f, v].
@@ -140,7 +187,7 @@ def passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = False) 
     streams = {}
 
     def evaluate(start: int, end: int) -> float:
-        """Milliseconds of the tokens from `start` on, behind those before it; what came after them is forgotten."""
+        """Milliseconds of the tokens from `start` on, after those before it; what came later is forgotten."""
         model.n_tokens = start
         began = time.perf_counter()
         model.eval(some[start:end])
@@ -173,7 +220,7 @@ def passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = False) 
     return llama_cpp.__version__, handle
 
 
-def ours(name: str, **settings: object) -> tuple[str, Handle]:
+def open_ours(name: str, **settings: object) -> Opened:
     """The engine, opened as `ngramspec complete` opens it, with what that imports. Requests:
 
     `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` when so many others are, or the text has ended ->
@@ -188,7 +235,7 @@ def ours(name: str, **settings: object) -> tuple[str, Handle]:
     engine = open_engine(name, **settings)
     streams = {}
 
-    def kv_bytes() -> int:
+    def count_kv_bytes() -> int:
         pool = engine.runner.pool
         used = int(np.count_nonzero([block.any() for block in pool.values[0]]))
         return sum(layer[0].nbytes for layer in (*pool.keys, *pool.values)) * used
@@ -202,146 +249,9 @@ def ours(name: str, **settings: object) -> tuple[str, Handle]:
         n_tokens = 0
         while n_tokens < request["more"] and (piece := next(streams["pieces"], None)) is not None:
             n_tokens += len(piece.token_ids)
-        return {"kv_bytes": kv_bytes(), "props": engine.props()}
+        return {"kv_bytes": count_kv_bytes(), "props": engine.props()}
 
     return ngramspec.__version__, handle
-
-
-def guest(model: str, *, host: str, mode: str, **settings: object) -> tuple[str, Handle]:
-    """A host with none, its own or our drafts. Requests:
-
-    `{"prompts": [[ids], ...]}` -> `{"outputs", "seconds"}`; with `"warm_up": true` it counts for nothing, with `"at_once": 1` one prompt
-    begins when the one before has ended.
-    `{"count": true}` -> `{"drafted", "accepted"}`: tokens since the warm-up, null where the host does not say.
-    """
-    version, generate, counts = {"vllm": _guest_vllm, "transformers": _guest_transformers, "llama_cpp": _guest_llama}[host](
-        model, mode=mode, **settings
-    )
-    before = [0, 0]
-
-    def handle(request: dict) -> dict:
-        if "count" in request:
-            found = counts()
-            return {name: None if n is None else n - b for name, n, b in zip(("drafted", "accepted"), found, before, strict=True)}
-        turns = [[prompt] for prompt in request["prompts"]] if request.get("at_once") == 1 else [request["prompts"]]
-        start = time.perf_counter()
-        outputs = [output for turn in turns for output in generate(turn)]
-        seconds = time.perf_counter() - start
-        if request.get("warm_up"):
-            before[:] = [n or 0 for n in counts()]
-        return {"outputs": outputs, "seconds": seconds}
-
-    return version, handle
-
-
-def _guest_vllm(
-    folder: str, *, mode: str, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], max_seqs: int,
-    datastore: str | None, depth: int | None, **_: object,
-) -> tuple:  # fmt: skip
-    import vllm
-
-    speculation = {
-        "none": None,
-        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
-        "suffix": {"method": "suffix"},
-        "ngramspec": {"method": "custom_class", "model": "ngramspec.integrations.vllm.Proposer", "num_speculative_tokens": depth or 12},
-    }[mode]
-    more = {"additional_config": {"ngramspec": {"datastore": datastore}}} if datastore and mode == "ngramspec" else {}
-    model = vllm.LLM(
-        folder,
-        dtype="float32",
-        max_model_len=max_len,
-        speculative_config=speculation,
-        max_num_seqs=max_seqs,
-        disable_log_stats=False,
-        **more,
-    )
-    params = vllm.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None, stop_token_ids=eos)
-
-    def generate(prompts: list[list[int]]) -> list[list[int]]:
-        results = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(result.outputs[0].token_ids) for result in results]
-
-    def counts() -> tuple[int, int]:
-        found = {metric.name: int(metric.value) for metric in model.get_metrics() if hasattr(metric, "value")}
-        return found.get("vllm:spec_decode_num_draft_tokens", 0), found.get("vllm:spec_decode_num_accepted_tokens", 0)
-
-    return vllm.__version__, generate, counts
-
-
-def _guest_transformers(
-    folder: str, *, mode: str, threads: int, max_tokens: int, temperature: float, seed: int, eos: list[int], datastore: str | None,
-    depth: int | None, **_: object,
-) -> tuple:  # fmt: skip
-    import torch
-    import transformers
-
-    torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    options = {"max_new_tokens": max_tokens, "do_sample": temperature > 0, "eos_token_id": eos or None, "pad_token_id": 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    helper = None
-    if mode == "prompt_lookup":
-        options["prompt_lookup_num_tokens"] = 10
-    elif mode == "ngramspec":
-        from ngramspec.integrations.transformers import assistant, generate
-
-        helper = assistant(model, **({} if depth is None else {"depth": depth}))
-        options |= {"custom_generate": generate, **({"datastore": datastore} if datastore else {})}
-
-    def complete(prompt: list[int]) -> list[int]:
-        torch.manual_seed(seed)
-        ids = torch.tensor([prompt])
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-
-    def counts() -> tuple:
-        if mode == "none":
-            return 0, 0
-        return (None, None) if helper is None else (helper.stats.drafted, helper.stats.accepted)
-
-    return transformers.__version__, lambda prompts: [complete(prompt) for prompt in prompts], counts
-
-
-def _guest_llama(
-    gguf: str, *, mode: str, tokenizer: str, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int],
-    datastore: str | None, depth: int | None, **_: object,
-) -> tuple:  # fmt: skip
-    import llama_cpp
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-    drafts = None
-    if mode == "prompt_lookup":
-        drafts = LlamaPromptLookupDecoding(num_pred_tokens=10)
-    elif mode == "ngramspec":
-        from tokenizers import Tokenizer
-
-        from ngramspec.integrations.llama_cpp import Draft
-
-        more = {} if depth is None else {"depth": depth}
-        drafts = Draft(tokenizer=Tokenizer.from_file(f"{tokenizer}/tokenizer.json"), datastore=datastore or (), **more)
-    own = None if mode == "ngramspec" else drafts
-    model = llama_cpp.Llama(
-        gguf, n_ctx=max_len, n_batch=max_len, n_threads=threads, n_threads_batch=threads, seed=seed, draft_model=own, verbose=False
-    )
-    if mode == "ngramspec":
-        drafts.attach(model)
-
-    def complete(prompt: list[int]) -> list[int]:
-        model.reset()
-        output: list[int] = []
-        for token in model.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
-            output.append(token)
-            if token in eos or len(output) == max_tokens:
-                break
-        return output
-
-    def counts() -> tuple:
-        if mode == "none":
-            return 0, 0
-        return (drafts.stats.drafted, drafts.stats.accepted) if mode == "ngramspec" else (None, None)
-
-    return llama_cpp.__version__, lambda prompts: [complete(prompt) for prompt in prompts], counts
 
 
 def main(kind: str, model: str, settings: str) -> None:
@@ -351,7 +261,7 @@ def main(kind: str, model: str, settings: str) -> None:
     def answer(**message: object) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    kinds = {"hf": hf, "vllm": vllm, "llama": llama, "passes": passes, "ours": ours, "guest": guest}
+    kinds = {"hf": open_hf, "vllm": open_vllm, "llama": open_llama, "passes": open_passes, "ours": open_ours}
     version, handle = kinds[kind](model, **json.loads(settings))
     answer(version=version)
     for line in sys.stdin:

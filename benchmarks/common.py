@@ -1,6 +1,6 @@
-"""What the benchmarks share: options, prompts from files, measures in turns, results kept on disk, the machine in words, the last line.
+"""What all benchmarks share: options, prompts, measuring in turns, results kept on disk, and the document at the end.
 
-A JSONL row or a seed enters, token ids leave. Knows tokenizers, nothing of engines or peers.
+Command lines and JSONL rows enter; token ids, tables and JSON documents leave. Knows tokenizers, nothing of peers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import torch
 import ngramspec
 from ngramspec.outputs import Completion
 
+# Cost of a row as a share of a pass: a large GPU, a CPU of two cores.
 SLOPES = {"flat": 0.005, "steep": 0.04}
-"""Cost of a row as a share of a pass: a large GPU, a CPU of two cores."""
-PACKAGES = ("torch", "transformers", "numpy", "numba")
+PACKAGES = ("torch", "transformers", "numpy", "numba")  # whose versions a document names
 DTYPES = ("float32", "bfloat16", "float16")
 PRECISIONS = ("auto", "int8", "float32")
 T = TypeVar("T")
@@ -44,16 +44,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a contender is given."""
+    """A prompt that contenders are given."""
 
     name: str
     ids: list[int]
     output: list[int] | None = None
-    """What is to be written, where that is known."""
+    """The output that is to be written, if that is known."""
 
 
-class Words:
-    """Stands in for a tokenizer where there is none: a word, a run of blanks or a sign is a token, its id a hash. Nothing decodes it."""
+class WordTokenizer:
+    """Stands in for a missing tokenizer: a word, a run of blanks or a sign is a token, its id a hash. Nothing decodes it."""
 
     all_special_ids: tuple[int, ...] = ()
     chat_template = "words"
@@ -77,8 +77,8 @@ class Words:
         return [" ".join(map(str, ids)) for ids in batch]
 
 
-def model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """`--model` or `--random-weights`, either as `args.model`, where it runs, and how. See `settle_dtype` and `engine_options`."""
+def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add `--model` or `--random-weights`, either as `args.model`, and how it runs. See `settle_dtype` and `get_engine_options`."""
     from ngramspec.models.shapes import PREFIX, SHAPES
 
     model = parser.add_mutually_exclusive_group(required=required)
@@ -90,64 +90,64 @@ def model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> 
         metavar="CONFIG",
         help=f"random weights in the shape of {', '.join(SHAPES)}, or of a config.json",
     )
-    parser.add_argument("--device", type=device, default="cpu", metavar="cpu|cuda:N")
+    parser.add_argument("--device", type=parse_device, default="cpu", metavar="cpu|cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32 on the CPU, bfloat16 on CUDA")
-    parser.add_argument("--threads", type=positive, metavar="N", help="of everybody; default all cores")
+    parser.add_argument("--threads", type=parse_positive, metavar="N", help="of everybody; default all cores")
     text = "of products with quantised weights; auto, the default: int8 where weights were quantised in blocks"
     parser.add_argument("--precision", choices=PRECISIONS, default="auto", help=text)
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `model_options` says to an engine beside its model."""
+def get_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what `add_model_options` says to an engine beside its model."""
     options = {name: getattr(args, name) for name in ("device", "dtype", "threads")}
     return options if args.precision == "auto" else options | {"precision": args.precision}
 
 
-def linears_option(parser: argparse.ArgumentParser) -> None:
+def add_linears_option(parser: argparse.ArgumentParser) -> None:
     choices = ("exact", "unpacked", "vendor")
     parser.add_argument("--linears", choices=choices, default="exact", help="unpacked: keep weights as float32; vendor: not exact, on CUDA")
 
 
-def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Of `python -m benchmarks.NAME`, described by the first line of its module."""
+def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `python -m benchmarks.NAME`, described by the first line of its module."""
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n")[0])
 
 
-# What a command line may say, for argparse's `type`. They raise argparse.ArgumentTypeError.
+# Values of a command line, for argparse's `type`. They raise argparse.ArgumentTypeError.
 
 
-def device(text: str) -> str:
+def parse_device(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
     return "cuda:0" if text == "cuda" else text
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
     return int(text)
 
 
-def counts(text: str) -> list[int]:
-    """Positive integers and ranges of them (1,4,8-12) with commas between, in their order of size."""
+def parse_counts(text: str) -> list[int]:
+    """Parse positive integers and ranges of them (1,4,8-12) with commas between, and sort them."""
     found = set[int]()
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        span = range(positive(first), positive(last if dash else first) + 1)
+        span = range(parse_positive(first), parse_positive(last if dash else first) + 1)
         if not span:
             raise argparse.ArgumentTypeError(f"a range rises, got {part!r}")
         found.update(span)
     return sorted(found)
 
 
-def file(text: str) -> Path:
+def parse_file(text: str) -> Path:
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     return Path(text)
 
 
-def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Names with commas between, each once, in the order given."""
+def make_name_parser(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a function that parses names with commas between, each once, in the order given."""
 
     def choose(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
@@ -158,18 +158,25 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return choose
 
 
+def parse_floats(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from error
+
+
 def settle_dtype(device: str, dtype: str | None) -> str:
     return dtype or ("bfloat16" if device.startswith("cuda") else "float32")
 
 
 def wait_for(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has done what it was given."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a JSONL file, in its order. A row has `prompt` (text or token ids) or `messages`, of which the first turn counts.
+    """Read the prompts of a JSONL file, in its order. A row has `prompt` (text or token ids) or `messages`, of which the first turn counts.
 
     Raises ValueError for a row that has neither, naming it.
     """
@@ -185,9 +192,17 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[P
     return prompts
 
 
-def spread(prompts: list[Prompt], n: int) -> list[Prompt]:
-    """n of them, evenly over all: a file may be sorted by what it asks for."""
-    return prompts if n >= len(prompts) else [prompts[i * len(prompts) // n] for i in range(n)]
+def pick_evenly(items: list[T], n: int) -> list[T]:
+    """Return n of them, evenly over all: a file may be sorted by what it asks for."""
+    return items if n >= len(items) else [items[i * len(items) // n] for i in range(n)]
+
+
+def pick_fitting(prompts: list[Prompt], max_tokens: int, max_model_len: int) -> list[Prompt]:
+    """Return the prompts that the model can hold with their output. Raises SystemExit if there are none."""
+    found = [prompt for prompt in prompts if len(prompt.ids) + max_tokens <= max_model_len]
+    if not found:
+        raise SystemExit(f"no prompt leaves room for {max_tokens} tokens within the model's {max_model_len}")
+    return found
 
 
 def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
@@ -196,13 +211,13 @@ def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
         raise ValueError(f"{where}: a row must have `prompt` (text or token ids) or `messages`")
     name = str(row.get("id", where))
     if row.get("messages"):
-        return Prompt(name, encode_chat(first_turn(row["messages"]), tokenizer))
+        return Prompt(name, encode_chat(get_first_turn(row["messages"]), tokenizer))
     prompt = row["prompt"]
     return Prompt(name, list(prompt) if isinstance(prompt, list) else tokenizer(prompt)["input_ids"])
 
 
-def first_turn(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Messages up to and with the user's first, role and content only."""
+def get_first_turn(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the messages up to and with the user's first, role and content only."""
     turn = []
     for message in messages:
         turn.append({"role": message["role"], "content": str(message.get("content") or "")})
@@ -212,13 +227,13 @@ def first_turn(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def encode_chat(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
-    """Token ids of a conversation that waits for the assistant. Raises ValueError where the model has no chat template."""
+    """Return the token ids of a conversation that waits for the assistant. Raises ValueError if the model has no chat template."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def library_prompts(tokenizer: Any) -> list[Prompt]:
-    """Without a file of prompts: the standard library's functions to be completed and, where the model chats, to be edited."""
+def make_library_prompts(tokenizer: Any) -> list[Prompt]:
+    """Make prompts without a file: functions of the standard library to be completed and, if the model chats, to be edited."""
     prompts = []
     for function in (textwrap.shorten, heapq.merge, shutil.which, fnmatch.filter):
         source = inspect.getsource(function)
@@ -232,15 +247,15 @@ def library_prompts(tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
-def candidates(completion: Completion) -> dict[str, list[list[Any]]]:
-    """The model's most likely tokens at each token of an output, and their log-probabilities, most likely first."""
+def get_candidates(completion: Completion) -> dict[str, list[list[Any]]]:
+    """Return the model's most likely tokens at each token of an output and their log-probabilities, most likely first."""
     top = [each.top for each in completion.choices[0].logprobs or ()]
     ids = [[token for token, _ in row] for row in top]
     return {"top_ids": ids, "top_logprobs": [[round(logprob, 3) for _, logprob in row] for row in top]}
 
 
-def random_prompts(tokenizer: Any, count: int, seed: int = 0, length: int = 200) -> list[Prompt]:
-    """Prompts of `length` different random words: text that never repeats."""
+def make_random_prompts(tokenizer: Any, count: int, seed: int = 0, length: int = 200) -> list[Prompt]:
+    """Make prompts of `length` different random words: text that never repeats."""
     ids = sorted(set(tokenizer.get_vocab().values()))
     special = set(tokenizer.all_special_ids)
     pieces = [(i, piece) for i, piece in zip(ids, tokenizer.batch_decode([[i] for i in ids]), strict=True) if i not in special]
@@ -249,17 +264,17 @@ def random_prompts(tokenizer: Any, count: int, seed: int = 0, length: int = 200)
     return [Prompt(f"random/{n}", rng.sample(words, min(length, len(words)))) for n in range(count)]
 
 
-def turns(contenders: list[str], count: int) -> Iterator[list[str]]:
-    """The order of the contenders in each of `count` rounds: each comes first in its turn."""
+def order_turns(contenders: list[str], count: int) -> Iterator[list[str]]:
+    """Yield the order of the contenders in each of `count` rounds: each comes first in its turn."""
     for n in range(count):
         shift = n % len(contenders)
         yield contenders[shift:] + contenders[:shift]
 
 
-def in_turns(measures: Mapping[str, Callable[[], T]], repeat: int, warm_up: int = 1) -> dict[str, list[T]]:
-    """What `repeat` calls of each measure return, one of each a round, after rounds that do not count."""
+def run_in_turns(measures: Mapping[str, Callable[[], T]], repeat: int, warm_up: int = 1) -> dict[str, list[T]]:
+    """Return what `repeat` calls of each measure return, one of each a round, after rounds that do not count."""
     results: dict[str, list[T]] = {name: [] for name in measures}
-    for n, order in enumerate(turns(list(measures), repeat + warm_up), 1 - warm_up):
+    for n, order in enumerate(order_turns(list(measures), repeat + warm_up), 1 - warm_up):
         for name in order:
             value = measures[name]()
             if n > 0:
@@ -268,12 +283,12 @@ def in_turns(measures: Mapping[str, Callable[[], T]], repeat: int, warm_up: int 
     return results
 
 
-def interleaved_medians(measures: Mapping[str, Callable[[], float]], repeat: int) -> dict[str, float]:
-    return {name: statistics.median(values) for name, values in in_turns(measures, repeat).items()}
+def measure_medians(measures: Mapping[str, Callable[[], float]], repeat: int) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in run_in_turns(measures, repeat).items()}
 
 
-def timed(work: Callable[[], object], device: str = "cpu") -> float:
-    """Milliseconds until the work is done, on the device too."""
+def time_ms(work: Callable[[], object], device: str = "cpu") -> float:
+    """Return the milliseconds until the work is done, on the device too."""
     wait_for(device)
     start = time.perf_counter()
     work()
@@ -281,70 +296,70 @@ def timed(work: Callable[[], object], device: str = "cpu") -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-class Kept:
+class ResultLog:
     """Results by the settings that they depend on, in a file that each is appended to: a later call goes on from there."""
 
     def __init__(self, path: Path | None, *, fresh: bool = False) -> None:
-        """`path` None: kept in memory alone. A line that was not finished goes."""
+        """Read what is there; a line that was not finished goes. `path` None: results are kept in memory alone."""
         self.path, self.known = path, dict[str, Any]()
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() and not fresh else b""
         for row in map(json.loads, whole.splitlines()):
-            self.known[_name(row["key"])] = row
+            self.known[_to_name(row["key"])] = row
         path.write_bytes(whole + b"\n" if whole else b"")
 
     def get(self, key: dict[str, Any]) -> Any:
-        """The row with this key, None where there is none."""
-        return self.known.get(_name(key))
+        """Return the row with this key, None if there is none."""
+        return self.known.get(_to_name(key))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Its key is `row["key"]`."""
-        self.known[_name(row["key"])] = row
+        """Append a row, whose key is `row["key"]`."""
+        self.known[_to_name(row["key"])] = row
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
 
-def _name(key: dict[str, Any]) -> str:
+def _to_name(key: dict[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def digest(outputs: Iterable[list[int]]) -> str:
-    """Names a list of outputs, so that runs can be compared."""
+def hash_outputs(outputs: Iterable[list[int]]) -> str:
+    """Return a name of a list of outputs, so that runs can be compared."""
     return hashlib.sha256(json.dumps(list(outputs)).encode()).hexdigest()[:16]
 
 
-def device_name(device: str) -> str:
+def get_device_to_name(device: str) -> str:
     if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.get_device_to_name(device)
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: *(.*)", info.read_text(), re.MULTILINE) if info.exists() else []
     isa = torch.backends.cpu.get_cpu_capability()
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores, {isa}"
 
 
-def environment(device: str, threads: int) -> dict[str, Any]:
-    """The machine and what runs on it, for the JSON document."""
+def describe_machine(device: str, threads: int) -> dict[str, Any]:
+    """Return the machine and the versions of what runs on it, for the JSON document."""
     versions = {"python": platform.python_version(), "ngramspec": ngramspec.__version__}
     versions |= {package: importlib.metadata.version(package) for package in PACKAGES}
     if device.startswith("cuda"):
-        versions |= {"triton": importlib.metadata.version("triton"), "cuda": str(torch.version.cuda), "driver": driver_version()}
-    return {"device": device_name(device), "threads": threads, "platform": platform.platform(), "versions": versions}
+        versions |= {"triton": importlib.metadata.version("triton"), "cuda": str(torch.version.cuda), "driver": read_driver_version()}
+    return {"device": get_device_to_name(device), "threads": threads, "platform": platform.platform(), "versions": versions}
 
 
-def driver_version() -> str:
-    """NVIDIA's driver, "unknown" where nvidia-smi does not say."""
+def read_driver_version() -> str:
+    """Return the version of NVIDIA's driver, "unknown" if nvidia-smi does not say."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        asked = ["nvidia-smi", "--query-gpu=read_driver_version", "--format=csv,noheader"]
         return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"
 
 
 def print_table(header: list[str], rows: list[list[Any]]) -> None:
-    """First column to the left, the others to the right; None is a dash."""
+    """Print the first column to the left, the others to the right; None is a dash."""
     cells = [header] + [["–" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -352,10 +367,10 @@ def print_table(header: list[str], rows: list[list[Any]]) -> None:
 
 
 def print_document(document: dict[str, Any]) -> None:
-    """The last line: one JSON document."""
+    """Print the last line: one JSON document."""
     print(json.dumps(document, ensure_ascii=False), flush=True)
 
 
 def say(message: str) -> None:
-    """Progress."""
+    """Print progress, to standard error."""
     print(message, file=sys.stderr, flush=True)

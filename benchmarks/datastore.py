@@ -56,20 +56,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.store is None:
             args.store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         document = args.run(args)
-    common.print_document({"program": f"datastore {args.command}", **document, **common.environment("cpu", 1)})
+    common.print_document({"program": f"datastore {args.command}", **document, **common.describe_machine("cpu", 1)})
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("datastore", __doc__)
+    parser = common.make_parser("datastore", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run in COMMANDS.items():
         command = commands.add_parser(name, help=(run.__doc__ or "").split("\n")[0])
         command.set_defaults(run=run)
         command.add_argument("--store", type=Path, help="made where there is none; default a temporary one")
         command.add_argument("--corpus", type=Path, default=Path("corpus.npz"), metavar="FILE.npz", help="made where there is none")
-        command.add_argument("--tokens", type=common.positive, default=50_000_000, metavar="N", help="of the store")
+        command.add_argument("--tokens", type=common.parse_positive, default=50_000_000, metavar="N", help="of the store")
         command.add_argument("--model", default="smollm2", help="whose tokenizer makes the corpus")
-        command.add_argument("--repeat", type=common.positive, default=25, metavar="N")
+        command.add_argument("--repeat", type=common.parse_positive, default=25, metavar="N")
     datastore_writing.add_commands(commands)
     return parser.parse_args(argv)
 
@@ -86,9 +86,9 @@ def run_open(args: argparse.Namespace) -> dict[str, Any]:
         "print(timed(lambda: Datastore.open(sys.argv[1])))"
     )
     times = {
-        "mapped": [common.timed(lambda: Datastore.open(args.store)) for _ in range(args.repeat)],
-        "copied": [common.timed(lambda: Datastore.open(args.store, copy=True)) for _ in range(3)],
-        "refresh": [common.timed(Datastore.open(args.store).refresh) for _ in range(args.repeat)],
+        "mapped": [common.time_ms(lambda: Datastore.open(args.store)) for _ in range(args.repeat)],
+        "copied": [common.time_ms(lambda: Datastore.open(args.store, copy=True)) for _ in range(3)],
+        "refresh": [common.time_ms(Datastore.open(args.store).refresh) for _ in range(args.repeat)],
         "mapped, first of a process": [float(subprocess.check_output([sys.executable, "-c", code, args.store])) for _ in range(3)],
     }
     rows = [[name, statistics.median(t), max(t)] for name, t in times.items()]
@@ -170,7 +170,7 @@ def measure_lookups(store: Datastore, corpus: Corpus, first: int, last: int, fol
                     call = matcher.propose if name == "propose" else partial(propose_batch, matcher.work)
                     for b in range(8):
                         some = (slots[b : b + 1], contexts[b : b + 1], fresh[b : b + 1])
-                        found[name].append(common.timed(lambda call=call, some=some: call(*some)) * 1e3)
+                        found[name].append(common.time_ms(lambda call=call, some=some: call(*some)) * 1e3)
                 appended = group.advance(name == "batch")
                 if name == "batch":
                     found["right"].append(appended.mean() - 1)

@@ -52,17 +52,19 @@ def add_commands(commands: Any) -> None:
         command = commands.add_parser(name, help=(run.__doc__ or "").split("\n")[0])
         command.set_defaults(run=run, store=Path())
         if name == "crash":
-            command.add_argument("--moments", type=common.positive, default=200, metavar="N")
+            command.add_argument("--moments", type=common.parse_positive, default=200, metavar="N")
             command.add_argument("--seed", type=int, default=0)
             continue
         command.add_argument("--model", default="smollm2", help="whose tokenizer is used")
         command.add_argument("--paths", type=Path, nargs="+", default=[Path(sysconfig.get_paths()["purelib"])], help="where the text is")
-        command.add_argument("--repeat", type=common.positive, default=1 if name == "build" else 5, metavar="N")
+        command.add_argument("--repeat", type=common.parse_positive, default=1 if name == "build" else 5, metavar="N")
         if name == "build":
-            command.add_argument("--megabytes", type=common.positive, default=110, metavar="N", help="of text")
+            command.add_argument("--megabytes", type=common.parse_positive, default=110, metavar="N", help="of text")
         else:
-            command.add_argument("--files", type=common.positive, default=10_000, metavar="N", help="of the store, the smallest there are")
-            command.add_argument("--changed", type=common.positive, default=10, metavar="N", help="files changed each time")
+            command.add_argument(
+                "--files", type=common.parse_positive, default=10_000, metavar="N", help="of the store, the smallest there are"
+            )
+            command.add_argument("--changed", type=common.parse_positive, default=10, metavar="N", help="files changed each time")
 
 
 def run_build(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
             "sorting": lambda: sort_suffixes(tokens, suffix_width(len(tokens))),
             "build": whole,
         }
-        times = common.in_turns({name: partial(common.timed, work) for name, work in works.items()}, args.repeat, warm_up=0)
+        times = common.run_in_turns({name: partial(common.time_ms, work) for name, work in works.items()}, args.repeat, warm_up=0)
     seconds = {name: statistics.median(values) / 1e3 for name, values in times.items()}
     ratio = seconds["build"] / (seconds["tokenizing"] + seconds["sorting"])
     summary = last["summary"]
@@ -140,7 +142,7 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
         merged = Datastore.open(store).info()["segments"]
         change()
         command = [sys.executable, "-m", "ngramspec", "build-datastore", "-u", "-q", "-o", store]
-        by_command = common.timed(lambda: subprocess.run(command, check=True)) / 1e3
+        by_command = common.time_ms(lambda: subprocess.run(command, check=True)) / 1e3
         refreshes = watch_latencies(store, tokenizer, args.model, files, args.repeat)
     rows = [["update", statistics.median(here), max(here)], ["by the command", by_command, by_command]]
     rows.append(["from saving a file to a reader that has it", statistics.median(refreshes), max(refreshes)])

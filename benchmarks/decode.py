@@ -14,9 +14,9 @@ peer, the same tokens as with speculation off. Progress goes to standard error, 
 With `--trace` a recording is replayed ("replayed": true): every pass runs, and the text is that of the recorded outputs, whatever the
 model would have written. So a model of random weights shows the time, and a real model's text what drafts are worth.
 
-With `--identity` nothing is timed: every prompt is completed in every mode, speculation off or on,
-as many prompts at a time as the mode says, and the first mode is what the others are compared with. `--log` keeps each text's digest as it
-is done, and a later call goes on from there. The exit status is 1 where a text differs.
+With `--identity` nothing is timed: every prompt is completed in every mode, speculation off or on, as many prompts at a time as the mode
+says, and the first mode is what the others are compared with. `--log` keeps each text's digest as it is done, and a later call goes on from
+there. The exit status is 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import Prompt, say
-from benchmarks.ours import FixedCost, FixedLength, Ours, described, gguf_files, total
-from benchmarks.peers import LOCAL_VLLM, NAMES, Contender, Peer, PeerAbsentError, Run, Task, llama_python_option, open_peer
-from benchmarks.recorded import Recital, recorded_prompts
+from benchmarks.our_engine import FixedCost, FixedLength, OurEngine, add_stats, describe_engine, find_gguf_files
+from benchmarks.peers import LOCAL_VLLM, NAMES, Contender, Peer, PeerAbsentError, PeerTask, TimedRun, add_llama_python_option, open_peer
+from benchmarks.recordings import Recital, read_recorded_prompts
 from ngramspec import Engine, SamplingParams
 from ngramspec.datastore.format import MANIFEST
 from ngramspec.models.loader import load_model, load_tokenizer
 
+# Options that the document repeats.
 SETTINGS = (
     "limit",
     "max_tokens",
@@ -58,6 +59,7 @@ SETTINGS = (
     "tokenizer",
     "precision",
 )
+MAX_SEQS = 64  # of an engine, or more if --concurrency wants it
 
 
 class Mode(NamedTuple):
@@ -71,17 +73,17 @@ class Mode(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
+    args = parse_args(argv)
     with open_engine(args) as engine:
-        document = identity(engine, args) if args.identity else measure(engine, args)
-    (show_identity if args.identity else show)(document)
+        document = compare_texts(engine, args) if args.identity else measure(engine, args)
+    (print_identity if args.identity else print_figures)(document)
     common.print_document(document)
     if args.identity and not document["identical"]:
         sys.exit(1)
 
 
 def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
-    """An engine for `measure`. Raises what `Engine` raises."""
+    """Open an engine for `measure`. Raises what `Engine` raises."""
     if args.spec_rows:
         options["spec_rows"] = args.spec_rows
     if args.no_answers:
@@ -90,37 +92,37 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
         args.model,
         tokenizer=None if args.tokenizer is None else load_tokenizer(args.tokenizer),
         linears=args.linears,
-        max_seqs=max(64, args.concurrency),
+        max_seqs=max(MAX_SEQS, args.concurrency),
         datastore=args.datastore,
         recycle=not args.no_recycle,
         progress=say,
-        **common.engine_options(args),
+        **common.get_engine_options(args),
         **options,
     )
 
 
-def params_of(args: argparse.Namespace) -> SamplingParams:
+def make_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON document of a comparison on this engine, which `open_engine` opened."""
+    """Return the JSON document of a comparison on this engine, which `open_engine` opened."""
     if args.cost != "measured":
         engine.use(cost=FixedCost(common.SLOPES[args.cost], engine.cost.max_rows))
-    params = params_of(args)
+    params = make_params(args)
     prompts, skipped = choose_prompts(args, engine)
     by_prompt: Any = params
     if args.trace:
         recital = Recital(prompts)
         engine.use(acceptance=recital)
         by_prompt = partial(recital.params, params)
-    contenders: dict[str, Contender] = {"off": Ours(engine, by_prompt, False), "on": Ours(engine, by_prompt)}
+    contenders: dict[str, Contender] = {"off": OurEngine(engine, by_prompt, False), "on": OurEngine(engine, by_prompt)}
     for length in args.fixed_length:
-        drafts = FixedLength(length, vocab_size=engine.vocab_size, max_seqs=max(64, args.concurrency))
-        contenders[f"fixed {length}"] = Ours(engine, by_prompt, speculator=drafts)
+        drafts = FixedLength(length, vocab_size=engine.vocab_size, max_seqs=max(MAX_SEQS, args.concurrency))
+        contenders[f"fixed {length}"] = OurEngine(engine, by_prompt, speculator=drafts)
     absent: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        task = peers_task(args, engine, params, max(len(prompt.ids) for prompt in prompts), stack) if args.against else None
+        task = make_peer_task(args, engine, params, max(len(prompt.ids) for prompt in prompts), stack) if args.against else None
         for name in args.against:
             say(f"starting {name}")
             try:
@@ -136,33 +138,33 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         "prompts": len(prompts),
         "skipped": skipped,
         "replayed": bool(args.trace),
-        **figures(runs, absent, sampled=args.temperature > 0),
+        **make_figures(runs, absent, sampled=args.temperature > 0),
         "settings": {
             "prompts": (args.trace.name or "library") if args.trace else source,
             **{name: getattr(args, name) for name in SETTINGS},
             "datastore": [Path(path).name for path in args.datastore],
         },
-        **described(engine),
-        **common.environment(args.device, engine.threads),
+        **describe_engine(engine),
+        **common.describe_machine(args.device, engine.threads),
     }
     document["versions"] |= {name: peer.version for name, peer in contenders.items() if isinstance(peer, Peer)}
     return document
 
 
-def identity(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON document of a comparison of texts in every mode."""
-    log, first, result, n_tokens = common.Kept(args.log), str(args.modes[0]), dict[str, Any](), 0
+def compare_texts(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the JSON document of a comparison of texts in every mode."""
+    log, first, result, n_tokens = common.ResultLog(args.log), str(args.modes[0]), dict[str, Any](), 0
     settings = {name: getattr(args, name) for name in ("model", "precision", "max_tokens", "temperature", "seed")}
     for path in args.prompts:
-        prompts = fitting(common.read_prompts(path, engine.tokenizer, args.limit), engine, args)
+        prompts = common.pick_fitting(common.read_prompts(path, engine.tokenizer, args.limit), args.max_tokens, engine.max_model_len)
         keys = {prompt.name: settings | {"set": path.stem, "prompt": prompt.name} for prompt in prompts}
         row = result[path.stem] = {"prompts": len(prompts)}
         for mode in args.modes:
-            ours, name = Ours(engine, params_of(args), mode.speculation), str(mode)
+            ours, name = OurEngine(engine, make_params(args), mode.speculation), str(mode)
             todo = [prompt for prompt in prompts if log.get(keys[prompt.name] | {"mode": name}) is None]
-            for group in in_groups(todo, mode.concurrency):
+            for group in cut_groups(todo, mode.concurrency):
                 for prompt, text in zip(group, ours.complete([prompt.ids for prompt in group]).outputs, strict=True):
-                    log.add({"key": keys[prompt.name] | {"mode": name}, "digest": common.digest([text]), "tokens": len(text)})
+                    log.add({"key": keys[prompt.name] | {"mode": name}, "digest": common.hash_outputs([text]), "tokens": len(text)})
             pairs = [(log.get(key | {"mode": first}), log.get(key | {"mode": name})) for key in keys.values()]
             row[name] = sum(a["digest"] == b["digest"] for a, b in pairs)
             n_tokens += sum(b["tokens"] for _, b in pairs)
@@ -173,38 +175,46 @@ def identity(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         "tokens": n_tokens,
         "sets": result,
         "settings": {"modes": list(map(str, args.modes)), "limit": args.limit, **settings},
-        **described(engine),
-        **common.environment(args.device, engine.threads),
+        **describe_engine(engine),
+        **common.describe_machine(args.device, engine.threads),
     }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("decode", __doc__)
-    common.model_options(parser)
-    common.linears_option(parser)
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.make_parser("decode", __doc__)
+    common.add_model_options(parser)
+    common.add_linears_option(parser)
     add = parser.add_argument
     add("--tokenizer", metavar="M", help="this model's tokenizer; random weights without it: words for tokens")
     source = parser.add_mutually_exclusive_group()
     text = "rows with `prompt` or `messages`; without it, functions of the standard library; of several --identity takes all"
-    source.add_argument("--prompts", type=common.file, action="append", metavar="F.jsonl", help=text)
+    source.add_argument("--prompts", type=common.parse_file, action="append", metavar="F.jsonl", help=text)
     text = "N prompts of random words, by default at temperature 1.5: nothing repeats"
-    source.add_argument("--random-prompts", type=common.positive, metavar="N", help=text)
+    source.add_argument("--random-prompts", type=common.parse_positive, metavar="N", help=text)
     text = "replay recorded outputs (rows as replay reads them); without a file, edits of the standard library"
-    source.add_argument("--trace", type=common.file, nargs="?", const=Path(), metavar="F.jsonl", help=text)
-    add("--limit", type=common.positive, metavar="N", help="only the first N prompts (of each file)")
-    add("--max-tokens", type=common.positive, metavar="K", help="default 128, with --trace 512")
+    source.add_argument("--trace", type=common.parse_file, nargs="?", const=Path(), metavar="F.jsonl", help=text)
+    add("--limit", type=common.parse_positive, metavar="N", help="only the first N prompts (of each file)")
+    add("--max-tokens", type=common.parse_positive, metavar="K", help="default 128, with --trace 512")
     add("--temperature", type=float, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of random prompts")
-    add("--concurrency", type=common.positive, default=1, metavar="C", help="prompts completed at once")
-    add("--fixed-length", type=common.counts, default=[], metavar="N,N,...", help="also with drafts of a fixed length, as peers make them")
-    peer_options(parser, [])
-    add("--datastore", type=datastore, action="append", default=[], metavar="D", help="draft from this datastore too; may be repeated")
-    add("--spec-rows", type=common.positive, metavar="N", help="most draft tokens of a sequence in a pass")
+    add("--concurrency", type=common.parse_positive, default=1, metavar="C", help="prompts completed at once")
+    add(
+        "--fixed-length",
+        type=common.parse_counts,
+        default=[],
+        metavar="N,N,...",
+        help="also with drafts of a fixed length, as peers make them",
+    )
+    add_peer_options(parser, [])
+    add(
+        "--datastore", type=parse_datastore, action="append", default=[], metavar="D", help="draft from this datastore too; may be repeated"
+    )
+    add("--spec-rows", type=common.parse_positive, metavar="N", help="most draft tokens of a sequence in a pass")
     add("--no-answers", action="store_true", help="do not draft from the answers to earlier prompts")
     add("--no-recycle", action="store_true", help="do not draft from the model's own candidates")
     add("--cost", choices=["measured", *common.SLOPES], default="measured", help="what drafts are told a row costs; or as in replay")
     add("--identity", action="store_true", help="compare texts in every mode; nothing is timed")
-    add("--modes", type=modes_of, default="off@8,on@1,on@8,off@1", metavar="off@8,on@1,...", help="of --identity")
+    add("--modes", type=parse_modes, default="off@8,on@1,on@8,off@1", metavar="off@8,on@1,...", help="of --identity")
     add("--log", type=Path, metavar="F.jsonl", help="of --identity: keep what is done here, and go on from it")
     args = parser.parse_args(argv)
     if args.trace and (args.against or args.temperature):
@@ -219,21 +229,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def peer_options(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
-    parser.add_argument("--against", type=common.names_of(NAMES), default=list(default), metavar="PEERS", help=",".join(NAMES))
+def add_peer_options(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    parser.add_argument("--against", type=common.make_name_parser(NAMES), default=list(default), metavar="PEERS", help=",".join(NAMES))
     text = f"interpreter of an environment with vLLM; default {LOCAL_VLLM} if it is there"
     local = LOCAL_VLLM if LOCAL_VLLM.exists() else None
     parser.add_argument("--vllm-python", type=Path, default=local, metavar="PATH", help=text)
-    llama_python_option(parser)
+    add_llama_python_option(parser)
 
 
-def datastore(text: str) -> str:
+def parse_datastore(text: str) -> str:
     if not (Path(text) / MANIFEST).is_file():
         raise argparse.ArgumentTypeError(f"{text} is not a datastore")
     return text
 
 
-def modes_of(text: str) -> list[Mode]:
+def parse_modes(text: str) -> list[Mode]:
     found = []
     for name in text.split(","):
         state, _, count = name.strip().partition("@")
@@ -244,31 +254,29 @@ def modes_of(text: str) -> list[Mode]:
 
 
 def choose_prompts(args: argparse.Namespace, engine: Engine) -> tuple[list[Prompt], int]:
-    """The prompts asked for, and how many were left out because with their output the model could not hold them."""
-    tokenizer = engine.tokenizer or common.Words(engine.vocab_size)
+    """Return the prompts asked for, and how many were left out because with their output the model could not hold them."""
+    tokenizer = engine.tokenizer or common.WordTokenizer(engine.vocab_size)
     if args.trace:
         try:
-            prompts = recorded_prompts(args.trace if args.trace.name else None, tokenizer, engine.vocab_size, args.limit, args.max_tokens)
+            prompts = read_recorded_prompts(
+                args.trace if args.trace.name else None, tokenizer, engine.vocab_size, args.limit, args.max_tokens
+            )
         except ValueError as error:
             raise SystemExit(f"--trace: {error}") from error
     elif args.random_prompts:
-        prompts = common.random_prompts(tokenizer, args.random_prompts, args.seed)[: args.limit]
+        prompts = common.make_random_prompts(tokenizer, args.random_prompts, args.seed)[: args.limit]
     elif args.prompts:
         prompts = common.read_prompts(args.prompts[-1], tokenizer, args.limit)
     else:
-        prompts = common.library_prompts(tokenizer)[: args.limit]
-    found = fitting(prompts, engine, args)
-    if not found:
-        raise SystemExit(f"no prompt leaves room for {args.max_tokens} tokens within the model's {engine.max_model_len}")
+        prompts = common.make_library_prompts(tokenizer)[: args.limit]
+    found = common.pick_fitting(prompts, args.max_tokens, engine.max_model_len)
     return found, len(prompts) - len(found)
 
 
-def fitting(prompts: list[Prompt], engine: Engine, args: argparse.Namespace) -> list[Prompt]:
-    return [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
-
-
-def peers_task(args: argparse.Namespace, engine: Engine, params: SamplingParams, max_prompt: int, stack: contextlib.ExitStack) -> Task:
-    """What peers are given: the engine's weights as a folder of safetensors, where it read them or else a copy that goes with the stack."""
+def make_peer_task(
+    args: argparse.Namespace, engine: Engine, params: SamplingParams, max_prompt: int, stack: contextlib.ExitStack
+) -> PeerTask:
+    """Return what peers are given: the safetensors that the engine read, or else a copy of its weights that goes with the stack."""
     folder = Path(engine.runner.model.config.name_or_path)
     if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-peers-")))
@@ -276,7 +284,7 @@ def peers_task(args: argparse.Namespace, engine: Engine, params: SamplingParams,
         if engine.tokenizer is not None:
             engine.tokenizer.save_pretrained(folder)
     max_len = min(engine.max_model_len, -(-(max_prompt + params.max_tokens) // 256) * 256)
-    return Task(
+    return PeerTask(
         folder.absolute(),
         params,
         engine.eos_token_ids,
@@ -284,11 +292,12 @@ def peers_task(args: argparse.Namespace, engine: Engine, params: SamplingParams,
         max_len=max_len,
         device=args.device,
         dtype=args.dtype,
-        gguf=next(iter(gguf_files(args.model)), None),
+        gguf=next(iter(find_gguf_files(args.model)), None),
     )
 
 
-def in_groups(items: list[Any], size: int) -> list[list[Any]]:
+def cut_groups(items: list[Any], size: int) -> list[list[Any]]:
+    """Return the items in groups of `size`, the last of which may be smaller."""
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
@@ -300,21 +309,21 @@ def compare(
     *,
     rounds: Mapping[str, int] = MappingProxyType({}),
     budget_s: float = math.inf,
-) -> dict[str, list[Run]]:
-    """One run per contender and group of prompts, in turns. A contender that stops working is moved to `absent`.
+) -> dict[str, list[TimedRun]]:
+    """Return one run per contender and group of prompts, in turns. A contender that stops working is moved to `absent`.
 
     `rounds`: groups that a contender takes part in, all if not said; no new one is begun when half of it would be over the budget.
     """
-    groups = in_groups([prompt.ids for prompt in prompts], concurrency)
-    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    groups = cut_groups([prompt.ids for prompt in prompts], concurrency)
+    runs: dict[str, list[TimedRun]] = {name: [] for name in contenders}
     start = time.perf_counter()
-    for n, (group, order) in enumerate(zip(groups, common.turns(list(contenders), len(groups)), strict=True), 1):
+    for n, (group, order) in enumerate(zip(groups, common.order_turns(list(contenders), len(groups)), strict=True), 1):
         round_start = time.perf_counter()
         for name in order:
-            if n <= rounds.get(name, n) and (run := attempt(name, contenders, absent, group)) is not None:
+            if n <= rounds.get(name, n) and (run := complete_or_drop(name, contenders, absent, group)) is not None:
                 runs[name].append(run)
-        rates = "  ".join(f"{name} {rate(runs[name]):.1f}" for name in contenders)
-        same = f"identical {identical(runs['off'], runs['on'])}  " if "on" in runs else ""
+        rates = "  ".join(f"{name} {find_rate(runs[name]):.1f}" for name in contenders)
+        same = f"identical {count_identical(runs['off'], runs['on'])}  " if "on" in runs else ""
         say(f"{n}/{len(groups)}  {same}tok/s: {rates}")
         now = time.perf_counter()
         if now - start + (now - round_start) / 2 > budget_s:
@@ -323,13 +332,13 @@ def compare(
 
 
 def warm_up(contenders: dict[str, Contender], absent: dict[str, str], group: list[list[int]]) -> None:
-    """What is made at the first call is made now, with text that helps nobody's cache."""
+    """Let contenders make now what they make at a first call, with text that helps nobody's cache."""
     for name in list(contenders):
-        attempt(name, contenders, absent, [ids[::-1] for ids in group])
+        complete_or_drop(name, contenders, absent, [ids[::-1] for ids in group])
 
 
-def attempt(name: str, contenders: dict[str, Contender], absent: dict[str, str], group: list[list[int]]) -> Run | None:
-    """A run; None of a contender that is absent or leaves now."""
+def complete_or_drop(name: str, contenders: dict[str, Contender], absent: dict[str, str], group: list[list[int]]) -> TimedRun | None:
+    """Return a run; None of a contender that is absent or leaves now."""
     if name not in contenders:
         return None
     start = time.perf_counter()
@@ -344,64 +353,64 @@ def attempt(name: str, contenders: dict[str, Contender], absent: dict[str, str],
     return run
 
 
-def figures(runs: Mapping[str, list[Run]], absent: Mapping[str, str], *, sampled: bool) -> dict[str, Any]:
-    """The contract's part of the JSON document."""
-    off, on, stats = runs["off"], runs["on"], total(runs["on"])
+def make_figures(runs: Mapping[str, list[TimedRun]], absent: Mapping[str, str], *, sampled: bool) -> dict[str, Any]:
+    """Return the figures of the JSON document."""
+    off, on, stats = runs["off"], runs["on"], add_stats(runs["on"])
     peers, fixed = dict[str, Any](), dict[str, Any]()
     for name, theirs in runs.items():
         if name in ("off", "on"):
             continue
         length = name.removeprefix("fixed ")
         row = {
-            "tok_s": round(rate(theirs), 2),
-            "identical": None if sampled and length == name else identical(off, theirs),  # peers' generators are others
+            "tok_s": round(find_rate(theirs), 2),
+            "identical": None if sampled and length == name else count_identical(off, theirs),  # peers' generators are others
             "tokens": sum(run.n_tokens for run in theirs),
-            "off_against": round(rate(off) / rate(theirs), 3),
-            "on_against": round(rate(on) / rate(theirs), 3),
-            "off_against_median": round(median_ratio(off, theirs), 3),
-            "on_against_median": round(median_ratio(on, theirs), 3),
+            "off_against": round(find_rate(off) / find_rate(theirs), 3),
+            "on_against": round(find_rate(on) / find_rate(theirs), 3),
+            "off_against_median": round(find_median_ratio(off, theirs), 3),
+            "on_against_median": round(find_median_ratio(on, theirs), 3),
         }
         if length == name:
             peers[name] = row
         else:
-            drafts = total(theirs)
+            drafts = add_stats(theirs)
             fixed[length] = row | {"tokens_per_pass": round(drafts.tokens_per_pass, 3), "rows_per_pass": round(drafts.rows_per_pass, 3)}
     return {
         "tokens": sum(run.n_tokens for run in off),
-        "identical": identical(off, on),
-        "tok_s_off": round(rate(off), 2),
-        "tok_s_on": round(rate(on), 2),
-        "speedup": round(rate(on) / rate(off), 3),
-        "speedup_median": round(median_ratio(on, off), 3),
+        "identical": count_identical(off, on),
+        "tok_s_off": round(find_rate(off), 2),
+        "tok_s_on": round(find_rate(on), 2),
+        "speedup": round(find_rate(on) / find_rate(off), 3),
+        "speedup_median": round(find_median_ratio(on, off), 3),
         "tokens_per_pass": round(stats.tokens_per_pass, 3),
         "rows_per_pass": round(stats.rows_per_pass, 3),
         "acceptance": round(stats.acceptance_rate, 4),
         "accepted_by_source": stats.accepted_by_source,
         "drafted_by_source": stats.drafted_by_source,
         "expected_by_source": {source: round(n, 2) for source, n in stats.expected_by_source.items()},
-        "digest": common.digest(output for run in off for output in run.outputs),
+        "digest": common.hash_outputs(output for run in off for output in run.outputs),
         "fixed_length": fixed,
         "on_against_best_fixed": min((row["on_against"] for row in fixed.values()), default=None),
         "peers": peers | {name: {"absent": reason} for name, reason in absent.items()},
     }
 
 
-def rate(runs: list[Run]) -> float:
-    """Tokens per second."""
+def find_rate(runs: list[TimedRun]) -> float:
+    """Return tokens per second."""
     return sum(run.n_tokens for run in runs) / max(sum(run.seconds for run in runs), 1e-9)
 
 
-def median_ratio(a: list[Run], b: list[Run]) -> float:
-    """How many times faster a was than b: the median over the groups of prompts, which one disturbed group does not move."""
-    return statistics.median(rate([x]) / rate([y]) for x, y in zip(a, b, strict=True))
+def find_median_ratio(a: list[TimedRun], b: list[TimedRun]) -> float:
+    """Return how many times faster a was than b: the median over the groups of prompts, which one disturbed group does not move."""
+    return statistics.median(find_rate([x]) / find_rate([y]) for x, y in zip(a, b, strict=True))
 
 
-def identical(a: list[Run], b: list[Run]) -> int:
-    """Prompts for which both have the same tokens."""
+def count_identical(a: list[TimedRun], b: list[TimedRun]) -> int:
+    """Return for how many prompts both have the same tokens."""
     return sum(x == y for run_a, run_b in zip(a, b, strict=True) for x, y in zip(run_a.outputs, run_b.outputs, strict=True))
 
 
-def show(document: dict[str, Any]) -> None:
+def print_figures(document: dict[str, Any]) -> None:
     prompts, off = document["prompts"], document["tok_s_off"]
     same = f"{document['identical']}/{prompts}"
     rows: list[list[Any]] = [["speculation off", off, 1.0, 1.0, None]]
@@ -422,7 +431,7 @@ def show(document: dict[str, Any]) -> None:
             print(f"{name} is absent: {peer['absent']}")
 
 
-def show_identity(document: dict[str, Any]) -> None:
+def print_identity(document: dict[str, Any]) -> None:
     first, *others = document["settings"]["modes"]
     rows = [[name, row["prompts"], *(row[mode] for mode in others)] for name, row in document["sets"].items()]
     common.print_table(["", "prompts", *(f"{mode} as {first}" for mode in others)], rows)

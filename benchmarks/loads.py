@@ -40,7 +40,7 @@ from unittest import mock
 from benchmarks import common, decode
 from benchmarks.common import Prompt, say
 from benchmarks.in_turns import InTurns
-from benchmarks.ours import described
+from benchmarks.our_engine import describe_engine
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.backends.base import Output
 from ngramspec.engine.native_steps import NativeResult
@@ -151,15 +151,15 @@ class Contender:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    log = common.Kept(args.log)
+    log = common.ResultLog(args.log)
     disturbed = disturbed_cost(args) if args.disturbed else None
     with ExitStack() as stack:
         contenders = [Contender(name, stack.enter_context(opened(name, args))) for name in names(args)]
         off, on = contenders[:2]
         sets = {path.stem: common.read_prompts(path, off.engine.tokenizer) for path in args.prompts}
         if args.random_prompts:
-            sets["random"] = common.random_prompts(off.engine.tokenizer, most_prompts(args, max(args.concurrency)))
-        unrelated = common.spread(common.read_prompts(args.unrelated, off.engine.tokenizer), args.limit) if args.unrelated else []
+            sets["random"] = common.make_random_prompts(off.engine.tokenizer, most_prompts(args, max(args.concurrency)))
+        unrelated = common.pick_evenly(common.read_prompts(args.unrelated, off.engine.tokenizer), args.limit) if args.unrelated else []
         first = next(prompts[0] for prompts in sets.values() if prompts)
         for each in contenders:
             for speculation in (False, True):  # what is loaded at first is not in anybody's time
@@ -181,16 +181,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                     }
                     row = log.get(key)
                     if row is None:
-                        some = mixed(common.spread(fitting, most_prompts(args, concurrency)), concurrency)
+                        some = mixed(common.pick_evenly(fitting, most_prompts(args, concurrency)), concurrency)
                         row = {"key": key, **cell(contenders, Cell(some, unrelated, concurrency), temperature, args)}
                         log.add(row)
                     rows.append(row)
                     say(f"{name} at {temperature}, {concurrency} at a time: {row['rounds']}, {row['identical']}/{row['prompts']} identical")
-        document = {"model": args.model, **summary(rows), "passes": on.engine.core.cost.summarize_predictions(), **described(on.engine)}
+        document = {"model": args.model, **summary(rows), "passes": on.engine.core.cost.summarize_predictions(), **describe_engine(on.engine)}
         threads = on.engine.threads
     show(document)
     settings = {"limit": args.limit, "max_tokens": args.max_tokens, "datastore": args.datastore and Path(args.datastore).name}
-    common.print_document(document | {"settings": settings} | common.environment(args.device, threads))
+    common.print_document(document | {"settings": settings} | common.describe_machine(args.device, threads))
 
 
 def names(args: argparse.Namespace) -> list[str]:
@@ -202,7 +202,7 @@ def names(args: argparse.Namespace) -> list[str]:
 def opened(name: str, args: argparse.Namespace) -> Engine:
     """A contender's."""
     stores = [args.datastore] if name == "store" else []
-    return Engine(args.model, max_seqs=max_seqs(args), datastore=stores, progress=say, **common.engine_options(args))
+    return Engine(args.model, max_seqs=max_seqs(args), datastore=stores, progress=say, **common.get_engine_options(args))
 
 
 def max_seqs(args: argparse.Namespace) -> int:
@@ -216,25 +216,28 @@ def most_prompts(args: argparse.Namespace, concurrency: int) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("loads", __doc__)
-    common.model_options(parser)
+    parser = common.make_parser("loads", __doc__)
+    common.add_model_options(parser)
     add = parser.add_argument
-    add("--prompts", type=common.file, action="append", default=[], metavar="F.jsonl", help="a set of prompts; may be repeated")
+    add("--prompts", type=common.parse_file, action="append", default=[], metavar="F.jsonl", help="a set of prompts; may be repeated")
     add("--random-prompts", action="store_true", help="also a set of prompts of random words")
     add(
         "--limit",
-        type=common.positive,
+        type=common.parse_positive,
         default=32,
         metavar="N",
         help=f"prompts of each set, evenly over its file, {WAVES} times as many with several at a time (32)",
     )
-    add("--max-tokens", type=common.positive, default=96, metavar="K", help="96")
+    add("--max-tokens", type=common.parse_positive, default=96, metavar="K", help="96")
     add("--temperatures", type=numbers, default=[0.0, 0.8], metavar="T,T,...", help="with a seed; default 0,0.8")
-    add("--concurrency", type=common.counts, default=[1, 8, 32], metavar="C,C,...", help="requests under way; default 1,8,32")
-    add("--rounds", type=common.positive, default=2, metavar="R", help="of every cell with several requests under way (2)")
-    add("--datastore", type=decode.datastore, metavar="D", help="of a text that has nothing to do with the prompts")
+    add("--concurrency", type=common.parse_counts, default=[1, 8, 32], metavar="C,C,...", help="requests under way; default 1,8,32")
+    add("--rounds", type=common.parse_positive, default=2, metavar="R", help="of every cell with several requests under way (2)")
+    add("--datastore", type=decode.parse_datastore, metavar="D", help="of a text that has nothing to do with the prompts")
     add(
-        "--unrelated", type=common.file, metavar="F.jsonl", help="prompts whose answers are known beside, and have nothing to do with these"
+        "--unrelated",
+        type=common.parse_file,
+        metavar="F.jsonl",
+        help="prompts whose answers are known beside, and have nothing to do with these",
     )
     add("--disturbed", action="store_true", help="also with the cost of passes as a start believed it while other processes computed")
     add("--log", type=Path, metavar="F.jsonl", help="keep what is measured here, and go on from it")
@@ -258,7 +261,7 @@ def disturbed_cost(args: argparse.Namespace) -> CostModel:
         tempfile.TemporaryDirectory() as cache,
         mock.patch.dict(os.environ, NGRAMSPEC_CACHE=cache),
         busy(),
-        Engine(args.model, progress=say, **common.engine_options(args)) as engine,
+        Engine(args.model, progress=say, **common.get_engine_options(args)) as engine,
     ):
         cost = copy.deepcopy(engine.core.cost)
     say("disturbed: " + ", ".join(f"{n:.0f} rows {ms:.1f} ms" for n, ms in zip(cost.counts, cost.times, strict=True)))

@@ -1,8 +1,8 @@
-"""What benchmarks compare with: transformers' own generation, vLLM and llama.cpp, on the same token ids, weights and threads.
+"""Peers that benchmarks compare with: transformers' own generation, vLLM and llama.cpp, on the same token ids, weights and threads.
 
-Prompts go in as token ids; token ids and the seconds of their generation come out; what else a peer can be asked stands in its worker
-(`_peer_worker.py`). Each peer is a process of its own, as an OpenMP runtime that serves two of them makes both slow; it keeps its model
-loaded, and waits without using a core. A peer that cannot run says why (PeerAbsentError).
+Prompts go in as token ids; token ids and the seconds of their generation come out; the other requests that a peer answers stand in its
+worker (`_peer_worker.py`). Each peer is a process of its own, as an OpenMP runtime that serves two of them makes both slow; it keeps its
+model loaded, and waits without using a core. A peer that cannot run says why (PeerAbsentError).
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from ngramspec import SamplingParams, Stats
 
+# transformers' drafts: prompt lookup; and an assistant, which is the model's own first third of layers (`assistant_early_exit`).
 HF_DRAFTS: dict[str, dict[str, Any]] = {"hf": {}, "hf-pld": {"lookup": 10}, "hf-assisted": {"exit_share": 1 / 3}}
-"""Prompt lookup; and an assistant, which is the model's own first third of layers (`assistant_early_exit`)."""
+# vLLM's, as its documentation shows them, or by their own defaults.
 VLLM_SPECULATION: dict[str, dict[str, Any] | None] = {
     "vllm-none": None,
     "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "vllm-suffix": {"method": "suffix"},
 }
-"""As their documentation shows them, or by their own defaults."""
+# llama.cpp's, on the GGUF file itself, with its quantised weights, which are not exactly everybody else's.
 LLAMA_LOOKUP: dict[str, int | None] = {"llama-none": None, "llama-pld": 10}
-"""On the GGUF file itself, with its quantised weights, which are not exactly everybody else's."""
 NAMES = (*HF_DRAFTS, *VLLM_SPECULATION, *LLAMA_LOOKUP)
 
 LLAMA_COMMAND = "pip install llama-cpp-python"
+# Interpreters that `make peers` and `make llama` install.
 LOCAL_VLLM, LOCAL_LLAMA = Path(".venv-vllm/bin/python"), Path(".venv-llama/bin/python")
-"""Where `make peers` and `make llama` put them."""
-_STOP_S = 30
-_REST_S = 1.2
-"""vLLM's processes go on spinning for a second after a request, which would be taken from whoever comes next."""
+STOP_S = 30  # a peer that has not ended by then is killed
+VLLM_REST_S = 1.2  # vLLM's processes go on spinning for a second after a request, which would be taken from whoever comes next
 
 
 class PeerAbsentError(Exception):
@@ -47,18 +48,18 @@ class PeerAbsentError(Exception):
 
 
 @dataclass(slots=True)
-class Run:
+class TimedRun:
     """Prompts that were generated for together."""
 
     outputs: list[list[int]]
     seconds: float
     stats: Stats = field(default_factory=Stats)
     plain_passes: float = 0.0
-    """What its passes cost by the engine's own measure, that of the prompt and one with one row being 1; 0 where nobody counted."""
+    """Cost of its passes by the engine's own measure, that of the prompt and one with one row being 1; 0 if nobody counted."""
     prompt_s: float = 0.0
-    """Until the last of them had its first token; 0 where nobody looked."""
+    """Seconds until the last of them had its first token; 0 if nobody looked."""
     wall_s: float = 0.0
-    """Until whoever asked could go on."""
+    """Seconds until the caller could go on."""
 
     @property
     def n_tokens(self) -> int:
@@ -66,17 +67,19 @@ class Run:
 
 
 class Contender(Protocol):
-    def complete(self, prompts: list[list[int]]) -> Run: ...
+    """Whoever completes prompts in a comparison."""
+
+    def complete(self, prompts: list[list[int]]) -> TimedRun: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PeerTask:
     """What every peer is given."""
 
     folder: Path
-    """Weights in safetensors."""
+    """Holds the weights in safetensors."""
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
     threads: int
@@ -85,23 +88,23 @@ class Task:
     device: str = "cpu"
     dtype: str = "float32"
     gguf: Path | None = None
-    """The file that the weights come from, where it is one."""
+    """File that the weights come from, if it is one."""
 
 
-def llama_python_option(parser: argparse.ArgumentParser) -> None:
+def add_llama_python_option(parser: argparse.ArgumentParser) -> None:
     local = LOCAL_LLAMA if LOCAL_LLAMA.exists() else Path(sys.executable)
     text = f"interpreter of an environment with llama-cpp-python; default {LOCAL_LLAMA} if it is there, else this one"
     parser.add_argument("--llama-python", type=Path, default=local, metavar="PATH", help=text)
 
 
-def llama_options(parser: argparse.ArgumentParser) -> None:
-    """Those of benchmarks that compare with llama.cpp's own passes."""
+def add_llama_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of benchmarks that compare with llama.cpp's own passes."""
     parser.add_argument("--against", choices=["llama"], help="llama.cpp, through llama-cpp-python, in turns with ours")
-    llama_python_option(parser)
+    add_llama_python_option(parser)
     parser.add_argument("--llama-gguf", type=Path, metavar="F.gguf", help="the file that llama.cpp takes; default the model's own")
 
 
-def open_peer(name: str, task: Task, vllm_python: Path | None, llama_python: Path = Path(sys.executable)) -> Peer:
+def open_peer(name: str, task: PeerTask, vllm_python: Path | None, llama_python: Path = Path(sys.executable)) -> Peer:
     """Start a peer and wait until its model is loaded. Raises PeerAbsentError."""
     settings: dict[str, Any] = {
         "max_tokens": task.params.max_tokens,
@@ -118,15 +121,24 @@ def open_peer(name: str, task: Task, vllm_python: Path | None, llama_python: Pat
     if name in LLAMA_LOOKUP:
         del settings["dtype"]
         settings |= {"threads": task.threads, "max_len": task.max_len, "lookup": LLAMA_LOOKUP[name]}
-        return open_llama(llama_python, "llama", task.gguf, settings)
+        return open_llama_worker(llama_python, "llama", task.gguf, settings)
     if vllm_python is None:
         raise PeerAbsentError("vLLM needs its own environment: `make peers`, then --vllm-python PATH")
     settings |= {"max_len": task.max_len, "speculation": VLLM_SPECULATION[name]}
-    return Peer(vllm_python, "vllm", task.folder, settings, vllm_environment(vllm_python, task.threads), rest_s=_REST_S)
+    return Peer(vllm_python, "vllm", task.folder, settings, make_vllm_environment(vllm_python, task.threads), rest_s=VLLM_REST_S)
 
 
-def open_llama(python: Path, kind: str, gguf: Path | None, settings: dict[str, Any], rest_s: float = 0.0) -> Peer:
-    """llama.cpp as this kind of worker, on a GGUF file (of several parts the first). Raises PeerAbsentError."""
+def open_llama_passes(args: argparse.Namespace, gguf: Path | None, max_len: int, rest_s: float = 0.0, **settings: Any) -> Peer:
+    """Open the llama.cpp of `add_llama_options` for its own passes, on `gguf` if no other file was given. Raises SystemExit."""
+    settings |= {"threads": args.threads or torch.get_num_threads(), "max_len": max_len}
+    try:
+        return open_llama_worker(args.llama_python, "passes", args.llama_gguf or gguf, settings, rest_s)
+    except PeerAbsentError as error:
+        raise SystemExit(f"--against llama: {error}") from error
+
+
+def open_llama_worker(python: Path, kind: str, gguf: Path | None, settings: dict[str, Any], rest_s: float = 0.0) -> Peer:
+    """Open llama.cpp as this kind of worker, on a GGUF file (of several parts the first). Raises PeerAbsentError."""
     if gguf is None:
         raise PeerAbsentError("llama.cpp takes a GGUF file, and the weights do not come from one")
     try:
@@ -145,7 +157,7 @@ class Peer:
     def __init__(
         self, python: Path, kind: str, model: Path | str, settings: dict[str, Any], environment: dict[str, str], rest_s: float = 0.0
     ) -> None:
-        """`rest_s`: for how long the process still uses a core after it has answered."""
+        """`rest_s`: seconds for which the process still uses a core after it has answered."""
         self.rest_s = rest_s
         self.log = tempfile.TemporaryFile("w+", prefix="ngramspec-peer-")  # noqa: SIM115
         worker = Path(__file__).with_name("_peer_worker.py")
@@ -162,22 +174,22 @@ class Peer:
         except OSError as error:
             raise PeerAbsentError(f"{python} cannot be run: {error}") from error
         try:
-            self.version: str = self._answer()["version"]
+            self.version: str = self._read_answer()["version"]
         except BaseException:
             self.close()
             raise
 
-    def complete(self, prompts: list[list[int]]) -> Run:
+    def complete(self, prompts: list[list[int]]) -> TimedRun:
         """Raises PeerAbsentError when the process has ended."""
         answer = self.ask(prompts=prompts)
-        return Run(answer["outputs"], answer["seconds"])
+        return TimedRun(answer["outputs"], answer["seconds"])
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """What the worker answers to this. Raises PeerAbsentError when the process has ended."""
+        """Send a request and return its answer. Raises PeerAbsentError when the process has ended."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
-        answer = self._answer()
+        answer = self._read_answer()
         time.sleep(self.rest_s)
         return answer
 
@@ -186,28 +198,28 @@ class Peer:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self.process.stdin.close()
-            self.process.wait(_STOP_S)
+            self.process.wait(STOP_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.log.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise PeerAbsentError(f"it ended with status {self.process.wait(_STOP_S)}: {self._last_words()}")
+            raise PeerAbsentError(f"it ended with status {self.process.wait(STOP_S)}: {self._read_last_words()}")
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def _read_last_words(self) -> str:
         self.log.seek(0)
         lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         return (errors or lines or ["it said nothing"])[-1][-600:]
 
 
-def vllm_environment(python: Path, threads: int) -> dict[str, str]:
-    """As many threads as we have, and the OpenMP runtime that vLLM asks for, where its environment has it."""
+def make_vllm_environment(python: Path, threads: int) -> dict[str, str]:
+    """Return settings for as many threads as we have, and the OpenMP runtime that vLLM asks for, if its environment has it."""
     settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if hasattr(os, "sched_getaffinity"):
         settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))

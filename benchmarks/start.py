@@ -26,128 +26,118 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import ngramspec
 from benchmarks import common
-from benchmarks.ours import gguf_files
-from benchmarks.peers import Peer, PeerAbsentError, llama_options, open_llama
+from benchmarks.our_engine import find_gguf_files
+from benchmarks.peers import Peer, PeerAbsentError, add_llama_options, open_llama_passes
 
 TEXT = "def fibonacci(n):\n"
-MORE = 32
-"""Tokens after the first one, before memory is looked at."""
-LLAMA_CONTEXT = 2048
-"""Tokens that llama.cpp makes room for, all of them at its start."""
+N_MORE = 32  # tokens after the first one, before memory is looked at
+LLAMA_CONTEXT = 2048  # tokens that llama.cpp makes room for, all of them at its start
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one process did."""
+    """Figures of one process."""
 
     seconds: float
-    """To its first token."""
+    """Time to its first token."""
     peak_bytes: int | None
     rss_bytes: int | None
-    """Most, and after the last token; None where the system has no /proc."""
+    """Memory at most, and after the last token; None if the system has no /proc."""
     more: dict[str, Any]
-    """What the worker says of itself: see `_peer_worker`."""
+    """The worker's last answer: see `_peer_worker`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
+    args = parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="ngramspec-cache-") as cache:
         try:
             document = measure(args, cache)
         except PeerAbsentError as error:
             raise SystemExit(str(error)) from error
-    show(document)
+    print_figures(document)
     common.print_document(document)
 
 
 def measure(args: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """The JSON document. Raises PeerAbsentError for a process that did not start, its model's or llama.cpp's."""
-    contenders: dict[str, Callable[[], Start]] = {"ours": partial(start, partial(open_ours, args, {"NGRAMSPEC_CACHE": cache}))}
+    """Return the JSON document. Raises PeerAbsentError for a process of ours that did not start, SystemExit for llama.cpp's."""
+    contenders: dict[str, Callable[[], Start]] = {"ours": partial(time_start, partial(open_ours, args, {"NGRAMSPEC_CACHE": cache}))}
     if args.against:
-        contenders["llama"] = partial(start, partial(open_llama_cpp, args))
+        gguf = next(iter(find_gguf_files(args.model)), None)
+        contenders["llama"] = partial(time_start, partial(open_llama_passes, args, gguf, LLAMA_CONTEXT))
         contenders["llama"]()
-    start(partial(open_ours, args, {}))
+    time_start(partial(open_ours, args, {}))
     first = contenders["ours"]()
     common.say(f"first start: {first.seconds:.2f} s")
-    starts = common.in_turns(contenders, args.repeat, warm_up=0)
+    starts = common.run_in_turns(contenders, args.repeat, warm_up=0)
     last = starts["ours"][-1]
     props = last.more["props"]
     return {
         "model": args.model,
         "start_s": round(statistics.median(each.seconds for each in starts["ours"]), 3),
         "first_start_s": round(first.seconds, 3),
-        "peak_bytes": most(starts["ours"], "peak_bytes"),
-        "rss_bytes": most(starts["ours"], "rss_bytes"),
+        "peak_bytes": find_most(starts["ours"], "peak_bytes"),
+        "rss_bytes": find_most(starts["ours"], "rss_bytes"),
         "first_peak_bytes": first.peak_bytes,
-        "file_bytes": file_bytes(args.model),
+        "file_bytes": count_file_bytes(args.model),
         "kv_bytes": last.more["kv_bytes"],
         "llama_start_s": round(statistics.median(each.seconds for each in starts["llama"]), 3) if args.against else None,
-        "llama_peak_bytes": most(starts["llama"], "peak_bytes") if args.against else None,
-        "llama_rss_bytes": most(starts["llama"], "rss_bytes") if args.against else None,
-        "settings": {name: getattr(args, name) for name in ("repeat", "precision", "against")} | {"tokens": 1 + MORE},
+        "llama_peak_bytes": find_most(starts["llama"], "peak_bytes") if args.against else None,
+        "llama_rss_bytes": find_most(starts["llama"], "rss_bytes") if args.against else None,
+        "settings": {name: getattr(args, name) for name in ("repeat", "precision", "against")} | {"tokens": 1 + N_MORE},
         **{name: props.get(name) for name in ("exactness", "dtype", "precision")},
-        **common.environment(args.device, props["threads"]),
+        **common.describe_machine(args.device, props["threads"]),
     }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("start", __doc__)
-    common.model_options(parser)
-    parser.add_argument("--repeat", type=common.positive, default=5, metavar="N", help="starts of each")
-    llama_options(parser)
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.make_parser("start", __doc__)
+    common.add_model_options(parser)
+    parser.add_argument("--repeat", type=common.parse_positive, default=5, metavar="N", help="starts of each")
+    add_llama_options(parser)
     args = parser.parse_args(argv)
     args.dtype = common.settle_dtype(args.device, args.dtype)
     return args
 
 
 def open_ours(args: argparse.Namespace, environment: dict[str, str]) -> Peer:
-    """The engine in a process of its own, the same code as here."""
+    """Open the engine in a process of its own, with the same code as here."""
     path = [str(Path(ngramspec.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return Peer(Path(sys.executable), "ours", args.model, common.engine_options(args), environment | {"PYTHONPATH": os.pathsep.join(path)})
+    return Peer(
+        Path(sys.executable), "ours", args.model, common.get_engine_options(args), environment | {"PYTHONPATH": os.pathsep.join(path)}
+    )
 
 
-def open_llama_cpp(args: argparse.Namespace) -> Peer:
-    gguf: Path | None = args.llama_gguf or next(iter(gguf_files(args.model)), None)
-    settings = {"threads": args.threads or torch.get_num_threads(), "max_len": LLAMA_CONTEXT}
-    try:
-        return open_llama(args.llama_python, "passes", gguf, settings)
-    except PeerAbsentError as error:
-        raise PeerAbsentError(f"--against llama: {error}") from error
-
-
-def start(open_process: Callable[[], Peer]) -> Start:
-    """One start. Raises PeerAbsentError."""
+def time_start(open_process: Callable[[], Peer]) -> Start:
+    """Start one process, and end it. Raises PeerAbsentError."""
     began = time.perf_counter()
     with contextlib.closing(open_process()) as peer:
         peer.ask(text=TEXT)
         seconds = time.perf_counter() - began
-        more = peer.ask(more=MORE)
-        return Start(seconds, *memory(peer.process.pid), more)
+        more = peer.ask(more=N_MORE)
+        return Start(seconds, *read_memory(peer.process.pid), more)
 
 
-def memory(pid: int) -> tuple[int | None, int | None]:
-    """Bytes that a process had at most, and has, in memory."""
+def read_memory(pid: int) -> tuple[int | None, int | None]:
+    """Return the bytes that a process had at most, and has, in memory."""
     status = Path(f"/proc/{pid}/status")
     text = status.read_text() if status.exists() else ""
     peak, rss = (re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE) for name in ("VmHWM", "VmRSS"))
     return peak and int(peak[1]) << 10, rss and int(rss[1]) << 10
 
 
-def most(starts: list[Start], name: str) -> int | None:
+def find_most(starts: list[Start], name: str) -> int | None:
     return max((value for each in starts if (value := getattr(each, name)) is not None), default=None)
 
 
-def file_bytes(model: str) -> int | None:
-    """Size of the files that the weights come from; None where they come from none that lies here."""
-    files = gguf_files(model) or [*Path(model).glob("*.safetensors")]
+def count_file_bytes(model: str) -> int | None:
+    """Return the size of the files that the weights come from; None if they come from none that lies here."""
+    files = find_gguf_files(model) or [*Path(model).glob("*.safetensors")]
     return sum(path.stat().st_size for path in files) or None
 
 
-def show(document: dict[str, Any]) -> None:
+def print_figures(document: dict[str, Any]) -> None:
     def row(name: str, seconds: str, peak: str, rss: str) -> list[Any]:
         sizes = [document.get(peak), document.get(rss)]
         return [name, document[seconds], *(None if size is None else size / 1e6 for size in sizes)]

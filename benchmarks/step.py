@@ -4,9 +4,9 @@
         [--rows 1,2,3,4,6,8,12,16,32 | 1-64,128] [--repeat N] [--linears exact|unpacked|vendor] [--precision auto|int8|float32]
         [--without-transformers] [--against llama [--llama-python PATH] [--llama-gguf F]]
 
-One sequence with `context` tokens in its cache and T rows behind them, logits for every row: our pass, transformers' own forward with its
+One sequence with `context` tokens in its cache and T rows after them, logits for every row: our pass, transformers' own forward with its
 cache, and the time to read the weights once (of a GGUF file as they are there), which no pass can beat; also a prompt of 512 tokens.
-Against llama.cpp: the same row counts behind as many tokens, with logits of the last row alone, in a process of its own.
+Against llama.cpp: the same row counts after as many tokens, with logits of the last row alone, in a process of its own.
 
 Everybody takes turns, all row counts in each, after a pass that does not count; whoever waits uses no core. Medians. `kinks`: a row count's
 time over the straight line between at most half and at least twice as many rows. Progress goes to standard error, a table and a last line
@@ -29,39 +29,39 @@ from gguf import GGUFReader
 from transformers import DynamicCache
 
 from benchmarks import common
-from benchmarks.ours import described, gguf_files, text_logits
-from benchmarks.peers import Peer, PeerAbsentError, llama_options, open_llama
+from benchmarks.our_engine import describe_engine, find_gguf_files, run_text
+from benchmarks.peers import Peer, add_llama_options, open_llama_passes
 from ngramspec import Engine
 from ngramspec.backends.base import Runner
 from ngramspec.models.loader import load_model
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32]
-PREFILL = 512
+PREFILL = 512  # tokens of the prompt
+# On a GPU an engine would take what is free, but transformers' model and its cache have to stand beside it.
 KV_BYTES = 2 << 30
-"""On a GPU, where an engine would take what is free: so much, as transformers' model and its cache have to stand beside it."""
-FLOOR_BYTES = 1 << 30
-"""Read at most to see how fast memory is, and far more than any cache holds."""
-REST_S = 0.02
-"""llama.cpp's threads go on spinning for some milliseconds."""
+FLOOR_BYTES = 1 << 30  # read at most to see how fast memory is, and far more than any cache holds
+LLAMA_REST_S = 0.02  # llama.cpp's threads go on spinning for some milliseconds
 
-Turn = Callable[[], dict[str, float]]
-"""Measures everything of one contender once: milliseconds by name."""
+Turn = Callable[[], dict[str, float]]  # measures everything of one contender once: milliseconds by name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
+    args = parse_args(argv)
     with contextlib.ExitStack() as stack:
-        llama = stack.enter_context(contextlib.closing(llama_peer(args))) if args.against else None
+        llama = None
+        if args.against:
+            gguf, max_len = next(iter(find_gguf_files(args.model)), None), max(args.context + max(args.rows), PREFILL)
+            llama = stack.enter_context(contextlib.closing(open_llama_passes(args, gguf, max_len, LLAMA_REST_S)))
         document = measure(args, llama)
-    show(document)
+    print_figures(document)
     common.print_document(document)
 
 
 def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     on_cpu = args.device == "cpu"
     options: dict[str, Any] = {} if on_cpu else {"kv_memory": KV_BYTES}
-    engine = Engine(args.model, linears=args.linears, progress=common.say, **common.engine_options(args), **options)
+    engine = Engine(args.model, linears=args.linears, progress=common.say, **common.get_engine_options(args), **options)
     if on_cpu:
         engine.close()  # passes run in this thread: a second one's OpenMP team would make each yield the cores to the other
     else:
@@ -70,40 +70,40 @@ def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
     if args.context + max(args.rows) > engine.max_model_len:
         raise SystemExit(f"--context {args.context} and {max(args.rows)} rows do not fit the model's {engine.max_model_len} tokens")
     prefill = PREFILL if engine.max_model_len >= PREFILL else None
-    turns: dict[str, Turn] = {"ours": partial(our_turn, engine.runner, args.rows, args.context, prefill)}
-    n_bytes = file_bytes(gguf_files(args.model))
+    turns: dict[str, Turn] = {"ours": partial(take_our_turn, engine.runner, args.rows, args.context, prefill)}
+    n_bytes = count_file_bytes(find_gguf_files(args.model))
     if args.transformers:
         stock = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype)).model
-        turns["stock"] = partial(stock_turn, stock, stock_cache(stock, args.context), args.rows, args.device)
-        n_bytes = n_bytes or weight_bytes(stock)
+        turns["stock"] = partial(take_stock_turn, stock, make_stock_cache(stock, args.context), args.rows, args.device)
+        n_bytes = n_bytes or count_weight_bytes(stock)
     if n_bytes is not None:
-        turns["floor"] = partial(floor_turn, n_bytes, torch.ones(min(n_bytes, FLOOR_BYTES) // 4, device=args.device), args.device)
+        turns["floor"] = partial(take_floor_turn, n_bytes, torch.ones(min(n_bytes, FLOOR_BYTES) // 4, device=args.device), args.device)
     if llama is not None:
-        turns["llama"] = partial(llama_turn, llama, args.rows, args.context)
-    medians = medians_of(common.in_turns(turns, args.repeat))
+        turns["llama"] = partial(take_llama_turn, llama, args.rows, args.context)
+    medians = find_medians(common.run_in_turns(turns, args.repeat))
     engine.close()
     document = {
         "model": args.model,
-        **figures(medians, args.rows, n_bytes),
+        **make_figures(medians, args.rows, n_bytes),
         "settings": {name: getattr(args, name) for name in ("context", "repeat", "linears", "precision", "against")},
-        **described(engine),
-        **common.environment(args.device, engine.threads),
+        **describe_engine(engine),
+        **common.describe_machine(args.device, engine.threads),
     }
     if llama is not None:
         document["versions"]["llama"] = llama.version
     return document
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("step", __doc__)
-    common.model_options(parser)
-    common.linears_option(parser)
-    parser.add_argument("--context", type=common.positive, default=512, metavar="N", help="tokens in the cache")
-    parser.add_argument("--rows", type=common.counts, default=ROWS, metavar="N,N-N,...", help="row counts; 1 is always among them")
-    parser.add_argument("--repeat", type=common.positive, default=15, metavar="N", help="passes of each kind")
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.make_parser("step", __doc__)
+    common.add_model_options(parser)
+    common.add_linears_option(parser)
+    parser.add_argument("--context", type=common.parse_positive, default=512, metavar="N", help="tokens in the cache")
+    parser.add_argument("--rows", type=common.parse_counts, default=ROWS, metavar="N,N-N,...", help="row counts; 1 is always among them")
+    parser.add_argument("--repeat", type=common.parse_positive, default=15, metavar="N", help="passes of each kind")
     text = "leave out transformers' own pass and its copy of the weights in --dtype, for which memory may not suffice"
     parser.add_argument("--without-transformers", dest="transformers", action="store_false", help=text)
-    llama_options(parser)
+    add_llama_options(parser)
     args = parser.parse_args(argv)
     if args.against and args.device != "cpu":
         parser.error(f"--against llama: on the CPU only, not on {args.device}")
@@ -112,21 +112,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def llama_peer(args: argparse.Namespace) -> Peer:
-    files = gguf_files(args.model)
-    gguf: Path | None = args.llama_gguf or next(iter(files), None)
-    max_len = max(args.context + max(args.rows), PREFILL)
-    settings = {"threads": args.threads or torch.get_num_threads(), "max_len": max_len}
-    try:
-        return open_llama(args.llama_python, "passes", gguf, settings, REST_S)
-    except PeerAbsentError as error:
-        raise SystemExit(f"--against llama: {error}") from error
-
-
 # ---------------------------------------------------------------------------- turns
 
 
-def our_turn(runner: Runner, rows: list[int], context: int, prefill: int | None) -> dict[str, float]:
+def take_our_turn(runner: Runner, rows: list[int], context: int, prefill: int | None) -> dict[str, float]:
     runner.time_pass(1, context)
     found = {} if prefill is None else {"prefill": time_prefill(runner, prefill)}
     runner.time_pass(1, context)  # the first pass after a long one finds other things in the processor's caches
@@ -134,28 +123,28 @@ def our_turn(runner: Runner, rows: list[int], context: int, prefill: int | None)
 
 
 def time_prefill(runner: Runner, n_tokens: int) -> float:
-    """Milliseconds of a prompt without any cache, in passes of as many rows as the engine's."""
+    """Return the milliseconds of a prompt without any cache, in passes of as many rows as the engine's."""
     ids = [11] * n_tokens
-    return common.timed(lambda: deque(text_logits(runner, ids, n_tokens - 1), 0), runner.device)
+    return common.time_ms(lambda: deque(run_text(runner, ids, n_tokens - 1), 0), runner.device)
 
 
-def stock_turn(model: Any, cache: DynamicCache, rows: list[int], device: str) -> dict[str, float]:
+def take_stock_turn(model: Any, cache: DynamicCache, rows: list[int], device: str) -> dict[str, float]:
     time_stock(model, cache, 1, device)
     return {str(n): time_stock(model, cache, n, device) for n in rows}
 
 
-def llama_turn(peer: Peer, rows: list[int], context: int) -> dict[str, float]:
+def take_llama_turn(peer: Peer, rows: list[int], context: int) -> dict[str, float]:
     answer = peer.ask(rows=rows, context=context, prefill=PREFILL)
     return answer["rows"] | {"prefill": answer["prefill"]}
 
 
-def floor_turn(n_bytes: int, buffer: torch.Tensor, device: str) -> dict[str, float]:
-    return {"read": common.timed(buffer.sum, device) * n_bytes / (buffer.numel() * buffer.element_size())}
+def take_floor_turn(n_bytes: int, buffer: torch.Tensor, device: str) -> dict[str, float]:
+    return {"read": common.time_ms(buffer.sum, device) * n_bytes / (buffer.numel() * buffer.element_size())}
 
 
 @torch.inference_mode()
-def stock_cache(model: Any, context: int) -> DynamicCache:
-    """transformers' cache with `context` tokens, computed in pieces."""
+def make_stock_cache(model: Any, context: int) -> DynamicCache:
+    """Return transformers' cache with `context` tokens, computed in pieces."""
     cache = DynamicCache(config=model.config)
     for piece in torch.full((1, context), 7, device=model.device).split(512, dim=1):
         model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -164,9 +153,9 @@ def stock_cache(model: Any, context: int) -> DynamicCache:
 
 @torch.inference_mode()
 def time_stock(model: Any, cache: DynamicCache, rows: int, device: str) -> float:
-    """Milliseconds of transformers' own pass; the cache is as before afterwards."""
+    """Return the milliseconds of transformers' own pass; the cache is as before afterwards."""
     ids = torch.full((1, rows), 11, device=device)
-    elapsed = common.timed(lambda: model(input_ids=ids, past_key_values=cache, use_cache=True), device)
+    elapsed = common.time_ms(lambda: model(input_ids=ids, past_key_values=cache, use_cache=True), device)
     cache.crop(-rows)
     return elapsed
 
@@ -174,30 +163,30 @@ def time_stock(model: Any, cache: DynamicCache, rows: int, device: str) -> float
 # ---------------------------------------------------------------------------- figures
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a pass reads: all, but for an embedding table that is not the output layer as well."""
+def count_weight_bytes(model: Any) -> int:
+    """Return the bytes of weights that a pass reads: all, but for an embedding table that is not the output layer as well."""
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total if table is head else total - table.numel() * table.element_size()
 
 
-def file_bytes(files: list[Path]) -> int | None:
-    """`weight_bytes` of GGUF files, in their own blocks; None where there are none."""
+def count_file_bytes(files: list[Path]) -> int | None:
+    """Return the same of GGUF files, in their own blocks; None if there are none."""
     sizes = {tensor.name: int(tensor.n_bytes) for path in files for tensor in GGUFReader(path).tensors}
     if "output.weight" in sizes:
         sizes.pop("token_embd.weight")
     return sum(sizes.values()) or None
 
 
-def medians_of(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians by contender and name."""
+def find_medians(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return medians by contender and name."""
     return {who: {name: round(statistics.median(turn[name] for turn in turns), 3) for name in turns[0]} for who, turns in rounds.items()}
 
 
-def figures(medians: dict[str, dict[str, float]], rows: list[int], n_bytes: int | None) -> dict[str, Any]:
-    """The contract's part of the JSON document, from medians of milliseconds by contender and row count (or "prefill", "read")."""
+def make_figures(medians: dict[str, dict[str, float]], rows: list[int], n_bytes: int | None) -> dict[str, Any]:
+    """Return the figures of the document, from medians of milliseconds by contender and row count (or "prefill", "read")."""
     ours = {str(n): medians["ours"][str(n)] for n in rows}
-    bends = kinks({int(n): ms for n, ms in ours.items()})
+    bends = find_kinks({int(n): ms for n, ms in ours.items()})
     found: dict[str, Any] = {
         "rows": ours,
         "ratio": {n: round(ms / ours["1"], 3) for n, ms in ours.items()},
@@ -224,8 +213,8 @@ def figures(medians: dict[str, dict[str, float]], rows: list[int], n_bytes: int 
     return found
 
 
-def kinks(ms: dict[int, float]) -> dict[str, float]:
-    """By row count: its time over that of the straight line between the nearest row counts of at most half and at least twice as many."""
+def find_kinks(ms: dict[int, float]) -> dict[str, float]:
+    """Return each row count's time over the straight line between the nearest counts of at most half and at least twice as many."""
     found = {}
     for n in sorted(ms):
         below, above = [m for m in ms if 2 * m <= n], [m for m in ms if m >= 2 * n]
@@ -235,7 +224,7 @@ def kinks(ms: dict[int, float]) -> dict[str, float]:
     return found
 
 
-def show(document: dict[str, Any]) -> None:
+def print_figures(document: dict[str, Any]) -> None:
     columns = {
         "ms": "rows",
         "ratio": "ratio",

@@ -30,9 +30,9 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
 from benchmarks.common import say
-from benchmarks.decode import median_ratio, rate
-from benchmarks.ours import Ours, described, total
-from benchmarks.peers import Run
+from benchmarks.decode import find_median_ratio, find_rate
+from benchmarks.our_engine import OurEngine, add_stats, describe_engine
+from benchmarks.peers import TimedRun
 from ngramspec import Engine, Grammar, SamplingParams
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.sampling.sampler import masked
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.print_table(["vocabulary", "rows", "p50 ms", "p99 ms"], [list(each.values()) for each in document["vocabularies"]])
         common.print_document(document)
         return
-    options = common.engine_options(args)
+    options = common.get_engine_options(args)
     with Engine(args.model, linears=args.linears, progress=say, **options) as engine:
         document = measure(engine, args)
     header = [
@@ -94,18 +94,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("structured", __doc__)
-    common.model_options(parser, required=False)
-    common.linears_option(parser)
+    parser = common.make_parser("structured", __doc__)
+    common.add_model_options(parser, required=False)
+    common.add_linears_option(parser)
     add = parser.add_argument
     add(
         "--prompts",
-        type=common.file,
+        type=common.parse_file,
         metavar="F.jsonl",
         help="rows with `prompt` or `messages`, and a schema or a reference",
     )
-    add("--limit", type=common.positive, metavar="N", help="only the first N prompts")
-    add("--max-tokens", type=common.positive, default=512, metavar="K", help="default 512")
+    add("--limit", type=common.parse_positive, metavar="N", help="only the first N prompts")
+    add("--max-tokens", type=common.parse_positive, default=512, metavar="K", help="default 512")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of sampling")
     add("--micro", action="store_true", help="only what a row of the grammar takes, by size of the vocabulary")
@@ -134,21 +134,21 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     for each in params.values():
         engine.compile_grammar(each.grammar)  # once for each form of answer, not for each request
 
-    def ours(speculation: bool, foresees: bool) -> Ours:
+    def ours(speculation: bool, foresees: bool) -> OurEngine:
         drafts = Proposer(vocab_size=engine.vocab_size, max_seqs=64)  # nothing that one has learned helps another
-        return Ours(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, foresees=foresees)
+        return OurEngine(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, foresees=foresees)
 
     contenders = {"off": ours(False, False), "without": ours(True, False), "on": ours(True, True)}
     for contender in contenders.values():
         contender.complete([ids[0]])
-    runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for i, order in enumerate(common.turns(list(contenders), len(ids))):
+    runs: dict[str, list[TimedRun]] = {name: [] for name in contenders}
+    for i, order in enumerate(common.order_turns(list(contenders), len(ids))):
         for name in order:
             runs[name].append(contenders[name].complete([ids[i]]))
         say(f"{i + 1}/{len(ids)}: " + ", ".join(f"{name} {runs[name][-1].seconds:.2f} s" for name in contenders))
     outputs = [run.outputs[0] for run in runs["on"]]
-    stats = total(runs["on"])
-    rates = {name: rate(made) for name, made in runs.items()}
+    stats = add_stats(runs["on"])
+    rates = {name: find_rate(made) for name, made in runs.items()}
     return {
         "model": args.model,
         "file": args.prompts.name,
@@ -160,18 +160,18 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         "tok_s_without": round(rates["without"], 1),
         "tok_s_on": round(rates["on"], 1),
         "speedup": round(rates["on"] / rates["off"], 3),
-        "median_speedup": round(median_ratio(runs["on"], runs["off"]), 3),
+        "median_speedup": round(find_median_ratio(runs["on"], runs["off"]), 3),
         "decoding_speedup": round(decoding_s(runs["off"]) / decoding_s(runs["on"]), 3),
         "by_foresight": round(rates["on"] / rates["without"], 3),
         "forced_share": round(stats.accepted_by_source.get("grammar", 0) / max(stats.tokens, 1), 3),
         "mask_ms": mask_ms(engine, [params[tuple(each)].grammar for each in ids], outputs),
         "settings": {name: getattr(args, name) for name in SETTINGS},
-        **described(engine),
-        **common.environment(args.device, engine.threads),
+        **describe_engine(engine),
+        **common.describe_machine(args.device, engine.threads),
     }
 
 
-def decoding_s(runs: list[Run]) -> float:
+def decoding_s(runs: list[TimedRun]) -> float:
     """From the first token to the last."""
     return max(sum(run.seconds - run.prompt_s for run in runs), 1e-9)
 
@@ -216,7 +216,7 @@ def micro(seed: int, sizes: Sequence[int] = SIZES, rows: int = ROWS) -> dict[str
         say(f"a vocabulary of {size:,} tokens")
         grammars = Grammars(Encoding(synthetic(size, seed), size), [size - 1])
         found.append({"vocabulary": size, "rows": rows, **percentiles(row_times(grammars, size, seed, rows))})
-    return {"vocabularies": found, "settings": {"seed": seed}, **common.environment("cpu", 1)}
+    return {"vocabularies": found, "settings": {"seed": seed}, **common.describe_machine("cpu", 1)}
 
 
 def synthetic(size: int, seed: int) -> Any:

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from benchmarks.common import environment, print_document, print_table
+from benchmarks.common import describe_machine, print_document, print_table
 from ngramspec.speculative import features, ngram_table, proposer, tree_builder
 from ngramspec.speculative.feature_weights import cold_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
@@ -484,7 +484,7 @@ def main() -> None:
     print_table(["kind", "loss"], [[kind, loss] for kind, loss in losses_by_turn[-1].items()])
     settings = {"traces": args.traces, "epochs": args.epochs, "max_out": args.max_out, "seed": args.seed, "tokenizer": args.tokenizer}
     document = {"benchmark": "learn_mix", "loss": losses_by_turn[-1], "settings": settings}
-    print_document({**document, **environment("cpu", torch.get_num_threads())})
+    print_document({**document, **describe_machine("cpu", torch.get_num_threads())})
 
 
 if __name__ == "__main__":

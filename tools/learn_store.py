@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.common import environment, print_document, print_table
+from benchmarks.common import describe_machine, print_document, print_table
 from ngramspec.cli.datastore import tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
@@ -256,7 +256,7 @@ def main() -> None:
     print_table(["store, kind", "before", "after"], [[group, before[group], after[group]] for group in before])
     settings = {"traces": args.traces, "epochs": args.epochs, "max_out": args.max_out, "seed": args.seed, "tokenizer": args.tokenizer}
     document = {"benchmark": "learn_store", "before": before, "after": after, "settings": settings}
-    print_document({**document, **environment("cpu", torch.get_num_threads())})
+    print_document({**document, **describe_machine("cpu", torch.get_num_threads())})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import candidates, environment, print_document
+from benchmarks.common import describe_machine, get_candidates, print_document
 from ngramspec import Engine, SamplingParams
 from ngramspec.speculative.features import KEPT
 
@@ -48,13 +48,13 @@ def main() -> None:
         prompts = [ids for line in file if 0 < len(ids := prompt_ids(json.loads(line), engine.tokenizer)) <= args.max_prompt][: args.limit]
         for i in range(0, len(prompts), BATCH):
             for done in engine.complete(prompts[i : i + BATCH], params):
-                row = {"prompt_ids": done.prompt_token_ids, "output_ids": done.token_ids, **candidates(done)}
+                row = {"prompt_ids": done.prompt_token_ids, "output_ids": done.token_ids, **get_candidates(done)}
                 out.write(json.dumps(row) + "\n")
                 n_tokens += len(done.token_ids)
             print(f"{min(i + BATCH, len(prompts))}/{len(prompts)} prompts, {n_tokens} tokens", flush=True)
     settings = {"prompts": args.prompts.name, "max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     figures = {"prompts": len(prompts), "tokens": n_tokens, "seconds": round(time.perf_counter() - started, 1), "settings": settings}
-    print_document({"benchmark": "record", "model": args.model, **figures, **environment("cpu", torch.get_num_threads())})
+    print_document({"benchmark": "record", "model": args.model, **figures, **describe_machine("cpu", torch.get_num_threads())})
 
 
 if __name__ == "__main__":

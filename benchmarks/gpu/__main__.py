@@ -83,20 +83,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.new_parser("gpu", __doc__)
+    parser = common.make_parser("gpu", __doc__)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--only", type=common.names_of(PARTS), default=list(PARTS), metavar="PART,PART", help=",".join(PARTS))
+    which.add_argument("--only", type=common.make_name_parser(PARTS), default=list(PARTS), metavar="PART,PART", help=",".join(PARTS))
     which.add_argument("--share", dest="only", type=share, metavar="K/3", help="a third of the parts, which fits ten minutes")
     parser.add_argument("--out", type=Path, metavar="F.json", help="keep the document here too, with the parts of earlier calls")
     usual = dataclasses.asdict(Plan()) | {"small": parts.smallest()}
-    parser.add_argument("--device", type=common.device, default=usual["device"], metavar="cuda:N", help="cpu tries the program out")
+    parser.add_argument("--device", type=common.parse_device, default=usual["device"], metavar="cuda:N", help="cpu tries the program out")
     parser.add_argument("--dtype", choices=common.DTYPES)
     for name, what in (("large", "timed passes"), ("small", "identity on real text"), ("code", "replayed edits")):
         parser.add_argument(f"--{name}", default=usual[name], metavar="M", help=f"model of {what}; default {usual[name]}")
     parser.add_argument("--tokenizer", metavar="M", help="of prompts and traces; default the small model's, else words")
     for name, what in (("prompts", "identity on the small model; default random ids"), ("trace", "the replay; default library edits")):
-        parser.add_argument(f"--{name}", type=common.file, metavar="F.jsonl", help=f"of {what}")
-    parser.add_argument("--limit", type=common.positive, metavar="S", help="seconds that a part may take, instead of its own limit")
+        parser.add_argument(f"--{name}", type=common.parse_file, metavar="F.jsonl", help=f"of {what}")
+    parser.add_argument("--limit", type=common.parse_positive, metavar="S", help="seconds that a part may take, instead of its own limit")
     parser.add_argument("--tiny", action="store_true", help="little of everything: whether it runs, not how fast")
     parser.add_argument("--child", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -180,7 +180,7 @@ def make_document(plan: Plan, known: dict[str, Any]) -> dict[str, Any]:
         "targets": [reached(target, plan, known) for target in tomllib.loads(TARGETS.read_text())["target"]],
         "parts": known,
         "settings": settings | {"tokenizer": Path(plan.tokenizer).name if plan.tokenizer else "words"},
-        **common.environment(plan.device, torch.get_num_threads()),
+        **common.describe_machine(plan.device, torch.get_num_threads()),
     }
 
 

@@ -25,9 +25,9 @@ import torch
 from benchmarks import common, decode, step
 from benchmarks.common import Prompt, say
 from benchmarks.gpu.profile import bandwidth, busy_us, kernel_table, profiled
-from benchmarks.ours import Ours, total
-from benchmarks.peers import Contender, PeerAbsentError, Run
-from benchmarks.recorded import library_edits
+from benchmarks.our_engine import OurEngine, add_stats
+from benchmarks.peers import Contender, PeerAbsentError, TimedRun
+from benchmarks.recordings import make_library_edits
 from ngramspec import Engine, SamplingParams
 from ngramspec.models.loader import load_model, load_tokenizer
 from ngramspec.models.random_weights import empty_model
@@ -107,7 +107,7 @@ def tokenizer_for(plan: Plan, model: str, vocab_size: int) -> Any:
     """The plan's tokenizer, else the model's own, else words."""
     if plan.tokenizer is not None:
         return load_tokenizer(plan.tokenizer)
-    return common.Words(vocab_size) if model.startswith(PREFIX) else load_tokenizer(model)
+    return common.WordTokenizer(vocab_size) if model.startswith(PREFIX) else load_tokenizer(model)
 
 
 def read_weights(plan: Plan, model: str) -> tuple[int, Figures]:
@@ -165,7 +165,7 @@ def by_context(engine: Engine, plan: Plan, n_bytes: int, gb_s: float) -> dict[st
     """Median milliseconds of a pass of one row behind texts of so many tokens, against the reading of weights, keys and values."""
     token_bytes = sum(2 * heads * dim for heads, dim in engine.runner.shapes) * getattr(torch, plan.dtype).itemsize
     fitting = [n for n in plan.contexts if n + 1 < min(engine.max_model_len, engine.runner.pool.n_tokens)]
-    medians = common.interleaved_medians({str(n): partial(engine.time_pass, 1, n) for n in fitting}, plan.repeat)
+    medians = common.measure_medians({str(n): partial(engine.time_pass, 1, n) for n in fitting}, plan.repeat)
     floors = {str(n): (n_bytes + n * token_bytes) / gb_s / 1e6 for n in fitting}
     return {n: {"ms": round(ms, 4), "over_floor": round(ms / floors[n], 3)} for n, ms in medians.items()}
 
@@ -173,7 +173,7 @@ def by_context(engine: Engine, plan: Plan, n_bytes: int, gb_s: float) -> dict[st
 def by_rows(engines: dict[str, Engine], plan: Plan) -> dict[str, dict[str, float]]:
     """Median milliseconds of a pass of each engine with each number of rows, in turns."""
     pairs = list(itertools.product(engines, plan.rows))
-    medians = common.interleaved_medians(
+    medians = common.measure_medians(
         {f"{name} {rows}": partial(engines[name].time_pass, rows, plan.context) for name, rows in pairs}, plan.repeat
     )
     return {name: {str(rows): round(medians[f"{name} {rows}"], 4) for rows in plan.rows} for name in engines}
@@ -314,7 +314,7 @@ def identity_prompts(plan: Plan, engine: Engine, model: str, n: int) -> list[lis
     found: list[list[int]] = []
     if not model.startswith(PREFIX):
         tokenizer = tokenizer_for(plan, model, engine.vocab_size)
-        code = [trace.prompt for trace in library_edits(tokenizer)]
+        code = [trace.prompt for trace in make_library_edits(tokenizer)]
         found = code if plan.prompts is None else [prompt.ids for prompt in common.read_prompts(plan.prompts, tokenizer)]
     found = [ids for ids in found if len(ids) <= room][:n]
     rng = np.random.default_rng(1)
@@ -328,9 +328,9 @@ def compare_texts(
 
     def write(batch: int, **way: Any) -> tuple[list[list[int]], float]:
         """The texts, `batch` prompts at a time, and tokens per pass."""
-        ours = Ours(engine, lambda ids: params[tuple(ids)], **way)
-        runs = [ours.complete(group) for group in decode.in_groups(prompts, batch)]
-        return [text for run in runs for text in run.outputs], total(runs).tokens_per_pass
+        ours = OurEngine(engine, lambda ids: params[tuple(ids)], **way)
+        runs = [ours.complete(group) for group in decode.cut_groups(prompts, batch)]
+        return [text for run in runs for text in run.outputs], add_stats(runs).tokens_per_pass
 
     reference, _ = write(1, speculation=False)
     known = {tuple(ids): text for ids, text in zip(prompts, reference, strict=True)}
@@ -364,7 +364,7 @@ def replay(plan: Plan) -> Named:
     arguments += ["--trace", *([str(plan.trace)] if plan.trace else []), "--fixed-length", ",".join(map(str, plan.lengths))]
     arguments += ["--tokenizer", plan.tokenizer] if plan.tokenizer is not None else []
     limits = {alone: plan.n_traces, many: max(plan.n_traces // 4, 1) * many}
-    plans = {batch: decode.parse([*arguments, "--concurrency", str(batch), "--limit", str(limits[batch])]) for batch in limits}
+    plans = {batch: decode.parse_args([*arguments, "--concurrency", str(batch), "--limit", str(limits[batch])]) for batch in limits}
     with decode.open_engine(plans[many], kv_memory=plan.kv_bytes) as engine:
         for batch, args in plans.items():
             document = decode.measure(engine, args)
@@ -378,7 +378,7 @@ class Generate:
         self.model = model
         self.options = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0, **options}
 
-    def complete(self, prompts: list[list[int]]) -> Run:
+    def complete(self, prompts: list[list[int]]) -> TimedRun:
         """Raises PeerAbsentError where transformers refuses."""
         outputs, start = [], time.perf_counter()
         try:
@@ -389,7 +389,7 @@ class Generate:
         except Exception as error:  # whatever it is that this version cannot do
             raise PeerAbsentError(f"{type(error).__name__}: {error}"[:300]) from error
         common.wait_for(str(self.model.device))
-        return Run(outputs, time.perf_counter() - start)
+        return TimedRun(outputs, time.perf_counter() - start)
 
     def close(self) -> None:
         """The model is everybody's."""
@@ -400,13 +400,13 @@ def generate(plan: Plan) -> Named:
     for model in dict.fromkeys((plan.small, plan.large)):
         stock = load_model(model, dtype=getattr(torch, plan.dtype), device=plan.device).model
         with open_engine(plan, model) as engine:
-            ids = [trace.prompt[:PROMPT_LENGTH] for trace in library_edits(tokenizer_for(plan, model, engine.vocab_size))]
+            ids = [trace.prompt[:PROMPT_LENGTH] for trace in make_library_edits(tokenizer_for(plan, model, engine.vocab_size))]
             whole = [each for each in ids if len(each) == PROMPT_LENGTH][:N_GENERATED]
             params, absent = greedy(2 * plan.max_tokens), dict[str, str]()
-            contenders: dict[str, Contender] = {"off": Ours(engine, params, False), "on": Ours(engine, params)}
+            contenders: dict[str, Contender] = {"off": OurEngine(engine, params, False), "on": OurEngine(engine, params)}
             contenders |= {name: Generate(stock, 2 * plan.max_tokens, options) for name, options in GENERATE.items()}
             decode.warm_up(contenders, absent, whole[:1])
             runs = decode.compare(contenders, absent, [Prompt(str(n), each) for n, each in enumerate(whole)], 1)
-            yield model, {"prompts": len(whole), **decode.figures(runs, absent, sampled=False)}
+            yield model, {"prompts": len(whole), **decode.make_figures(runs, absent, sampled=False)}
         del stock, engine, contenders
         release(plan)

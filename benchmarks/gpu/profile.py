@@ -34,7 +34,7 @@ def device_ms(device: str, work: Callable[[], object], repeat: int = 12) -> floa
         end.synchronize()
         return begin.elapsed_time(end)
 
-    once = by_its_clock if device.startswith("cuda") else lambda: common.timed(work)
+    once = by_its_clock if device.startswith("cuda") else lambda: common.time_ms(work)
     return statistics.median([once() for _ in range(repeat + 2)][2:])
 
 

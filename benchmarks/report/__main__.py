@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common, decode
-from benchmarks.common import Kept, say
+from benchmarks.common import ResultLog, say
 from benchmarks.peers import NAMES, Peer, open_peer
 from benchmarks.report import figures, measure
 from benchmarks.report.categories import CATEGORIES, package_version, read_category, repository
@@ -37,7 +37,7 @@ LAYERS_SHARE = 3
 def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     args = parse(argv)
-    with Engine(args.model, progress=say, max_seqs=measure.MAX_SEQS, **common.engine_options(args)) as engine:
+    with Engine(args.model, progress=say, max_seqs=measure.MAX_SEQS, **common.get_engine_options(args)) as engine:
         document = run(engine, args, started)
     write(document, args.out)
     names = ("contender", "temperature", "prompts", "tokens_per_pass", "rows_per_pass", "speedup")
@@ -51,7 +51,7 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         "model": args.model,
         "dtype": engine.props()["dtype"],
         "precision": engine.props()["precision"],
-        "device": common.device_name(args.device),
+        "device": common.get_device_name(args.device),
         "threads": engine.threads,
         **{name: getattr(args, name) for name in ("max_tokens", "max_prompt", "prompts", "minutes", "seed")},
         "package": package_version(args.package),
@@ -69,10 +69,10 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         n_layers = engine.runner.model.config.get_text_config().num_hidden_layers
         drafters = args.drafter or ["recycling", "lookahead", f"layers:{max(1, n_layers // LAYERS_SHARE)}", "counts:2", "counts:3"]
         bench = stack.enter_context(contextlib.closing(measure.Bench(engine, settings, drafters, peers(engine, args, stack))))
-        state = Kept(args.state, fresh=args.fresh)
+        state = ResultLog(args.state, fresh=args.fresh)
         cells = measure.measure(bench, state, categories, args.temperatures, started)
         followed = measure.followed(bench, state, categories, args.temperatures)
-        replayed, missing = measure.replayed(cells, categories, scratch)
+        replayed, missing = measure.replay_peers(cells, categories, scratch)
     return {
         "benchmark": "report",
         "model": args.model,
@@ -94,7 +94,7 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         "absent": bench.absent | missing,
         "settings": settings | {"temperatures": args.temperatures},
         "exactness": engine.exactness,
-        **common.environment(args.device, engine.threads),
+        **common.describe_machine(args.device, engine.threads),
     }
 
 
@@ -107,7 +107,7 @@ def loads(path: Path, model: str) -> dict[str, Any] | None:
 def peers(engine: Engine, args: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Callable[[], Peer]]:
     if not args.against:
         return {}
-    task = decode.peers_task(args, engine, SamplingParams(max_tokens=args.max_tokens), args.max_prompt, stack)
+    task = decode.make_peer_task(args, engine, SamplingParams(max_tokens=args.max_tokens), args.max_prompt, stack)
     return {name: partial(open_peer, name, task, args.vllm_python, args.llama_python) for name in args.against}
 
 
@@ -135,16 +135,16 @@ def commit() -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("report", __doc__)
-    common.model_options(parser)
+    parser = common.make_parser("report", __doc__)
+    common.add_model_options(parser)
     data = ROOT.parent / "shared" / "data"
     add = parser.add_argument
     add("--data", type=Path, default=data, metavar="DIR", help="spec_bench.jsonl, humaneval.jsonl and others; default ../shared/data")
     add("--minutes", type=float, default=55.0, metavar="M", help="for all of it; the least is one prompt for each category")
-    add("--prompts", type=common.positive, default=12, metavar="N", help="at most so many for each category")
-    add("--max-tokens", type=common.positive, default=64, metavar="K")
-    add("--max-prompt", type=common.positive, default=768, metavar="K", help="longer prompts are left out")
-    known = common.names_of(CATEGORIES)
+    add("--prompts", type=common.parse_positive, default=12, metavar="N", help="at most so many for each category")
+    add("--max-tokens", type=common.parse_positive, default=64, metavar="K")
+    add("--max-prompt", type=common.parse_positive, default=768, metavar="K", help="longer prompts are left out")
+    known = common.make_name_parser(CATEGORIES)
     add("--categories", type=known, default=list(CATEGORIES), metavar="C,...", help=",".join(CATEGORIES))
     add("--temperatures", type=temperatures, default=[0.0, 0.8], metavar="T,...", help="other tools run at 0")
     add(
@@ -153,7 +153,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME[:ARG]",
         help="as ngramspec complete has it; default: all without weights",
     )
-    decode.peer_options(parser, NAMES)
+    decode.add_peer_options(parser, NAMES)
     add("--package", default="networkx", metavar="P", help="installed; its files are the repository")
     add("--seed", type=int, default=0, metavar="S")
     found = ROOT / "benchmarks" / "results" / "loads-smollm2-cpu.json"

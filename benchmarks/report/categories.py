@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Prompt, encode_chat, first_turn
-from benchmarks.replay import edited_text
+from benchmarks.common import Prompt, encode_chat, get_first_turn
+from benchmarks.recordings import find_edited_text
 from ngramspec.datastore.build import build
 from ngramspec.datastore.corpus import CorpusOptions
 from ngramspec.datastore.reader import Datastore
@@ -62,10 +62,10 @@ def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: in
     for row in (row for several in zip(*rows, strict=False) for row in several):  # of each file in turn
         if len(category.followed) == FOLLOWED * limit:
             break
-        ids = encode_chat(first_turn(row["messages"]), tokenizer) if "messages" in row else list(tokenizer(row["prompt"])["input_ids"])
+        ids = encode_chat(get_first_turn(row["messages"]), tokenizer) if "messages" in row else list(tokenizer(row["prompt"])["input_ids"])
         if len(ids) <= longest:
             category.followed.append(Prompt(str(row["id"]), ids))
-            if len(category.followed) <= limit and (edited := edited_text(row)):
+            if len(category.followed) <= limit and (edited := find_edited_text(row)):
                 category.predictions[tuple(ids)] = list(tokenizer(edited, add_special_tokens=False)["input_ids"])
     return _checked(category, longest)
 

@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 
 import ngramspec
-from benchmarks import common, decode, replay
-from benchmarks.common import Kept, say
-from benchmarks.ours import CountedCost, FixedCost, FixedLength, Ours, total
-from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, Run
+from benchmarks import common, decode, replayed
+from benchmarks.common import ResultLog, say
+from benchmarks.our_engine import CountedCost, FixedCost, FixedLength, OurEngine, add_stats
+from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, TimedRun
+from benchmarks.recordings import RecordedText
+from benchmarks.replay import make_peers
 from benchmarks.report.categories import Category
 from ngramspec import Engine, SamplingParams
 from ngramspec.engine.acceptance import acceptance
@@ -96,7 +98,7 @@ class Bench:
 
     def key(self, category: Category, temperature: float, contender: str) -> dict[str, Any]:
         """All that a cell depends on."""
-        asked = common.digest(prompt.ids for prompt in category.prompts)
+        asked = common.hash_outputs(prompt.ids for prompt in category.prompts)
         return {**self.settings, "category": category.name, "asked": asked, "temperature": temperature, "contender": contender}
 
     def speculators(self, category: Category) -> dict[str, Make]:
@@ -124,7 +126,7 @@ class Bench:
         def ours(make: Make, *, slope: float | None = None, rule: str = "walk", speculation: bool = True, **more: Any) -> Contender:
             cost = self.engine.cost if slope is None else FixedCost(slope, self.engine.cost.max_rows)
             parts = {"speculator": make(), "cost": CountedCost(cost, self.prices), "acceptance": acceptance(rule)}
-            return Ours(self.engine, self.params(temperature), speculation, **parts, **more)
+            return OurEngine(self.engine, self.params(temperature), speculation, **parts, **more)
 
         found: dict[str, Callable[[], Contender]] = {OFF: partial(ours, lambda: self.default, speculation=False)}
         found |= {name: partial(ours, make) for name, make in makes.items()}
@@ -166,7 +168,7 @@ def rounds_of(name: str) -> int:
     return CURVE_ROUNDS if name in CURVES else ROUNDS.get(name.removesuffix(REJECTION).partition(":")[0], sys.maxsize)
 
 
-def measure(bench: Bench, state: Kept, categories: Sequence[Category], temperatures: Sequence[float], started: float) -> list[Cell]:
+def measure(bench: Bench, state: ResultLog, categories: Sequence[Category], temperatures: Sequence[float], started: float) -> list[Cell]:
     """Every cell, those that are missing measured now. `started`: when the time began, by `time.perf_counter`."""
     cells, blocks = list[Cell](), []
     for temperature, category in itertools.product(temperatures, categories):
@@ -204,14 +206,14 @@ def measure_block(
     runs = decode.compare(contenders, bench.absent, category.prompts, 1, rounds=rounds, budget_s=budget_s)
     for name, some in runs.items():
         cell = {"category": category.name, "temperature": temperature} | cell_of(name, some, runs[OFF])
-        if name == MERGED and isinstance(ours := contenders[name], Ours):
+        if name == MERGED and isinstance(ours := contenders[name], OurEngine):
             cell["reliability"] = [list(astuple(row)) for row in ours.parts["speculator"].reliability() if row.nodes]
         yield cell
 
 
-def cell_of(name: str, runs: list[Run], off: list[Run]) -> Cell:
+def cell_of(name: str, runs: list[TimedRun], off: list[TimedRun]) -> Cell:
     """Per prompt: tokens, seconds, passes and their cost, drafted nodes, and seconds and tokens of speculation off; by depth over all."""
-    off, stats = off[: len(runs)], total(runs)
+    off, stats = off[: len(runs)], add_stats(runs)
     return {
         "contender": name,
         "tokens": [run.n_tokens for run in runs],
@@ -232,7 +234,7 @@ def cell_of(name: str, runs: list[Run], off: list[Run]) -> Cell:
 # ---- without the model: drafts followed along texts that it wrote
 
 
-def followed(bench: Bench, state: Kept, categories: Sequence[Category], temperatures: Sequence[float]) -> list[dict[str, Any]]:
+def followed(bench: Bench, state: ResultLog, categories: Sequence[Category], temperatures: Sequence[float]) -> list[dict[str, Any]]:
     """The same comparison on more texts than the clock has time for: one row per category, temperature and drafter.
 
     The engine writes every prompt's text, many at once, and they are kept in the state. Then drafters alone and all together follow it as
@@ -247,49 +249,49 @@ def followed(bench: Bench, state: Kept, categories: Sequence[Category], temperat
                 say(f"following {len(traces)} texts: {category.name} at {temperature:g}, {name}")
                 drafts = make()
                 drafts.bind(bench.engine.runner)
-                follower = replay.Ours(drafts, bench.prices, tuple(bench.engine.eos_token_ids), params=bench.params(0))
-                found = replay.replay(follower, traces)
+                follower = replayed.ReplayedProposer(drafts, bench.prices, tuple(bench.engine.eos_token_ids), params=bench.params(0))
+                found = replayed.replay(follower, traces)
                 row = {"category": category.name, "temperature": temperature, "contender": name, "prompts": len(traces)}
                 row |= {key: found[key] for key in ("tokens_per_pass", "rows_per_pass")}
                 rows.append(row | {"speed": round(sum(len(trace.output) for trace in traces) / follower.paid, 4)})
     return rows
 
 
-def _texts(bench: Bench, state: Kept, category: Category, temperature: float) -> list[dict[str, Any]]:
+def _texts(bench: Bench, state: ResultLog, category: Category, temperature: float) -> list[dict[str, Any]]:
     """What the model writes for every prompt of a category that is followed, and its own candidates at each token."""
-    key = bench.key(category, temperature, TEXTS) | {"followed": common.digest(prompt.ids for prompt in category.followed)}
+    key = bench.key(category, temperature, TEXTS) | {"followed": common.hash_outputs(prompt.ids for prompt in category.followed)}
     if state.get(key) is None:
         say(f"writing {len(category.followed)} texts: {category.name} at {temperature:g}")
         bench.engine.use(speculator=bench.default, cost=bench.engine.cost, acceptance=acceptance())
         done = bench.engine.complete([prompt.ids for prompt in category.followed], bench.params(temperature, logprobs=KEPT))
-        texts = [{"prompt": each.prompt_token_ids, "output": each.token_ids, **common.candidates(each)} for each in done]
+        texts = [{"prompt": each.prompt_token_ids, "output": each.token_ids, **common.get_candidates(each)} for each in done]
         state.add({"key": key, "contender": TEXTS, "texts": texts})
     return state.get(key)["texts"]
 
 
-def _trace(text: dict[str, Any]) -> replay.Trace:
+def _trace(text: dict[str, Any]) -> RecordedText:
     """As in the engine, the pass that ends the prompt gives the first token and has no draft."""
     top = np.array(text["top_ids"][1:], np.int64), np.array(text["top_logprobs"][1:], np.float32)
-    return replay.Trace([*text["prompt"], text["output"][0]], text["output"][1:], top=top)
+    return RecordedText([*text["prompt"], text["output"][0]], text["output"][1:], top=top)
 
 
-def replayed(cells: Iterable[Cell], categories: Sequence[Category], folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def replay_peers(cells: Iterable[Cell], categories: Sequence[Category], folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Tokens per pass of drafters that have no engine here, on the texts that the model wrote at temperature 0; and who is absent."""
     rows, absent = list[dict[str, Any]](), dict[str, str]()
     kinds = {category.name: category for category in categories}
     for cell in (cell for cell in cells if cell["contender"] == OFF and cell["temperature"] == 0):
         category = kinds[cell["category"]]
         texts = zip(category.prompts, cell["outputs"], strict=False)
-        traces = [replay.Trace([*prompt.ids, output[0]], output[1:]) for prompt, output in texts if len(output) > 1]
-        found, missing = replay.peers([category.store] if category.store is not None else [], folder)
+        traces = [RecordedText([*prompt.ids, output[0]], output[1:]) for prompt, output in texts if len(output) > 1]
+        found, missing = make_peers([category.store] if category.store is not None else [], folder)
         absent |= {name: why for name, why in missing.items() if name in REPLAYED and traces}
         for name in (name for name in REPLAYED if name in found and traces):
             say(f"replaying {category.name}: {name}")
             drafter = found[name]()
-            result, n = replay.replay(drafter, traces), sum(len(trace.output) for trace in traces)
+            result, n = replayed.replay(drafter, traces), sum(len(trace.output) for trace in traces)
             drafting = n / result["tokens_per_pass"]
             passes = drafting + len(traces)  # those that end the prompts among them
-            row = {"category": category.name, "drafter": name, "datastore": isinstance(drafter, replay.Rest), "prompts": len(traces)}
+            row = {"category": category.name, "drafter": name, "datastore": isinstance(drafter, replayed.Rest), "prompts": len(traces)}
             row["tokens_per_pass"] = round((n + len(traces)) / passes, 3)
             rows.append(row | {"rows_per_pass": round(result["rows_per_pass"] * drafting / passes, 3)})
     return rows, absent

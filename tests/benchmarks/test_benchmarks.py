@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from benchmarks import common, decode, loads, peers, step
-from benchmarks.peers import PeerAbsentError, Run, Task
+from benchmarks.peers import PeerAbsentError, PeerTask, TimedRun
 from ngramspec import SamplingParams, Stats
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -70,7 +70,7 @@ def vllm_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "stub").mkdir()
     (tmp_path / "stub" / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
-    monkeypatch.setattr(peers, "_REST_S", 0)
+    monkeypatch.setattr(peers, "VLLM_REST_S", 0)
     return Path(sys.executable)
 
 
@@ -84,8 +84,8 @@ def last_document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def task(folder: Path, max_tokens: int = 4) -> Task:
-    return Task(folder, SamplingParams(max_tokens=max_tokens), (tiny.EOS,), threads=1, max_len=64)
+def make_task(folder: Path, max_tokens: int = 4) -> PeerTask:
+    return PeerTask(folder, SamplingParams(max_tokens=max_tokens), (tiny.EOS,), threads=1, max_len=64)
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -116,15 +116,15 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, tokenizer: Any) -> None
 
 
 def test_random_prompts_are_reproducible_and_never_repeat(tokenizer: Any) -> None:
-    prompts = common.random_prompts(tokenizer, 3, seed=1, length=50)
-    assert prompts == common.random_prompts(tokenizer, 3, seed=1, length=50)
-    assert prompts != common.random_prompts(tokenizer, 3, seed=2, length=50)
+    prompts = common.make_random_prompts(tokenizer, 3, seed=1, length=50)
+    assert prompts == common.make_random_prompts(tokenizer, 3, seed=1, length=50)
+    assert prompts != common.make_random_prompts(tokenizer, 3, seed=2, length=50)
     assert all(len(set(prompt.ids)) == 50 for prompt in prompts)
     assert not {tiny.BOS, tiny.EOS} & {token for prompt in prompts for token in prompt.ids}
 
 
 def test_library_prompts_stop_before_the_code(tokenizer: Any) -> None:
-    prompts = {prompt.name: bytes(prompt.ids).decode() for prompt in common.library_prompts(tokenizer)}
+    prompts = {prompt.name: bytes(prompt.ids).decode() for prompt in common.make_library_prompts(tokenizer)}
     assert prompts["complete/shorten"].startswith("def shorten(")
     assert prompts["complete/shorten"].rstrip().endswith('"""')
     assert ".join" not in prompts["complete/shorten"]
@@ -135,21 +135,24 @@ def test_library_prompts_stop_before_the_code(tokenizer: Any) -> None:
 
 
 def test_everybody_comes_first_in_turn() -> None:
-    orders = list(common.turns(["a", "b", "c"], 6))
+    orders = list(common.order_turns(["a", "b", "c"], 6))
     assert [order[0] for order in orders] == ["a", "b", "c", "a", "b", "c"]
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
 
 
 def test_medians_leave_out_the_first_round() -> None:
     values = {"a": iter([1000.0, 1.0, 2.0, 9.0]), "b": iter([0.0, 5.0, 5.0, 5.0])}
-    medians = common.interleaved_medians({name: lambda v=v: next(v) for name, v in values.items()}, 3)
+    medians = common.measure_medians({name: lambda v=v: next(v) for name, v in values.items()}, 3)
     assert medians == {"a": 2.0, "b": 5.0}
 
 
 def test_figures_of_known_runs() -> None:
-    off = [Run([[1, 2, 3, 4]], 2.0), Run([[5, 6]], 1.0)]
-    on = [Run([[1, 2, 3, 4]], 1.0, Stats(passes=2, tokens=4, drafted=4, accepted=2)), Run([[5, 7]], 0.5, Stats(passes=2, tokens=2))]
-    found = decode.figures({"off": off, "on": on, "hf": [off[0], Run([[5, 6]], 4.0)]}, {"vllm-none": "why"}, sampled=False)
+    off = [TimedRun([[1, 2, 3, 4]], 2.0), TimedRun([[5, 6]], 1.0)]
+    on = [
+        TimedRun([[1, 2, 3, 4]], 1.0, Stats(passes=2, tokens=4, drafted=4, accepted=2)),
+        TimedRun([[5, 7]], 0.5, Stats(passes=2, tokens=2)),
+    ]
+    found = decode.make_figures({"off": off, "on": on, "hf": [off[0], TimedRun([[5, 6]], 4.0)]}, {"vllm-none": "why"}, sampled=False)
     assert (found["tokens"], found["identical"]) == (6, 1)
     assert (found["tok_s_off"], found["tok_s_on"], found["speedup"], found["speedup_median"]) == (2.0, 4.0, 2.0, 2.0)
     assert (found["tokens_per_pass"], found["rows_per_pass"], found["acceptance"]) == (1.5, 1.0, 0.5)
@@ -230,7 +233,7 @@ def test_hf_peer_is_greedy_and_returns_new_tokens_only(tiny_model: Callable[...,
         return output
 
     prompts = [[97, 98, 99] * 4, [97, 98, 99, 97, 98]]
-    with contextlib.closing(peers.open_peer(name, task(folder, 6), None)) as peer:
+    with contextlib.closing(peers.open_peer(name, make_task(folder, 6), None)) as peer:
         run = peer.complete(prompts)
         assert run.outputs == [greedy(prompt) for prompt in prompts]
         assert run.n_tokens == sum(map(len, run.outputs))
@@ -239,7 +242,7 @@ def test_hf_peer_is_greedy_and_returns_new_tokens_only(tiny_model: Callable[...,
 
 
 def test_vllm_peer_speaks_through_its_noise(folder: Path, vllm_python: Path) -> None:
-    with contextlib.closing(peers.open_peer("vllm-ngram", task(folder), vllm_python)) as peer:
+    with contextlib.closing(peers.open_peer("vllm-ngram", make_task(folder), vllm_python)) as peer:
         assert peer.version == "0.1"
         assert peer.complete([[1, 2, 3, 4, 5, 6], [7]]).outputs == [[1, 2, 3, 4], [7]]
         peer.complete([[1]])
@@ -252,12 +255,12 @@ def test_vllm_peer_speaks_through_its_noise(folder: Path, vllm_python: Path) -> 
 
 def test_an_absent_peer_says_why(folder: Path, vllm_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerAbsentError, match="Arctic Inference is required"):
-        peers.open_peer("vllm-suffix", task(folder), vllm_python)
+        peers.open_peer("vllm-suffix", make_task(folder), vllm_python)
     with pytest.raises(PeerAbsentError, match="make peers"):
-        peers.open_peer("vllm-none", task(folder), None)
+        peers.open_peer("vllm-none", make_task(folder), None)
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(PeerAbsentError, match="No module named 'vllm'"):
-        peers.open_peer("vllm-none", task(folder), vllm_python)
+        peers.open_peer("vllm-none", make_task(folder), vllm_python)
 
 
 def test_a_peer_that_dies_is_reported_and_the_rest_goes_on(
@@ -291,27 +294,27 @@ def test_step_keeps_its_contract(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_row_counts_come_as_numbers_and_ranges() -> None:
-    assert common.counts("8,1-3,2") == [1, 2, 3, 8]
+    assert common.parse_counts("8,1-3,2") == [1, 2, 3, 8]
     for text in ("", "4-2", "0-3", "3-", "1-2-3"):
         with pytest.raises(argparse.ArgumentTypeError):
-            common.counts(text)
+            common.parse_counts(text)
 
 
 def test_a_kink_is_measured_against_the_line_between_half_and_twice_as_many_rows() -> None:
     straight = {n: 5.0 + 2 * n for n in (1, 2, 3, 4, 6, 8, 16)}
-    assert step.kinks(straight) == {"2": 1.0, "3": 1.0, "4": 1.0, "6": 1.0, "8": 1.0}
-    assert step.kinks({1: 10.0, 3: 30.0, 7: 40.0}) == {"3": 1.5}  # the line from 1 to 7 has 20 at 3
+    assert step.find_kinks(straight) == {"2": 1.0, "3": 1.0, "4": 1.0, "6": 1.0, "8": 1.0}
+    assert step.find_kinks({1: 10.0, 3: 30.0, 7: 40.0}) == {"3": 1.5}  # the line from 1 to 7 has 20 at 3
 
 
 def test_precision_reaches_the_engine_where_it_is_given() -> None:
-    args = decode.parse(["--model", "m", "--precision", "int8", "--threads", "2"])
-    assert common.engine_options(args) == {"device": "cpu", "dtype": "float32", "threads": 2, "precision": "int8"}
-    assert "precision" not in common.engine_options(step.parse(["--model", "m"]))
+    args = decode.parse_args(["--model", "m", "--precision", "int8", "--threads", "2"])
+    assert common.get_engine_options(args) == {"device": "cpu", "dtype": "float32", "threads": 2, "precision": "int8"}
+    assert "precision" not in common.get_engine_options(step.parse_args(["--model", "m"]))
 
 
 def test_step_leaves_the_stock_cache_as_it_was(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model("llama")
-    cache = step.stock_cache(model, 16)
+    cache = step.make_stock_cache(model, 16)
     for rows in (1, 5, 3):
         assert step.time_stock(model, cache, rows, "cpu") > 0
         assert cache.get_seq_length() == 16
@@ -320,8 +323,8 @@ def test_step_leaves_the_stock_cache_as_it_was(tiny_model: Callable[..., Any]) -
 
 def test_weight_bytes_count_a_tied_table_once(tiny_model: Callable[..., Any]) -> None:
     tied, untied = tiny_model("llama", tie_word_embeddings=True), tiny_model("llama", tie_word_embeddings=False)
-    assert step.weight_bytes(tied) == step.weight_bytes(untied)
-    assert step.weight_bytes(tied) == sum(p.numel() for p in tied.parameters()) * 4
+    assert step.count_weight_bytes(tied) == step.count_weight_bytes(untied)
+    assert step.count_weight_bytes(tied) == sum(p.numel() for p in tied.parameters()) * 4
 
 
 def test_rates_are_of_a_load_that_stays_the_same() -> None:

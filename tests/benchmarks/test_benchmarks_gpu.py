@@ -19,9 +19,9 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import parts, profile
 from benchmarks.gpu.parts import Foretold, Plan
 from benchmarks.gpu.profile import Kernel
-from benchmarks.ours import FixedLength
-from benchmarks.peers import Run
-from benchmarks.recorded import Recital, library_edits, recorded_prompts
+from benchmarks.our_engine import FixedLength
+from benchmarks.peers import TimedRun
+from benchmarks.recordings import Recital, make_library_edits, read_recorded_prompts
 from ngramspec import Engine, SamplingParams
 from ngramspec.sampling.batch import compute_depths
 from ngramspec.speculative.base import Text
@@ -99,7 +99,7 @@ def test_a_replay_writes_the_recording_and_counts_passes(config: str, tmp_path: 
     assert document["model"] == f"random:{config}"
     assert document["replayed"] is True
     assert (document["prompts"], document["identical"], document["tokens"]) == (3, 3, 3 * 35)
-    assert document["digest"] == common.digest([row["output_ids"][:35] for row in rows[:3]])
+    assert document["digest"] == common.hash_outputs([row["output_ids"][:35] for row in rows[:3]])
     assert document["tokens_per_pass"] > 2
     assert list(document["fixed_length"]) == ["1", "4"]
     assert document["fixed_length"]["1"]["tokens_per_pass"] <= 2
@@ -142,26 +142,26 @@ def test_a_replay_where_the_device_samples(config: str) -> None:
 )
 def test_decode_refuses(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        decode.parse(options)
+        decode.parse_args(options)
     assert message in capsys.readouterr().err
 
 
 def test_devices_choose_the_dtype() -> None:
-    assert decode.parse(["--model", "m"]).dtype == "float32"
-    assert decode.parse(["--model", "m", "--device", "cuda"]).device == "cuda:0"
-    assert decode.parse(["--model", "m", "--device", "cuda:1"]).dtype == "bfloat16"
-    assert step.parse(["--random-weights", "Llama-3.2-1B", "--device", "cuda", "--dtype", "float16"]).dtype == "float16"
+    assert decode.parse_args(["--model", "m"]).dtype == "float32"
+    assert decode.parse_args(["--model", "m", "--device", "cuda"]).device == "cuda:0"
+    assert decode.parse_args(["--model", "m", "--device", "cuda:1"]).dtype == "bfloat16"
+    assert step.parse_args(["--random-weights", "Llama-3.2-1B", "--device", "cuda", "--dtype", "float16"]).dtype == "float16"
 
 
 def test_library_edits_differ_from_their_prompts_little() -> None:
-    prompts = recorded_prompts(None, common.Words(512), 512, 5, 300)
+    prompts = read_recorded_prompts(None, common.WordTokenizer(512), 512, 5, 300)
     assert len(prompts) == 5
     for prompt in prompts:
         assert prompt.output is not None
         assert 8 < len(prompt.output) <= 300
         assert len(set(prompt.output) & set(prompt.ids)) > 0.9 * len(set(prompt.output))
         assert not any(prompt.ids[i : i + len(prompt.output)] == prompt.output for i in range(len(prompt.ids)))
-    assert len(library_edits(common.Words(512))) > 20
+    assert len(make_library_edits(common.WordTokenizer(512))) > 20
 
 
 def test_fixed_length_is_a_chain_within_bounds() -> None:
@@ -242,7 +242,7 @@ def test_identity_finds_all_and_would_find_a_difference(plan: Plan, monkeypatch:
         assert set(found["identical"].values()) == {found["prompts"]}
         assert found["tokens_per_pass"]["tree, batch 2"] > 2
     texts = iter([1, 2, *[1, 3] * 9])
-    monkeypatch.setattr(parts.Ours, "complete", lambda self, prompts: Run([[next(texts)] for _ in prompts], 1.0))
+    monkeypatch.setattr(parts.OurEngine, "complete", lambda self, prompts: TimedRun([[next(texts)] for _ in prompts], 1.0))
     with parts.open_engine(plan, plan.small) as engine:
         found = parts.compare_texts(engine, [[1], [2]], {}, (1, 2))
     assert not found["all_identical"]

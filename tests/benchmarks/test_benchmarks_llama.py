@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 
-from benchmarks import fidelity, ours, start, step
+from benchmarks import fidelity, our_engine, start, step
 from ngramspec import Engine
 
 LLAMA = f"""
@@ -124,18 +124,18 @@ def test_bytes_of_a_file_count_its_table_once(tmp_path: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        sizes[tied] = step.file_bytes([tmp_path / f"{tied}.gguf"])
+        sizes[tied] = step.count_file_bytes([tmp_path / f"{tied}.gguf"])
     assert sizes == {True: 2 * 8 * 64 * 4, False: 2 * 8 * 64 * 4}
-    assert step.file_bytes([]) is None
+    assert step.count_file_bytes([]) is None
 
 
 def test_all_parts_of_a_split_file_are_found(tmp_path: Path) -> None:
     parts = [tmp_path / f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     for path in (*parts, tmp_path / "m-00001-of-00002.gguf", tmp_path / "other-00001-of-00003.gguf"):
         path.touch()
-    assert ours.gguf_files(str(parts[0])) == parts
-    assert ours.gguf_files("m.GGUF") == [Path("m.GGUF")]
-    assert ours.gguf_files(str(tmp_path)) == []
+    assert our_engine.find_gguf_files(str(parts[0])) == parts
+    assert our_engine.find_gguf_files("m.GGUF") == [Path("m.GGUF")]
+    assert our_engine.find_gguf_files(str(tmp_path)) == []
 
 
 # ---------------------------------------------------------------------------- start

@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 from benchmarks import peers
-from benchmarks.common import Kept
-from benchmarks.peers import Run, Task
+from benchmarks.common import ResultLog
+from benchmarks.peers import PeerTask, TimedRun
 from benchmarks.report import __main__ as report
 from benchmarks.report import figures, measure
 from benchmarks.report.categories import FOLLOWED, heads
@@ -143,16 +143,16 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
 
 
 def test_another_setting_is_another_cell(tmp_path: Path) -> None:
-    state = Kept(tmp_path / "cells.jsonl")
+    state = ResultLog(tmp_path / "cells.jsonl")
     state.add({"key": {"contender": "off", "threads": 1}})
-    state = Kept(tmp_path / "cells.jsonl")
+    state = ResultLog(tmp_path / "cells.jsonl")
     assert state.get({"threads": 1, "contender": "off"}) is not None
     assert state.get({"threads": 2, "contender": "off"}) is None
-    assert not Kept(tmp_path / "cells.jsonl", fresh=True).known
+    assert not ResultLog(tmp_path / "cells.jsonl", fresh=True).known
 
 
 def cell(name: str, seconds: float, passes: int, drafted: int) -> Any:
-    run, off = Run([[1, 2, 3, 4]], seconds), Run([[1, 2, 3, 4]], 2.0)
+    run, off = TimedRun([[1, 2, 3, 4]], seconds), TimedRun([[1, 2, 3, 4]], 2.0)
     run.plain_passes = passes + drafted / 2
     run.stats.passes, run.stats.drafted, run.stats.drafted_by_depth, run.stats.accepted_by_depth = passes, drafted, [2, 2], [1, 0]
     return {"category": "edits", "temperature": 0.0} | measure.cell_of(name, [run, run], [off, off])
@@ -184,7 +184,7 @@ def test_heads_of_functions_end_with_their_docstring() -> None:
 def test_transformers_assisted_by_its_first_layers_is_greedy(tmp_path: Path) -> None:
     model = tiny.tiny_model("llama")
     model.save_pretrained(tmp_path)
-    prompts, task = [[97, 98, 99] * 4, [97, 98]], Task(tmp_path, SamplingParams(max_tokens=6), (tiny.EOS,), threads=1, max_len=64)
+    prompts, task = [[97, 98, 99] * 4, [97, 98]], PeerTask(tmp_path, SamplingParams(max_tokens=6), (tiny.EOS,), threads=1, max_len=64)
     with Engine(model, threads=1, kv_memory=8 << 20) as engine:
         plain = [done.token_ids for done in engine.complete(prompts, SamplingParams(max_tokens=6), speculation=False)]
     with contextlib.closing(peers.open_peer("hf-assisted", task, None)) as peer:

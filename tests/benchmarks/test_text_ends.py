@@ -1,4 +1,4 @@
-"""benchmarks.text_ends: what it says of two outputs, and its contract, with a module in the place of llama-cpp-python."""
+"""benchmarks.fidelity --text-ends: what it says of two outputs, and its contract, with a module in the place of llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import text_ends
+from benchmarks import fidelity, text_ends
 
 ENDS, THEIRS = {9}, {8, 9}
 
@@ -52,7 +52,7 @@ class Llama:
     ],
 )
 def test_verdict(ours: list[int], theirs: list[int], verdict: str) -> None:
-    assert text_ends.compare(ours, theirs, ENDS, THEIRS) == verdict
+    assert text_ends.compare_ends(ours, theirs, ENDS, THEIRS) == verdict
 
 
 def test_contract(smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_contract(smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     rows = [{"prompt": "def f(x):"}, {"messages": [{"role": "user", "content": "Hello"}]}, {"prompt": "x y " * 9000}]
     texts.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--model", "smollm2", "--texts", str(texts), "--max-tokens", "4", "--llama-python", sys.executable]
-    text_ends.main(arguments)
+    fidelity.main(["--text-ends", *arguments])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     counts = document["texts"]["texts.jsonl"]
     assert sum(counts.get(verdict, 0) for verdict in text_ends.VERDICTS) == 2  # the third does not fit

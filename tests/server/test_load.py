@@ -1,4 +1,4 @@
-"""The server under load and beside rude clients: the short forms of `python -m benchmarks.load`, and what that program reports."""
+"""The server under load and beside rude clients: the short forms of `python -m benchmarks.server`, and what that program reports."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from pathlib import Path
 import pytest
 from conftest import Server, left_clean, tiny_engine
 
-from benchmarks import load, load_rude, load_soak
-from benchmarks.load_client import Answer, Target, ask, completion, quantile
-from benchmarks.load_server import Resources, make_tiny
+from benchmarks import rude_clients
+from benchmarks import server as server_benchmark
+from benchmarks.http_client import ServerAddress, TimedAnswer, find_quantile, make_completion, send_request, send_together
+from benchmarks.server_process import Resources, make_tiny
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.settings import ServerSettings
 
 
-def target_of(server: Server) -> Target:
-    return Target(int(server.url.rpartition(":")[2]))
+def target_of(server: Server) -> ServerAddress:
+    return ServerAddress(int(server.url.rpartition(":")[2]))
 
 
 @pytest.fixture(scope="module")
 def small_engine() -> Iterator[Engine]:
     """As many sequences at a time as the measurements count on."""
-    with left_clean(tiny_engine(max_seqs=load_rude.MAX_SEQS)) as engine:
+    with left_clean(tiny_engine(max_seqs=rude_clients.MAX_SEQS)) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def small_server(start_server: Callable[..., Server], small_engine: Engine) -> Server:
-    return start_server(small_engine, ServerSettings(max_queue=load_rude.MAX_QUEUE))
+    return start_server(small_engine, ServerSettings(max_queue=rude_clients.MAX_QUEUE))
 
 
 # ---------------------------------------------------------------------------- the server
@@ -39,7 +40,7 @@ def small_server(start_server: Callable[..., Server], small_engine: Engine) -> S
 
 @pytest.mark.slow
 def test_clients_that_leave_free_their_sequence(small_server: Server) -> None:
-    found = asyncio.run(load_rude.measure_disconnects(target_of(small_server), 48, random.Random(0), long_prompt=900))
+    found = asyncio.run(rude_clients.measure_disconnects(target_of(small_server), 48, random.Random(0), long_prompt=900))
     assert found["count"] == 48
     assert len(found["cases"]) == 24
     assert found["late"] == found["leaked"] == found["sequences_left"] == found["kv_in_use"] == 0
@@ -50,7 +51,7 @@ def test_clients_that_leave_free_their_sequence(small_server: Server) -> None:
 def test_streams_that_nobody_reads_are_dropped_and_hurt_nobody(start_server: Callable[..., Server]) -> None:
     with tiny_engine(max_seqs=16) as engine:
         server = start_server(engine, ServerSettings(send_timeout=0.5))
-        found = asyncio.run(load_rude.measure_stalled(target_of(server), 8, 2.0, random.Random(0)))
+        found = asyncio.run(rude_clients.measure_stalled(target_of(server), 8, 2.0, random.Random(0)))
     assert found["all_freed"]
     assert found["dropped"] == 8
     assert found["unread_against_read"] <= 2  # 1.5 where the machine is ours alone
@@ -58,8 +59,8 @@ def test_streams_that_nobody_reads_are_dropped_and_hurt_nobody(start_server: Cal
 
 @pytest.mark.slow
 def test_ten_times_what_it_carries_is_refused_soon_and_costs_little(make_server: Callable[..., Server]) -> None:
-    server = make_server(ServerSettings(max_queue=2 * load.MAX_SEQS))
-    found = asyncio.run(load.measure_capacity(target_of(server), 2.0, 64, random.Random(0)))
+    server = make_server(ServerSettings(max_queue=2 * server_benchmark.MAX_SEQS))
+    found = asyncio.run(server_benchmark.measure_capacity(target_of(server), 2.0, 64, random.Random(0)))
     most = found["levels"]["10x"]
     assert most["refused"] > most["answered"] > 0
     assert all(level["failed"] == 0 for level in found["levels"].values())
@@ -69,7 +70,7 @@ def test_ten_times_what_it_carries_is_refused_soon_and_costs_little(make_server:
 
 
 def test_a_prompt_that_begins_like_the_last_one_is_sooner(server: Server) -> None:
-    found = asyncio.run(load.measure_prefix(target_of(server), 4, random.Random(0), shared_tokens=960))
+    found = asyncio.run(server_benchmark.measure_prefix(target_of(server), 4, random.Random(0), shared_tokens=960))
     assert found["second_ms"] < found["first_ms"]
     assert found["hit_share"] > 0
 
@@ -77,14 +78,14 @@ def test_a_prompt_that_begins_like_the_last_one_is_sooner(server: Server) -> Non
 def test_a_refusal_is_an_answer(small_server: Server) -> None:
     """As many at once as the server takes are taken; the rest is told so, and nothing of it stays."""
 
-    async def flood() -> list[Answer]:
-        body = completion([40, 41, 42], 200)
-        return await load.together(30, lambda _: ask(target_of(small_server), body))
+    async def flood() -> list[TimedAnswer]:
+        body = make_completion([40, 41, 42], 200)
+        return await send_together(30, lambda _: send_request(target_of(small_server), body))
 
     answers = asyncio.run(flood())
     statuses = [answer.status for answer in answers]
     assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= load_rude.MAX_SEQS + load_rude.MAX_QUEUE
+    assert statuses.count(200) >= rude_clients.MAX_SEQS + rude_clients.MAX_QUEUE
     assert all(answer.done and answer.tokens == 200 for answer in answers if answer.status == 200)
 
 
@@ -93,7 +94,7 @@ def test_a_refusal_is_an_answer(small_server: Server) -> None:
 
 def test_soak_counts_what_it_did(small_server: Server) -> None:
     resources = iter(Resources(100 + 0.5 * i, 10, 5) for i in range(1000))
-    found = asyncio.run(load_soak.measure_soak(target_of(small_server), lambda: next(resources), 3.0, random.Random(0)))
+    found = asyncio.run(rude_clients.measure_soak(target_of(small_server), lambda: next(resources), 3.0, random.Random(0)))
     assert found["requests"] == sum(found["outcomes"].values())
     assert {"abandoned", "done"} <= set(found["outcomes"]) <= {"abandoned", "done", "status 400", "status 429"}
     assert found["slope_mib_per_1000_requests"] > 0
@@ -102,21 +103,21 @@ def test_soak_counts_what_it_did(small_server: Server) -> None:
 
 def test_slope_is_that_of_the_line_and_one_step_does_not_tilt_it() -> None:
     x = list(range(0, 1000, 10))
-    assert load_soak.slope(x, [3 + 0.25 * v for v in x]) == pytest.approx(0.25)
-    assert load_soak.slope(x, [100.0 if i < 20 else 150.0 for i in range(100)]) == 0
-    assert load_soak.slope([5, 5], [1.0, 2.0]) == 0
+    assert rude_clients.find_slope(x, [3 + 0.25 * v for v in x]) == pytest.approx(0.25)
+    assert rude_clients.find_slope(x, [100.0 if i < 20 else 150.0 for i in range(100)]) == 0
+    assert rude_clients.find_slope([5, 5], [1.0, 2.0]) == 0
 
 
 def test_quantile_is_a_value_that_was_measured() -> None:
-    assert quantile([], 0.5) is None
-    assert [quantile([3.0, 1.0, 2.0], q) for q in (0, 0.5, 0.99, 1)] == [1, 2, 3, 3]
+    assert find_quantile([], 0.5) is None
+    assert [find_quantile([3.0, 1.0, 2.0], q) for q in (0, 0.5, 0.99, 1)] == [1, 2, 3, 3]
 
 
 def test_goodput_leaves_out_what_failed_and_what_came_too_late() -> None:
-    good = Answer(0.0, 200, [0.5, 1.5, 2.5, 3.5], 3.5, tokens=8, done=True)
-    cut = Answer(0.0, 200, [0.5, 1.5], 1.6, tokens=0)
-    refused = Answer(1.0, 429, [], 1.01)
-    level = load._level([good, cut, refused], 0.0, 2.0)
+    good = TimedAnswer(0.0, 200, [0.5, 1.5, 2.5, 3.5], 3.5, tokens=8, done=True)
+    cut = TimedAnswer(0.0, 200, [0.5, 1.5], 1.6, tokens=0)
+    refused = TimedAnswer(1.0, 429, [], 1.01)
+    level = server_benchmark.summarise_level([good, cut, refused], 0.0, 2.0)
     assert level["goodput_tok_s"] == 2
     assert (level["answered"], level["refused"], level["failed"]) == (1, 1, 1)
     assert level["refusal_ms"]["max"] == 10
@@ -125,7 +126,7 @@ def test_goodput_leaves_out_what_failed_and_what_came_too_late() -> None:
 @pytest.mark.slow
 def test_load_starts_a_server_and_keeps_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tiny(tmp_path, hidden=64, layers=2)
-    load.main(["prefix", "--model", model, "--rounds", "2", "--threads", "1"])
+    server_benchmark.main(["prefix", "--model", model, "--rounds", "2", "--threads", "1"])
     document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert document["prefix"]["first_ms"] > 0
     assert document["prefix"]["hit_share"] > 0

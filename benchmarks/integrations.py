@@ -1,6 +1,6 @@
-"""What our drafts are worth in other people's engines, and that the text stays the host's own.
+"""What are our drafts worth in other people's engines, and does the text stay the host's own?
 
-    python -m benchmarks.guests --host vllm|transformers|llama_cpp --prompts F.jsonl [F2...] [--model M] [--limit N]
+    python -m benchmarks.integrations --host vllm|transformers|llama_cpp --prompts F.jsonl [F2...] [--model M] [--limit N]
         [--max-tokens K] [--concurrency C,C] [--datastore D] [--modes NAME,NAME] [--host-python PATH] [--temperature T --seed S]
 
 Every mode of a host (without drafts, its own, ours) is a process of the host's interpreter, which keeps its model; all get the same token
@@ -26,45 +26,61 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import Prompt, say
-from benchmarks.ours import gguf_files
-from benchmarks.peers import LOCAL_LLAMA, LOCAL_VLLM, Peer, PeerAbsentError, vllm_environment
+from benchmarks.our_engine import find_gguf_files
+from benchmarks.peers import (
+    HF_DRAFTS,
+    LLAMA_LOOKUP,
+    LOCAL_LLAMA,
+    LOCAL_VLLM,
+    VLLM_REST_S,
+    VLLM_SPECULATION,
+    Peer,
+    PeerAbsentError,
+    make_vllm_environment,
+)
 from ngramspec.models.loader import load_model
 
+# Modes by host. The first is what the others are compared with, the last is ours.
 HOSTS: dict[str, tuple[str, ...]] = {
     "vllm": ("none", "ngram", "suffix", "ngramspec"),
     "transformers": ("none", "prompt_lookup", "ngramspec"),
     "llama_cpp": ("none", "prompt_lookup", "ngramspec"),
 }
-"""Modes by host. The first is what the others are compared with."""
-ROUNDS = 3
-"""A turn's prompts are so many times those at a time: in one of as many as run at a time, most of the time is that of the longest texts."""
-_REST_S = {"vllm": 1.2}
-"""For how long a host's processes go on using a core after a request."""
+WORKERS = {"vllm": "vllm", "transformers": "hf", "llama_cpp": "llama"}
+VLLM_DEPTH = 12  # our longest draft in vLLM, if nothing else is said
+# Prompts of a turn, in those that run at a time: in a turn of as many as run at a time, most of the time is that of the longest texts.
+PROMPTS_PER_PLACE = 3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    for document in measure(parse(argv)):
+    for document in measure(parse_args(argv)):
         columns = ("tok_s", "speedup", "identical", "tokens_per_step", "drafted", "accepted")
         rows = [[name, *(row[key] for key in columns)] for name, row in document["modes"].items()]
         common.print_table(["mode", "tokens/s", "speedup", "identical", "tokens/step", "drafted", "accepted"], rows)
         common.print_document(document)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("guests", __doc__)
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.make_parser("integrations", __doc__)
     add = parser.add_argument
     add("--host", choices=list(HOSTS), required=True)
-    add("--prompts", type=common.file, nargs="+", required=True, metavar="F.jsonl", help="rows with `prompt` or `messages`")
+    add("--prompts", type=common.parse_file, nargs="+", required=True, metavar="F.jsonl", help="rows with `prompt` or `messages`")
     add("--model", default="smollm2", help="folder, hub name, GGUF file, or smollm2; llama_cpp takes a GGUF file")
-    add("--limit", type=numbers, metavar="N[,N]", help="only N prompts of each file, the next ones for each C")
-    add("--max-tokens", type=common.positive, default=96, metavar="K")
-    add("--concurrency", type=numbers, default=[1], metavar="C[,C]", help="prompts at a time; vLLM alone takes more than one; 8,1: both")
+    add("--limit", type=parse_numbers, metavar="N[,N]", help="only N prompts of each file, the next ones for each C")
+    add("--max-tokens", type=common.parse_positive, default=96, metavar="K")
+    add(
+        "--concurrency",
+        type=parse_numbers,
+        default=[1],
+        metavar="C[,C]",
+        help="prompts at a time; vLLM alone takes more than one; 8,1: both",
+    )
     add("--datastore", metavar="D", help="our mode drafts from this datastore too")
     add("--modes", help="some of the host's modes, with commas between")
-    add("--depth", type=common.positive, metavar="N", help="our longest draft; vllm 12, others as their guests have it")
+    add("--depth", type=common.parse_positive, metavar="N", help=f"our longest draft; vllm {VLLM_DEPTH}, others their own default")
     add("--temperature", type=float, default=0.0, metavar="T")
     add("--seed", type=int, default=0, metavar="S")
-    add("--threads", type=common.positive, default=2, metavar="N")
+    add("--threads", type=common.parse_positive, default=2, metavar="N")
     add("--host-python", type=Path, metavar="PATH", help=f"the host's interpreter; default {LOCAL_VLLM}, {LOCAL_LLAMA}, or this one")
     args = parser.parse_args(argv)
     if args.host != "vllm" and args.concurrency != [1]:
@@ -86,114 +102,123 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def numbers(text: str) -> list[int]:
-    """Positive ones with commas between. Raises ArgumentTypeError."""
-    return [common.positive(part) for part in text.split(",")]
+def parse_numbers(text: str) -> list[int]:
+    """Parse positive numbers with commas between, in their order. Raises ArgumentTypeError."""
+    return [common.parse_positive(part) for part in text.split(",")]
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The JSON document of each file at each concurrency. Raises SystemExit where the host cannot run."""
+    """Yield the JSON document of each file at each concurrency. Raises SystemExit if the host cannot run."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-guests-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-integrations-")))
         loaded = load_model(args.model, dtype=torch.float32)
-        sets = _sets(args, loaded.tokenizer)
-        longest = max(len(prompt.ids) for *_, some in sets for prompt in some)
-        max_len = -(-(longest + args.max_tokens) // 256) * 256
-        model: Path | str = folder
+        sets = read_sets(args, loaded.tokenizer)
+        loaded.tokenizer.save_pretrained(folder)
+        model: Path | None = folder
         if args.host == "llama_cpp":
-            model = next(iter(gguf_files(args.model)), None) or _absent(f"llama.cpp takes a GGUF file, {args.model!r} is none")
-            loaded.tokenizer.save_pretrained(folder)
+            model = next(iter(find_gguf_files(args.model)), None)
+            if model is None:
+                raise _refuse(f"llama.cpp takes a GGUF file, {args.model!r} is none")
         else:
             loaded.model.save_pretrained(folder)
-            loaded.tokenizer.save_pretrained(folder)
         eos = loaded.tokenizer.eos_token_id
         del loaded
+        longest = max(len(prompt.ids) for *_, some in sets for prompt in some)
         settings = {
-            "host": args.host,
-            "tokenizer": str(folder),
-            "max_len": max_len,
-            "max_tokens": args.max_tokens,
-            "temperature": args.temperature,
-            "seed": args.seed,
-            "threads": args.threads,
+            "max_len": -(-(longest + args.max_tokens) // 256) * 256,
+            **{name: getattr(args, name) for name in ("max_tokens", "temperature", "seed", "threads")},
             "eos": [] if eos is None else [eos],
-            "datastore": args.datastore,
-            "depth": args.depth,
-            "max_seqs": max(args.concurrency),
         }
-        environment = {"PYTHONPATH": str(Path(__file__).parents[1])}  # this ngramspec, where another one is installed
-        if args.host == "vllm":
-            environment |= vllm_environment(args.host_python, args.threads)
-        peers: dict[str, Peer] = {}
-        for mode in args.modes:
-            say(f"starting {args.host} with {mode}")
-            try:
-                peer = Peer(args.host_python, "guest", model, settings | {"mode": mode}, environment, rest_s=_REST_S.get(args.host, 0.0))
-            except PeerAbsentError as error:
-                _absent(f"{args.host} with {mode}: {error}")
-            peers[mode] = stack.enter_context(contextlib.closing(peer))
+        peers = {mode: stack.enter_context(contextlib.closing(open_host(args, mode, model, folder, dict(settings)))) for mode in args.modes}
         for concurrency, path, some in sets:
-            runs = _turns(peers, some, concurrency)
+            runs = run_turns(peers, some, concurrency)
             counts = {mode: peer.ask(count=True) for mode, peer in peers.items()}
-            plain = runs[args.modes[0]]
             yield {
                 "host": args.host,
                 "version": next(iter(peers.values())).version,
                 "prompts": len(some),
-                "modes": {mode: _row(runs[mode], plain, counts[mode]) for mode in args.modes},
+                "modes": {mode: make_row(runs[mode], runs[args.modes[0]], counts[mode]) for mode in args.modes},
                 "settings": {
                     "prompts": path.name,
                     "datastore": args.datastore and Path(args.datastore).name,
                     "concurrency": concurrency,
                     **{name: getattr(args, name) for name in ("model", "max_tokens", "temperature", "seed", "depth")},
                 },
-                **common.environment("cpu", args.threads),
+                **common.describe_machine("cpu", args.threads),
             }
 
 
-def _sets(args: argparse.Namespace, tokenizer: Any) -> list[tuple[int, Path, list[Prompt]]]:
-    """Prompts at a time, file, prompts: those of no two are the same. Raises SystemExit where a file has too few."""
+def open_host(args: argparse.Namespace, mode: str, model: Path, folder: Path, settings: dict[str, Any]) -> Peer:
+    """Start a host in a mode. `folder` has the tokenizer. Raises SystemExit."""
+    say(f"starting {args.host} with {mode}")
+    environment, rest_s, ours = {"PYTHONPATH": str(Path(__file__).parents[1])}, 0.0, mode == "ngramspec"  # this ngramspec, not another
+    if args.host == "vllm":
+        environment, rest_s = environment | make_vllm_environment(args.host_python, settings.pop("threads")), VLLM_REST_S
+        drafter = {"method": "custom_class", "model": "ngramspec.integrations.vllm.Proposer"}
+        drafter |= {"num_speculative_tokens": args.depth or VLLM_DEPTH}
+        settings |= {"dtype": "float32", "max_num_seqs": max(args.concurrency), "disable_log_stats": False}
+        settings["speculation"] = drafter if ours else VLLM_SPECULATION[f"vllm-{mode}"]
+        if ours and args.datastore:
+            settings["additional_config"] = {"ngramspec": {"datastore": args.datastore}}
+    else:
+        own = {"datastore": args.datastore, "depth": args.depth, "tokenizer": str(folder)}
+        if args.host == "transformers":
+            del settings["max_len"]
+            settings |= {"device": "cpu", "dtype": "float32"} | (HF_DRAFTS["hf-pld"] if mode == "prompt_lookup" else {})
+        else:
+            settings["lookup"] = LLAMA_LOOKUP["llama-pld" if mode == "prompt_lookup" else "llama-none"]
+        settings["our_drafts"] = own if ours else None
+    try:
+        return Peer(args.host_python, WORKERS[args.host], model, settings, environment, rest_s=rest_s)
+    except PeerAbsentError as error:
+        raise _refuse(f"{args.host} with {mode}: {error}") from error
+
+
+def read_sets(args: argparse.Namespace, tokenizer: Any) -> list[tuple[int, Path, list[Prompt]]]:
+    """Return prompts at a time, file, prompts: those of no two are the same. Raises SystemExit if a file has too few."""
     sets, start = [], 0
     for concurrency, limit in zip(args.concurrency, args.limit, strict=True):
         end = None if limit is None else start + limit
         for path in args.prompts:
             prompts = common.read_prompts(path, tokenizer, end)[start:]
             if not prompts:
-                _absent(f"{path.name} has no more than {start} prompts, and none is asked twice: --limit must leave some")
+                raise _refuse(f"{path.name} has no more than {start} prompts, and none is asked twice: --limit must leave some")
             sets.append((concurrency, path, prompts))
         start = end or 0
     return sets
 
 
-def _absent(why: str) -> Any:
-    raise SystemExit(f"benchmarks.guests: {why}")
+def _refuse(why: str) -> SystemExit:
+    return SystemExit(f"benchmarks.integrations: {why}")
 
 
-def _turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> dict[str, dict[str, Any]]:
-    """Outputs and seconds by mode, and the rate of each turn."""
-    n_turns = max(round(len(prompts) / (ROUNDS * concurrency if concurrency > 1 else 1)), 1)
+def run_turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -> dict[str, dict[str, Any]]:
+    """Return outputs and seconds by mode, and the rate of each turn."""
+    n_turns = max(round(len(prompts) / (PROMPTS_PER_PLACE * concurrency if concurrency > 1 else 1)), 1)
     turns = [prompts[len(prompts) * i // n_turns : len(prompts) * (i + 1) // n_turns] for i in range(n_turns)]
     runs: dict[str, dict[str, Any]] = {mode: {"outputs": [], "seconds": 0.0, "rates": []} for mode in peers}
     for peer in peers.values():
         peer.ask(prompts=[prompts[-1].ids[::-1]], warm_up=True)
-    for n, (order, turn) in enumerate(zip(common.turns(list(peers), len(turns)), turns, strict=True), 1):
+    for n, (order, turn) in enumerate(zip(common.order_turns(list(peers), len(turns)), turns, strict=True), 1):
         for mode in order:
             answer = peers[mode].ask(prompts=[prompt.ids for prompt in turn], at_once=concurrency)
             runs[mode]["outputs"] += answer["outputs"]
             runs[mode]["seconds"] += answer["seconds"]
-            runs[mode]["rates"].append(sum(map(len, answer["outputs"])) / max(answer["seconds"], 1e-9))
-        say(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {_rate(run):.1f}" for mode, run in runs.items()))
+            runs[mode]["rates"].append(find_rate(answer))
+        say(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {find_rate(run):.1f}" for mode, run in runs.items()))
     return runs
 
 
-def _rate(run: dict[str, Any]) -> float:
+def find_rate(run: dict[str, Any]) -> float:
+    """Return tokens per second."""
     return sum(map(len, run["outputs"])) / max(run["seconds"], 1e-9)
 
 
-def _row(run: dict[str, Any], plain: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+def make_row(run: dict[str, Any], plain: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+    """Return a mode's part of the document; `plain`: the run of the host without drafts."""
     n_tokens = sum(map(len, run["outputs"]))
     return {
-        "tok_s": round(_rate(run), 2),
+        "tok_s": round(find_rate(run), 2),
         "speedup": round(statistics.median(a / max(b, 1e-9) for a, b in zip(run["rates"], plain["rates"], strict=True)), 3),
         "identical": sum(a == b for a, b in zip(run["outputs"], plain["outputs"], strict=True)),
         "tokens_per_step": round(n_tokens / max(n_tokens - counts["accepted"], 1), 3) if counts["accepted"] is not None else None,

@@ -1,4 +1,4 @@
-"""benchmarks.tool_loop: an agent's turns against a server of a tiny model, and what it says of them."""
+"""benchmarks.server tools: an agent's turns against a server of a tiny model, and what it says of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.load_server import make_tiny
-from benchmarks.tool_loop import Project, check, main
+from benchmarks.agent import Project, check_calls
+from benchmarks.server import main
+from benchmarks.server_process import make_tiny
 
 
 def test_every_turn_is_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", make_tiny(tmp_path), "--turns", "3"])
+    main(["tools", "--model", make_tiny(tmp_path), "--turns", "3"])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["turns"], document["parsed"], document["valid"], document["grows"]) == (3, 3, 3, True)
     assert 0.5 < document["cached"] < 1
@@ -21,7 +22,7 @@ def test_every_turn_is_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_turn_may_be_a_call_or_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", make_tiny(tmp_path), "--turns", "2", "--auto"])
+    main(["tools", "--model", make_tiny(tmp_path), "--turns", "2", "--auto"])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["tool_choice"], document["turns"], document["leaked"]) == ("auto", 2, 0)
     assert document["parsed"] + document["text"] == 2
@@ -46,5 +47,5 @@ def test_tools_work_on_files() -> None:
 )
 def test_what_fits(name: str, arguments: str, fits: bool | None) -> None:
     call = SimpleNamespace(function=SimpleNamespace(name=name, arguments=arguments))
-    assert check([call]) is fits
-    assert check([call, call]) is check([]) is check(None) is None
+    assert check_calls([call]) is fits
+    assert check_calls([call, call]) is check_calls([]) is check_calls(None) is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 
-from benchmarks import guest_replay
+from benchmarks import replay
 from ngramspec.integrations import vllm
 
 
@@ -36,7 +36,7 @@ def test_recorded_outputs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=vllm.TESTED[0]))
     monkeypatch.delenv(vllm.SETTINGS, raising=False)
-    guest_replay.main(["--traces", str(traces), "--tokenizer", str(tokenizer), "--requests", "1,3", "--depth", "8", *options])
+    replay.main(["--vllm-proposer", "--traces", str(traces), "--tokenizer", str(tokenizer), "--requests", "1,3", "--depth", "8", *options])
     document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["requests"].keys() == {"1", "3"}
     for figures in document["requests"].values():

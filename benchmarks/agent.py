@@ -1,13 +1,14 @@
-"""Does an agent get calls that it can make, turn after turn, and is its prompt computed only where it is new?
-
-    python -m benchmarks.tool_loop --model M [--turns N] [--auto] [--temperature T --seed S]
+"""An agent's calls, turn after turn: do they fit their schemas, and is a prompt computed only where it is new?
 
 An agent of a few lines talks to `ngramspec serve` through the `openai` client. By default every turn must call one of two tools
 (`tool_choice="required"`). With `--auto` the model chooses: it has five tools for the files of a small project, gets one task after the
-other, and a turn may be a call or a text, which ends its task. `parsed`: answers with calls of tools that there are, whose arguments are
-JSON; `valid`: those that fit their schemas, by jsonschema_rs; `text`: answers without a call; `leaked`: texts that hold a call, or a part
-of one, that was not recognised; `cached`: of the tokens of all prompts but the first, how many the prefix cache had; `grows`: that no turn
-had fewer than the one before. Progress goes to standard error, a table and a last line of JSON to standard output.
+other, and a turn may be a call or a text, which ends its task. Figures of the JSON document:
+
+parsed  answers with calls of tools that there are, whose arguments are JSON
+valid   those that fit their schemas, by jsonschema_rs
+text    answers without a call
+leaked  texts that hold a call, or a part of one, that was not recognised
+cached  share of the tokens of all prompts but the first that the prefix cache had; `grows`: no turn had fewer than the one before
 """
 
 from __future__ import annotations
@@ -18,43 +19,41 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from typing import Any
 
 from benchmarks import common
 from benchmarks.common import say
-from benchmarks.load_server import serve
+from benchmarks.server_process import serve
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
-    with serve(args.model) as server:
-        document = measure(f"http://{server.target.host}:{server.target.port}", args)
-    of = ["turns", "parsed", "valid", "text", "leaked", "cached", "grows", "seconds_a_turn", "acceptance_length"]
-    common.print_table(["", *of], [[document["tool_choice"], *(document[name] for name in of)]])
-    common.print_document(document)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--turns", type=common.parse_positive, default=50, metavar="N", help="tools: turns (50)")
+    parser.add_argument("--auto", action="store_true", help="tools: let the model choose whether to call: tasks on a small project's files")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="tools: 0, the default, is greedy")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.new_parser("tool_loop", __doc__)
-    add = parser.add_argument
-    add("--model", required=True, metavar="M", help="what `ngramspec serve` takes")
-    add("--turns", type=common.positive, default=50, metavar="N", help="default 50")
-    add("--auto", action="store_true", help="let the model choose whether to call: tasks on a small project's files")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--seed", type=int, default=0, metavar="S", help="of sampling")
-    return parser.parse_args(argv)
+def run_tools(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the JSON document. Raises SystemExit without a model."""
+    if args.model is None:
+        raise SystemExit("tools: --model is needed")
+    with serve(args.model) as process:
+        document = measure_turns(process.address.url, args)
+    names = ["turns", "parsed", "valid", "text", "leaked", "cached", "grows", "seconds_a_turn", "acceptance_length"]
+    common.print_table(["", *names], [[document["tool_choice"], *(document[name] for name in names)]])
+    return document
 
 
-def tool(name: str, description: str, **properties: dict[str, Any]) -> dict[str, Any]:
+def make_tool(name: str, description: str, **properties: dict[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
 TOOLS = [
-    tool("calculate", "Compute with two numbers.", operation={"enum": ["add", "multiply"]}, a=NUMBER, b=NUMBER),
-    tool("look_up", "Look a word up in the dictionary.", word={"type": "string", "pattern": "^[a-z]{1,20}$"}),
+    make_tool("calculate", "Compute with two numbers.", operation={"enum": ["add", "multiply"]}, a=NUMBER, b=NUMBER),
+    make_tool("look_up", "Look a word up in the dictionary.", word={"type": "string", "pattern": "^[a-z]{1,20}$"}),
 ]
 RUN: dict[str, Callable[..., Any]] = {
     "calculate": lambda operation, a, b: a + b if operation == "add" else a * b,
@@ -62,15 +61,13 @@ RUN: dict[str, Callable[..., Any]] = {
 }
 TASK = "Use the tools, one at a time: add numbers, multiply them, and look words up. Never do the same thing twice."
 
-# ------------------------------------------------------------------ with --auto
-
 TEXT = {"type": "string"}
 FILE_TOOLS = [
-    tool("list_files", "List the names of all files of the project."),
-    tool("read_file", "Read a file of the project.", path=TEXT),
-    tool("write_file", "Write a file of the project, the whole of it.", path=TEXT, content=TEXT),
-    tool("find_text", "Find the lines of all files that contain a text.", text=TEXT),
-    tool("count_lines", "Count the lines of a file.", path=TEXT),
+    make_tool("list_files", "List the names of all files of the project."),
+    make_tool("read_file", "Read a file of the project.", path=TEXT),
+    make_tool("write_file", "Write a file of the project, the whole of it.", path=TEXT, content=TEXT),
+    make_tool("find_text", "Find the lines of all files that contain a text.", text=TEXT),
+    make_tool("count_lines", "Count the lines of a file.", path=TEXT),
 ]
 RULES = "You are a coding assistant. Use the provided functions to work on the project's files."
 TASKS = [
@@ -123,13 +120,16 @@ LEAKS = re.compile(
 )
 
 
-class Counts:
+@dataclass(slots=True)
+class TurnCounts:
     """What came of the turns."""
 
-    def __init__(self) -> None:
-        self.parsed = self.valid = self.text = self.leaked = 0
-        self.usages: list[Any] = []
-        self.lengths: list[float] = []
+    parsed: int = 0
+    valid: int = 0
+    text: int = 0
+    leaked: int = 0
+    usages: list[Any] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
 
     def add(self, made: Any, fits: bool | None) -> None:
         message = made.choices[0].message
@@ -141,15 +141,15 @@ class Counts:
         self.lengths.append(made.metrics["speculative_decoding"]["mean_acceptance_length"])
 
 
-def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON document of a loop against the server at this address."""
+def measure_turns(url: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the JSON document of a loop against the server at this address."""
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
     asked: dict[str, Any] = {"model": client.models.list().data[0].id, "temperature": args.temperature, "seed": args.seed}
     asked |= {"extra_body": {"speculative_metrics": "summary"}}
     started = time.perf_counter()
-    counts = (choose if args.auto else require)(client, asked, args.turns)
+    counts = (let_choose if args.auto else require_calls)(client, asked, args.turns)
     seconds = time.perf_counter() - started
     cached = [usage.prompt_tokens_details.cached_tokens for usage in counts.usages]
     prompts = [usage.prompt_tokens for usage in counts.usages]
@@ -168,19 +168,19 @@ def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
         "seconds_a_turn": round(seconds / args.turns, 3),
         "acceptance_length": round(sum(counts.lengths) / len(counts.lengths), 2),
         "settings": {"temperature": args.temperature, "seed": args.seed},
-        **common.environment("cpu", os.cpu_count() or 1),
+        **common.describe_machine("cpu", os.cpu_count() or 1),
     }
 
 
-def require(client: Any, asked: dict[str, Any], turns: int) -> Counts:
-    """Turns each of which must call one tool."""
-    counts = Counts()
+def require_calls(client: Any, asked: dict[str, Any], turns: int) -> TurnCounts:
+    """Take turns each of which must call one tool."""
+    counts = TurnCounts()
     messages: list[Any] = [{"role": "user", "content": TASK}]
     asked = asked | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
     for turn in range(turns):
         made = client.chat.completions.create(messages=messages, **asked)
         message = made.choices[0].message
-        counts.add(made, fits := check(message.tool_calls))
+        counts.add(made, fits := check_calls(message.tool_calls))
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
             result = RUN[call.function.name](**json.loads(call.function.arguments)) if fits else "no such call"
@@ -189,15 +189,15 @@ def require(client: Any, asked: dict[str, Any], turns: int) -> Counts:
     return counts
 
 
-def choose(client: Any, asked: dict[str, Any], turns: int) -> Counts:
-    """Turns that call tools or say something, which ends a task; a task has four turns at most."""
-    counts, project, tasks, left = Counts(), Project(), cycle(TASKS), 4
+def let_choose(client: Any, asked: dict[str, Any], turns: int) -> TurnCounts:
+    """Take turns that call tools or say something, which ends a task; a task has four turns at most."""
+    counts, project, tasks, left = TurnCounts(), Project(), cycle(TASKS), 4
     messages: list[Any] = [{"role": "system", "content": RULES}, {"role": "user", "content": next(tasks)}]
     asked = asked | {"tools": FILE_TOOLS, "tool_choice": "auto", "max_tokens": 400}
     for turn in range(turns):
         made = client.chat.completions.create(messages=messages, **asked)
         message = made.choices[0].message
-        counts.add(made, fits := check(message.tool_calls, FILE_TOOLS, several=True))
+        counts.add(made, fits := check_calls(message.tool_calls, FILE_TOOLS, several=True))
         messages.append({"role": "assistant", "content": message.content or ""})
         if message.tool_calls:
             messages[-1]["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
@@ -213,8 +213,8 @@ def choose(client: Any, asked: dict[str, Any], turns: int) -> Counts:
     return counts
 
 
-def check(calls: Any, tools: Sequence[dict[str, Any]] = TOOLS, *, several: bool = False) -> bool | None:
-    """Whether the calls fit their schemas; None: there are none that can be made, or more than one where there may be one."""
+def check_calls(calls: Any, tools: Sequence[dict[str, Any]] = TOOLS, *, several: bool = False) -> bool | None:
+    """Return whether the calls fit their schemas; None if none can be made, or if there are several and only one is allowed."""
     import jsonschema_rs
 
     schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
@@ -224,7 +224,3 @@ def check(calls: Any, tools: Sequence[dict[str, Any]] = TOOLS, *, several: bool 
         return all(jsonschema_rs.is_valid(schemas[call.function.name], json.loads(call.function.arguments)) for call in calls)
     except ValueError:
         return None
-
-
-if __name__ == "__main__":
-    main()

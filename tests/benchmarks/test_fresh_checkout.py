@@ -1,4 +1,4 @@
-"""benchmarks.repo_serve: the checkout that it makes, and what it prints, on a tiny model."""
+"""benchmarks.server repo: the checkout that it makes, and what it prints, on a tiny model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import tiny
 
-from benchmarks import repo_serve
+from benchmarks import fresh_checkout, server
 
 
 def test_a_checkout_is_a_repository_of_as_many_files(tmp_path: Path) -> None:
     for n in range(5):
         (tmp_path / "source" / str(n)).mkdir(parents=True)
         (tmp_path / "source" / str(n) / "module.py").write_text(f"x = {n}\n")
-    assert repo_serve.checkout(tmp_path / "tree", [tmp_path / "source"], 3) == 3
+    assert fresh_checkout.make_checkout(tmp_path / "tree", [tmp_path / "source"], 3) == 3
     assert (tmp_path / "tree" / ".git").is_dir()
 
 
@@ -27,9 +27,9 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     (tmp_path / "source").mkdir()
     for n in range(3):
         (tmp_path / "source" / f"{n}.py").write_text(f"def f{n}(x):\n    return x + {n}\n")
-    monkeypatch.setattr(repo_serve.Server, "save", lambda *_: 0.5)
-    monkeypatch.setattr(repo_serve, "PAUSE_S", 0.01)
-    repo_serve.main(["--model", str(tmp_path / "model"), "--files", "3", "--saves", "2", "--sources", str(tmp_path / "source")])
+    monkeypatch.setattr(fresh_checkout, "save_line", lambda *_: 0.5)
+    monkeypatch.setattr(fresh_checkout, "PAUSE_S", 0.01)
+    server.main(["repo", "--model", str(tmp_path / "model"), "--files", "3", "--saves", "2", "--sources", str(tmp_path / "source")])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["files"], document["save_s"], document["save_s_all"]) == (3, 0.5, [0.5, 0.5])
     assert 0 < document["first_completion_s"] <= document["build_s"]
@@ -43,10 +43,10 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
 def test_passes_that_were_held_up() -> None:
     """The first of a text is a prompt's."""
     quick, held = [0.5, 0.01, 0.02, 0.01], [0.5, 0.02, 0.08, 0.05]
-    assert repo_serve.passes({"building": [[quick, held]], "after": [[quick, quick]]}) == {
+    assert fresh_checkout.summarise_passes({"building": [[quick, held]], "after": [[quick, quick]]}) == {
         "completion_ms": {"building": 595.0, "after": 540.0},
         "passes": {"building": 6, "after": 6},
         "longest_pass_ms": {"building": 80.0, "after": 20.0},
         "held_up": {"building": 1, "after": 0},
     }
-    assert repo_serve.passes({"building": [], "after": [[quick]]})["longest_pass_ms"]["building"] is None
+    assert fresh_checkout.summarise_passes({"building": [], "after": [[quick]]})["longest_pass_ms"]["building"] is None

@@ -1,7 +1,7 @@
-"""The engine as a contender: what is measured of ours, with drafts, a cost and a way to accept of the benchmark's choice.
+"""The engine as a contender, with drafts, a cost and a way to accept of the benchmark's choice.
 
-Token ids enter, a `Run` or logits leave. Sets the engine's parts between runs, when none of its requests is under way. Knows the files that
-its model comes from.
+Token ids enter, a `TimedRun` or logits leave. Sets the engine's parts between runs, when none of its requests is under way. Knows the files
+that its model comes from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from benchmarks.peers import PeerAbsentError, Run
+from benchmarks.peers import PeerAbsentError, TimedRun
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.backends.base import Runner
 from ngramspec.models.smollm2 import smollm2_gguf
@@ -30,7 +30,7 @@ from ngramspec.speculative.single import SingleDrafter
 
 
 class FixedCost(CostModel):
-    """A cost that is given, whatever a step takes."""
+    """A cost model that is given, whatever a step takes."""
 
     def __init__(self, slope: float, max_rows: int) -> None:
         super().__init__([1, max_rows], [1.0, 1.0 + slope * (max_rows - 1)], max_rows)
@@ -40,10 +40,10 @@ class FixedCost(CostModel):
 
 
 class CountedCost(CostModel):
-    """A cost that also adds up what steps without a part of a prompt take at set prices, the same whatever disturbs them."""
+    """A cost model that also adds up what steps without a part of a prompt cost at set prices, the same whatever disturbs them."""
 
     def __init__(self, cost: CostModel, prices: np.ndarray) -> None:
-        """`prices` [R+1] float64, of a pass with T rows at index T."""
+        """`prices`: [R+1] float64, of a pass with T rows at index T."""
         self.cost, self.prices, self.paid = cost, prices, 0.0
         self.counts, self.max_rows = cost.counts, cost.max_rows
 
@@ -62,7 +62,7 @@ class CountedCost(CostModel):
         self.cost.observe(load, ms)
 
 
-class Ours:
+class OurEngine:
     """The engine, with or without speculation; nothing that it computed for one run helps another."""
 
     def __init__(
@@ -80,8 +80,8 @@ class Ours:
         self.params = (lambda _: params) if isinstance(params, SamplingParams) else params
         self.parts = {"speculator": engine.speculator} | parts
 
-    def complete(self, prompts: list[list[int]]) -> Run:
-        """Raises PeerAbsentError where a drafter that drafts alone has been switched off."""
+    def complete(self, prompts: list[list[int]]) -> TimedRun:
+        """Raises PeerAbsentError if a drafter that drafts alone has been switched off."""
         self.engine.use(**self.parts)
         cost = self.parts.get("cost")
         paid, start = cost.paid if isinstance(cost, CountedCost) else 0.0, time.perf_counter()
@@ -90,7 +90,7 @@ class Ours:
             hints = {"prediction": self.predictions[tuple(ids)]} if tuple(ids) in self.predictions else {}
             requests.append(self.engine.submit(ids, self.params(ids), speculation=self.speculation, prefix_cache=False, **hints))
         completions = [request.result() for request in requests]
-        run = Run([done.token_ids for done in completions], time.perf_counter() - start)
+        run = TimedRun([done.token_ids for done in completions], time.perf_counter() - start)
         run.prompt_s = max((done.ttft_s for done in completions), default=0.0)
         for done in completions:
             run.stats.add(done.stats)
@@ -104,10 +104,10 @@ class Ours:
 
 
 @njit(cache=True, nogil=True)
-def chain(text, length):
-    """From the longest context that the text [n] int32 has had before: its most frequent, then latest continuation, and on from there.
+def make_chain(text, length):
+    """Continue a text [n] int32 as its longest earlier context was most often, then last, continued, token by token.
 
-    -> [k] int32, k <= length. As the n-gram tables see the text: contexts of LADDER's lengths, of each its last REACH occurrences.
+    Return [k] int32, k <= length. As the n-gram tables see the text: contexts of LADDER's lengths, of each its last REACH occurrences.
     """
     n = len(text)
     text = np.append(text, np.zeros(length, np.int32))
@@ -153,7 +153,7 @@ class FixedLength(Proposer):
     ) -> list[DraftTree]:
         trees = []
         for slot, depth in zip(slots.tolist(), max_depth.tolist(), strict=True):
-            tokens = chain(self.texts[slot][-self.history :], max(min(self.length, depth, max_nodes), 0))
+            tokens = make_chain(self.texts[slot][-self.history :], max(min(self.length, depth, max_nodes), 0))
             n = len(tokens)
             max_nodes -= n
             trees.append(DraftTree(tokens, np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8)))
@@ -165,16 +165,16 @@ class FixedLength(Proposer):
             self.texts[slot] = np.concatenate([self.texts[slot], tokens])
 
 
-def total(runs: Sequence[Run]) -> Stats:
-    """What speculation did in all of them."""
+def add_stats(runs: Sequence[TimedRun]) -> Stats:
+    """Return what speculation did in all of them."""
     stats = Stats()
     for run in runs:
         stats.add(run.stats)
     return stats
 
 
-def text_logits(runner: Runner, ids: list[int], first: int, piece: int | None = None) -> Iterator[torch.Tensor]:
-    """Logits after each token of a text from index `first` on, [n, V] float32, as they come from passes over `piece` tokens.
+def run_text(runner: Runner, ids: list[int], first: int, piece: int | None = None) -> Iterator[torch.Tensor]:
+    """Yield logits after each token of a text from index `first` on, [n, V] float32, as they come from passes over `piece` tokens.
 
     `piece`: by default the most that a pass takes. What was yielded holds until the next. For a runner that nobody else uses.
     """
@@ -191,14 +191,14 @@ def text_logits(runner: Runner, ids: list[int], first: int, piece: int | None = 
         runner.pool.release(slot)
 
 
-def described(engine: Engine) -> dict[str, Any]:
-    """What the engine is, for the JSON document."""
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """Return what the engine is, for the JSON document."""
     props = engine.props()
     return {name: props.get(name) for name in ("exactness", "dtype", "precision")}
 
 
-def gguf_files(model: str) -> list[Path]:
-    """The GGUF files that a model comes from, all parts of one that is split, in order; none where it comes from others."""
+def find_gguf_files(model: str) -> list[Path]:
+    """Return the GGUF files that a model comes from, all parts of one that is split, in order; none if it comes from others."""
     path = smollm2_gguf() if model == "smollm2" else Path(model).expanduser()
     if path.suffix.lower() != ".gguf":
         return []
