@@ -186,7 +186,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                         log.add(row)
                     rows.append(row)
                     say(f"{name} at {temperature}, {concurrency} at a time: {row['rounds']}, {row['identical']}/{row['prompts']} identical")
-        document = {"model": args.model, **summary(rows), "passes": on.engine.core.cost.summarize_predictions(), **describe_engine(on.engine)}
+        document = {
+            "model": args.model,
+            **summary(rows),
+            "passes": on.engine.core.cost.summarize_predictions(),
+            **describe_engine(on.engine),
+        }
         threads = on.engine.threads
     show(document)
     settings = {"limit": args.limit, "max_tokens": args.max_tokens, "datastore": args.datastore and Path(args.datastore).name}
