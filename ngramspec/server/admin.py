@@ -18,7 +18,7 @@ from ngramspec import __version__
 from ngramspec.datastore import Datastore, DatastoreError, DatastoreFullError, DatastoreLockedError
 from ngramspec.server.auth import Identity, administrator
 from ngramspec.server.error_responses import ApiError, ErrorBody, retry_after
-from ngramspec.server.repositories import Repository
+from ngramspec.server.repositories import ServedRepository
 from ngramspec.server.state import State
 
 Name = Annotated[str, Path(pattern=r"^[\w.-]{1,64}$", description="What requests call it.")]
@@ -158,7 +158,7 @@ def router(state: State) -> APIRouter:
     return routes
 
 
-def _repository(tree: Repository) -> RepositoryInfo:
+def _repository(tree: ServedRepository) -> RepositoryInfo:
     stores = [{"name": name, **asdict(progress)} for name, progress in tree.progress.items()]
     return RepositoryInfo.model_validate({"name": tree.name, "path": tree.path, "address": tree.address, "stores": stores})
 

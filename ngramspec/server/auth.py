@@ -80,7 +80,7 @@ class Identity:
         if name is not None and (name not in trees.trees or (self.stores is not None and name not in self.stores)):
             raise ApiError(404, f"there is no repository {name[:100]!r}", code="unknown_repository")
         tenant = f"{self.tenant}/{name}" if name is not None and len(trees) > 1 else self.tenant
-        return replace(self, tenant=tenant, hidden=trees.hidden(name))
+        return replace(self, tenant=tenant, hidden=trees.get_hidden_stores(name))
 
 
 class Keyring:

@@ -1,8 +1,8 @@
-"""Working trees that the server drafts from: each has a store, built and kept up to date by a process beside the server.
+"""The working trees that the server drafts from: each has a store, built and kept up to date by a child process.
 
-Folders enter at the start; stores come into the engine when they are there, and what became of each is in the log and for administrators.
-An address `/repo/NAME/…` is that of a tree: requests at it draft from the tree's stores, and from no other tree's unless they name it.
-Knows neither how stores are built nor what is in a request.
+Folders enter at the start; stores are added to the engine when they are ready, and the state of each is logged and shown to administrators.
+The address of a tree is `/repo/NAME/…`: requests at it draft from the tree's stores, and from no other tree's unless they name it. Knows
+neither how stores are built nor what is in a request.
 """
 
 from __future__ import annotations
@@ -25,49 +25,48 @@ from ngramspec.datastore.tokens import canonical, digest_of
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server import logs
 
-RESTART_S, PATIENCE_S = 1.0, 30.0
-"""Before a process is started again: one that followed a tree that has gone or is another one now; one that failed."""
-END_S = 5.0
-"""For a process to delete what it has begun to write."""
-LOG_S = 10.0
-"""Between lines about one build."""
+RESTART_S = 1.0  # before an indexer is started again whose tree has gone or is another one now
+RETRY_S = 30.0  # before an indexer is started again that failed
+END_S = 5.0  # for an indexer to delete what it has begun to write
+LOG_S = 10.0  # between log lines about one build
 _ADDRESS = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far a store is. Written by its thread, read by others."""
+class StoreProgress:
+    """The state of a store. Written by its thread, read by others."""
 
     state: Literal["waiting", "building", "ready", "followed", "failed"] = "waiting"
     """waiting: to be begun, or for another process that builds it. failed: it is tried again. followed: each saved file is read."""
     ready: bool = False
-    """Drafts come from it."""
+    """The engine drafts from it."""
     files: int = 0
+    """Number of files that were read, while the store is built."""
     n_files: int = 0
-    """While it is built: those that were read, and all."""
+    """Number of all files, while the store is built."""
     seconds_left: float | None = None
     message: str = ""
 
 
 @dataclass(slots=True)
-class Repository:
-    """A working tree."""
+class ServedRepository:
+    """A working tree and its stores."""
 
     name: str
     path: str
     stores: list[str]
     """Names of its stores: its own, and its packages'."""
-    progress: dict[str, Progress] = field(default_factory=dict)
-    """By store."""
+    progress: dict[str, StoreProgress] = field(default_factory=dict)
+    """The progress of each store, by its name."""
 
     @property
     def address(self) -> str:
-        """What addresses of requests about it begin with."""
+        """The beginning of the addresses of its requests."""
         return f"/repo/{self.name}"
 
 
 class Repositories:
-    """The trees of one server."""
+    """The working trees of one server."""
 
     def __init__(
         self,
@@ -77,8 +76,8 @@ class Repositories:
         with_installed: bool = False,
         max_files: int | None = None,
     ) -> None:
-        """`paths`: of trees by name, absolute, links resolved. `cache`: the folder for stores. `max_files`: of text in a tree."""
-        self.trees = {name: Repository(name, path, [name]) for name, path in (paths or {}).items()}
+        """`paths`: trees by name, absolute, links resolved. `cache`: the folder for stores. `max_files`: most files of text in a tree."""
+        self.trees = {name: ServedRepository(name, path, [name]) for name, path in (paths or {}).items()}
         self._cache, self._with_installed = cache, with_installed
         self._max_files = max_files or workspace.MAX_FILES
         self._indexers: list[_IndexerThread] = []
@@ -88,20 +87,20 @@ class Repositories:
         return len(self.trees)
 
     def start(self, engine: Engine) -> None:
-        """Build and follow the stores, and draft from those that are there. Returns at once."""
+        """Start building and following the stores, and draft from those that are ready. Returns at once."""
         if not self.trees:
             return
         tokenizer = canonical(engine.tokenizer.backend_tokenizer)
         fingerprint = digest_of(tokenizer)
         for each in self.trees.values():
-            self._keep(engine, each, each.name, workspace.tree(each.path, self._cache, fingerprint, self._max_files), tokenizer)
+            self._start_store(engine, each, each.name, workspace.tree(each.path, self._cache, fingerprint, self._max_files), tokenizer)
         if self._with_installed:
             arguments = engine, tokenizer, fingerprint
-            threading.Thread(target=self._keep_packages, args=arguments, name="ngramspec-repositories-packages", daemon=True).start()
-        threading.Thread(target=self._clear, name="ngramspec-repositories-clear", daemon=True).start()
+            threading.Thread(target=self._start_packages, args=arguments, name="ngramspec-repositories-packages", daemon=True).start()
+        threading.Thread(target=self._delete_unused, name="ngramspec-repositories-clear", daemon=True).start()
 
-    def _keep(self, engine: Engine, tree: Repository, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
-        """Keep one of a tree's stores, which may be another tree's already."""
+    def _start_store(self, engine: Engine, tree: ServedRepository, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
+        """Build and follow one of a tree's stores, unless another tree has it already."""
         with self._lock:
             if self._closed:
                 return
@@ -115,8 +114,8 @@ class Repositories:
             if is_new:
                 indexer.start()
 
-    def _keep_packages(self, engine: Engine, tokenizer: bytes, fingerprint: str) -> None:
-        """Keep the stores of the packages that are installed for the trees. Their files are read first, to know them by what they hold."""
+    def _start_packages(self, engine: Engine, tokenizer: bytes, fingerprint: str) -> None:
+        """Build the stores of the packages that are installed for the trees. Packages are identified by their files' contents."""
         for each in self.trees.values():
             try:
                 packages = _find_installed(each.path, self._cache, fingerprint)
@@ -125,18 +124,18 @@ class Repositories:
                 continue
             if packages is not None:
                 workspace.mark_used(packages)
-                self._keep(engine, each, Path(packages.store).name, packages, tokenizer)
+                self._start_store(engine, each, Path(packages.store).name, packages, tokenizer)
             else:
                 where = "in it (.venv, venv), with packages; one that is linked or named elsewhere is not read"
                 logs.event("repository", f"{each.name}: {each.path} has no virtual environment {where}")
 
-    def _clear(self) -> None:
-        """Delete what is left of trees that are long gone."""
+    def _delete_unused(self) -> None:
+        """Delete the stores of trees that are long gone."""
         for text in workspace.clear(self._cache):
             logs.event("repository", text)
 
     def close(self) -> None:
-        """End what runs beside the server."""
+        """End the indexers."""
         with self._lock:
             self._closed = True
         for each in self._indexers:
@@ -144,7 +143,7 @@ class Repositories:
         for each in self._indexers:
             each.wait()
 
-    def hidden(self, name: str | None) -> frozenset[str]:
+    def get_hidden_stores(self, name: str | None) -> frozenset[str]:
         """Stores that requests at a tree's address (None: at the server's own) draft from only if they name them. Raises KeyError.
 
         At the server's own address one tree is everybody's; of several, none is.
@@ -180,7 +179,7 @@ class _IndexerThread(threading.Thread):
 
     def __init__(self, engine: Engine, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
         super().__init__(name=name, daemon=True)
-        self.progress = Progress()
+        self.progress = StoreProgress()
         self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
         self._ended = threading.Event()
         self._child: ChildProcess | None = None
@@ -191,11 +190,11 @@ class _IndexerThread(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(DatastoreError):
             Datastore.open(self._kept.store).close()
-            self._draft()
+            self._add_to_engine()
         if self.progress.ready and not self._kept.follow:
             return
         while not self._ended.is_set():
-            pause_s = PATIENCE_S
+            pause_s = RETRY_S
             if self._run_indexer("build") and self.progress.ready:
                 if not self._kept.follow:
                     return
@@ -206,14 +205,14 @@ class _IndexerThread(threading.Thread):
             self._ended.wait(pause_s)
 
     def end(self) -> None:
-        """Have it end, and its process. From another thread, any number of times."""
+        """Tell the thread and its child process to end. For any thread; can be called any number of times."""
         with self._lock:
             self._ended.set()
             if self._child is not None:
                 self._child.close_input()
 
     def wait(self) -> None:
-        """After `end`: until it has. What does not end in time is killed; the next writer deletes what it leaves."""
+        """Wait until the thread has ended, after `end`. A child that does not end in time is killed; the next writer deletes its files."""
         self.join(END_S)
         with self._lock:
             if self._child is not None:
@@ -226,7 +225,7 @@ class _IndexerThread(threading.Thread):
         try:
             child = _start_indexer(job.to_message())
         except OSError as error:
-            self._take("problem", {"text": f"no process can be started for it: {error}", "waits": False})
+            self._handle_report("problem", {"text": f"no process can be started for it: {error}", "waits": False})
             return False
         with self._lock:
             self._child = child
@@ -239,7 +238,7 @@ class _IndexerThread(threading.Thread):
             while True:
                 report = child.receive()
                 done |= report["kind"] == "done"
-                self._take(report["kind"], report["facts"])
+                self._handle_report(report["kind"], report["facts"])
         except ChildEndedError:
             child.wait()
         finally:
@@ -248,7 +247,7 @@ class _IndexerThread(threading.Thread):
                 child.close_input()  # after an error here the child still runs, and ends by itself
         return done
 
-    def _take(self, kind: str, facts: dict[str, Any]) -> None:
+    def _handle_report(self, kind: str, facts: dict[str, Any]) -> None:
         progress = self.progress
         if kind == "progress":
             progress.files, progress.n_files, progress.seconds_left = facts["files"], facts["n_files"], facts["seconds_left"]
@@ -267,14 +266,14 @@ class _IndexerThread(threading.Thread):
             progress.state, progress.message = "followed", ""
             self._log("its files are followed")
         else:
-            self._done(facts)
+            self._finish_build(facts)
 
-    def _done(self, facts: dict[str, Any]) -> None:
+    def _finish_build(self, facts: dict[str, Any]) -> None:
         progress = self.progress
         progress.state = "followed" if progress.state == "followed" else "ready"
         progress.message, progress.seconds_left = "", None
         if not progress.ready:
-            self._draft()
+            self._add_to_engine()
         for path, why in facts["named"]:
             self._log(f"{path} is left out: {why}")
         if facts["committed"]:
@@ -284,7 +283,7 @@ class _IndexerThread(threading.Thread):
                 + (f"; left out: {left_out}" if (left_out := ", ".join(f"{n:,} {why}" for why, n in facts["skipped"].items())) else "")
             )
 
-    def _draft(self) -> None:
+    def _add_to_engine(self) -> None:
         """Have the engine draft from the store. It picks up later generations by itself."""
         try:
             self._engine.add_datastore(self._store, self._kept.store)
