@@ -33,7 +33,7 @@ class ChildEndedError(Exception):
     """The child ended, or was killed, before it answered."""
 
     def __init__(self, limit_s: float | None) -> None:
-        """`limit_s`: seconds after which it was killed; None if it ended by itself."""
+        """Record the seconds after which the child was killed, `limit_s`, or None if it ended by itself."""
         super().__init__("the child process has ended" if limit_s is None else f"the child process was killed after {limit_s:g} s")
         self.limit_s = limit_s
 
@@ -120,7 +120,7 @@ class ChildProcess:
             self._process.stdin.close()
 
     def close(self) -> int:
-        """Kill the child if it still runs, and release its pipes. Returns its exit status."""
+        """Kill the child if it still runs, release its pipes and return its exit status."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -137,7 +137,7 @@ class ProcessPool:
     """Up to `size` children that run `answer_messages`: started when needed, kept while idle, replaced when they end. For any thread."""
 
     def __init__(self, start: Callable[[], ChildProcess], size: int, share_s: float = math.inf) -> None:
-        """`share_s`: a caller that waits for a child may kill one that has worked longer than this."""
+        """Create an empty pool. `share_s`: a caller that waits for a child may kill one that has worked longer than this."""
         self._start, self._size, self._share_s = start, size, share_s
         self._idle: list[ChildProcess] = []
         self._busy_since: dict[ChildProcess, float] = {}  # `time.monotonic`; infinite while a child still starts

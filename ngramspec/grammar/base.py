@@ -50,7 +50,7 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
         """Return the grammar of JSON that fits a schema: the schema itself, or its JSON text."""
         if not isinstance(schema, str):
-            return cls("json_schema", _json(schema))
+            return cls("json_schema", _to_json(schema))
         try:
             parsed = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -75,7 +75,7 @@ class Grammar:
         good = isinstance(texts, (list, tuple)) and all(isinstance(text, str) and text for text in texts)
         if not good or not 1 <= len(texts) <= MAX_CHOICES:
             raise GrammarError(f"choices must be 1 to {MAX_CHOICES} non-empty texts, got {texts!r:.80}")
-        return cls("choice", _json(list(texts)))
+        return cls("choice", _to_json(list(texts)))
 
     @classmethod
     def lark(cls, grammar: str) -> Self:
@@ -97,7 +97,7 @@ class Grammar:
         raise GrammarError("there is neither a rule `root ::= …`, as llama.cpp has it, nor `start: …`, as Lark has it")
 
 
-def _json(value: Any) -> str:
+def _to_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -124,7 +124,7 @@ class FollowSets:
                 return chars, nullable or least == 0
             case "alt", options:
                 begins = [self._compute_begin(option) for option in options]
-                return _unite(chars for chars, _ in begins), any(nullable for _, nullable in begins)
+                return _unite_sets(chars for chars, _ in begins), any(nullable for _, nullable in begins)
         chars = 0
         for item in node[1]:
             more, nullable = self._compute_begin(item)
@@ -156,7 +156,7 @@ class FollowSets:
             self._changed = True
 
 
-def _unite(sets: Iterable[int]) -> int:
+def _unite_sets(sets: Iterable[int]) -> int:
     found = 0
     for each in sets:
         found |= each

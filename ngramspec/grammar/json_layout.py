@@ -30,7 +30,7 @@ class JsonLayout:
     """Position and style of one text."""
 
     def __init__(self, style: JsonStyle) -> None:
-        """`style`: what the text is expected to have; its own replaces it as it is seen."""
+        """Start a text that is expected to have this style; its own replaces it as it is seen."""
         self.style = style
         self._brackets: tuple[int, ...] = ()
         self._in_string = self._escaped = False

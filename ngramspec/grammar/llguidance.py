@@ -256,7 +256,7 @@ class GrammarLookahead:
     """Walks ahead of a text (a `grammar.base.ConstraintLookahead`)."""
 
     def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, tracker: JsonLayoutTracker | None, forced: Sequence[int]) -> None:
-        """`forced`: the rest of the run of forced tokens that the text is in, or its first tokens."""
+        """Start at the end of a text. `forced`: the rest of the run of forced tokens that it is in, or its first tokens."""
         self._tokenizer, self._matcher, self._tracker, self._forced = tokenizer, matcher, tracker, forced
         self._path: list[int] = []  # tokens since the text's end
         self._n_strayed = 0  # steps since the tracker could not follow

@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
 
 
 @dataclass(slots=True)
-class StoreProgress:
+class IndexingProgress:
     """The state of a store. Written by its thread, read by others."""
 
     state: Literal["waiting", "building", "ready", "followed", "failed"] = "waiting"
@@ -56,7 +56,7 @@ class ServedRepository:
     path: str
     stores: list[str]
     """Names of its stores: its own, and its packages'."""
-    progress: dict[str, StoreProgress] = field(default_factory=dict)
+    progress: dict[str, IndexingProgress] = field(default_factory=dict)
     """The progress of each store, by its name."""
 
     @property
@@ -76,7 +76,7 @@ class Repositories:
         with_installed: bool = False,
         max_files: int | None = None,
     ) -> None:
-        """`paths`: trees by name, absolute, links resolved. `cache`: the folder for stores. `max_files`: most files of text in a tree."""
+        """Take trees by name: `paths`, absolute, links resolved. `cache`: folder for stores. `max_files`: most files of text in a tree."""
         self.trees = {name: ServedRepository(name, path, [name]) for name, path in (paths or {}).items()}
         self._cache, self._with_installed = cache, with_installed
         self._max_files = max_files or workspace.MAX_FILES
@@ -179,7 +179,7 @@ class _IndexerThread(threading.Thread):
 
     def __init__(self, engine: Engine, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
         super().__init__(name=name, daemon=True)
-        self.progress = StoreProgress()
+        self.progress = IndexingProgress()
         self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
         self._ended = threading.Event()
         self._child: ChildProcess | None = None

@@ -51,7 +51,7 @@ class TextStream:
         with_stop: bool = False,
         special: SpecialTokens = SpecialTokens.SKIPPED,
     ) -> None:
-        """`with_stop`: the stop string that ends the text is part of it."""
+        """Start the text after a prompt. `with_stop`: the stop string that ends the text is part of it."""
         self._pieces = _Detokenizer(_make_decoder(tokenizer, special), prompt_ids, _get_known_words(tokenizer, special))
         self._stops = [_StopMatcher(s) for s in stop]
         self._min_tokens, self._with_stop = min_tokens, with_stop
@@ -67,7 +67,7 @@ class TextStream:
         return self._until_stop(self._pieces.push(token_id))
 
     def finish(self) -> str:
-        """No more tokens follow: return what was held back. Nothing is left after a stop string."""
+        """End the text; return what was held back, which is nothing after a stop string."""
         if self.stopped_by is not None:
             return ""
         rest = self._until_stop(self._pieces.finish())
@@ -139,7 +139,7 @@ class _Detokenizer:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int], words: dict[int, str] | None = None) -> None:
-        """`words`: known texts of tokens, for a tokenizer that joins its tokens' bytes; it is filled here."""
+        """Start after a prompt. `words`: known texts of tokens, for a tokenizer that joins its tokens' bytes; it is filled here."""
         self._decode, self._words = decode, words
         self._window = [int(t) for t in prompt_ids[-_PROMPT_TOKENS:]]
         self._n_old = len(self._window)  # tokens of the window from before its last cut

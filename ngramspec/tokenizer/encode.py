@@ -23,7 +23,7 @@ class Encoding:
     """The part of a tokenizer that an engine needs. For any thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """`tokenizer`: one of transformers, or None. Ids are from 0 to `vocab_size` - 1."""
+        """Take a tokenizer of transformers, or None. Ids are from 0 to `vocab_size` - 1."""
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
     def encode(self, text: Prompt, what: str, *, add_special_tokens: bool = True) -> np.ndarray:

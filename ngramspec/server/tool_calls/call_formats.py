@@ -80,7 +80,7 @@ class CallFormat:
             names = r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
             return re.compile(r"\s*(?:\[\s*)?\{\s*" + pairs + names)
         before = self.first[self.first.find(self.trigger) + len(self.trigger) :]
-        return re.compile(rf"{self._loosely(before)}{_ANY_NAME}{self._loosely(self.middle)}(?=\{{)")
+        return re.compile(rf"{self._make_loose_pattern(before)}{_ANY_NAME}{self._make_loose_pattern(self.middle)}(?=\{{)")
 
     @property
     def tail(self) -> re.Pattern[str]:
@@ -90,7 +90,7 @@ class CallFormat:
     @property
     def end(self) -> str:
         """The text after the last call."""
-        shown = self._shown(self.last)
+        shown = self._remove_special(self.last)
         if self._object:
             shown = shown.partition("}")[2].strip().removeprefix("]")
         return shown.replace(ID, "").strip()
@@ -100,12 +100,12 @@ class CallFormat:
         assert self.between is not None
         return self.first + self.between.join(name + self.middle + arguments for name, arguments in calls) + self.last
 
-    def _shown(self, text: str) -> str:
+    def _remove_special(self, text: str) -> str:
         for token in self.special:
             text = text.replace(token, "")
         return text
 
-    def _loosely(self, text: str) -> str:
+    def _make_loose_pattern(self, text: str) -> str:
         """Return a pattern that finds a text, whatever its blanks, with or without the tokens that no text shows."""
         tokens = "|".join(map(re.escape, self.special))
         words = [word for part in (re.split(f"({tokens})", text) if tokens else [text]) for word in part.split()]

@@ -95,16 +95,16 @@ class CallReader:
         return events
 
     def _is_plain_text(self, beginning: str) -> bool:
-        """Whether only forms that are not marked begin like this."""
+        """Return whether only forms that are not marked begin like this."""
         return not any(form.marked and form.begin.fullmatch(beginning.strip(), partial=True) for form in self._forms)
 
     def _run(self) -> Iterator[StreamDelta]:
-        while (yield from (self._look() if self._parse is None else self._read())):
+        while (yield from (self._find_begin() if self._parse is None else self._read_form())):
             pass
 
     # ------------------------------------------------------------------ the two states; both return whether there is more to do
 
-    def _look(self) -> Generator[StreamDelta, None, bool]:
+    def _find_begin(self) -> Generator[StreamDelta, None, bool]:
         """Find where the next call may begin, and pass on the text before it."""
         scan = self._scan
         pattern = self._begin_in_code if self._in_code else self._begin
@@ -126,7 +126,7 @@ class CallReader:
             self._drop_text(self._from - CONTEXT)
         return False
 
-    def _read(self) -> Generator[StreamDelta, None, bool]:
+    def _read_form(self) -> Generator[StreamDelta, None, bool]:
         """Continue the form that is being read."""
         assert self._parse is not None
         scan = self._scan

@@ -176,12 +176,12 @@ def make_toolbox(
             continue
         tool = _read_tool(each, f"tools[{i}]")
         if any(tool.name == other.name for other in tools):
-            raise _wrong(f"tools[{i}].function.name", f"there are two tools {tool.name!r}")
+            raise _make_error(f"tools[{i}].function.name", f"there are two tools {tool.name!r}")
         tools.append(tool)
         function = {"name": tool.name, "description": (each.function and each.function.description) or "", "parameters": tool.parameters}
         prompt_tools.append({"type": "function", "function": function})
     if choice not in (None, "none", "auto") and not tools:
-        raise _wrong("tool_choice", "only with tools")
+        raise _make_error("tool_choice", "only with tools")
     if choice == "none" or not tools:
         return Toolbox()
     required, several = choice == "required", parallel is not False
@@ -199,14 +199,14 @@ def _read_tool(declared: ToolDeclared, where: str) -> Tool:
         why = f"only tools of type 'function', got {declared.type[:40]!r}"
         raise ApiError(400, f"{where}.type: {why}", param=f"{where}.type", code="not_supported")
     if (function := declared.function) is None:
-        raise _wrong(f"{where}.function", "is missing")
+        raise _make_error(f"{where}.function", "is missing")
     if not _NAME.fullmatch(function.name):
-        raise _wrong(f"{where}.function.name", "must be 1 to 128 letters, digits or any of _-.:/")
+        raise _make_error(f"{where}.function.name", "must be 1 to 128 letters, digits or any of _-.:/")
     parameters = function.parameters or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
-        raise _wrong(f"{where}.function.parameters", "must be the JSON schema of an object")
+        raise _make_error(f"{where}.function.parameters", "must be the JSON schema of an object")
     if len(json.dumps(parameters)) > MAX_BYTES:
-        raise _wrong(f"{where}.function.parameters", f"at most {MAX_BYTES} bytes")
+        raise _make_error(f"{where}.function.parameters", f"at most {MAX_BYTES} bytes")
     return Tool(function.name, parameters, bool(function.strict))
 
 
@@ -217,13 +217,13 @@ def _read_choice(choice: ChosenTool, names: Sequence[str]) -> tuple[set[str], bo
     elif choice.type == "function":
         each, required = [ToolNamed(type=choice.type, function=choice.function)], True
     else:
-        raise _wrong("tool_choice", "must be 'none', 'auto', 'required', a function's name or allowed_tools")
+        raise _make_error("tool_choice", "must be 'none', 'auto', 'required', a function's name or allowed_tools")
     chosen = set()
     for tool in each:
         if tool.function is None:
-            raise _wrong("tool_choice", "names no function")
+            raise _make_error("tool_choice", "names no function")
         if tool.function.name not in names:
-            raise _wrong("tool_choice", f"there is no tool {tool.function.name[:100]!r}; there are {', '.join(names)[:400]}")
+            raise _make_error("tool_choice", f"there is no tool {tool.function.name[:100]!r}; there are {', '.join(names)[:400]}")
         chosen.add(tool.function.name)
     return chosen, required
 
@@ -233,12 +233,12 @@ def read_calls(calls: Sequence[ToolCalled] | None, where: str) -> tuple[Call, ..
     made = []
     for i, call in enumerate(calls or ()):
         if call.type not in (None, "function") or call.function is None:
-            raise _wrong(f"{where}.tool_calls[{i}]", "must be of type 'function', with a function")
+            raise _make_error(f"{where}.tool_calls[{i}]", "must be of type 'function', with a function")
         made.append(Call(call.id, call.function.name, call.function.arguments))
     return tuple(made)
 
 
-def _wrong(param: str, why: str) -> ApiError:
+def _make_error(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", param=param)
 
 
@@ -267,7 +267,7 @@ class StreamParser:
     """Turns one choice's text into message and tool-call deltas."""
 
     def __init__(self, reader: CallReader | None, marks: Mapping[int, str]) -> None:
-        """`reader`: None if no tool may be called. `marks`: the text of special tokens, by id."""
+        """Start a choice. `reader`: None if no tool may be called. `marks`: the text of special tokens, by id."""
         self._reader, self._marks = reader, marks
         self.reply = Reply()
 
