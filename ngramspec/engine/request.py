@@ -1,6 +1,6 @@
-"""A request under way: what was asked, the choices in the making, and how pieces and results reach whoever waits.
+"""A request: its parameters, its sequences, and how deltas and the result reach the caller.
 
-Sequences that gained something enter, `Delta`s leave for the request's sink, and its result for `result()`. Knows nothing of passes.
+Sequences that got tokens go in, `Delta`s come out for the request's receiver, and the completion for `result()`. Knows nothing of passes.
 """
 
 from __future__ import annotations
@@ -21,33 +21,31 @@ log = logging.getLogger(__name__)
 Deliver: TypeAlias = Callable[[Delta | Exception], None]
 
 
-MANY = 32
-"""Tokens that are brought to text together where nobody waits for pieces; more would hold up the other sequences."""
+DETOKENIZED_AT_ONCE = 32  # tokens that become text in one go if nobody waits for deltas; more would delay the other sequences
 
 
 class Hints(TypedDict, total=False):
-    """What a request may say beside its prompt. None of it changes a token."""
+    """Optional hints of a request. None of them changes a token."""
 
     speculation: bool
     """False: one token per pass."""
     prediction: Prompt
-    """The output that is expected, text or token ids: an edited file's old text."""
+    """The expected output, text or token ids: an edited file's old text."""
     tenant: str | None
-    """Finished answers are drafts for later requests of the same tenant, and computed prefixes are theirs to take over; None keeps both
-    to this one."""
+    """Whose request this is. Its output and its prefix are reused for later requests of the same tenant; None shares neither."""
     datastores: Collection[str] | None
     """Names of the datastores that drafts may come from; None: all."""
     prefix_cache: bool
-    """False: what is computed for this request is neither taken from earlier ones nor left to later ones."""
+    """False: this request neither uses the prefix cache nor leaves anything in it."""
 
 
 class Owner(Protocol):
-    """What a request needs of the thread that steps."""
+    """The interface of the engine's thread that a request needs."""
 
     def cancel(self, request: Request) -> None: ...
 
     def check_caller(self) -> None:
-        """Raises CallbackError, EngineClosedError where the caller would wait forever."""
+        """Raise CallbackError or EngineClosedError if the caller would wait forever."""
 
 
 class Request:
@@ -57,8 +55,10 @@ class Request:
         self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: Owner, *,
         final_only: bool = False,
     ) -> None:  # fmt: skip
-        """One of `seqs` per choice; `deliver` is called in the thread that steps, of pieces with the last one where it is `final_only`.
-        None: nobody wants pieces."""
+        """Make a request with one of `seqs` per choice.
+
+        `deliver` is called in the engine's thread with each delta, or if `final_only` with the last one; None: nobody wants deltas.
+        """
         self.params = params
         self.completion = completion
         self.seqs = seqs
@@ -73,7 +73,7 @@ class Request:
         self._error: Exception | None = None
 
     def cancel(self) -> None:
-        """Free the request's sequences before the next step; its result is what was written so far. From any thread, at any time."""
+        """Free the request's sequences before the next step; its result is what was written so far. Safe from any thread."""
         self._thread.cancel(self)
 
     @property
@@ -90,13 +90,13 @@ class Request:
             raise self._error
         return self.completion
 
-    # Called by the thread that steps only.
+    # Only the engine's thread calls the following.
 
     def emit(self, seq: Sequence) -> None:
-        """Deliver what the sequence gained since the last time, where anybody waits for it. Raises what its text raises."""
-        if not self._streams and self._begun and not seq.finished and seq.n_untold < MANY:
+        """Deliver the sequence's new tokens, if anybody waits for them. Raises what its text raises."""
+        if not self._streams and self._begun and not seq.finished and seq.n_unsent < DETOKENIZED_AT_ONCE:
             return
-        delta = seq.delta()
+        delta = seq.make_delta()
         completion, now = self.completion, time.perf_counter() - self._started
         if not self._begun:
             self._begun = True
@@ -108,22 +108,22 @@ class Request:
         if self._n_unfinished == 0:
             completion.duration_s = now
             delta.completion = completion
-        self._hand(delta)
+        self._deliver_delta(delta)
         if self._n_unfinished == 0:
             self._done.set()
 
     def end(self, error: Exception) -> None:
-        """Nothing follows but this error."""
+        """End the request with this error."""
         self._error = error
-        self._hand(error)
+        self._deliver_delta(error)
         self._done.set()
 
-    def _hand(self, piece: Delta | Exception) -> None:
+    def _deliver_delta(self, piece: Delta | Exception) -> None:
         if self._deliver is None or (not self._streams and isinstance(piece, Delta) and piece.completion is None):
             return
         try:
             self._deliver(piece)
-        except Exception:  # of whoever submitted it: no matter of the other requests
+        except Exception:  # the caller's own fault: it does not concern the other requests
             log.exception("a request's receiver failed; the request is cancelled")
             self._deliver = None
             self.cancel()

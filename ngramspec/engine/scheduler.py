@@ -1,9 +1,9 @@
-"""Which sequences get rows in the next step: admission, chunked prefill, preemption. Knows block tables, not models.
+"""The scheduler decides which sequences get rows in the next step: admission, chunked prefill, preemption. Knows block tables, not models.
 
 Sequences wait in the order of their arrival and run in it. Every running sequence that lacks one token of KV gets its
-row; what is left of the row budget goes to prompts, oldest first. A sequence is admitted with blocks for all tokens it
-has, and starts behind what is known of its prefix; when a running one finds the pool full, the youngest gives its blocks
-back, waits, and computes what is gone of its KV anew later: the same bits, since a row does not depend on how a text was
+row; the rest of the row budget goes to prompts, oldest first. A sequence is admitted with blocks for all tokens it
+has, and starts after the prefix that the cache knows; when a running one finds the pool full, the youngest gives its blocks
+back, waits, and computes its KV again later: with the same bits, since a row does not depend on how a sequence was
 cut into passes.
 """
 
@@ -29,7 +29,7 @@ class ScheduledRows:
 
     @property
     def samples(self) -> bool:
-        """The rows reach the last known token, so that this pass samples the next one."""
+        """Return whether the rows reach the last known token, so that this pass samples the next one."""
         return self.seq.n_computed + self.n_rows == self.seq.n_tokens
 
 
@@ -41,13 +41,13 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
         self.has_room: Callable[[list[int]], bool] = lambda n_tokens: True
-        """Whether there is room beside the pool, too, for new sequences of so many tokens: what drafts for them may keep KV of its own."""
+        """Whether drafters that keep KV of their own have room for new sequences of these lengths."""
         self.n_preempted = 0
         self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
-        """Tokens looked for in the prefix cache, found there, and of these those of new sequences."""
+        """Tokens looked up in the prefix cache; tokens found there; tokens found there for new sequences."""
 
     def halve_rows(self, n_rows: int) -> bool:
-        """A pass of so many rows was too large: half of it from now on. False where it had no more than a row for every sequence."""
+        """Limit passes to half of `n_rows`, which were too many. False if that is less than a row for every sequence."""
         if n_rows <= len(self.running):
             return False
         self.max_rows = min(self.max_rows, max(n_rows // 2, len(self.running)))
@@ -61,7 +61,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> int:
-        """A sequence has ended or is cancelled: its blocks are free at once. Returns the slot it had, or -1."""
+        """Remove a sequence that has ended or is cancelled and free its blocks. Returns the slot it had, or -1."""
         if seq.slot < 0:
             self.waiting.remove(seq)
             return -1
@@ -75,7 +75,7 @@ class Scheduler:
         return slot
 
     def schedule(self) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
-        """(rows for this step, sequences that were admitted, slots of sequences that were preempted)."""
+        """Return (rows for this step, sequences that were admitted, slots of sequences that were preempted)."""
         preempted: list[int] = []
         work: list[ScheduledRows] = []
         for seq in list(self.running):
@@ -93,11 +93,11 @@ class Scheduler:
                 work.append(ScheduledRows(seq, 1))
         left, scored = self.max_rows - len(work), SCORED_ROWS
         for seq in self.running:
-            if seq.n_tokens - seq.n_computed > 1 and (n := _piece(seq, left, scored)) > 0:
+            if seq.n_tokens - seq.n_computed > 1 and (n := _count_chunk_rows(seq, left, scored)) > 0:
                 work.append(ScheduledRows(seq, n))
                 left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
         admitted: list[Sequence] = []
-        while self.waiting and self.slots and not preempted and _piece(self.waiting[0], left, scored) > 0:
+        while self.waiting and self.slots and not preempted and _count_chunk_rows(self.waiting[0], left, scored) > 0:
             seq = self.waiting[0]
             drafted = [s.n_tokens for s in (*admitted, seq) if s.speculation]
             if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq)):
@@ -105,12 +105,12 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             admitted.append(seq)
-            work.append(ScheduledRows(seq, n := _piece(seq, left, scored)))
+            work.append(ScheduledRows(seq, n := _count_chunk_rows(seq, left, scored)))
             left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
         return work, admitted, preempted
 
     def _admit(self, seq: Sequence) -> bool:
-        """Give the sequence a slot and blocks for all tokens it has, as many as possible with their KV; the last one is always computed."""
+        """Give the sequence a slot and blocks for all its tokens, with known KV as far as possible; its last token is always computed."""
         reads = seq.block_hashes is not None and not seq.lacks_prompt_logprobs
         names = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else ()
         taken = self.tables.admit(self.slots[-1], names, seq.n_tokens)
@@ -126,6 +126,6 @@ class Scheduler:
         return True
 
 
-def _piece(seq: Sequence, left: int, scored: int) -> int:
-    """Rows of a prompt where `left` are left of the pass, `scored` of those that keep logits."""
+def _count_chunk_rows(seq: Sequence, left: int, scored: int) -> int:
+    """Return how many rows of a prompt fit if the pass has `left` rows left, `scored` of them for prompts that keep logits."""
     return min(seq.n_tokens - seq.n_computed, left, scored if seq.lacks_prompt_logprobs else left)

@@ -1,7 +1,7 @@
-"""One running text: its tokens, when it ends, and what it reports. Knows nothing of passes, pools or batches.
+"""A sequence: its tokens, its text, its end. Knows nothing of passes, pools or batches.
 
-The step appends tokens one by one, in order (`append` says when the text has ended), whether they were drafted or not;
-so a stop token or stop string in the middle of an accepted run ends the text exactly there.
+The step appends tokens one by one and in order, whether they were drafted or not, so that a stop token or stop string in the middle of
+accepted tokens ends the sequence exactly there. Native steps append several at once (`append_all`), under the same stop rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ngramspec.sequence_table import RUNNING, STOP, UNPICKED
 
 
 class TextSink(Protocol):
-    """What a sequence needs of `text.TextStream`."""
+    """The interface of a detokenizer that a sequence needs."""
 
     stopped_by: str | None
 
@@ -31,25 +31,25 @@ class TextSink(Protocol):
 
 
 class Sequence:
-    """A choice in the making. The scheduler owns `slot` and `n_computed`, the step `tree`."""
+    """A `Choice` that is being written. The scheduler owns `slot` and `n_computed`, the step `tree`."""
 
     slot = -1
     """Place in the pool and the speculator while running."""
     n_computed = 0
     """Tokens whose keys and values are in the pool."""
     n_cached = 0
-    """Of these, tokens that were there when the sequence was first admitted."""
+    """Tokens whose keys and values came from the prefix cache when the sequence was first admitted."""
     admitted_s: float | None = None
-    """When that was, by `time.perf_counter`."""
+    """Time of the first admission, by `time.perf_counter`."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Filled in as the prompt is computed, where a list is put here; the first token has none."""
+    """Filled in as the prompt is computed, if a list is put here; the first token has none."""
     tree: DraftTree | None = None
     drafting_paused = False
-    """No draft in this pass: the text is not to be foreseen, and looking costs time."""
+    """No draft is looked for in this pass: the sequence is unpredictable, and looking costs time."""
     streams = False
-    """Somebody waits for what each pass adds."""
+    """Somebody waits for the delta of each step."""
     is_plain: bool
-    """Its tokens are functions of a row, the seed and the position alone, end it alone, and are all that is wanted of a pass."""
+    """Its tokens need only a logits row, the seed and the position, and only they end it: it can run in native steps."""
     cooldown = last_cooldown = 0
     """Passes for which no draft will be made, and the length of the last such pause."""
 
@@ -70,11 +70,12 @@ class Sequence:
         datastores: frozenset[str] | None = None,
         block_hashes: BlockHashes | None = None,
     ) -> None:
-        """prompt [n] int32; `max_len`: most tokens of prompt and output together; `stop_ids` end the text,
-        and those of `stop_tokens` are stop strings, which may be part of it.
+        """Make a sequence that starts with prompt [n] int32.
 
-        `prediction` [m] int32 is the output that the client expects; answers are shared with the sequences of the `tenant`, None: not;
-        `datastores`: names of those that drafts may come from, None: all; `block_hashes`: of the prompt's blocks, None: no prefix cache.
+        `max_len`: most tokens of prompt and output together; `stop_ids` end the sequence, and those in `stop_tokens` are stop strings that
+        may be part of the text. `prediction` [m] int32 is the output that the client expects. The output cache is shared within the
+        `tenant`; None shares nothing. `datastores`: names of those that drafts may come from, None: all. `block_hashes`: of the prompt's
+        blocks; None: no prefix cache.
         """
         self.params, self.sampler, self.text = params, sampler, text
         self.stop_ids, self.stop_tokens, self.speculation = stop_ids, stop_tokens, speculation
@@ -90,7 +91,7 @@ class Sequence:
         self._n_wordless = 0  # 1 where the last token is one that ended the text
         self._closed = False
         self._new_text = ""  # not yet in a delta
-        self._n_told = 0  # tokens that are in deltas
+        self._n_sent = 0  # tokens that are in deltas
 
     @property
     def tokens(self) -> np.ndarray:
@@ -102,9 +103,9 @@ class Sequence:
         return self.n_tokens - self.n_prompt
 
     @property
-    def n_untold(self) -> int:
-        """Tokens that are in no delta."""
-        return len(self.choice.token_ids) - self._n_told
+    def n_unsent(self) -> int:
+        """Return how many tokens are in no delta yet."""
+        return len(self.choice.token_ids) - self._n_sent
 
     @property
     def finished(self) -> bool:
@@ -112,22 +113,22 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Every row of the prompt is wanted with its logits."""
+        """Return whether logits of prompt rows are still wanted."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.n_prompt
 
     @property
     def max_depth(self) -> int:
-        """Deepest useful draft node: one more token always comes from the model itself."""
+        """Return the deepest useful draft node: one more token always comes from the model itself."""
         return self.limit - self.n_tokens - 1 if self.speculation else 0
 
     def sample(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
-        """The next token after logits row [V], and its log-probability where asked for."""
+        """Sample the next token from logits row [V] -> it and its log-probability, None if that is not wanted."""
         token = self.sampler.sample(row, self.n_output)
         n = self.params.logprobs
         return token, None if n is None else token_logprob(row, token, n)
 
     def score_prompt(self, first: int, rows: np.ndarray) -> None:
-        """Log-probabilities of the prompt's tokens behind positions first, first + 1, … from their logits rows [n, V]."""
+        """Score the prompt's tokens after positions first, first + 1, … with their logits rows [n, V]."""
         known, n = self.prompt_logprobs, self.params.prompt_logprobs
         assert known is not None
         assert n is not None
@@ -201,22 +202,22 @@ class Sequence:
                 self.choice.finish_reason, self.choice.stop_reason = "stop", self.text.stopped_by
 
     def show(self) -> None:
-        """Bring the text up to date. Without stop strings nothing waits for it: it can be done while the next pass is under way."""
+        """Bring the text up to date. Without stop strings nothing waits for it: it can be done during the next pass."""
         choice = self.choice
         for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._n_wordless]:
             choice.texts.append("")
-            self._give(self.text.push(token))
+            self._add_text(self.text.push(token))
         if self.finished and not self._closed:
             self._closed = True
             choice.texts.extend([""] * self._n_wordless)
-            self._give(self.text.finish())
+            self._add_text(self.text.finish())
             if self._n_wordless and self.params.include_stop_str_in_output:
-                self._give(self.stop_tokens.get(choice.token_ids[-1], ""))
+                self._add_text(self.stop_tokens.get(choice.token_ids[-1], ""))
 
-    def delta(self) -> Delta:
-        """What the sequence gained since the last delta, its text brought up to date."""
+    def make_delta(self) -> Delta:
+        """Return what the sequence got since the last delta, with its text brought up to date."""
         self.show()
-        choice, n = self.choice, self._n_told
+        choice, n = self.choice, self._n_sent
         delta = Delta(
             choice.index,
             self._new_text,
@@ -227,10 +228,10 @@ class Sequence:
             logprobs=choice.logprobs[n:] if choice.logprobs is not None else None,
             stop_reason=choice.stop_reason,
         )
-        self._new_text, self._n_told = "", len(choice.token_ids)
+        self._new_text, self._n_sent = "", len(choice.token_ids)
         return delta
 
-    def _give(self, piece: str) -> None:
+    def _add_text(self, piece: str) -> None:
         self.choice.text += piece
         self._new_text += piece
         if piece and self.choice.texts:

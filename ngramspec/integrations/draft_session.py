@@ -1,4 +1,4 @@
-"""The object that drafts inside somebody else's engine: owns slots, recognises texts, remembers answers, opens predictions and datastores.
+"""A draft session drafts inside a host engine: it owns slots, recognises texts, remembers their output, opens predictions and datastores.
 
 Committed tokens come in under keys of the host's choice (`begin`, `sync`, `observe`), drafts go out (`propose`, `chains`): trees, or one
 chain for each text where a host verifies nothing else. It adds nothing to a host's numerics: a wrong draft costs time, never a token. Where
@@ -27,12 +27,9 @@ from ngramspec.speculative.proposer import Proposer, warmup
 __all__ = ["Guest", "warmup"]
 
 MAX_DEPTH, MAX_SEQS, MAX_ROWS = 256, 4096, 16384
-TAIL = 16
-"""Tokens that are compared at the end of a text of which its host says whose it is."""
-_NODES = np.arange(MAX_DEPTH, dtype=np.int32)
-"""Of a chain."""
-SLOPE = 0.06
-"""What a row is believed to take at first, as a share of a step: a CPU of few cores with float32 weights."""
+TAIL = 16  # tokens that are compared at the end of a text whose key the host knows
+_NODES = np.arange(MAX_DEPTH, dtype=np.int32)  # the nodes of a chain
+SLOPE = 0.06  # time that a row is assumed to add at first, as a share of a step: right for a CPU of few cores with float32 weights
 
 
 @dataclass(slots=True)
@@ -51,8 +48,8 @@ class _Text:
     chain: bool = False
     drafted: list[int] = field(default_factory=list)
     """The tree's tokens."""
-    rest: int = 0
-    last_rest: int = 0
+    cooldown: int = 0
+    last_cooldown: int = 0
 
     @property
     def tokens(self) -> np.ndarray:
@@ -108,7 +105,7 @@ class Guest:
 
     @property
     def stats(self) -> Stats:
-        """What drafts did for all texts since the guest was made."""
+        """Return the statistics of all texts of this session."""
         total = Stats()
         for stats in (self._ended_stats, *(self._counted.read(key) for key in self._texts)):
             total.add(stats)
@@ -116,12 +113,12 @@ class Guest:
 
     @property
     def recycles(self) -> bool:
-        """Whether `keep` is of use."""
+        """Return whether `keep` is of use."""
         return self._drafts.needs_topk
 
     @property
     def source_names(self) -> list[str]:
-        """Who drafts: what `Stats.drafted_by_source` counts by."""
+        """Return the drafters' names, by which `Stats.drafted_by_source` counts."""
         return list(self._drafts.source_names)
 
     def __len__(self) -> int:
@@ -134,15 +131,15 @@ class Guest:
         return iter(list(self._texts))
 
     def all_in(self, keys: Set[Hashable]) -> bool:
-        """Whether no text has another key than these."""
+        """Return whether all texts have one of these keys."""
         return self._texts.keys() <= keys
 
     def length(self, key: Hashable) -> int:
-        """Of a text as it is known here. Raises KeyError."""
+        """Return the length of a text as it is known here. Raises KeyError."""
         return self._texts[key].n
 
     def tokens(self, key: Hashable) -> np.ndarray:
-        """[n] int32: a text as it is known here. Raises KeyError."""
+        """Return a text [n] int32 as it is known here. Raises KeyError."""
         return self._texts[key].tokens.copy()
 
     def use_stores(self, stores: Mapping[str, Datastore]) -> None:
@@ -178,8 +175,8 @@ class Guest:
         tokens are drawn, 0: the likeliest ones. Where no slot is free the text gives way that was not heard of for longest. Raises
         InvalidInputError, with nothing changed.
         """
-        known = self._ids(tokens, "text")
-        foreseen = None if prediction is None else self._ids(prediction, "prediction")
+        known = self._check_ids(tokens, "text")
+        foreseen = None if prediction is None else self._check_ids(prediction, "prediction")
         if not len(known) or not 0 <= n_output <= len(known):
             raise InvalidInputError(f"a text must have a token, and n_output 0 to its length, got {len(known)} tokens and {n_output!r}")
         chosen = None if datastores is None else frozenset(datastores)
@@ -221,7 +218,7 @@ class Guest:
         return True
 
     def follows(self, key: Hashable, tokens: np.ndarray, most: int) -> np.ndarray | None:
-        """What tokens [n] have behind the text that is known, at most so much; None where they do not go on from it."""
+        """Return the part of tokens [n] after the known text, at most `most` tokens; None if they do not continue it."""
         text = self._texts.get(key)
         if text is None or not 0 <= len(tokens) - text.n <= most or not (tokens[: text.n] == text.tokens).all():
             return None
@@ -248,7 +245,7 @@ class Guest:
             if text is None or not len(each):
                 continue
             tokens = np.asarray(each, np.int32)
-            path = _path(text, tokens)
+            path = _find_path(text, tokens)
             if text.n + len(tokens) > len(text.buffer):
                 text.buffer = np.concatenate([text.tokens, np.empty(text.n + len(tokens) + 256, np.int32)])
             text.buffer[text.n : text.n + len(tokens)] = tokens
@@ -288,13 +285,15 @@ class Guest:
     # ------------------------------------------------------------------ drafts
 
     def propose(self, keys: Sequence[Hashable], room: Sequence[int], base_rows: int) -> list[DraftTree]:
-        """One tree for each text, possibly empty. room [B]: its deepest useful node, 0: none; base_rows: what the step carries without
-        drafts. Keys that are not known get none."""
-        return self._grow(keys, room, base_rows, chains=False)
+        """Return one tree for each text, possibly empty; unknown keys get none.
+
+        room [B]: deepest useful node, 0: no draft; base_rows: rows that the step carries without drafts.
+        """
+        return self._build_trees(keys, room, base_rows, chains=False)
 
     def chains(self, keys: Sequence[Hashable], room: Sequence[int], base_rows: int) -> list[list[int]]:
-        """`propose` for a host that verifies one chain for each text."""
-        trees = self._grow(keys, room, base_rows, chains=True)
+        """Return what `propose` would, for a host that verifies one chain for each text."""
+        trees = self._build_trees(keys, room, base_rows, chains=True)
         return [self._texts[key].drafted.copy() if len(tree) else [] for key, tree in zip(keys, trees, strict=True)]
 
     def took(self, rows: int, ms: float, *, has_prompt: bool = False) -> None:
@@ -306,7 +305,7 @@ class Guest:
         self.step_timer.record_step(load, self._nodes, self._made, ms, has_prompt=has_prompt)
         self._made = 0
 
-    def _grow(self, keys: Sequence[Hashable], room: Sequence[int], base_rows: int, *, chains: bool) -> list[DraftTree]:
+    def _build_trees(self, keys: Sequence[Hashable], room: Sequence[int], base_rows: int, *, chains: bool) -> list[DraftTree]:
         trees = [NO_TREE] * len(keys)
         texts = [self._texts.get(key) for key in keys]
         known = [text for text in texts if text is not None]
@@ -316,7 +315,7 @@ class Guest:
         asked = [
             (i, text, min(int(deepest), self.depth))
             for i, (text, deepest) in enumerate(zip(texts, room, strict=True))
-            if text is not None and deepest > 0 and not plain and not self._rests(text)
+            if text is not None and deepest > 0 and not plain and not self._cools_down(text)
         ]
         for text in known:
             text.tree = None
@@ -336,15 +335,15 @@ class Guest:
                 self._nodes += len(tree)
         return trees
 
-    def _rests(self, text: _Text) -> bool:
-        """Whether no draft is looked for in this step: the longer the text has not been foreseen, the fewer steps are looked at."""
-        text.rest, text.last_rest, rests = update_cooldown(
-            text.rest, text.last_rest, text.rest > 0 or self._drafts.is_unpredictable(text.slot)
+    def _cools_down(self, text: _Text) -> bool:
+        """Return whether no draft is looked for in this step, since the text has been unpredictable."""
+        text.cooldown, text.last_cooldown, pauses = update_cooldown(
+            text.cooldown, text.last_cooldown, text.cooldown > 0 or self._drafts.is_unpredictable(text.slot)
         )
-        return rests
+        return pauses
 
-    def _ids(self, tokens: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
-        """[n] int32. Raises InvalidInputError."""
+    def _check_ids(self, tokens: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
+        """Return checked token ids [n] int32. Raises InvalidInputError."""
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidInputError(f"a {what} must be a flat list of token ids, got {tokens!r:.80}")
@@ -353,7 +352,7 @@ class Guest:
         return ids.astype(np.int32)
 
 
-def _path(text: _Text, tokens: np.ndarray) -> np.ndarray:
+def _find_path(text: _Text, tokens: np.ndarray) -> np.ndarray:
     """Return the nodes [j] int32 of the text's last tree that were accepted by a step that appended tokens [n].
 
     The last token is the model's own.

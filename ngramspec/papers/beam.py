@@ -1,8 +1,9 @@
 """Beam search, with drafts: width w, the same beams and scores bit for bit with drafts as without (Leviathan et al., appendix A.4).
 
-A prompt enters, the best w texts leave. Every beam is a sequence of its own in the pool; one that splits hands its blocks on. A pass
-verifies a tree of drafts behind every beam, and search goes on over its rows until it needs one that was not computed. Knows the
-runner, the scheduler's slots and n-gram tables; the engine calls `step` between its own steps, in its thread.
+A prompt goes in, the best w texts come out. Every beam is a sequence of its own in the pool; a beam that splits shares its blocks. A pass
+verifies a draft tree after every beam, and the search goes on over its rows until it needs one that was not computed. Packing, the tree
+builder and its update are those of the step. Knows the runner, free slots and the speculator; the engine calls `step` between its own
+steps, in its thread.
 
 The search is that of transformers' `generate(num_beams=w, do_sample=False)`. In each step the continuations of all beams are ranked by the
 sum of their log-probabilities (ties: the earlier beam, then the lower token id). Of the first w, those that end are done; the first w
@@ -26,17 +27,14 @@ from ngramspec.sampling.batch import Span, compute_depths, pack
 from ngramspec.sampling.sampler import NotFiniteError, masked
 from ngramspec.speculative.base import Seen, Speculator, make_seen
 
-_FREE = np.ones(2)
-"""What rows cost where all that is foreseen is wanted."""
-FORESEEN = 32
-"""Nodes per beam that drafts are chosen from."""
-BREADTHS = (1, 2, 4)
-"""Nodes at one depth, over the width."""
+_FREE = np.ones(2)  # costs of rows that make every candidate worth its row
+NODES_PER_BEAM = 32  # nodes that drafts are chosen from
+BREADTHS = (1, 2, 4)  # nodes at one depth, divided by the width
 
 
 @dataclass(slots=True)
 class _Beam:
-    """A text that goes on, with its place in the pool and in the speculator."""
+    """A beam that goes on, with its place in the pool and in the speculator."""
 
     tokens: np.ndarray  # [n] int32, prompt and output
     score: float
@@ -46,21 +44,21 @@ class _Beam:
     """Tokens whose KV is in the pool."""
     block_hashes: BlockHashes
     constraint: Constraint | None
-    """Where the text stands in its grammar."""
+    """The grammar's state after the beam's tokens."""
     tree: DraftTree | None = None
 
 
 @dataclass(slots=True)
 class _Hypothesis:
-    """A beam of the pass and what search has put behind it since."""
+    """A beam of the pass and the tokens that the search has appended since."""
 
     score: float
     beam: int
     new: tuple[int, ...]
     path: tuple[int, ...]
-    """Nodes of the beam's tree that carry `new`, as far as there are any."""
+    """Nodes of the beam's tree that have the tokens `new`, as far as there are any."""
     row: int
-    """Logits row behind the last token, -1: not computed in this pass."""
+    """Logits row after the last token; -1: not computed in this pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Ended:
 
 
 class BeamSearch:
-    """One search. `step` it until `done`, then read `ended` (best first), and `close` it in any case. Not thread-safe."""
+    """One search. Call `step` until it is `done`, then read `ended` (best first); call `close` in any case. Not thread-safe."""
 
     def __init__(
         self,
@@ -91,10 +89,12 @@ class BeamSearch:
         cost_ms: np.ndarray,
         constraint: Constraint | None = None,
     ) -> None:
-        """prompt [n] int32; `limit`: most tokens of output; `free_slots`: of the pool, taken and given back; `block_hashes`: of
-        the prompt's blocks; `speculator`: for `width` sequences, of
-        this search alone; cost_ms [R] float64: time of a pass with T rows at index T; `constraint`: the beginning of a text in
-        the grammar that all texts follow."""
+        """Make a search that starts with prompt [n] int32.
+
+        `limit`: most tokens of output; `free_slots`: those of the pool, taken and given back here; `block_hashes`: of the prompt's blocks;
+        `speculator`: for `width` sequences, used by this search alone; cost_ms [R] float64: time of a pass with T rows at index T;
+        `constraint`: the state at the start of the grammar that all texts follow.
+        """
         self.prompt, self.width, self.limit, self.stop_ids = prompt, width, limit, stop_ids
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
         self.runner, self.free_slots, self.speculator, self.cost_ms = runner, free_slots, speculator, cost_ms
@@ -102,30 +102,30 @@ class BeamSearch:
         self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes, constraint)]
         self.ended: list[Ended] = []
         self.stopped = False
-        """By whoever waits for it: it goes no further."""
+        """The caller has stopped the search."""
         self._complete = False
         self._n_output = 0
         self._top = width * (1 + len(stop_ids))
-        """Continuations of a beam that can matter: w that go on, where all that end come first."""
+        """Continuations of a beam that can matter: w that go on, if all that end rank before them."""
 
     @property
     def done(self) -> bool:
         return self.stopped or self._complete
 
     def step(self) -> bool:
-        """One pass; False where there are too few slots for it yet. Raises OutOfMemoryError, NotFiniteError."""
-        if not self.slots and not self._begin():
+        """Make one pass; False if there are too few free slots yet. Raises OutOfMemoryError, NotFiniteError."""
+        if not self.slots and not self._begin_prompt():
             return False
         missing = len(self.beams[0].tokens) - self.beams[0].computed
         if missing > self.runner.max_rows:  # only the prompt can be that long
             beam = self.beams[0]
-            piece = pack([self._span(beam, self.runner.max_rows, logits=0)], self.runner.pool, self.runner.rows_per_item)
+            piece = pack([self._make_span(beam, self.runner.max_rows, logits=0)], self.runner.pool, self.runner.rows_per_item)
             self.runner.forward(piece).logits(0, 0)  # waits until the next pass may be staged
             beam.computed += self.runner.max_rows
             self._register(beam)
             return True
         self._draft()
-        spans = [self._span(beam, len(beam.tokens) - beam.computed) for beam in self.beams]
+        spans = [self._make_span(beam, len(beam.tokens) - beam.computed) for beam in self.beams]
         batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
         output = self.runner.forward(batch)
         heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
@@ -136,7 +136,7 @@ class BeamSearch:
         return True
 
     def close(self) -> None:
-        """Give everything back. Any number of times."""
+        """Give all slots and blocks back. A second call changes nothing."""
         for slot in self.slots:
             self.runner.pool.release(slot)
         self.free_slots.extend(self.slots)
@@ -144,7 +144,7 @@ class BeamSearch:
 
     # ------------------------------------------------------------------ a pass
 
-    def _begin(self) -> bool:
+    def _begin_prompt(self) -> bool:
         if len(self.free_slots) < self.width:
             return False
         self.slots = [self.free_slots.pop() for _ in range(self.width)]
@@ -152,43 +152,43 @@ class BeamSearch:
         names = beam.block_hashes.hashes[: (len(self.prompt) - 1) // BLOCK]
         taken = self.runner.pool.admit(self.slots[0], names, len(self.prompt))
         if taken < 0:
-            raise self._full(len(self.prompt))
+            raise self._make_full_error(len(self.prompt))
         beam.computed = taken * BLOCK
         self.speculator.begin(0, self.prompt, stops=tuple(self.stop_ids))
         return True
 
-    def _full(self, n: int) -> OutOfMemoryError:
+    def _make_full_error(self, n: int) -> OutOfMemoryError:
         pool = self.runner.pool
         return OutOfMemoryError(
             f"a beam of {n} tokens does not fit in the KV pool beside {len(self.beams) - 1} others and what else runs: "
             f"{pool.n_available * BLOCK} of its {pool.n_tokens} tokens are free; a larger kv_memory, a smaller width or less text may fit"
         )
 
-    def _span(self, beam: _Beam, n_rows: int, logits: int = 1) -> Span:
+    def _make_span(self, beam: _Beam, n_rows: int, logits: int = 1) -> Span:
         tokens = beam.tokens[beam.computed : beam.computed + n_rows]
         return Span(self.slots[beam.lane], tokens, beam.computed, beam.tree, logits)
 
     def _draft(self) -> None:
-        """Give every beam its tree, and room for its rows."""
+        """Give every beam its tree, and KV positions for its rows."""
         pool = self.runner.pool
         for beam in self.beams:
             if not pool.reserve(self.slots[beam.lane], len(beam.tokens)):
-                raise self._full(len(beam.tokens))
-        for beam, tree in zip(self.beams, self._trees(), strict=True):
+                raise self._make_full_error(len(beam.tokens))
+        for beam, tree in zip(self.beams, self._choose_trees(), strict=True):
             n = min(len(tree), pool.max_blocks * BLOCK - len(beam.tokens))
-            while n and not pool.reserve(self.slots[beam.lane], len(beam.tokens) + n):  # a full pool: fewer guesses
+            while n and not pool.reserve(self.slots[beam.lane], len(beam.tokens) + n):  # a full pool: a smaller tree
                 n //= 2
             beam.tree = tree.first(n) if n else None
 
-    def _trees(self) -> list[DraftTree]:
-        """Of what is foreseen, the nodes that make most steps per second.
+    def _choose_trees(self) -> list[DraftTree]:
+        """Choose the draft nodes that make most search steps per second.
 
         At every depth, those of all beams together that weigh most: a node's weight is its probability times its beam's, over that of all
         beams. A step goes on only if all it needs is there: with chance M^w, where the nodes of its depth weigh M together.
         """
         n, deepest = len(self.beams), self.limit - self._n_output - 1
         lanes = np.array([beam.lane for beam in self.beams], np.int32)
-        trees = self.speculator.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * FORESEEN)
+        trees = self.speculator.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * NODES_PER_BEAM)
         ends = np.cumsum([0] + [len(tree) for tree in trees])
         depth = np.concatenate([compute_depths(tree.parents) for tree in trees])
         parents = np.concatenate([np.where(tree.parents < 0, -1, tree.parents + end) for tree, end in zip(trees, ends, strict=False)])
@@ -208,18 +208,18 @@ class BeamSearch:
                     break
                 if steps / self.cost_ms[rows] > best:
                     best, chosen = steps / self.cost_ms[rows], kept[:-1].copy()
-        return [_cut(tree, chosen[a:b]) for tree, a, b in zip(trees, ends[:-1], ends[1:], strict=True)]
+        return [_select_nodes(tree, chosen[a:b]) for tree, a, b in zip(trees, ends[:-1], ends[1:], strict=True)]
 
     def _search(self, output: Output, spans: list[Span]) -> list[_Hypothesis]:
-        """Step after step, as long as all rows that a step needs are there."""
+        """Search step after step, as long as all rows that a step needs have been computed."""
         first = np.cumsum([0] + [span.n_logits for span in spans])
         known: dict[int, list[tuple[int, float]]] = {}
 
         def continuations(h: _Hypothesis) -> list[tuple[int, float]]:
             if h.row not in known:
-                constraint = self._constraint(h)
+                constraint = self._advance_grammar(h)
                 mask = None if constraint is None else constraint.mask()
-                known[h.row] = _continuations(output.logits(h.row, h.row + 1)[0], self._top, mask)
+                known[h.row] = find_continuations(output.logits(h.row, h.row + 1)[0], self._top, mask)
             return known[h.row]
 
         def behind(h: _Hypothesis, token: int, score: float) -> _Hypothesis:
@@ -236,8 +236,10 @@ class BeamSearch:
     def _rank(
         self, texts: list[_Hypothesis], continuations: Callable[[_Hypothesis], list[tuple[int, float]]]
     ) -> list[tuple[float, int, int]] | None:
-        """The next step's continuations as far as they count, best first: (score, index into `texts`, token); None where a row is needed
-        that is not there. No continuation scores more than what it continues, so that a text far down needs no row."""
+        """Rank the next step's continuations, best first: (score, index into `texts`, token); None if a row is needed that is not there.
+
+        No continuation scores more than what it continues, so that a text far down needs no row.
+        """
         last = self._n_output + 1 == self.limit
         every = sorted(
             ((t.score + logprob, i, token) for i, t in enumerate(texts) if t.row >= 0 for token, logprob in continuations(t)),
@@ -253,7 +255,7 @@ class BeamSearch:
         return every[:n]
 
     def _take(self, ranking: list[_Hypothesis]) -> list[_Hypothesis]:
-        """Take the step: what ends goes to `ended`, what goes on is returned."""
+        """Make a search step: put hypotheses that end into `ended`, and return those that go on."""
         self._n_output += 1
         last, w = self._n_output == self.limit, self.width
         size = self._n_output**self.length_penalty
@@ -282,12 +284,12 @@ class BeamSearch:
         news, paths = ([np.array(a, np.int32) for a in each] for each in ([h.new for h in going], [h.path for h in going]))
         self.speculator.observe(np.array(kept, np.int32), news, paths, likely)
 
-    def _next(self, h: _Hypothesis, lane: int, block_hashes: BlockHashes) -> _Beam:
+    def _make_beam(self, h: _Hypothesis, lane: int, block_hashes: BlockHashes) -> _Beam:
         tokens = np.append(self.beams[h.beam].tokens, np.array(h.new, np.int32))
-        return _Beam(tokens, h.score, lane, len(tokens) - 1, block_hashes, self._constraint(h))
+        return _Beam(tokens, h.score, lane, len(tokens) - 1, block_hashes, self._advance_grammar(h))
 
-    def _constraint(self, h: _Hypothesis) -> Constraint | None:
-        """Where the text of a hypothesis stands in its grammar."""
+    def _advance_grammar(self, h: _Hypothesis) -> Constraint | None:
+        """Return the grammar's state after a hypothesis."""
         beginning = self.beams[h.beam].constraint
         if beginning is None:
             return None
@@ -296,26 +298,26 @@ class BeamSearch:
             constraint.accept(token)
         return constraint
 
-    def _path(self, h: _Hypothesis) -> np.ndarray:
-        """Slots of the nodes that carry all new tokens but the last one, which the next pass computes."""
+    def _find_positions(self, h: _Hypothesis) -> np.ndarray:
+        """Return the KV positions of the nodes that have all new tokens but the last one, which the next pass computes."""
         return len(self.beams[h.beam].tokens) + np.array(h.path[: len(h.new) - 1], np.int64)
 
     def _keep(self, output: Output, h: _Hypothesis) -> _Beam:
         old = self.beams[h.beam]
-        beam = self._next(h, old.lane, old.block_hashes)
-        output.commit([(h.beam, len(old.tokens), self._path(h))])
+        beam = self._make_beam(h, old.lane, old.block_hashes)
+        output.commit([(h.beam, len(old.tokens), self._find_positions(h))])
         self._register(beam)
         self.runner.pool.truncate_to(self.slots[beam.lane], beam.computed)
         return beam
 
     def _split(self, h: _Hypothesis, lane: int) -> _Beam:
         old, pool = self.beams[h.beam], self.runner.pool
-        beam = self._next(h, lane, old.block_hashes.copy())
+        beam = self._make_beam(h, lane, old.block_hashes.copy())
         source, target = self.slots[old.lane], self.slots[lane]
         n_shared = pool.registered[source]
-        slots = np.concatenate([np.arange(n_shared * BLOCK, len(old.tokens)), self._path(h)])
+        slots = np.concatenate([np.arange(n_shared * BLOCK, len(old.tokens)), self._find_positions(h)])
         if not pool.fork(source, slots, target, beam.block_hashes.hashes[:n_shared]):
-            raise self._full(len(beam.tokens))
+            raise self._make_full_error(len(beam.tokens))
         self._register(beam)
         self.speculator.begin(lane, beam.tokens, stops=tuple(self.stop_ids))
         return beam
@@ -325,16 +327,18 @@ class BeamSearch:
         self.runner.pool.register(self.slots[beam.lane], beam.block_hashes.hashes[: beam.computed // BLOCK])
 
 
-def _cut(tree: DraftTree, kept: np.ndarray) -> DraftTree:
-    """The tree of the kept nodes, [N] bool; a kept node's parent is kept."""
+def _select_nodes(tree: DraftTree, kept: np.ndarray) -> DraftTree:
+    """Return the tree of the kept nodes [N] bool; a kept node's parent is kept."""
     index = np.cumsum(kept) - 1
     parents = np.where(tree.parents < 0, -1, index[tree.parents])[kept].astype(np.int32)
     return DraftTree(tree.tokens[kept], parents, tree.probs[kept], tree.sources[kept])
 
 
-def _continuations(row: np.ndarray, n: int, mask: np.ndarray | None = None) -> list[tuple[int, float]]:
-    """The n most likely tokens and their log-probabilities, best first, of equal ones the lower id; row [V] float32. With a `mask` of
-    those that may come, as many as there are."""
+def find_continuations(row: np.ndarray, n: int, mask: np.ndarray | None = None) -> list[tuple[int, float]]:
+    """Return the n most likely tokens after logits row [V] float32 with their log-probabilities, best first, of equal ones the lower id.
+
+    `mask`: the tokens that are allowed; there may be fewer than n.
+    """
     x = row.astype(np.float64)
     top = x.max()
     if not np.isfinite(top):

@@ -18,7 +18,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import EngineClosedError, OutOfMemoryError
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import BLOCK, Beam, DraftTree
-from ngramspec.papers.beam import BeamSearch, _continuations
+from ngramspec.papers.beam import BeamSearch, find_continuations
 from ngramspec.sampling_params import SamplingParams
 
 ENDS = [*range(0, 240, 16), tiny.EOS]
@@ -240,9 +240,9 @@ def test_settings_out_of_range_are_refused(engine: Engine, settings: dict[str, f
 
 
 def test_equal_continuations_go_by_token_id() -> None:
-    found = _continuations(np.array([1, 3, 0, 3, 2, 3], np.float32), 4)
+    found = find_continuations(np.array([1, 3, 0, 3, 2, 3], np.float32), 4)
     assert [token for token, _ in found] == [1, 3, 5, 4]
-    assert sum(np.exp(logprob) for _, logprob in _continuations(np.arange(5, dtype=np.float32), 9)) == pytest.approx(1)
+    assert sum(np.exp(logprob) for _, logprob in find_continuations(np.arange(5, dtype=np.float32), 9)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
