@@ -28,8 +28,7 @@ if TYPE_CHECKING:  # whoever binds a model has imported them; a runner that need
 
 log = logging.getLogger(__name__)
 
-COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Row counts at which the cost of a pass is measured."""
+COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # row counts at which the cost of a pass is measured
 
 
 class LinearPolicy(Protocol):
@@ -40,15 +39,15 @@ class LinearPolicy(Protocol):
         """Whether a row's result was proved independent of how many rows the pass has."""
 
 
+# (b, start, path): the KV that a batch's b-th sequence has at positions `path` [n] is moved to start, start + 1, …
 Kept: TypeAlias = tuple[int, int, np.ndarray]
-"""Of a batch's b-th sequence (b, start, path): the KV in slots `path` [n] becomes that of positions start, start + 1, …"""
 
 
 class Output(Protocol):
     """What a pass computed, for the N rows whose logits were wanted, in their order. A device may still be at work on it: reading waits."""
 
     def wait(self) -> float:
-        """Until the pass is done; returns the milliseconds that it took, whatever the host did meanwhile."""
+        """Wait until the pass is done and return the milliseconds that it took, whatever the host did meanwhile."""
         ...
 
     def get_matches(self) -> list[Match | None]:
@@ -56,21 +55,22 @@ class Output(Protocol):
         ...
 
     def logits(self, first: int, end: int) -> np.ndarray:
-        """[end - first, V] float32"""
+        """Return logits rows [end - first, V] float32."""
 
     def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """The most likely tokens after each row, [end - first, KEPT] int32, and their logits, float32 (`sampling.topk`); None: not
-        computed."""
+        """Return the top-k tokens after each row [end - first, KEPT] int32 and their logits float32; None if they were not computed."""
 
     def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
-        """Log-probabilities of the tokens that the device picked after these rows [m], and of the n likeliest. Of sequences alone of which
-        `runs` tells something, and whose log-probabilities are wanted."""
+        """Return log-probabilities of the tokens that the device picked after these rows [m], and of the n most likely.
+
+        Only for sequences that have a match in `get_matches` and whose log-probabilities are wanted.
+        """
         ...
 
     def states(self, rows: np.ndarray) -> np.ndarray:
-        """[n, H] float32: the last hidden states of rows [n] of the batch, as the language-model head sees them.
+        """Return the last hidden states [n, H] float32 of rows [n] of the batch, as the language-model head sees them.
 
-        Only where `Runner.keep_states` was asked for them.
+        Only if `Runner.keep_states` was called.
         """
 
     def commit(self, kept: Sequence[Kept]) -> None:
@@ -94,7 +94,7 @@ class NativeForward(Protocol):
     rows_per_item: int
 
     def reserve(self, n_rows: int, n_positions: int) -> None:
-        """Have room for passes of so many rows over positions below `n_positions`. Raises MemoryError."""
+        """Allocate memory for passes of `n_rows` rows over positions below `n_positions`. Raises MemoryError."""
 
     def run(self) -> None:
         """Compute the pass that was packed into `inputs`."""
@@ -114,12 +114,12 @@ class Runner(ABC):
     max_rows: int
     vocab_size: int
     shapes: list[tuple[int, int]]
-    """Per layer (n_kv_heads, head_dim)."""
+    """(n_kv_heads, head_dim) of each layer."""
     exactness: str
     precision: str
-    """In which products with the model's weights are computed: "int8" or a dtype."""
+    """Precision of products with the model's weights: "int8" or a dtype."""
     kv_dtype: str
-    """In which keys and values are kept."""
+    """Dtype of keys and values."""
     violations: list[str]
     """What `self_test` found to depend on something else than a row, in words: which kernel, in which shape."""
     policies: Mapping[tuple[int, int], LinearPolicy]
@@ -143,7 +143,7 @@ class Runner(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch) -> Output:
-        """One pass over the rows [T]. Writes the rows' KV to their slots."""
+        """Compute a pass over the rows [T] and write their KV to its positions."""
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], Output]:
         """`forward` through the first layers alone, the final norm and the head. It writes their KV to the same slots of the same pool.

@@ -82,12 +82,12 @@ class StepThread:
             raise EngineClosedError("the engine is closed")
 
     def cancel(self, request: Request) -> None:
-        """Before the next step. At any time, any number of times."""
+        """Free the request's sequences before the next step. A second call changes nothing."""
         if not self._forked:
             self._post(lambda: self._cancel(request))
 
     def call(self, what: Callable[[], None], until: Callable[[], bool] = lambda: True) -> None:
-        """Have something done before the next step, and before each one until that is so, and wait for it.
+        """Call `what` before the next step, and before each one after that until `until` is true, and wait for it.
 
         Raises what it raises, CallbackError, EngineClosedError.
         """
@@ -180,7 +180,7 @@ class StepThread:
                 call.set_exception(error)
 
     def _wait(self) -> bool:
-        """Until there is something to do, and do what was posted; False where it is closed."""
+        """Wait until there is something to do, and do what was posted; False if the engine is closed."""
         with self._wake:
             while not (self._inbox or self.core.scheduler.has_work or self._closed):
                 self._wake.wait()
