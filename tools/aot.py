@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time for a device that need not be there: what ptxas makes of them.
+"""Compile kernels ahead of time for a device that need not be present, and report what ptxas makes of them.
 
 A kernel with the types of its arguments goes in; registers, spills, shared memory and code come out. Not under Triton's interpreter.
 """
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that one block may have, by capability."""
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory of a block, by capability
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What came of one kernel."""
+    """The result of compiling one kernel."""
 
     name: str
     ptx: str
@@ -28,13 +27,13 @@ class CompiledKernel:
     n_regs: int
     """Registers of a thread."""
     n_spills: int
-    """Bytes of a thread's stack and local memory: not 0 where registers were spilled or an array was indexed."""
+    """Bytes of a thread's stack and local memory: not 0 if registers were spilled or an array was indexed."""
     shared: int
     """Bytes of shared memory, static and dynamic."""
     num_warps: int
 
     def count(self, pattern: str) -> int:
-        """Matches of a regular expression in the PTX, e.g. "wgmma.mma_async", "mma.sync", "fma.rn.f32", "cp.async"."""
+        """Count the matches of a regular expression in the PTX, e.g. "wgmma.mma_async", "mma.sync", "fma.rn.f32", "cp.async"."""
         return len(re.findall(pattern, self.ptx))
 
     @property
@@ -57,7 +56,7 @@ def compile_kernel(
     num_stages: int = 3,
     enable_fp_fusion: bool = False,
 ) -> CompiledKernel:
-    """`signature`: the type of every argument but the constexprs: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
+    """Compile a kernel. `signature`: the type of every argument but the constexprs: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
 
     ":16" after a type says that the value is a multiple of 16, as the launcher finds by itself; pointers always are,
     unless they end in ":1". An argument that is None is a constexpr.
@@ -95,14 +94,14 @@ def compile_kernel(
 
 
 def check_limits(kernel: CompiledKernel, capability: int) -> None:
-    """Nothing spilled, and a block fits the device."""
+    """Raise AssertionError if registers were spilled or a block does not fit the device."""
     assert kernel.n_spills == 0, kernel.summary()
     assert kernel.shared <= SHARED_LIMIT[capability], kernel.summary()
     assert kernel.n_regs * 32 * kernel.num_warps <= 65536, kernel.summary()
 
 
 def _tool(name: str, cubin: bytes, *options: str) -> str:
-    """Output of a program of the CUDA toolkit that Triton brings along."""
+    """Return the output of a program of the CUDA toolkit that comes with Triton."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
@@ -113,7 +112,7 @@ def _tool(name: str, cubin: bytes, *options: str) -> str:
 
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, bytes of stack and local memory, bytes of static shared memory."""
+    """Return registers, bytes of stack and local memory, bytes of static shared memory."""
     text = _tool("cuobjdump", cubin, "--dump-resource-usage")
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
     return found["REG"], found["STACK"] + found["LOCAL"], found["SHARED"]

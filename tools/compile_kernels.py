@@ -1,4 +1,4 @@
-"""Every variant of the CUDA kernels that a model's passes ask for, compiled ahead of time; no device is needed, and spills are listed.
+"""Compile every variant of the CUDA kernels that a model's passes need, and list spills. No device is needed.
 
     python -m tools.compile_kernels [--models Llama-3.1-8B,SmolLM2-135M] [--dtypes bfloat16] [--blocks none,Q4_0] [--capabilities 80,90]
 
@@ -68,7 +68,7 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with all that it is compiled for."""
+    """A kernel with everything that it is compiled for."""
 
     fn: Any
     signature: tuple[tuple[str, str], ...]
@@ -84,7 +84,7 @@ class Variant:
 
 
 class Launches:
-    """Stands in for a kernel and notes what it would be compiled for."""
+    """A substitute for a kernel that notes what it would be compiled for."""
 
     def __init__(self, kernel: Any, found: dict[Variant, None]) -> None:
         self._kernel, self._found = kernel, found
@@ -112,7 +112,7 @@ class Launches:
 
 @contextmanager
 def noted(capability: int) -> Iterator[dict[Variant, None]]:
-    """Meanwhile kernels are noted instead of launched, for such a device."""
+    """Note kernels instead of launching them, as for a device of this capability."""
     found: dict[Variant, None] = {}
     limits = Limits(PROCESSORS[capability], SHARED_LIMIT[capability], capability // 10)
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def noted(capability: int) -> Iterator[dict[Variant, None]]:
 
 
 def empty_packed(blocks: str, n_out: int, n_in: int) -> Packed:
-    """A weight without memory; where its rows are not whole super-blocks, in Q5_0, as llama.cpp's quantisation has it."""
+    """Make a weight without memory; in Q5_0 if its rows are not whole super-blocks, as llama.cpp quantises it."""
     fmt, meta = FORMATS[blocks if n_in % (FORMATS[blocks].columns or 1) == 0 else "Q5_0"], torch.device("meta")
     units = -(-n_in // UNIT)
     codes = torch.empty(units, n_out, UNIT if fmt.bits == 8 else UNIT // 2, dtype=torch.uint8, device=meta)
@@ -137,7 +137,7 @@ def empty_packed(blocks: str, n_out: int, n_in: int) -> Packed:
 def variants(
     config: dict[str, Any], dtype: torch.dtype, capability: int, rows: Sequence[int] = ROWS, blocks: str = "none"
 ) -> list[Variant]:
-    """What passes of a model of the Llama kind with so many rows launch; `blocks`: a format of its weights, one of FORMATS, or "none"."""
+    """Return what passes of a Llama-style model launch. `blocks`: a format of its weights, one of FORMATS, or "none"."""
     meta, depth, max_len = torch.device("meta"), 16, 8192
     with noted(capability) as found, torch.inference_mode():
         model = empty_model(config, dtype).to(meta)
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compiled(variant: Variant, capability: int) -> str:
-    """What is wrong with it; empty: nothing."""
+    """Compile a variant and return what is wrong with it; empty if nothing."""
     try:
         kernel = variant.compile(capability)
         check_limits(kernel, capability)

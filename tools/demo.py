@@ -1,4 +1,4 @@
-"""The demonstration: a real model completes real code, without speculation and with it. `make demo` runs it.
+"""Show how a real model completes real code, without speculation and with it. `make demo` runs it.
 
 Prints the text of every task as it comes, drafted tokens in colour, and what it cost both ways; exits with 1
 should any text differ.
@@ -44,7 +44,7 @@ _ACCOUNT = '''class Account:
         return self.balance
 '''
 
-TASKS: dict[str, tuple[str, bool]] = {
+TASKS: dict[str, tuple[str, bool]] = {  # title → (prompt, whether it goes through the chat template)
     "go on with a class": (_ACCOUNT + "\n    def transfer(self, other, amount):\n", False),
     "edit a file": (
         f"Rewrite this code so that every method has a docstring. Answer with the whole code.\n\n```python\n{_ACCOUNT}```",
@@ -52,7 +52,6 @@ TASKS: dict[str, tuple[str, bool]] = {
     ),
     "write tests": (f"```python\n{_ACCOUNT}```\n\nWrite unit tests for this class with unittest.", True),
 }
-"""Title → (prompt, whether it goes through the chat template)."""
 
 
 def main() -> int:

@@ -51,9 +51,8 @@ from ngramspec.speculative.feature_weights import cold_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
 
 KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "noise", "recorded")
-SESSION = 20
-POOLS = (3, 6, 12, 40)
-"""Traces of a session, and from how many neighbouring files they are drawn."""
+SESSION = 20  # traces of a session
+POOLS = (3, 6, 12, 40)  # from how many neighbouring files they are drawn
 INSTRUCTIONS = (
     "Edit the program below as instructed. Reply with the whole edited program in one ```python block.",
     "Please change this code and give me the complete new version:",
@@ -66,7 +65,7 @@ SKIP = {"test", "tests", "idlelib", "lib2to3", "_vendor", "__pycache__", "site-p
 
 
 def sources(folders: list[Path], suffixes: tuple[str, ...], limit: int = 400_000) -> list[str]:
-    """Texts of all files with these suffixes, in a stable order, neither tiny nor huge."""
+    """Return the texts of all files with these suffixes, in a stable order, neither tiny nor huge."""
     texts = []
     for folder in folders:
         for path in sorted(folder.rglob("*")):
@@ -83,7 +82,7 @@ def documented(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def edited(lines: list[str], donor: list[str], rng: random.Random) -> list[str]:
-    """A few mechanical edits, of the sizes that requests to change code ask for."""
+    """Make a few mechanical edits, of the sizes that requests to change code ask for."""
     lines = list(lines)
     for _ in range(rng.choice((1, 1, 2, 3, 4, 6))):
         op, i = rng.randrange(7), rng.randrange(len(lines))
@@ -147,7 +146,7 @@ class Made(NamedTuple):
 
 
 def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> tuple[str, ...] | None:
-    """One (prompt, output[, what was edited]) of this kind, or None where the file drawn does not lend itself to it."""
+    """Return one (prompt, output[, what was edited]) of this kind, or None if the file drawn is not suited to it."""
     if kind in ("prose", "revise", "chat", "dialogue"):
         text = rng.choice(prose)
         if kind == "chat":
@@ -219,7 +218,7 @@ def _sample(
     states, answers, contexts, recycled, nodes, external, n_drafters, weights, calibration, source_map, scratch, history, output, top,
     logits, ends, samples, position,
 ):  # fmt: skip
-    """Follow one output token by token, taking samples -> their number. `external`: a tree per position, or none."""
+    """Follow one output token by token, take samples and return their number. `external`: a tree per position, or none."""
     n = 0
     state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
     known = answers[state[ngram_table.OUTPUT_CACHE_ROW]]
@@ -264,7 +263,7 @@ def _sample(
 
 
 def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, external: ExternalTrees, n_drafters: int) -> Samples:
-    """Samples of a trace, which `tables` has begun at slot 0. `ends`: 1 where its end is known, else 0."""
+    """Return the samples of a trace, which `tables` has begun at slot 0. `ends`: 1 if its end is known, else 0."""
     rows = (len(t.output) + 1) * features.MAX_CANDIDATES
     samples = Samples(
         np.empty((rows, features.EXTERNAL + n_drafters), np.int16),
@@ -281,7 +280,7 @@ def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, externa
 
 
 def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
-    """Samples of all traces. `weights` only say which candidate counts as the predicted one."""
+    """Return the samples of all traces. `weights` only say which candidate counts as the predicted one."""
     parts = []
     tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
     position = 0
@@ -318,7 +317,7 @@ def batch(samples: Samples, rows: Any) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def fit(samples: Samples, epochs: int, size: int = 16384, rate: float = 0.03) -> Mix:
-    """Adam with a rate that falls to zero."""
+    """Fit by Adam with a rate that falls to zero."""
     model, n = Mix(), len(samples.set)
     steps = max(epochs * (n // size), 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -338,7 +337,7 @@ def fit(samples: Samples, epochs: int, size: int = 16384, rate: float = 0.03) ->
 
 
 def losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
-    """Summed log loss per output position, by kind. kinds [positions] int."""
+    """Return the summed log loss per output position, by kind. kinds [positions] int."""
     out, counts = np.zeros(len(KINDS)), np.bincount(kinds, minlength=len(KINDS))
     with torch.no_grad():
         for i in range(0, len(samples.set), 100_000):
@@ -350,7 +349,7 @@ def losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
 
 
 def to_weights(model: Mix) -> tree_builder.Weights:
-    """The package's arrays; what external drafters say starts from its plain meaning."""
+    """Return the package's arrays; features of external drafters start from their plain meaning."""
     weights = cold_weights()
     weights.states[: features.EXTERNAL] = model.states.detach().numpy()
     weights.states[: features.EXTERNAL, 0] = 0.0
@@ -360,7 +359,7 @@ def to_weights(model: Mix) -> tree_builder.Weights:
 
 
 def blocks(texts: list[str], rng: random.Random, size: int = 40) -> list[list[str]]:
-    """Neighbouring files together, the blocks in random order."""
+    """Group neighbouring files into blocks, in random order."""
     cut = [texts[i : i + size] for i in range(0, len(texts), size)]
     rng.shuffle(cut)
     return cut
@@ -386,8 +385,10 @@ def make(
     max_out: int,
     drawn: dict[int, list[str]] | None = None,
 ) -> list[Made]:
-    """n traces, session by session, the kinds in turn. `code` and `prose` are blocks of neighbouring files; `drawn` gets those that each
-    session was drawn from."""
+    """Draw n traces, session by session, the kinds in turn. `code` and `prose` are blocks of neighbouring files.
+
+    `drawn` gets those that each session was drawn from.
+    """
     rng = random.Random(seed)
     kinds = KINDS[:-1]
     traces: list[Made] = []
@@ -420,7 +421,7 @@ def _near(blocks: list[list[str]], n: int, rng: random.Random) -> list[str]:
 
 
 def recorded(path: Path, max_out: int, session: int) -> list[Made]:
-    """Traces that `tools.record` wrote, all in one session."""
+    """Read traces that `tools.record` wrote, all in one session."""
     traces = []
     with path.open(encoding="utf-8") as file:
         for line in file:

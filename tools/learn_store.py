@@ -1,4 +1,4 @@
-"""Learn what a datastore's drafts are worth beside all other evidence, and add it to the weights that the package ships.
+"""Learn the weights of a datastore's features beside all others, and add them to the weights that the package ships.
 
 The traces are those of `learn_mix`. Every session has a store of one kind:
 
@@ -45,16 +45,13 @@ from tools import learn_mix
 from tools.learn_mix import KINDS, SESSION, Made, Samples
 
 STORES = ("own", "both", "foreign")
-FILES = 40
-"""Of a session's own store, at the most."""
-AGAIN = 2
-"""Requests of a session that are made a second time."""
-BESIDE = 2 * features.SETS // 3
-"""The first weight set of those that are used where a store speaks."""
+FILES = 40  # of a session's own datastore, at most
+AGAIN = 2  # requests of a session that are made a second time
+BESIDE = 2 * features.SETS // 3  # the first of the weight sets for nodes with a match in a datastore
 
 
 def aged(text: str, donor: str, rng: random.Random) -> str:
-    """A source file as it may have been before: some functions not written yet, some lines otherwise."""
+    """Return a source file as it may have been earlier: some functions not written yet, some lines different."""
     lines = text.splitlines()
     try:
         functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -70,14 +67,14 @@ def aged(text: str, donor: str, rng: random.Random) -> str:
 
 
 class Store(NamedTuple):
-    """Of a session."""
+    """The datastores of one session."""
 
     kind: str
     drafter: SuffixDrafter
 
 
 def stores_of(sessions: dict[int, list[str]], foreign: Datastore, tokenizer: str, folder: Path, seed: int) -> dict[int, Store]:
-    """A store for each session, whose requests were drawn from these files [n]."""
+    """Build a datastore for each session, whose requests were drawn from these files [n]."""
     rng, made = random.Random(seed), {}
     backend: Any = tokenizer_backend(tokenizer)
     for session, texts in sessions.items():
@@ -98,7 +95,7 @@ def stores_of(sessions: dict[int, list[str]], foreign: Datastore, tokenizer: str
 
 
 def asked_again(traces: list[Made], rng: random.Random) -> list[Made]:
-    """The same, with some requests of a session made a second time at its end: answers then say all."""
+    """Return the traces, with some requests of a session repeated at its end: the output cache then predicts them fully."""
     out: list[Made] = []
     for _, session in itertools.groupby(traces, key=lambda t: t.session):
         made = list(session)
@@ -107,7 +104,7 @@ def asked_again(traces: list[Made], rng: random.Random) -> list[Made]:
 
 
 def trees_of(drafter: SuffixDrafter, trace: Made) -> ExternalTrees:
-    """What the stores have at every position of the trace's output, and at its end."""
+    """Return the datastores' trees at every position of the trace's output, and at its end."""
     text, slots = np.concatenate([trace.prompt, trace.output]), np.arange(len(trace.output) + 1, dtype=np.int32)
     for slot in slots.tolist():
         drafter.begin(slot, text[: len(trace.prompt) + slot])
@@ -116,7 +113,7 @@ def trees_of(drafter: SuffixDrafter, trace: Made) -> ExternalTrees:
 
 
 def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
-    """Samples of all positions at which a store speaks."""
+    """Return the samples of all positions with a match in a datastore."""
     parts = []
     tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
     position = 0
@@ -135,7 +132,7 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.
 
 
 class Mix(torch.nn.Module):
-    """The mix as `tree_builder.score_candidates` computes it, beside a store."""
+    """The mix as `tree_builder.score_candidates` computes it, with a datastore."""
 
     def __init__(self, weights: tree_builder.Weights) -> None:
         super().__init__()
@@ -162,7 +159,7 @@ class Mix(torch.nn.Module):
 
 
 def fit(samples: Samples, weights: tree_builder.Weights, epochs: int, size: int = 16384, rate: float = 0.02) -> Mix:
-    """Adam with a rate that falls to zero."""
+    """Fit by Adam with a rate that falls to zero."""
     model, n = Mix(weights), len(samples.set)
     steps = max(epochs * (n // size), 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -179,7 +176,7 @@ def fit(samples: Samples, weights: tree_builder.Weights, epochs: int, size: int 
 
 
 def to_weights(model: Mix, weights: tree_builder.Weights) -> tree_builder.Weights:
-    """The package's arrays. The other drafters' are left as they are."""
+    """Return the package's arrays. Those of other drafters are left as they are."""
     states, mix = weights.states.copy(), weights.mix.copy()
     states[features.EXTERNAL], states[features.EXTERNAL, 0] = model.own.detach().numpy(), 0.0
     mix[:, : features.EXTERNAL + 1] = model.mix.detach().numpy()
@@ -188,7 +185,7 @@ def to_weights(model: Mix, weights: tree_builder.Weights) -> tree_builder.Weight
 
 
 def losses(weights: tree_builder.Weights, samples: Samples, groups: np.ndarray) -> dict[str, float]:
-    """Log loss per output position at which a store speaks, by group of positions; groups [positions] str."""
+    """Return the log loss per output position with a match in a datastore, by group of positions; groups [positions] str."""
     model = Mix(weights)
     with torch.no_grad():
         model.mix.copy_(torch.from_numpy(weights.mix[:, : features.EXTERNAL + 1].astype(np.float32)))

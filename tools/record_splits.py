@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def renamed(model: gguf.Gguf, name: str) -> bytes:
-    """The header of a file with another `tokenizer.ggml.pre`, and no tensors: all that llama.cpp needs for its vocabulary."""
+    """Return the header of a file with another `tokenizer.ggml.pre`, and no tensors: all that llama.cpp needs for its vocabulary."""
     header = model.headers[0]
     keys = [header.raw[start:end] for key, (start, end) in header.spans.items() if key != PRE]
     keys.append(struct.pack("<Q", len(PRE)) + PRE.encode() + struct.pack("<IQ", 8, len(name.encode())) + name.encode())
@@ -72,7 +72,7 @@ def renamed(model: gguf.Gguf, name: str) -> bytes:
 
 
 def encoded(llama_cpp: Any, path: Path) -> list[list[int]]:
-    """The ids of all texts, in which no control token is looked for."""
+    """Return the ids of all texts, without parsing control tokens."""
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)

@@ -1,4 +1,4 @@
-"""Does a store survive its writer's death? Building, updating and merging are killed at many moments, then opened and run again.
+"""Test whether a datastore survives its writer's death. Kill building, updating and merging at many moments, then run them again.
 
     python -m tools.store_crash [--moments 200] [--seed 0] [--documents 60]
 
@@ -6,7 +6,7 @@ Every other moment is a call that touches the store's files (before an open, ren
 from all of them; the others are points in time. After each kill -9 the store must open, every byte verified, as the old generation or the
 new one, or, where there was none before, not exist; the same command must then succeed and leave no file that belongs to no generation.
 Processes are forked from one that has imported everything and started no thread. Progress goes to standard error, a table and
-a last line of JSON to standard output; exit code 1 where a kill did harm. Knows nothing of torch.
+a last line of JSON to standard output; exit code 1 if a kill did harm. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from ngramspec.datastore import format as stored
 from ngramspec.datastore.build import build
 from ngramspec.datastore.update import merge, update
 
-State = dict[str, bytes] | None
-"""Content hash by path of what a store holds; None where there is none."""
+State = dict[str, bytes] | None  # content hash by path of what a datastore holds; None if there is none
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def crash(moments: int, seed: int = 0, documents: int = 60) -> dict[str, Any]:
-    """Kill each of four operations `moments` / 4 times -> what was found; `failures` is empty where all is well."""
+    """Kill each of four operations `moments` / 4 times and return what was found; `failures` is empty if all is well."""
     rng = random.Random(seed)
     operations, failures = [], []
     with tempfile.TemporaryDirectory(prefix="ngramspec-crash-") as folder:
@@ -150,7 +149,7 @@ def _attack(scene: Scene, name: str, kills: int, rng: random.Random) -> tuple[di
 
 
 def state(store: Path) -> State:
-    """What a store holds, every byte verified. Raises DatastoreError for a damaged one."""
+    """Return what a datastore holds, after verifying every byte. Raises DatastoreError if it is damaged."""
     try:
         with Datastore.open(store, verify="full") as opened:
             return {document.path: document.hash for document in opened.snapshot.documents()}
@@ -159,16 +158,16 @@ def state(store: Path) -> State:
 
 
 def untidy(store: Path) -> list[str]:
-    """Files of a store that its generation does not name."""
+    """Return the files of a datastore that its generation does not name."""
     manifest = stored.read_manifest(store)
     named = {"MANIFEST", "LOCK", manifest.vocabulary.name, manifest.tokenizer.name, *(segment.name for segment in manifest.segments)}
     return sorted({path.name for path in store.iterdir()} - named)
 
 
 def run(operation: Callable[[], Any], store: Path | None = None, kill_at: int = 0, delay: float | None = None) -> int:
-    """Run in a process of its own -> calls that touched the store, -1 where it was killed. Raises RuntimeError where it failed.
+    """Run in a process of its own; return the calls that touched the datastore, -1 if it was killed. Raises RuntimeError if it failed.
 
-    `kill_at`: its own kill -9 at that call; `delay`: ours, after so many seconds.
+    `kill_at`: its own kill -9 at that call; `delay`: ours, after this many seconds.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -199,7 +198,7 @@ def run(operation: Callable[[], Any], store: Path | None = None, kill_at: int = 
 
 
 class _Calls:
-    """Counts the calls that touch a folder, and ends the process at the one that it is told."""
+    """Counts the calls that touch a folder, and ends the process at the given one."""
 
     def __init__(self, folder: str, kill_at: int) -> None:
         self.folder, self.kill_at, self.count = folder, kill_at, 0
