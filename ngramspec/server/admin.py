@@ -18,8 +18,9 @@ from ngramspec import __version__
 from ngramspec.datastore import Datastore, DatastoreError, DatastoreFullError, DatastoreLockedError
 from ngramspec.server.auth import Identity, administrator
 from ngramspec.server.error_responses import ApiError, ErrorBody, retry_after
+from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.repositories import ServedRepository
-from ngramspec.server.state import State
+from ngramspec.server.state import ServerState
 
 Name = Annotated[str, Path(pattern=r"^[\w.-]{1,64}$", description="What requests call it.")]
 Administrator = Annotated[Identity, Depends(administrator)]
@@ -91,12 +92,12 @@ class RepositoryList(BaseModel):
     repositories: list[RepositoryInfo]
 
 
-def router(state: State) -> APIRouter:
+def make_router(state: ServerState) -> APIRouter:
     busy, full = (
         {"model": ErrorBody, "description": "Somebody else writes to it."},
         {"model": ErrorBody, "description": "The disk is full."},
     )
-    routes = APIRouter(prefix="/admin", tags=["administration"])
+    routes = APIRouter(prefix="/admin", tags=["administration"], route_class=ParsedBodyRoute)
     engine = state.engine
 
     def find(name: str) -> Datastore:

@@ -1,7 +1,4 @@
-"""The application: one engine, its routes, and the middleware that every request passes.
-
-An engine and settings enter, an ASGI application leaves. Puts the other modules together, and does nothing itself.
-"""
+"""Put the application together: one engine, its routes, and the middleware that every request passes."""
 
 from __future__ import annotations
 
@@ -13,41 +10,41 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.grammar.fewest_tokens import FewestTokens
 from ngramspec.server import admin, error_responses, health, playground
 from ngramspec.server.auth import Keyring, identify
-from ngramspec.server.body_limits import Bounds
 from ngramspec.server.chat_template import Prompts
 from ngramspec.server.encoding import Encoders
+from ngramspec.server.engine_input import RequestLimits
 from ngramspec.server.fim import Fim
 from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.middleware import RequestMiddleware
 from ngramspec.server.openai import chat, completions, responses
-from ngramspec.server.openapi import document
-from ngramspec.server.queue import Admission
-from ngramspec.server.repositories import Repositories, RepositoryAddress
+from ngramspec.server.queue import AdmissionQueue
+from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.sse import generates
-from ngramspec.server.state import State
+from ngramspec.server.state import ServerState
 
 
 def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
-    """The application for an engine. Engine and repositories stay the caller's to start and close.
+    """Return the application for an engine. Engine and repositories stay the caller's to start and close.
 
     Raises UnsupportedModelError for a chat template that cannot be rendered within its limits.
     """
     Prompts(engine).check_template()
     metrics = Metrics(engine)
-    state = State(
+    tokenizer = getattr(engine.tokenizer, "backend_tokenizer", None)
+    state = ServerState(
         engine,
         settings,
         metrics,
-        Admission(engine, settings, metrics),
-        Bounds(
-            settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(getattr(engine.tokenizer, "backend_tokenizer", None))
-        ),
+        AdmissionQueue(engine, settings, metrics),
+        RequestLimits(settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(tokenizer)),
         Keyring(settings.api_keys),
         Fim.detect(engine.tokenizer),
         repositories or Repositories(),
         Encoders(metrics),
+        settings.alias or (engine.name,),
+        f"ngramspec-{__version__}-{engine.promise}-{engine.precision}",
     )
     app = FastAPI(
         title="ngramspec",
@@ -60,9 +57,9 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         redirect_slashes=False,
     )
     app.state.server = state
-    app.openapi = lambda: document(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
-    error_responses.install(app)
-    routers = [module.router(state) for module in (completions, chat, responses, llamacpp, admin, health, playground)]
+    app.openapi = lambda: health.describe_api(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
+    error_responses.install_error_handlers(app)
+    routers = [module.make_router(state) for module in (completions, chat, responses, llamacpp, admin, health, playground)]
     for router in routers:
         app.include_router(router)
     if settings.cors_origins:
@@ -74,6 +71,5 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     generating = frozenset(route.path for router in routers for route in router.routes if generates(route))
-    app.add_middleware(RequestMiddleware, state=state, generating=generating)
-    app.add_middleware(RepositoryAddress)  # outermost: all others see the address without it
+    app.add_middleware(RequestMiddleware, state=state, generating=generating)  # outermost
     return app

@@ -79,8 +79,8 @@ class Identity:
         """
         if name is not None and (name not in trees.trees or (self.stores is not None and name not in self.stores)):
             raise ApiError(404, f"there is no repository {name[:100]!r}", code="unknown_repository")
-        tenant = f"{self.tenant}/{name}" if name is not None and len(trees) > 1 else self.tenant
-        return replace(self, tenant=tenant, hidden=trees.get_hidden_stores(name))
+        tenant = f"{self.tenant}/{name}" if name is not None and len(trees.trees) > 1 else self.tenant
+        return replace(self, tenant=tenant, hidden=trees.get_hidden_stores(name)) if trees.trees else self
 
 
 class Keyring:
@@ -99,11 +99,6 @@ class Keyring:
             if hmac.compare_digest(known, digest):
                 found = key
         return found
-
-    def knows(self, headers: Headers) -> bool:
-        """Whether a request with these headers has a valid key."""
-        given = given_key(headers)
-        return given is not None and self.find(given) is not None
 
 
 def _digest(key: bytes) -> bytes:
@@ -126,14 +121,14 @@ async def identify(
     if not len(state.keyring):
         admin = local and state.settings.admin_on_loopback
         return _remember(request, Identity("", admin=admin, tenant="", stores=None, local=local))
-    given = given_key(request.scope["headers"])
-    key = state.keyring.find(given) if given is not None else None
+    key = request.state.key  # which the middleware has looked up
     if key is not None:
         return _remember(request, Identity(key.name, key.admin, key.name, key.stores, local))
     if (request.method, getattr(route, "path", None)) in OPEN:
         return Identity("", admin=False, tenant="", stores=frozenset(), local=local)
     state.metrics.refused("unauthorized")
-    problem = "needs a key: send it as `Authorization: Bearer KEY`" if given is None else "does not know this key"
+    missing = given_key(request.scope["headers"]) is None
+    problem = "needs a key: send it as `Authorization: Bearer KEY`" if missing else "does not know this key"
     raise ApiError(401, f"this server {problem}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -189,7 +184,7 @@ def is_local(request: Request) -> bool:
         return False
 
 
-class Hosts:
+class AllowedHosts:
     """Which `Host` a request may name. Without keys, a page of another site could else reach the server by a name that resolves to it."""
 
     def __init__(self, settings: ServerSettings) -> None:

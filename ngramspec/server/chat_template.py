@@ -23,9 +23,9 @@ from tokenizers import AddedToken, Tokenizer
 from ngramspec.datastore.tokens import plain
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.server.body_limits import replace_lone_surrogates
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.template_process import TemplateLimitError, get_template_processes
+from ngramspec.server.token_strings import replace_lone_surrogates
 from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
 from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ngramspec.server.error_responses import ApiError, retry_after
+from ngramspec.errors import NgramspecError
+from ngramspec.server.error_responses import ApiError, retry_after, translate_error
 from ngramspec.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -35,14 +36,20 @@ class Encoders:
         self._metrics = metrics
         self._short, self._long = _Lane("short", MAX_WAITING), _Lane("long", MAX_WAITING_LONG)
 
-    async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, about `size` characters. Raises ApiError 429 if too many wait."""
+    async def run(self, tenant: str, size: int, encode: Callable[[], T]) -> T:
+        """Run `encode`, which is about `size` characters, and return what it returns.
+
+        Raises ApiError: 429 if too many wait, 400 for a ValueError of `encode` (text that cannot be encoded, values out of range).
+        """
         lane = self._short if size <= SHORT else self._long
-        future = lane.submit(tenant, size, work)
+        future = lane.submit(tenant, size, encode)
         if future is None:
             self._metrics.refused("queue_full")
             raise ApiError(429, "too many texts wait for being encoded; try again later", code="queue_full", headers=retry_after(2))
-        result: T = await asyncio.wrap_future(future)
+        try:
+            result: T = await asyncio.wrap_future(future)
+        except (ValueError, NgramspecError) as error:
+            raise translate_error(error, is_clients=True) from error
         return result
 
     @property

@@ -6,9 +6,8 @@ what the server did wrong goes to the log and leaves as a plain sentence.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -77,13 +76,13 @@ class ClientGone(Exception):  # noqa: N818 - not an error of anybody
     """The client went away; what ran for it has been cancelled."""
 
 
-def unexpected() -> ApiError:
-    """What a client learns of a defect."""
+def make_internal_error() -> ApiError:
+    """Return what a client learns of a defect."""
     return ApiError(500, "the server failed to answer this request; its log says why", code="internal_error")
 
 
-def of_engine(error: Exception, *, submitting: bool = False) -> ApiError:
-    """What an engine's error means to the client. While `submitting`, a ValueError is about what the request asks for."""
+def translate_error(error: Exception, *, is_clients: bool = False) -> ApiError:
+    """Return what an engine's error means to the client. With `is_clients`, a ValueError is about what the request asks for."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -92,33 +91,22 @@ def of_engine(error: Exception, *, submitting: bool = False) -> ApiError:
         return ApiError(503, "the server is out of memory for this request; try again later", code="out_of_memory", headers=retry_after(5))
     if isinstance(error, EngineClosedError):
         return ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
-    if isinstance(error, InvalidInputError) or (submitting and isinstance(error, (ValueError, NgramspecError))):
-        return bad_request(error)
-    return unexpected()
+    if isinstance(error, InvalidInputError) or (is_clients and isinstance(error, (ValueError, NgramspecError))):
+        return make_bad_request(error)
+    return make_internal_error()
 
 
-def bad_request(error: Exception) -> ApiError:
-    """A 400 from a message that names its parameter first, as those of `SamplingParams` do."""
+def make_bad_request(error: Exception) -> ApiError:
+    """Return a 400 from a message that names its parameter first, as those of `SamplingParams` do."""
     named = re.match(r"(\w+) must be ", str(error))
     return ApiError(400, str(error), param=named[1] if named else None)
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Within it, a ValueError (values out of range, text that cannot be encoded) is the client's: 400, or what `of_engine` says."""
-    try:
-        yield
-    except ApiError:
-        raise
-    except (ValueError, NgramspecError) as error:
-        raise of_engine(error, submitting=True) from error
 
 
 def retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, round(seconds)))}
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Make every error of an application leave in the envelope. A defect's traceback is left to the outermost middleware."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
@@ -129,11 +117,11 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return await known(request, validation_error(error.errors()))
+        return await known(request, make_validation_error(error.errors()))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return of_http(error, request).response()
+        return translate_http_error(error, request).response()
 
     async def gone(request: Request, error: Exception) -> JSONResponse:
         return ApiError(CLIENT_GONE, "the client went away").response()
@@ -144,11 +132,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, gone)
 
 
-def of_http(error: HTTPException, request: Request) -> ApiError:
+def translate_http_error(error: HTTPException, request: Request) -> ApiError:
     """Starlette's own refusals: no such route, another method."""
     status, headers = error.status_code, dict(error.headers or {})
     if status == 405:
-        headers["Allow"] = _allowed(request)
+        headers["Allow"] = _list_allowed_methods(request)
     messages = {
         404: f"there is no {request.method} {request.url.path[:200]}; GET /openapi.json lists what there is",
         405: f"{request.method} is not allowed here; allowed: {headers.get('Allow')}",
@@ -157,7 +145,7 @@ def of_http(error: HTTPException, request: Request) -> ApiError:
     return ApiError(status, message, headers=headers)
 
 
-def _allowed(request: Request) -> str:
+def _list_allowed_methods(request: Request) -> str:
     """The methods of every route with this path; Starlette names those of the first one."""
 
     def is_there(method: str) -> bool:
@@ -167,19 +155,19 @@ def _allowed(request: Request) -> str:
     return ", ".join(method for method in _METHODS if is_there(method))
 
 
-def validation_error(errors: Sequence[Any]) -> ApiError:
+def make_validation_error(errors: Sequence[Any]) -> ApiError:
     """400 that names what is wrong and the first parameter that is. Values of the request are not repeated: they may be long, or secret."""
     told = []
     for error in errors[:_SHOWN]:
-        name = _name(error.get("loc", ()))
+        name = _name_location(error.get("loc", ()))
         told.append(f"{name}: {error['msg']}" if name else str(error["msg"]))
     if len(errors) > _SHOWN:
         told.append(f"and {len(errors) - _SHOWN} more")
-    first = _name(errors[0].get("loc", ())) if errors else ""
+    first = _name_location(errors[0].get("loc", ())) if errors else ""
     return ApiError(400, "; ".join(told) or "the request is not valid", param=first or None)
 
 
-def _name(location: Sequence[str | int]) -> str:
+def _name_location(location: Sequence[str | int]) -> str:
     """`messages[0].content` from ("body", "messages", 0, "content", "str"): the branches of a union are pydantic's own affair."""
     name = ""
     for part in location[1:]:

@@ -1,7 +1,7 @@
-"""What is done to every request: a name for it, checks of host, headers and body, security headers, one line in the log.
+"""Check every HTTP request before the application sees it: host, headers, key, room, and a body that is parsed once.
 
-Requests enter, and go on to the application or are refused; responses leave with headers of ours. Plain ASGI around the application, so
-that no route can forget it and streams pass through untouched. Knows no route but by its path.
+Plain ASGI around the application, so that no route can forget it and streams pass through untouched. Requests go on to the application
+or are refused; responses get a name, security headers and one line in the log. Knows no route but by its path.
 """
 
 from __future__ import annotations
@@ -10,21 +10,30 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ngramspec.server import body_limits, error_responses, logs
-from ngramspec.server.auth import Hosts
+from ngramspec.server import error_responses, logs
+from ngramspec.server.auth import AllowedHosts, given_key
 from ngramspec.server.error_responses import ApiError, ClientGone
-from ngramspec.server.state import State
+from ngramspec.server.settings import Limits
+from ngramspec.server.state import ServerState
+from ngramspec.server.token_strings import replace_lone_surrogates
 
 log = logging.getLogger(__name__)
 
+_UNREAD = 8  # times the limit: this much of a body that is too long is read and dropped, since most clients listen only after sending it
+_CONTAINERS = 1 << 16  # lists and objects of a body; checking the 700,000 that fit into one would stall all requests for seconds
+_JSON = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
-_HEADERS = {
+_REPOSITORY = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
+_HEADERS = {  # on every response that does not say otherwise
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -32,15 +41,14 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-"""On every response that does not say otherwise."""
 
 
 class RequestMiddleware:
-    """Around an application: gives each request a name, checks host, headers, body and room, adds headers, writes one line in the log."""
+    """Wraps an application. `scope["state"]` tells it: `key` (the valid key or None), `json` (the parsed body), `repository`, `facts`."""
 
-    def __init__(self, app: ASGIApp, state: State, generating: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, generating: Collection[str]) -> None:
         """`generating`: paths of requests that reserve sequences."""
-        self.app, self.limits, self.hosts = app, state.settings.limits, Hosts(state.settings)
+        self.app, self.limits, self.hosts = app, state.settings.limits, AllowedHosts(state.settings)
         self.metrics, self.admission, self.keyring, self.generating = state.metrics, state.admission, state.keyring, generating
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +60,7 @@ class RequestMiddleware:
         name = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         facts: dict[str, Any] = {}
         scope.setdefault("state", {})["facts"] = facts
+        scope = _split_repository(scope)
         status = 0
         is_head = scope["method"] == "HEAD"
         inner: Scope = {**scope, "method": "GET"} if is_head else scope  # a HEAD is a GET whose body is not sent
@@ -70,25 +79,19 @@ class RequestMiddleware:
 
         try:
             try:
-                self._check_head(scope)
-                body = body_limits.replace_lone_surrogates(await body_limits.read_body(scope, receive, self.limits))
-                if not len(self.keyring) or self.keyring.knows(scope["headers"]):
-                    self._check_room(scope)
-                    body_limits.check_body(scope, body, self.limits)
-                else:
-                    body = b""  # nobody looks at it: the application refuses the request, or the route takes no body
+                body = await self._check(scope, receive)
             except ApiError as error:
-                if error.status != 429:  # which admission has counted
+                if error.status != 429:  # which the admission queue has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
                 await error.response()(scope, receive, answer)
             else:
-                await self.app(inner, body_limits.replayed(body, receive), answer)
+                await self.app(inner, _replay(body, receive), answer)
         except ClientGone:
             status = error_responses.CLIENT_GONE
         except Exception:
             log.exception("request %s failed", name)
             if not status:
-                await error_responses.unexpected().response()(scope, receive, answer)
+                await error_responses.make_internal_error().response()(scope, receive, answer)
         finally:
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
@@ -99,13 +102,135 @@ class RequestMiddleware:
                 | facts
             )
 
-    def _check_room(self, scope: Scope) -> None:
-        """Refuse work for which there is no room before its body is looked at, which would cost those that run."""
-        if scope["method"] == "POST" and scope["path"] in self.generating:
-            self.admission.check_room(1)
-
-    def _check_head(self, scope: Scope) -> None:
-        body_limits.check_headers(scope["headers"], self.limits)
+    async def _check(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body that the application gets. Raises ApiError, ClientGone."""
+        check_headers(scope["headers"], self.limits)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or not self.hosts.allow(hosts[0] if hosts else None):
             raise ApiError(403, "this server does not answer under this host name; --allowed-host NAME allows it")
+        body = await read_body(scope, receive, self.limits)
+        key = None
+        if len(self.keyring):
+            given = given_key(scope["headers"])
+            key = None if given is None else self.keyring.find(given)
+            if key is None:
+                body = b""  # not parsed: the application refuses the request, or the route takes no body
+        scope["state"]["key"] = key
+        if key is not None or not len(self.keyring):
+            if scope["method"] == "POST" and scope["path"] in self.generating:
+                self.admission.check_room(1)  # before the body is parsed, which would cost the requests that run
+            scope["state"]["json"] = parse_body(scope, body, self.limits)
+        return body
+
+
+class ParsedBodyRoute(APIRoute):
+    """A route that takes the body as `RequestMiddleware` parsed it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(_ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed
+
+
+class _ParsedRequest(Request):
+    async def json(self) -> Any:
+        return self.scope["state"]["json"]
+
+
+def _split_repository(scope: Scope) -> Scope:
+    """Take `/repo/NAME` off the front of the path; `state["repository"]` says that it was there."""
+    if (match := _REPOSITORY.fullmatch(scope["path"])) is None:
+        return scope
+    name, path = match.groups()
+    scope["state"]["repository"] = name
+    return {**scope, "path": path or "/", "raw_path": (path or "/").encode()}
+
+
+def check_headers(headers: Sequence[tuple[bytes, bytes]], limits: Limits) -> None:
+    """Raises ApiError 415, 431."""
+    size = sum(len(name) + len(value) + 4 for name, value in headers)
+    if size > limits.header_bytes:
+        raise ApiError(431, f"the headers take {size} bytes; at most {limits.header_bytes} are read", headers={"Connection": "close"})
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            shown = value[:40].decode("latin-1")
+            raise ApiError(415, f"bodies are read as they are, without Content-Encoding, got {shown!r}", headers={"Connection": "close"})
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """Return the whole body, however it is sent. Raises ApiError 413, ClientGone."""
+    headers = dict(scope["headers"])
+    limit = limits.body_bytes
+    length = headers.get(b"content-length", b"0")
+    declared = int(length) if length.isdigit() and len(length) < 19 else _UNREAD * limit + 1
+    if declared > limit and (b"expect" in headers or declared > _UNREAD * limit):
+        raise _too_long(limit)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > _UNREAD * limit:
+            raise _too_long(limit)
+        if size > limit:
+            chunks.clear()
+        elif chunk:
+            chunks.append(chunk)
+        if not message.get("more_body", False):
+            break
+    if size > limit:
+        raise _too_long(limit)
+    body = b"".join(chunks)
+    return replace_lone_surrogates(body) if b"\\ud" in body or b"\\uD" in body else body
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {limit} bytes", headers={"Connection": "close"})
+
+
+def parse_body(scope: Scope, body: bytes, limits: Limits) -> Any:
+    """Parse JSON without NaN, infinities or deep nesting; an empty body is None. Raises ApiError 400, 415."""
+    if not body:
+        return None
+    content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if not _JSON.match(content_type):
+        raise ApiError(415, "the body must be JSON, sent with `Content-Type: application/json`")
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    level: list[Any] = [value] if isinstance(value, (dict, list)) else []
+    n_containers = 0
+    for _ in range(limits.depth):
+        level = [
+            each
+            for outer in level
+            for each in (outer.values() if isinstance(outer, dict) else outer)
+            if type(each) is dict or type(each) is list
+        ]
+        n_containers += len(level)
+        if n_containers > _CONTAINERS:
+            raise ApiError(400, f"the JSON has more than {_CONTAINERS} lists and objects", code="invalid_json")
+        if not level:
+            return value
+    raise ApiError(400, f"the JSON is nested deeper than {limits.depth} levels", code="invalid_json")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that hands the body out again, and then what else comes."""
+    sent = False
+
+    async def again() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

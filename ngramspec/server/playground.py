@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ngramspec import __version__
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.state import State
+from ngramspec.server.state import ServerState
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -47,7 +47,7 @@ class Config(BaseModel):
     """The most that a request may ask for."""
 
 
-def router(state: State) -> APIRouter:
+def make_router(state: ServerState) -> APIRouter:
     api = APIRouter()
     static = {file.name: file.read_bytes() for file in files(__package__).joinpath("static").iterdir() if file.is_file()}
 

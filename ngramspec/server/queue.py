@@ -1,50 +1,77 @@
-"""Admission and running: the way from a route to the engine and back, and the end of it when a client goes away.
+"""Admit requests, run them on the engine, and end them when their client goes away.
 
-A route makes a `Reservation` before it does any work, hands in prompts as `Work`, and gets completions or a stream of deltas. However the
-response ends, closing the reservation cancels what was running under it. Knows ASGI and the engine's faces, neither prompts nor formats of
-answers.
+A route makes a `Reservation` before it does any work, hands in an `EngineInput` per prompt, and gets completions or a stream of deltas.
+However the response ends, closing the reservation cancels what was running under it. Knows ASGI and the engine's public methods, neither
+prompts nor formats of answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from fastapi import Request
 from starlette.types import Message, Receive
 
-from ngramspec.engine.llm_engine import Engine, Hints
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Completion, Delta
-from ngramspec.sampling_params import SamplingParams
-from ngramspec.server.error_responses import ApiError, ClientGone, of_engine, retry_after
-from ngramspec.server.loop_bridge import Mailbox
+from ngramspec.server.engine_input import EngineInput
+from ngramspec.server.error_responses import ApiError, ClientGone, retry_after, translate_error
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.stream_padding import Pacer
 
+log = logging.getLogger(__name__)
+
 Piece = tuple[int, Delta | Exception]
 
 
-@dataclass(slots=True)
-class Work:
-    """One prompt to complete."""
-
-    prompt: list[int]
-    params: SamplingParams
-    hints: Hints = field(default_factory=lambda: Hints())
-
-
-async def _read(pieces: asyncio.Queue[Piece], n_works: int) -> AsyncIterator[tuple[int, Delta]]:
-    while n_works:
+async def _read(pieces: asyncio.Queue[Piece], n_inputs: int) -> AsyncIterator[tuple[int, Delta]]:
+    while n_inputs:
         index, what = await pieces.get()
         if isinstance(what, Exception):
             raise what
-        n_works -= what.completion is not None
+        n_inputs -= what.completion is not None
         yield index, what
+
+
+class Mailbox:
+    """Brings what the engine's thread says to the event loop: one wake-up for everything that a pass has to say."""
+
+    def __init__(self) -> None:
+        self._posts: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._awake = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def bind(self) -> None:
+        """Deliver to the running loop from now on."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._awake = loop, False
+
+    def post(self, take: Callable[[Any], None], what: Any) -> None:
+        """Have the loop call `take(what)`. From any thread."""
+        self._posts.append((take, what))
+        if not self._awake:
+            self._awake = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._awake = False  # first: what is posted from here on wakes the loop again
+        while self._posts:
+            take, what = self._posts.popleft()
+            try:
+                take(what)
+            except Exception:
+                log.exception("a result could not be delivered")
 
 
 class Reservation:
@@ -53,7 +80,7 @@ class Reservation:
     `with` it, or hand it to an `EventStream`. Used in the event loop's thread.
     """
 
-    def __init__(self, admission: Admission, sequences: int) -> None:
+    def __init__(self, admission: AdmissionQueue, sequences: int) -> None:
         self.sequences = sequences
         self.requests: list[EngineRequest] = []
         self.fail: Callable[[Exception], None] = lambda error: None
@@ -77,16 +104,17 @@ class Reservation:
         self._admission._reserved -= self.sequences
         self.sequences = 0
 
-    def close(self) -> None:
-        """Cancel what still runs, return the room, and be forgotten. Any number of times."""
-        for request in self.requests:
-            if not request.done:
-                request.cancel()
+    def close(self) -> bool:
+        """Cancel what still runs and return the room; return whether anything ran. May be called any number of times."""
+        running = [request for request in self.requests if not request.done]
+        for request in running:
+            request.cancel()
         self.return_room()
         self._admission._reservations.discard(self)
+        return bool(running)
 
 
-class Admission:
+class AdmissionQueue:
     """Bounds what is in flight, runs it, and follows its clients. Used from one event loop."""
 
     def __init__(self, engine: Engine, settings: ServerSettings, metrics: Metrics) -> None:
@@ -112,32 +140,29 @@ class Admission:
     # ------------------------------------------------------------------ admission
 
     def reserve(self, sequences: int = 1) -> Reservation:
-        """Reserve room, at once or not at all: raises ApiError 429 where it is full, 503 where there is no new work."""
-        self.check_open()
-        reservation = Reservation(self, 0)
-        self._grow(reservation, sequences)
-        self._reservations.add(reservation)
-        return reservation
+        """Reserve room, at once or not at all.
 
-    def check_open(self) -> None:
-        """Raises ApiError 503 where no new work is taken."""
+        Raises ApiError 400 for more than there ever is, 429 if there is no room now, 503 if no new work is taken.
+        """
         if self.draining:
-            self.metrics.refused("draining")
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10))
+            raise self._refuse_draining()
         if self.engine.closed:
             self.metrics.refused("engine_dead")
             raise ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
-
-    def _grow(self, reservation: Reservation, sequences: int) -> None:
         if sequences > self.capacity:
             raise ApiError(400, f"the request is for {sequences} texts at once; this server holds {self.capacity}", param="n")
-        more = max(0, sequences - reservation.sequences)
-        self.check_room(more)
-        self._reserved += more
-        reservation.sequences += more
+        self.check_room(sequences)
+        self._reserved += sequences
+        reservation = Reservation(self, sequences)
+        self._reservations.add(reservation)
+        return reservation
+
+    def _refuse_draining(self) -> ApiError:
+        self.metrics.refused("draining")
+        return ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10))
 
     def check_room(self, sequences: int) -> None:
-        """Raises ApiError 429 where there is no room for so many more."""
+        """Raises ApiError 429 if there is no room for this many more sequences."""
         if self._reserved + sequences > self.capacity:
             self.metrics.refused("queue_full")
             wait_s = min(60.0, self._mean_s * max(1.0, self._reserved / self.capacity))
@@ -145,7 +170,7 @@ class Admission:
 
     # ------------------------------------------------------------------ running
 
-    async def results(self, reservation: Reservation, http: Request, works: Sequence[Work]) -> list[Completion]:
+    async def results(self, reservation: Reservation, http: Request, inputs: Sequence[EngineInput]) -> list[Completion]:
         """Run to the end. Raises ApiError, and ClientGone where the client left; either way nothing runs on."""
         started = time.perf_counter()
         left: dict[int, Completion] = {}
@@ -160,18 +185,18 @@ class Admission:
                 return
             assert what.completion is not None
             left[index] = what.completion
-            if len(left) == len(works):
+            if len(left) == len(inputs):
                 ended.set_result(None)
 
         with reservation:
             watch = asyncio.create_task(until_gone(http.receive))
             try:
-                self._submit(reservation, http, works, take, final_only=True)
+                self._submit(reservation, http, inputs, take, final_only=True)
                 await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not ended.done():
                     raise ClientGone
                 ended.result()
-                done = [left[i] for i in range(len(works))]
+                done = [left[i] for i in range(len(inputs))]
                 await self._pace(done, started, watch)
                 return done
             finally:
@@ -179,29 +204,36 @@ class Admission:
                 if ended.done() and not ended.cancelled():
                     ended.exception()  # looked at, so that asyncio does not complain of it
 
-    def stream(self, reservation: Reservation, http: Request, works: Sequence[Work]) -> AsyncIterator[tuple[int, Delta]]:
+    def stream(self, reservation: Reservation, http: Request, inputs: Sequence[EngineInput]) -> AsyncIterator[tuple[int, Delta]]:
         """Run, and hand out (number of the work, delta) as they come. What is wrong with the works raises here, before anything is sent.
 
         The last delta of each work carries its completion. With `pad_stream` every delta holds one token of each text, at an even rate.
         """
         if self.settings.pad_stream:
-            pacer = Pacer(len(works), self._interval_s)
-            self._submit(reservation, http, works, lambda piece: pacer.put(*piece))
+            pacer = Pacer(len(inputs), self._interval_s)
+            self._submit(reservation, http, inputs, lambda piece: pacer.put(*piece))
             return pacer.read()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        self._submit(reservation, http, works, pieces.put_nowait)
-        return _read(pieces, len(works))
+        self._submit(reservation, http, inputs, pieces.put_nowait)
+        return _read(pieces, len(inputs))
 
     def _submit(
-        self, reservation: Reservation, http: Request, works: Sequence[Work], take: Callable[[Piece], None], *, final_only: bool = False
+        self,
+        reservation: Reservation,
+        http: Request,
+        inputs: Sequence[EngineInput],
+        take: Callable[[Piece], None],
+        *,
+        final_only: bool = False,
     ) -> None:
         """Hand the works in, one or more. Raises ApiError; then none of them runs."""
-        assert works
-        self.check_open()
-        self._grow(reservation, sum(work.params.n for work in works))
+        assert inputs
+        if self.draining:  # since the reservation was made
+            raise self._refuse_draining()
+        assert sum(each.params.n for each in inputs) <= reservation.sequences
         self._mailbox.bind()
         reservation.fail = lambda error: take((0, error))
-        started, unfinished = time.perf_counter(), len(works)
+        started, unfinished = time.perf_counter(), len(inputs)
 
         def deliver(index: int) -> Callable[[Delta | Exception], None]:
             def from_engine(what: Delta | Exception) -> None:  # in the engine's thread
@@ -214,7 +246,7 @@ class Admission:
             index, what = piece
             if isinstance(what, Exception):
                 self.metrics.finished(reservation.requests[index].completion, "error")
-                take((index, of_engine(what)))
+                take((index, translate_error(what)))
                 return
             if what.completion is not None:
                 unfinished -= 1
@@ -224,13 +256,13 @@ class Admission:
             take(piece)
 
         try:
-            for i, work in enumerate(works):
+            for i, each in enumerate(inputs):
                 reservation.requests.append(
-                    self.engine.submit(work.prompt, work.params, deliver=deliver(i), final_only=final_only, **work.hints)
+                    self.engine.submit(each.prompt, each.params, deliver=deliver(i), final_only=final_only, **each.hints)
                 )
         except Exception as error:
             reservation.close()
-            known = of_engine(error, submitting=True)
+            known = translate_error(error, is_clients=True)
             if known.status == 500:
                 raise
             raise known from error

@@ -8,15 +8,12 @@ neither how stores are built nor what is in a request.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ngramspec import __version__
 from ngramspec.child_process import ChildEndedError, ChildProcess, Message
@@ -29,7 +26,6 @@ RESTART_S = 1.0  # before an indexer is started again whose tree has gone or is 
 RETRY_S = 30.0  # before an indexer is started again that failed
 END_S = 5.0  # for an indexer to delete what it has begun to write
 LOG_S = 10.0  # between log lines about one build
-_ADDRESS = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -296,21 +292,3 @@ class _IndexerThread(threading.Thread):
 
     def _log(self, text: str) -> None:
         logs.event("repository", f"{self._store}: {text}", store=self._store, path=self._kept.paths[0], state=self.progress.state)
-
-
-class RepositoryAddress:
-    """Takes `/repo/NAME` off the front of a request's address; `request.state.repository` says it was there. Plain ASGI, outermost."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (match := _ADDRESS.fullmatch(scope["path"])):
-            name, path = match.groups()
-            scope = {
-                **scope,
-                "path": path or "/",
-                "raw_path": (path or "/").encode(),
-                "state": {**scope.get("state", {}), "repository": name},
-            }
-        await self.app(scope, receive, send)

@@ -20,6 +20,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
 import h11
 import uvicorn
 from fastapi import FastAPI
@@ -32,7 +37,6 @@ from ngramspec.server import logs
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import is_loopback
 from ngramspec.server.error_responses import ApiError, retry_after
-from ngramspec.server.file_descriptors import most_for_connections, raise_limit
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 
@@ -58,6 +62,11 @@ LINGER_S = 3
 """For responses that are being written when the server stops."""
 
 
+ENOUGH_DESCRIPTORS = 1 << 16  # beyond this no more are asked for: containers set hard limits of 2**30
+KEPT_FREE, KEPT_SHARE = 256, 4
+"""Descriptors that connections leave to stores, logs and whatever else opens files: this number, or if there are few, this part of them."""
+
+
 class Protocol(H11Protocol):
     """uvicorn's HTTP/1.1 with deadlines: for a client to send its request, and to read what it was sent.
 
@@ -71,7 +80,7 @@ class Protocol(H11Protocol):
 
     @classmethod
     def of(cls, settings: ServerSettings) -> type[Protocol]:
-        return type("Protocol", (cls,), {"settings": settings, "most_descriptors": most_for_connections(), "idle": {}})
+        return type("Protocol", (cls,), {"settings": settings, "most_descriptors": find_first_forbidden_descriptor(), "idle": {}})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -275,7 +284,7 @@ def run(
     Raises OSError where the address cannot be had, and what `make_engine` raises.
     """
     repositories = repositories or Repositories()
-    raise_limit()
+    raise_descriptor_limit()
     listener = listen(settings.host, settings.port)
     front = Front()
     server = Server(configuration(front, settings), front, settings)
@@ -337,3 +346,22 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit to the hard one, or to what is enough. Leaves it as it is if the system refuses."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than its hard limit says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def find_first_forbidden_descriptor() -> int:
+    """Return the first descriptor that a connection may not have. The system gives the lowest free one, so about as many are open then."""
+    if resource is None:
+        return sys.maxsize
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft - min(KEPT_FREE, soft // KEPT_SHARE)

@@ -16,7 +16,7 @@ from sse_starlette import EventSourceResponse
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
-from ngramspec.server.error_responses import ApiError, unexpected
+from ngramspec.server.error_responses import ApiError, make_internal_error
 from ngramspec.server.queue import Reservation
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,8 @@ class EventStream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if any(not request.done for request in self._reservation.requests):
-                scope.get("state", {}).get("facts", {})["left"] = True  # the client did, before the end
-            self._reservation.close()
+            if self._reservation.close():
+                scope.get("state", {}).get("facts", {})["left"] = True  # the client left before the end
 
 
 async def _encoded(events: AsyncIterator[Event], done: bool, named: bool) -> AsyncIterator[bytes]:
@@ -70,7 +69,7 @@ async def _encoded(events: AsyncIterator[Event], done: bool, named: bool) -> Asy
         yield _line(error.body)
     except Exception:
         log.exception("a stream failed")
-        yield _line(unexpected().body)
+        yield _line(make_internal_error().body)
 
 
 def _line(event: Event) -> bytes:

@@ -178,11 +178,11 @@ def test_with_keys_any_host_is_fine(ask: httpx.Client) -> None:
 
 
 def test_hosts_of_a_server_for_other_machines() -> None:
-    hosts = auth.Hosts(ServerSettings(host="0.0.0.0"))
+    hosts = auth.AllowedHosts(ServerSettings(host="0.0.0.0"))
     assert hosts.allow(b"192.168.1.7:8000")
     assert not hosts.allow(b"evil.example")
     assert not hosts.allow(None)
-    assert auth.Hosts(ServerSettings(host="10.0.0.5")).allow(b"10.0.0.5")
+    assert auth.AllowedHosts(ServerSettings(host="10.0.0.5")).allow(b"10.0.0.5")
 
 
 ADMINISTRATORS = [(method, path, body, status) for (method, _), (who, path, body, status) in ROUTES.items() if path.startswith("/admin")]

@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerFast
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Delta
 from ngramspec.sampling_params import SamplingParams
+from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.fim import Fim
+from ngramspec.server.llamacpp.answers import LlamaAnswer
 from ngramspec.server.llamacpp.schemas import LlamaCompletionBody
-from ngramspec.server.llamacpp.stop_rules import Answer
-from ngramspec.server.queue import Work
 from ngramspec.server.settings import ServerSettings
 
 FIM_TOKENS = ("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
@@ -290,7 +290,7 @@ def test_where_a_text_is_cut_does_not_depend_on_passes(text: str, n_indent: int,
         expected += line[: len(line) - len(rest)] if is_cut else line
         if is_cut:
             break
-    answer = Answer(Work([1], SamplingParams()), LlamaCompletionBody(prompt="", n_indent=n_indent))
+    answer = LlamaAnswer(EngineInput([1], SamplingParams(), {}), LlamaCompletionBody(prompt="", n_indent=n_indent))
     shown, tokens = "", 0
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     for start, end in itertools.pairwise(edges):
@@ -532,7 +532,7 @@ def test_without_a_tokenizer(make_server: Callable[..., Any]) -> None:
 
 def test_a_warm_up_shows_nothing() -> None:
     completion = Completion([1], [], 0, "bitwise")
-    answer = Answer(Work([1], SamplingParams()), LlamaCompletionBody(prompt="", n_predict=0))
+    answer = LlamaAnswer(EngineInput([1], SamplingParams(), {}), LlamaCompletionBody(prompt="", n_predict=0))
     assert answer.take(Delta(0, "a", [97], [None], "length", completion, texts=["a"])) == ("", [], [])
     assert answer.completion is completion
     assert answer.tokens == []

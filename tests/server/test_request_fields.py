@@ -20,8 +20,7 @@ import ngramspec
 from ngramspec import sampling_params
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.options import MAX_INT, Choice, Flag, Integer, Kind, Number, Text, Texts, TokenIds, TokenNumbers, option
-from ngramspec.server.base_schemas import StrictModel
-from ngramspec.server.sampling_fields import OWN_SHAPE, SHARED, strict_type
+from ngramspec.server.request_fields import OWN_SHAPE, SHARED, StrictModel, make_strict_type
 from ngramspec.server.settings import ServerSettings
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -117,7 +116,7 @@ VALUES = NUMBERS | st.booleans() | st.text("ab", max_size=2) | st.none()
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(VALUES | st.lists(VALUES, max_size=3) | st.dictionaries(st.text("a1", max_size=1), NUMBERS, max_size=1))
 def test_a_field_takes_what_its_option_takes(kind: Kind, value: Any) -> None:
-    model = create_model("model", __base__=StrictModel, value=(strict_type(kind), ...))
+    model = create_model("model", __base__=StrictModel, value=(make_strict_type(kind), ...))
     try:
         model(value=value)  # type: ignore[call-arg]
         taken = True
@@ -128,4 +127,4 @@ def test_a_field_takes_what_its_option_takes(kind: Kind, value: Any) -> None:
 
 def test_what_a_type_cannot_say() -> None:
     with pytest.raises(TypeError, match="declare it itself"):
-        strict_type(TokenNumbers(-1, 1))
+        make_strict_type(TokenNumbers(-1, 1))

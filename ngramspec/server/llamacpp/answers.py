@@ -1,51 +1,143 @@
-"""Answers in llama.cpp's words: the pieces of a stream, and the whole that is said at its end.
+"""Answers in llama.cpp's words: the chunks of a stream, and the whole that is said at its end.
 
-What `cutting` shows of each work enters, dicts leave. Knows neither routes nor how works are run.
+They may end before the model ends them: at a line that is less indented, or at the first line end after some time. Deltas of running
+requests enter, dicts leave. Knows the admission queue, and no routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
+
+from fastapi import Request
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Delta, TokenLogprob
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
-from ngramspec.server.llamacpp.schemas import Generation
-from ngramspec.server.llamacpp.stop_rules import Answer, shown
-from ngramspec.server.llamacpp.tokenize import Tokens
-from ngramspec.server.queue import Reservation
+from ngramspec.server.engine_input import EngineInput
+from ngramspec.server.error_responses import ClientGone
+from ngramspec.server.llamacpp.schemas import OTHER_NAMES, LlamaRequest
+from ngramspec.server.llamacpp.tokenize import LlamaTokenizer
+from ngramspec.server.queue import Reservation, until_gone
+from ngramspec.server.request_fields import SHARED
 from ngramspec.server.token_strings import finite
 
+_INDENTATION = re.compile(r"\n([ \t]*)(?=[^ \t])")  # a line's, once its first other character is known
 
-class Answers:
-    """What llama.cpp's routes say of the texts that an engine wrote."""
 
-    def __init__(self, engine: Engine, tokens: Tokens, model: str) -> None:
+class LlamaAnswer:
+    """What has been written for one prompt, up to where the request wants it to end."""
+
+    def __init__(self, given: EngineInput, body: LlamaRequest) -> None:
+        self.given, self.body = given, body
+        self.text = ""
+        self.tokens: list[int] = []
+        self.is_cut = body.n_predict == 0
+        """The request's own end was reached, before the engine's."""
+        self.completion: Completion | None = None
+        self._started: float | None = None
+
+    def take(self, delta: Delta) -> tuple[str, list[int], list[TokenLogprob]]:
+        """Add a delta; return what is new of the text, with its tokens and their log-probabilities."""
+        if delta.completion is not None:
+            self.completion = delta.completion
+        if self._started is None and delta.token_ids:
+            self._started = time.perf_counter()
+        if self.is_cut:
+            return "", [], []
+        start, whole = len(self.text), self.text + delta.text
+        end = self._find_end(whole, start)
+        self.is_cut = end is not None
+        self.text = whole[:end]
+        n, at = 0, start
+        for text in delta.texts:
+            if end is not None and at >= end:
+                break
+            n, at = n + 1, at + len(text)
+        self.tokens += delta.token_ids[:n]
+        return self.text[start:], delta.token_ids[:n], (delta.logprobs or [])[:n]
+
+    def _find_end(self, whole: str, start: int) -> int | None:
+        """Return where to cut the text, the part from `start` on being new; None: nowhere.
+
+        Both rules are llama.cpp's: after the indentation of a line that has less of it than `n_indent`; and once time is over, after the
+        next line end.
+        """
+        ends: list[int] = []
+        if self.body.n_indent > 0:
+            lines = _INDENTATION.finditer(whole, max(whole.rfind("\n", 0, start), 0))
+            ends += [line.end() for line in lines if len(line[1]) < self.body.n_indent][:1]
+        limit_ms = self.body.t_max_predict_ms
+        if limit_ms > 0 and self._started is not None and (time.perf_counter() - self._started) * 1e3 > limit_ms:
+            line_end = whole.find("\n", start)
+            ends += [line_end + 1] if line_end >= 0 else []
+        return min(ends, default=None)
+
+
+async def run_stop_rules(
+    reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]
+) -> AsyncIterator[tuple[int, str, list[int], list[TokenLogprob]]]:
+    """Yield (number of the input, new text, its tokens, their log-probabilities) for every delta.
+
+    An input whose answer was cut is cancelled; its last delta is waited for, since it brings the statistics.
+    """
+    async for i, delta in pieces:
+        was_cut = answers[i].is_cut
+        text, tokens, logprobs = answers[i].take(delta)
+        if answers[i].is_cut and not was_cut:
+            reservation.requests[i].cancel()
+        yield i, text, tokens, logprobs
+
+
+async def run_to_end(reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]) -> None:
+    async for _ in run_stop_rules(reservation, pieces, answers):
+        pass
+
+
+async def run_unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Wait for the work. Raises ClientGone, and cancels it, if the client leaves before it is done."""
+    doing, watch = asyncio.create_task(work), asyncio.create_task(until_gone(http.receive))
+    try:
+        await asyncio.wait({doing, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientGone
+        doing.result()
+    finally:
+        watch.cancel()
+        doing.cancel()
+
+
+class AnswerFormat:
+    """Words what an engine wrote as llama.cpp does."""
+
+    def __init__(self, engine: Engine, tokens: LlamaTokenizer, model: str) -> None:
         self.engine, self.tokens, self.model = engine, tokens, model
 
     async def events(
-        self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[Answer]
+        self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]
     ) -> AsyncIterator[dict[str, Any]]:
-        """The pieces of a stream: what is new of each text, and at its end the rest of what `final` says."""
-        async for i, text, tokens, logprobs in shown(reservation, pieces, answers):
+        """Yield the chunks of a stream: what is new of each text, and at its end the rest of what `describe` says."""
+        async for i, text, tokens, logprobs in run_stop_rules(reservation, pieces, answers):
             answer = answers[i]
             if text or tokens:
                 event: dict[str, Any] = {"index": i, "content": text, "tokens": tokens, "stop": False, "id_slot": i}
-                event |= {"tokens_predicted": len(answer.tokens), "tokens_evaluated": len(answer.work.prompt)}
+                event |= {"tokens_predicted": len(answer.tokens), "tokens_evaluated": len(answer.given.prompt)}
                 if logprobs:
-                    event["completion_probabilities"] = self._probabilities(logprobs)
+                    event["completion_probabilities"] = self._describe_probabilities(logprobs)
                 yield event
             if answer.completion is not None:
-                yield self.final(i, answer)
+                yield self.describe(i, answer)
 
-    def final(self, i: int, answer: Answer) -> dict[str, Any]:
-        """The whole answer; of a stream, what is said at its end."""
-        body, work, completion = answer.body, answer.work, answer.completion
+    def describe(self, i: int, answer: LlamaAnswer) -> dict[str, Any]:
+        """Return the whole answer; of a stream, what is said at its end."""
+        body, given, completion = answer.body, answer.given, answer.completion
         assert completion is not None
         fields = body.response_fields
-        stop_type, stopping_word = self._end(answer, completion)
+        stop_type, stopping_word = self._describe_end(answer, completion)
         found: dict[str, Any] = {
             "index": i,
             "content": "" if body.stream else answer.text,
@@ -54,38 +146,38 @@ class Answers:
             "stop": True,
             "model": self.model,
             "tokens_predicted": len(answer.tokens),
-            "tokens_evaluated": len(work.prompt),
-            "generation_settings": self.settings(body, work.params),
-            "prompt": self.tokens.decode(work.prompt) if self.engine.tokenizer is not None and (not fields or "prompt" in fields) else "",
+            "tokens_evaluated": len(given.prompt),
+            "generation_settings": self.describe_settings(body, given.params),
+            "prompt": self.tokens.decode(given.prompt) if self.engine.tokenizer is not None and (not fields or "prompt" in fields) else "",
             "has_new_line": "\n" in answer.text,
-            "truncated": completion.finish_reason == "length" and len(work.prompt) + len(answer.tokens) >= self.engine.max_model_len,
+            "truncated": completion.finish_reason == "length" and len(given.prompt) + len(answer.tokens) >= self.engine.max_model_len,
             "stop_type": stop_type,
             "stopping_word": stopping_word,
             "tokens_cached": completion.cached_tokens,
             "timings": response_stats.timings(completion),
         }
         if completion.choices[0].logprobs and not body.stream:
-            found["completion_probabilities"] = self._probabilities(completion.choices[0].logprobs[: len(answer.tokens)])
+            found["completion_probabilities"] = self._describe_probabilities(completion.choices[0].logprobs[: len(answer.tokens)])
         if body.speculative_metrics in ("summary", "detailed"):
             found["metrics"] = {"speculative_decoding": response_stats.speculative(completion, body.speculative_metrics)}
         if body.return_sources:
             choice = completion.choices[0]
             n = len(answer.tokens)
             found["ngramspec"] = {"tokens": response_stats.sourced(choice.texts[:n], choice.draft_sources[:n])}
-        return _picked(found, fields) if fields else found
+        return _pick_fields(found, fields) if fields else found
 
-    def settings(self, body: Generation, params: SamplingParams) -> dict[str, Any]:
-        """`generation_settings`."""
-        return {"n_ctx": self.engine.max_model_len} | body.settings(params)
+    def describe_settings(self, body: LlamaRequest, params: SamplingParams) -> dict[str, Any]:
+        """Return `generation_settings`."""
+        return {"n_ctx": self.engine.max_model_len} | describe_settings(body, params)
 
-    def _end(self, answer: Answer, completion: Completion) -> tuple[str, str]:
-        """(stop_type, stopping_word)"""
+    def _describe_end(self, answer: LlamaAnswer, completion: Completion) -> tuple[str, str]:
+        """Return (stop_type, stopping_word)."""
         choice = completion.choices[0]
         if answer.is_cut or choice.finish_reason != "stop":
             return "limit", ""
         return ("word", choice.stop_reason) if isinstance(choice.stop_reason, str) else ("eos", "")
 
-    def _probabilities(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def _describe_probabilities(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             raw = self.tokens.texts.bytes(token)
             return {"id": token, "token": raw.decode(errors="ignore"), "bytes": list(raw), "logprob": finite(logprob)}
@@ -96,8 +188,8 @@ class Answers:
         ]
 
 
-def _picked(found: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The fields that were asked for; "a/b" is field b of a, under that name. What is not there is left out."""
+def _pick_fields(found: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that were asked for; "a/b" is field b of a, under that name. What is not there is left out."""
     picked: dict[str, Any] = {}
     for path in paths:
         value: Any = found
@@ -109,3 +201,20 @@ def _picked(found: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 
 
 _MISSING = object()
+
+
+def describe_settings(body: LlamaRequest, params: SamplingParams) -> dict[str, Any]:
+    """Return llama.cpp's `generation_settings`, without what the model says."""
+    theirs = {name: other for other, name in OTHER_NAMES.items()}
+    return {theirs.get(name, name): getattr(params, name) for name in SHARED} | {
+        "n_predict": body.n_predict,
+        "max_tokens": params.max_tokens,
+        "seed": -1 if params.seed is None else params.seed,
+        "stop": list(params.stop),
+        "grammar": "" if params.grammar is None else params.grammar.text,
+        "n_probs": body.n_probs,
+        "n_indent": body.n_indent,
+        "t_max_predict_ms": body.t_max_predict_ms,
+        "stream": body.stream,
+        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+    }

@@ -1,49 +1,52 @@
 """llama.cpp's own routes, for the editors that speak them: /infill, /completion, /tokenize, /detokenize, /props, /slots.
 
-Requests in llama.cpp's words enter and become works for `admission`; answers leave in llama.cpp's words, errors in the envelope of all
-other routes. The fields of requests are in `schemas`, those of answers in `answers`, prompts in `tokens` and `fim`.
+Requests in llama.cpp's words enter and become `EngineInput`s; answers leave in llama.cpp's words, errors in the envelope of all other
+routes. The fields of requests are in `schemas`, those of answers in `answers`, prompts in `tokenize` and `fim`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec import __version__
+from ngramspec.grammar.base import Grammar
+from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, identify, operator
-from ngramspec.server.error_responses import ApiError, refusing
+from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints
+from ngramspec.server.error_responses import ApiError, make_bad_request
 from ngramspec.server.fim import Fim
-from ngramspec.server.llamacpp.answers import Answers
+from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import (
+    OTHER_NAMES,
     DetokenizeBody,
     DetokenizeResponse,
-    Generation,
     InfillBody,
     LlamaCompletionBody,
+    LlamaRequest,
     TokenizeBody,
     TokenizeResponse,
 )
-from ngramspec.server.llamacpp.stop_rules import Answer, finish, unless_gone
-from ngramspec.server.llamacpp.tokenize import Tokens, text_of
-from ngramspec.server.queue import Reservation, Work
+from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
+from ngramspec.server.middleware import ParsedBodyRoute
+from ngramspec.server.queue import Reservation
+from ngramspec.server.request_fields import check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.sse import GENERATES, EventStream
-from ngramspec.server.state import State
+from ngramspec.server.state import ServerState
 
-T = TypeVar("T")
 Who = Annotated[Identity, Depends(identify)]
 
-RESERVE = 256
-"""Tokens of the context that /infill keeps free for the middle where `n_predict` does not say how many."""
+RESERVE = 256  # tokens of the context that /infill keeps free for the middle if `n_predict` does not say how many
 
 
-def router(state: State) -> APIRouter:
-    routes = APIRouter(tags=["llama.cpp"])
-    tokens = Tokens(state.engine)
-    handler = _Handler(state, tokens)
+def make_router(state: ServerState) -> APIRouter:
+    routes = APIRouter(tags=["llama.cpp"], route_class=ParsedBodyRoute)
+    tokens = LlamaTokenizer(state.engine)
+    handler = _LlamaHandler(state, tokens)
 
     @routes.post("/infill", responses=GENERATES)
     async def infill(body: InfillBody, http: Request, identity: Who) -> Any:
@@ -57,8 +60,8 @@ def router(state: State) -> APIRouter:
             raise ApiError(400, message, type="not_supported_error", code="not_supported")
         with state.admission.reserve(body.n_cmpl) as reservation:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
-            ids = await handler.encode(identity, body, size, lambda: handler.between(fim, body))
-            return await handler.answer(reservation, http, identity, body, [ids], stop_ids=fim.stop_ids)
+            inputs = await handler.make_inputs(identity, body, size, lambda: [handler.encode_infill(fim, body)], stop_ids=fim.stop_ids)
+            return await handler.answer(reservation, http, body, inputs)
 
     @routes.post("/completion", responses=GENERATES)
     @routes.post("/completions", responses=GENERATES)
@@ -71,19 +74,19 @@ def router(state: State) -> APIRouter:
         parse = state.settings.parse_special if body.parse_special is None else body.parse_special
         with state.admission.reserve(len(given) * body.n_cmpl) as reservation:
             for each in given:
-                state.bounds.check_text(text_of(each))
+                state.limits.check_text(join_text(each))
 
             def encode() -> list[list[int]]:
                 return [tokens.encode(each, bos=True, parse=parse) for each in given]
 
-            ids = await handler.encode(identity, body, sum(len(text_of(each)) for each in given), encode)
-            return await handler.answer(reservation, http, identity, body, ids, several=body.has_several)
+            inputs = await handler.make_inputs(identity, body, sum(len(join_text(each)) for each in given), encode)
+            return await handler.answer(reservation, http, body, inputs, several=body.has_several)
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeBody, identity: Who) -> TokenizeResponse:
         """The ids of a text."""
         with state.admission.reserve():
-            return await state.encoders.run(identity.tenant, len(text_of(body.content)), lambda: tokens.tokenize(body))
+            return await state.encoders.run(identity.tenant, len(join_text(body.content)), lambda: tokens.tokenize(body))
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody, identity: Who) -> DetokenizeResponse:
@@ -109,81 +112,72 @@ def router(state: State) -> APIRouter:
     return routes
 
 
-class _Handler:
+class _LlamaHandler:
     """What the routes have in common."""
 
-    def __init__(self, state: State, tokens: Tokens) -> None:
+    def __init__(self, state: ServerState, tokens: LlamaTokenizer) -> None:
         self.state, self.engine, self.admission = state, state.engine, state.admission
-        self.answers = Answers(state.engine, tokens, state.names[0])
+        self.format = AnswerFormat(state.engine, tokens, state.names[0])
         self.n_slots = int(state.engine.props()["max_seqs"])
 
-    def between(self, fim: Fim, body: InfillBody) -> list[int]:
-        """The prompt of a request to fill in the middle, cut to what the context holds beside the middle."""
-        bounds, length = self.state.bounds, self.engine.max_model_len
+    def encode_infill(self, fim: Fim, body: InfillBody) -> list[int]:
+        """Return the prompt of a request to fill in the middle, cut to what the context holds beside the middle. Raises ValueError."""
+        length = self.engine.max_model_len
         reserve = min(body.n_predict, length // 2) if body.n_predict > 0 else min(RESERVE, length // 4)
-        limit = min(length - reserve, bounds.limits.prompt_tokens or length)
+        limit = min(length - reserve, self.state.settings.limits.prompt_tokens or length)
         extra = [(chunk.filename, chunk.text) for chunk in body.input_extra]
-        with refusing():
-            return fim.prompt(body.input_prefix + body.prompt, body.input_suffix, extra, limit=limit)
+        return fim.prompt(body.input_prefix + body.prompt, body.input_suffix, extra, limit=limit)
 
-    async def encode(self, identity: Identity, body: Generation, n_chars: int, prompts: Callable[[], T]) -> T:
-        """The prompts' ids; the prediction's are kept for `answer`. Raises ApiError."""
-
-        def run() -> T:
-            found = prompts()
-            if body.prediction is not None:
-                with refusing():
-                    body.predicted = self.engine.encode_text(body.prediction)
-            return found
-
-        return await self.state.encoders.run(identity.tenant, n_chars + len(body.prediction or ""), run)
-
-    # ------------------------------------------------------------------ running
-
-    async def answer(
+    async def make_inputs(
         self,
-        reservation: Reservation,
-        http: Request,
         identity: Identity,
-        body: Generation,
-        prompts: list[list[int]],
+        body: LlamaRequest,
+        n_chars: int,
+        encode: Callable[[], list[list[int]]],
         *,
         stop_ids: Sequence[int] = (),
-        several: bool = False,
-    ) -> Any:
-        """Run `n_cmpl` works per prompt; one answer, a list of them, or a stream."""
-        body.check_trust(identity)
-        await asyncio.to_thread(body.check_form, self.engine, identity.tenant)
-        works = list(self._works(identity, body, prompts, stop_ids))
-        answers = [Answer(work, body) for work in works]
-        pieces = self.admission.stream(reservation, http, works)
-        if body.stream:
-            return EventStream(reservation, self.answers.events(reservation, pieces, answers), done=False)
-        await unless_gone(http, finish(reservation, pieces, answers))
-        found = [self.answers.final(i, answer) for i, answer in enumerate(answers)]
-        return found if several or len(found) > 1 else found[0]
+    ) -> list[EngineInput]:
+        """Return `n_cmpl` inputs for each prompt that `encode` returns. Raises ApiError."""
+        hints = make_hints(body, identity, self.engine)
 
-    def _works(self, identity: Identity, body: Generation, prompts: list[list[int]], stop_ids: Sequence[int]) -> Iterator[Work]:
-        hints = body.hints(identity, self.engine)
-        hints["prefix_cache"] = body.cache_prompt
-        with refusing():
-            if body.predicted is not None:
-                hints["prediction"] = body.predicted
-            for ids in prompts:
-                if not ids:
-                    raise ApiError(400, "prompt: is empty, and this model's tokenizer begins texts with nothing", param="prompt")
-                self.state.bounds.check_prompt(len(ids))
-                room = max(self.engine.max_model_len - len(ids), 1)
-                for i in range(body.n_cmpl):
-                    params = body.params(i, room=room, stop_ids=stop_ids)
-                    self.state.bounds.check(params, len(prompts) * body.n_cmpl)
-                    yield Work(ids, params, hints)
+        def encode_all() -> list[list[int]]:
+            prompts = encode()
+            encode_prediction(hints, body.prediction, self.engine)
+            return prompts
+
+        prompts = await self.state.encoders.run(identity.tenant, n_chars + len(body.prediction or ""), encode_all)
+        form = read_grammar(body)
+        await asyncio.to_thread(check_grammar, form, self.engine, identity.tenant)
+        inputs = []
+        for ids in prompts:
+            if not ids:
+                raise ApiError(400, "prompt: is empty, and this model's tokenizer begins texts with nothing", param="prompt")
+            self.state.limits.check_prompt(len(ids))
+            room = self.state.limits.count_room(len(ids))
+            for i in range(body.n_cmpl):
+                params = make_params(body, i, room=room, grammar=form and form[1], stop_ids=stop_ids)
+                self.state.limits.check_params(params, len(prompts) * body.n_cmpl)
+                inputs.append(EngineInput(ids, params, hints))
+        return inputs
+
+    async def answer(
+        self, reservation: Reservation, http: Request, body: LlamaRequest, inputs: Sequence[EngineInput], *, several: bool = False
+    ) -> Any:
+        """Run the inputs; return one answer, a list of them, or a stream."""
+        answers = [LlamaAnswer(each, body) for each in inputs]
+        deltas = self.admission.stream(reservation, http, inputs)
+        if body.stream:
+            return EventStream(reservation, self.format.events(reservation, deltas, answers), done=False)
+        await run_unless_gone(http, run_to_end(reservation, deltas, answers))
+        found = [self.format.describe(i, answer) for i, answer in enumerate(answers)]
+        return found if several or len(found) > 1 else found[0]
 
     # ------------------------------------------------------------------ the server
 
     def props(self) -> dict[str, Any]:
         body = LlamaCompletionBody(prompt="")
-        settings = self.answers.settings(body, body.params(0, room=self.engine.max_model_len)) | {"max_tokens": -1}
+        params = make_params(body, 0, room=self.engine.max_model_len, grammar=None)
+        settings = self.format.describe_settings(body, params) | {"max_tokens": -1}
         engine = self.engine
         return {
             "default_generation_settings": {"id": 0, "n_ctx": engine.max_model_len, "params": settings},
@@ -213,3 +207,35 @@ class _Handler:
             slot["n_prompt_tokens"] = len(request.completion.prompt_token_ids)
             slot["next_token"] = {"n_decoded": n_decoded, "n_remain": max(request.params.max_tokens - n_decoded, 0)}
         return slots
+
+
+def make_params(body: LlamaRequest, i: int, *, room: int, grammar: Grammar | None, stop_ids: Sequence[int] = ()) -> SamplingParams:
+    """Return how the i-th text of a prompt is sampled, in up to `room` tokens. `stop_ids` end it, too. Raises ApiError (400)."""
+    given = body.defaults | read_sampling_fields(body, OTHER_NAMES)
+    if not given.get("ignore_eos"):
+        given["stop_token_ids"] = [*stop_ids, *given.get("stop_token_ids", ())]
+    try:
+        return SamplingParams(
+            max_tokens=max(body.n_predict, 1) if body.n_predict >= 0 else room,
+            seed=None if body.seed == -1 else (body.seed + i) % (MAX_SEED + 1),
+            stop=tuple(word for word in ([body.stop] if isinstance(body.stop, str) else body.stop) if word),
+            logit_bias=_read_bias(body),
+            logprobs=body.n_probs or None,
+            grammar=grammar,
+            **given,
+        )
+    except ValueError as error:
+        raise make_bad_request(error) from None
+
+
+def _read_bias(body: LlamaRequest) -> dict[int, float]:
+    """Raises ValueError."""
+    pairs = body.logit_bias.items() if isinstance(body.logit_bias, dict) else body.logit_bias
+    bias: dict[int, float] = {}
+    for token, value in pairs:
+        if isinstance(token, str) and not (token.isascii() and token.isdigit() and len(token) <= 10):
+            raise ValueError(f"logit_bias must be for token ids, got {token[:40]!r}")
+        if value is True:
+            raise ValueError("logit_bias must be numbers, or false for a token that is banned, got true")
+        bias[int(token)] = -100.0 if value is False else float(value)
+    return bias

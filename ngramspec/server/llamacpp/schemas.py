@@ -1,40 +1,37 @@
-"""The shape of llama.cpp's requests: what is accepted where, in its words, with the extras that all our routes take.
+"""Requests and answers of llama.cpp's routes, as pydantic models.
 
-JSON that was parsed enters; checked requests, and `SamplingParams` made of them, leave. Knows nothing of routes or tokenizers.
+JSON that was parsed enters, checked requests leave. Plain declarations: what becomes of a request is decided in `routes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, Field, PrivateAttr, Strict, field_validator, model_validator
+from pydantic import BaseModel, Field, Strict, field_validator, model_validator
 
 from ngramspec.options import MAX_INT
-from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
-from ngramspec.server import sampling_fields
-from ngramspec.server.base_schemas import Few, Items, StrictModel, TokenId
+from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import INFILL, LLAMA
-from ngramspec.server.structured_output import Structured
+from ngramspec.server.request_fields import Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
 
 TextOrTokens = str | Items[TokenId | str]
 """A text, or texts and token ids that are put end to end."""
 
-OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
-"""llama.cpp's, and those of `SamplingParams`; both are taken."""
+OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's, and those of `SamplingParams`; both are taken
 
 
-@sampling_fields.takes_sampling(OTHER_NAMES)
-class Generation(Structured):
+@add_sampling_fields(OTHER_NAMES)
+class LlamaRequest(GenerationFields):
     """What /infill and /completion share."""
 
     defaults: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-    """llama.cpp's, where they are not those of `SamplingParams`."""
+    """llama.cpp's defaults, if they are not those of `SamplingParams`."""
 
     n_predict: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
     """-1: until the context is full; 0: the prompt is computed, and nothing written."""
     max_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    """`n_predict` by its other name, where that is not given."""
+    """`n_predict` by its other name, used if that is not given."""
     n_cmpl: Annotated[int, Field(ge=1, le=128)] = 1
     logit_bias: Annotated[Items[Annotated[tuple[TokenId, float | bool], Strict(False)]] | dict[str, float], Few] = Field(
         default_factory=list
@@ -47,23 +44,12 @@ class Generation(Structured):
     """A line with less indentation than so many blanks and tabs ends the text."""
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
     """After so long, the next line end ends the text. 0, -1: never."""
-    cache_prompt: bool = True
     return_tokens: bool = False
     response_fields: Items[str] = Field(default_factory=list)
     """What to answer: field b of a is "a/b". None: everything."""
     stream: bool = False
     prediction: str | None = None
     """The output that is expected."""
-    _predicted: list[int] | None = PrivateAttr(None)
-
-    @property
-    def predicted(self) -> list[int] | None:
-        """The prediction's ids, once it is encoded."""
-        return self._predicted
-
-    @predicted.setter
-    def predicted(self, ids: list[int]) -> None:
-        self._predicted = ids
 
     @model_validator(mode="before")
     @classmethod
@@ -82,51 +68,8 @@ class Generation(Structured):
     def _random(cls, seed: int) -> int:
         return -1 if seed == 2**32 - 1 else seed  # llama.cpp's own word for any seed
 
-    def params(self, i: int, *, room: int, stop_ids: Sequence[int] = ()) -> SamplingParams:
-        """How the i-th text of a prompt is written, in up to `room` tokens. `stop_ids` end it, too. Raises ValueError."""
-        given = self.defaults | sampling_fields.given(self, OTHER_NAMES)
-        if not given.get("ignore_eos"):
-            given["stop_token_ids"] = [*stop_ids, *given.get("stop_token_ids", ())]
-        return SamplingParams(
-            max_tokens=max(self.n_predict, 1) if self.n_predict >= 0 else room,
-            seed=None if self.seed == -1 else (self.seed + i) % (MAX_SEED + 1),
-            stop=tuple(word for word in ([self.stop] if isinstance(self.stop, str) else self.stop) if word),
-            logit_bias=self.bias(),
-            logprobs=self.n_probs or None,
-            grammar=self.form,
-            **given,
-        )
 
-    def settings(self, params: SamplingParams) -> dict[str, Any]:
-        """llama.cpp's `generation_settings`, without what the model says."""
-        theirs = {name: other for other, name in OTHER_NAMES.items()}
-        return {theirs.get(name, name): getattr(params, name) for name in sampling_fields.SHARED} | {
-            "n_predict": self.n_predict,
-            "max_tokens": params.max_tokens,
-            "seed": -1 if params.seed is None else params.seed,
-            "stop": list(params.stop),
-            "grammar": "" if params.grammar is None else params.grammar.text,
-            "n_probs": self.n_probs,
-            "n_indent": self.n_indent,
-            "t_max_predict_ms": self.t_max_predict_ms,
-            "stream": self.stream,
-            "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
-        }
-
-    def bias(self) -> dict[int, float]:
-        """Raises ValueError."""
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
-        bias: dict[int, float] = {}
-        for token, value in pairs:
-            if isinstance(token, str) and not (token.isascii() and token.isdigit() and len(token) <= 10):
-                raise ValueError(f"logit_bias must be for token ids, got {token[:40]!r}")
-            if value is True:
-                raise ValueError("logit_bias must be numbers, or false for a token that is banned, got true")
-            bias[int(token)] = -100.0 if value is False else float(value)
-        return bias
-
-
-class LlamaCompletionBody(Generation):
+class LlamaCompletionBody(LlamaRequest):
     route = LLAMA
 
     prompt: TextOrTokens | Items[TextOrTokens]
@@ -152,15 +95,15 @@ class Chunk(StrictModel):
     filename: str = "tmp"
 
 
-class InfillBody(Generation):
+class InfillBody(LlamaRequest):
     route = INFILL
-    defaults: ClassVar[dict[str, Any]] = Generation.defaults | {"temperature": 0.0}
+    defaults: ClassVar[dict[str, Any]] = LlamaRequest.defaults | {"temperature": 0.0}
 
     input_prefix: str
     input_suffix: str
     input_extra: Items[Chunk] = Field(default_factory=list)
     prompt: str = ""
-    """What stands before the cursor in its line: goes on behind the prefix."""
+    """What stands before the cursor in its line: follows the prefix."""
 
 
 class TokenizeBody(StrictModel):
@@ -170,13 +113,13 @@ class TokenizeBody(StrictModel):
     with_pieces: bool = False
 
 
-class Piece(BaseModel):
+class TokenPiece(BaseModel):
     id: int
     piece: str | list[int]
 
 
 class TokenizeResponse(BaseModel):
-    tokens: list[int] | list[Piece]
+    tokens: list[int] | list[TokenPiece]
 
 
 class DetokenizeBody(StrictModel):

@@ -10,17 +10,15 @@ from typing import Any
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.chat_template import Prompts
-from ngramspec.server.error_responses import ApiError, refusing
-from ngramspec.server.llamacpp.schemas import Piece, TextOrTokens, TokenizeBody, TokenizeResponse
+from ngramspec.server.error_responses import ApiError
+from ngramspec.server.llamacpp.schemas import TextOrTokens, TokenizeBody, TokenizeResponse, TokenPiece
 from ngramspec.server.token_strings import TokenTexts
 
-MAX_TEXTS = 1024
-"""In a list of texts and ids: each takes some time of its own."""
-MAX_PIECES = 1 << 16
-"""That /tokenize tells one by one."""
+MAX_TEXTS = 1024  # in a list of texts and ids: each takes some time of its own
+MAX_PIECES = 1 << 16  # that /tokenize describes one by one
 
 
-class Tokens:
+class LlamaTokenizer:
     """The tokens of one engine. Threads may share it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -34,19 +32,21 @@ class Tokens:
         return self.engine.tokenizer
 
     def encode(self, given: TextOrTokens, *, bos: bool, parse: bool) -> list[int]:
-        """Ids of a text, of ids, or of a list of both; `bos`: what begins with text begins as the tokenizer begins texts."""
+        """Return the ids of a text, of ids, or of a list of both; `bos`: what begins with text begins as the tokenizer begins texts.
+
+        Raises ApiError (400), TokenizerError.
+        """
         parts = [given] if isinstance(given, str) else given
         if len(parts) > MAX_TEXTS and sum(isinstance(part, str) for part in parts) > MAX_TEXTS:
             raise ApiError(400, f"a list of texts and ids may have {MAX_TEXTS} texts")
         ids: list[int] = []
-        with refusing():
-            for at, part in enumerate(parts):
-                if isinstance(part, int):
-                    ids.append(part)
-                elif bos and at == 0:
-                    ids += self.prompts.to_continue(part, parse_special=parse)
-                else:
-                    ids += self.engine.encode_text(part, parse_special=parse)
+        for at, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            elif bos and at == 0:
+                ids += self.prompts.to_continue(part, parse_special=parse)
+            else:
+                ids += self.engine.encode_text(part, parse_special=parse)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -60,16 +60,16 @@ class Tokens:
             return TokenizeResponse(tokens=ids)
         if len(ids) > MAX_PIECES:
             raise ApiError(400, f"with_pieces: for up to {MAX_PIECES} tokens, got {len(ids)}", param="with_pieces")
-        return TokenizeResponse(tokens=[Piece(id=token, piece=_piece(self.texts.bytes(token))) for token in ids])
+        return TokenizeResponse(tokens=[TokenPiece(id=token, piece=_make_piece(self.texts.bytes(token))) for token in ids])
 
 
-def text_of(given: TextOrTokens) -> str:
-    """The text in a text, in ids, or in a list of both."""
+def join_text(given: TextOrTokens) -> str:
+    """Return the text in a text, in ids, or in a list of both."""
     return given if isinstance(given, str) else "".join(part for part in given if isinstance(part, str))
 
 
-def _piece(raw: bytes) -> str | list[int]:
-    """A token's text; its bytes where they are not whole characters."""
+def _make_piece(raw: bytes) -> str | list[int]:
+    """Return a token's text, or its bytes if they are not whole characters."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

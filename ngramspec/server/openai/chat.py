@@ -1,6 +1,6 @@
-"""`/v1/chat/completions` as OpenAI has it: messages through the model's own template, one answer or several, with calls of tools.
+"""`/v1/chat/completions` as OpenAI has it: messages through the model's own template, one answer or several, with tool calls.
 
-A checked request becomes one work; its completion or deltas become an answer or a stream of pieces. Text only.
+A checked request becomes one `EngineInput`; its completion or deltas become an answer or a stream of chunks. Text only.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ from fastapi import APIRouter, Depends, Request
 
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.chat_template import Prompts
-from ngramspec.server.error_responses import ApiError, refusing
-from ngramspec.server.openai import logprobs
-from ngramspec.server.openai.conversation import Conversation, text_of, unsupported
-from ngramspec.server.openai.handler import CompletionHandler
-from ngramspec.server.openai.schemas import ApplyTemplateRequest, ApplyTemplateResponse, ChatRequest, ChatResponse, Message
-from ngramspec.server.queue import Work
+from ngramspec.server.chat_template import Prompts, Style
+from ngramspec.server.engine_input import EngineInput, encode_prediction
+from ngramspec.server.error_responses import ApiError
+from ngramspec.server.middleware import ParsedBodyRoute
+from ngramspec.server.openai.handler import CompletionHandler, Conversation, join_text, not_supported
+from ngramspec.server.openai.schemas import ApplyTemplateRequest, ApplyTemplateResponse, ChatPrompt, ChatRequest, ChatResponse, Message
 from ngramspec.server.sse import GENERATES, EventStream
-from ngramspec.server.state import State
-from ngramspec.server.token_strings import TokenTexts
+from ngramspec.server.state import ServerState
+from ngramspec.server.token_strings import TokenTexts, finite
 from ngramspec.server.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
 from ngramspec.server.tool_calls.stream_parser import StreamParser, make_toolbox, read_calls
 from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": ASSISTANT, "tool": TOOL}
-"""OpenAI's roles, and what templates call them."""
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": ASSISTANT, "tool": TOOL}  # what templates call OpenAI's
 
 
-def router(state: State) -> APIRouter:
-    routes = APIRouter(tags=["openai"])
+def make_router(state: ServerState) -> APIRouter:
+    routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
     prompts, texts = Prompts(state.engine), TokenTexts(state.engine.tokenizer)
 
     @routes.post("/chat/completions", include_in_schema=False, responses=GENERATES)
@@ -44,22 +42,22 @@ def router(state: State) -> APIRouter:
         handler = _ChatHandler(state, prompts, texts, body, identity)
         with state.admission.reserve(handler.n) as reservation:
             ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
-            works = [await asyncio.to_thread(handler.work, ids)]
+            inputs = [await asyncio.to_thread(handler.make_input, ids)]
             if handler.streams:
-                return EventStream(reservation, handler.events(state.admission.stream(reservation, http, works)))
-            (completion,) = await state.admission.results(reservation, http, works)
+                return EventStream(reservation, handler.events(state.admission.stream(reservation, http, inputs)))
+            (completion,) = await state.admission.results(reservation, http, inputs)
             return handler.answer(completion)
 
     @routes.post("/apply-template", tags=["llama.cpp"])
     async def apply_template(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> ApplyTemplateResponse:
         """The text that a conversation becomes before the model continues it."""
-        box = make_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
-        conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
-        with state.admission.reserve(), refusing():
-            text = await state.encoders.run(
-                identity.tenant, conversation.n_chars, lambda: prompts.text(conversation.turns, box.prompt_tools, conversation.style)
-            )
-            return ApplyTemplateResponse(prompt=text)
+        conversation = _make_conversation(state, prompts, body)
+        with state.admission.reserve():
+
+            def render() -> str:
+                return prompts.text(conversation.turns, conversation.toolbox.prompt_tools, conversation.style)
+
+            return ApplyTemplateResponse(prompt=await state.encoders.run(identity.tenant, conversation.n_chars, render))
 
     return routes
 
@@ -67,40 +65,37 @@ def router(state: State) -> APIRouter:
 class _ChatHandler(CompletionHandler):
     """One request of /v1/chat/completions."""
 
-    def __init__(self, state: State, prompts: Prompts, texts: TokenTexts, body: ChatRequest, identity: Identity) -> None:
-        super().__init__(state, body, identity, "chatcmpl")
+    def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: ChatRequest, identity: Identity) -> None:
+        super().__init__(state, body, identity, "chatcmpl-")
         self._engine, self._texts, self._body = state.engine, texts, body
         self.n = 1 if body.n is None else body.n
-        self._silent = body.most_tokens == 0
-        """Nothing is to be written: the prompt is computed, so that a later request finds it."""
+        asked = next((n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None), -1)
+        self._max_tokens = None if asked < 0 else max(asked, 1)  # None: as many as fit; an engine writes one at least
+        self._silent = asked == 0  # nothing is to be written: the prompt is computed, so that a later request finds it
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
-        box = make_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
-        self._conversation = Conversation(state, prompts, turns_of(body.messages), box, "messages", body.style())
-        self._prediction = None if body.prediction is None else text_of(body.prediction.content, "prediction.content")
-        self._max_tokens = max(body.most_tokens, 1) if body.most_tokens is not None else None  # an engine writes one at least
+        self._conversation = _make_conversation(state, prompts, body)
+        self._prediction = None if body.prediction is None else join_text(body.prediction.content, "prediction.content")
         self.n_chars = self._conversation.n_chars + len(self._prediction or "")
 
     def encode(self) -> list[int]:
-        """The prompt's ids. Raises ApiError."""
+        """Return the prompt's ids. Raises ApiError, ValueError."""
         ids = self._conversation.encode(self._body, self._max_tokens)
-        if self._prediction is not None:
-            with refusing():
-                self.hints["prediction"] = self._engine.encode_text(self._prediction)
+        encode_prediction(self.hints, self._prediction, self._engine)
         return ids
 
-    def work(self, ids: list[int]) -> Work:
-        """Raises ApiError. Compiles grammars; may take seconds."""
+    def make_input(self, ids: list[int]) -> EngineInput:
+        """Compiles grammars; may take seconds. Raises ApiError."""
         top = (self._body.top_logprobs or 0) if self._body.logprobs else None
-        return self._conversation.work(ids, self._body, self.hints, max_tokens=self._max_tokens, n=self.n, logprobs=top)
+        return self._conversation.make_input(ids, self._body, self.hints, max_tokens=self._max_tokens, n=self.n, logprobs=top)
 
     # ------------------------------------------------------------------ answers
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        answer = self.head(KIND) | {"choices": [self._choice(choice) for choice in completion.choices]}
+        answer = self.head(KIND) | {"choices": [self._make_choice(choice) for choice in completion.choices]}
         return answer | {"usage": self.usage([completion], silent=self._silent)} | self.extras([completion])
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _make_choice(self, choice: Choice) -> dict[str, Any]:
         if self._silent:
             message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
             return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": "length"}
@@ -110,7 +105,7 @@ class _ChatHandler(CompletionHandler):
         reply = parser.reply
         message = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.calls:
-            message |= {"content": reply.content or None, "tool_calls": [_call(call) for call in reply.calls]}
+            message |= {"content": reply.content or None, "tool_calls": [_describe_call(call) for call in reply.calls]}
         return (
             {
                 "index": choice.index,
@@ -118,8 +113,8 @@ class _ChatHandler(CompletionHandler):
                 "logprobs": self._logprobs(choice.logprobs),
                 "finish_reason": parser.get_finish_reason(choice.finish_reason),
             }
-            | self.told_sources(choice)
-            | self.told_stop(choice)
+            | self.describe_sources(choice)
+            | self.describe_stop(choice)
         )
 
     async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
@@ -131,22 +126,22 @@ class _ChatHandler(CompletionHandler):
         async for _, delta in pieces:
             if delta.index not in parsers:
                 parsers[delta.index] = self._conversation.make_stream_parser()
-                yield head | {"choices": [_piece(delta.index, {"role": "assistant", "content": nothing, "refusal": None})]}
+                yield head | {"choices": [_make_chunk(delta.index, {"role": "assistant", "content": nothing, "refusal": None})]}
             if self._silent:
                 if delta.finish_reason is not None:
-                    yield head | {"choices": [_piece(delta.index, {}, "length")]}
+                    yield head | {"choices": [_make_chunk(delta.index, {}, "length")]}
                     completions += [] if delta.completion is None else [delta.completion]
                 continue
             parser = parsers[delta.index]
-            extras = {"logprobs": self._logprobs(delta.logprobs)} | self.told_sources(delta)
+            extras = {"logprobs": self._logprobs(delta.logprobs)} | self.describe_sources(delta)
             told = not (delta.token_ids and (self._body.logprobs or self.sources))
             for event in parser.parse(delta):
-                yield head | {"choices": [_piece(delta.index, _said(parser, event)) | ({} if told else extras)]}
+                yield head | {"choices": [_make_chunk(delta.index, _describe_event(parser, event)) | ({} if told else extras)]}
                 told = True
             if not told:
-                yield head | {"choices": [_piece(delta.index, {"content": ""}) | extras]}
+                yield head | {"choices": [_make_chunk(delta.index, {"content": ""}) | extras]}
             if delta.finish_reason is not None:
-                last = _piece(delta.index, {}, parser.get_finish_reason(delta.finish_reason)) | self.told_stop(delta)
+                last = _make_chunk(delta.index, {}, parser.get_finish_reason(delta.finish_reason)) | self.describe_stop(delta)
                 yield head | {"choices": [last]}
             if delta.completion is not None:
                 completions.append(delta.completion)
@@ -154,30 +149,58 @@ class _ChatHandler(CompletionHandler):
             yield last
 
     def _logprobs(self, found: list[TokenLogprob] | None) -> dict[str, Any] | None:
-        return None if found is None else logprobs.chat(self._texts, found)
+        return None if found is None else describe_logprobs(self._texts, found)
 
 
-def _piece(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+def _make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
+    """Raises ApiError (400)."""
+    answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
+    if goes_on and answer_follows:
+        why = "continue_final_message: only with add_generation_prompt false: a message goes on, or another begins"
+        raise ApiError(400, why, param="continue_final_message")
+    variables = dict(body.chat_template_kwargs or {})
+    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        variables = {"reasoning_effort": body.reasoning_effort} | variables
+    style = Style(answer_follows, goes_on, variables)
+    box = make_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return Conversation(state, prompts, make_turns(body.messages), box, "messages", style)
+
+
+def describe_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log-probabilities as /v1/chat/completions has them."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        return {"token": texts.text(token), "logprob": finite(value), "bytes": list(texts.bytes(token))}
+
+    return {
+        "content": [
+            entry(each.token_id, each.logprob) | {"top_logprobs": [entry(token, value) for token, value in each.top]} for each in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def _make_chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _said(parser: StreamParser, event: StreamDelta) -> dict[str, Any]:
+def _describe_event(parser: StreamParser, event: StreamDelta) -> dict[str, Any]:
     """A piece of a message."""
     calls = parser.reply.calls
     match event:
         case TextDelta(text):
             return {"content": text}
         case ToolCallStart():
-            return {"tool_calls": [{"index": len(calls) - 1} | _call(calls[-1])]}
+            return {"tool_calls": [{"index": len(calls) - 1} | _describe_call(calls[-1])]}
         case ToolCallArguments(text):
             return {"tool_calls": [{"index": len(calls) - 1, "function": {"arguments": text}}]}
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _describe_call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def turns_of(messages: Sequence[Message]) -> list[Turn]:
+def make_turns(messages: Sequence[Message]) -> list[Turn]:
     """Raises ApiError (400)."""
     turns: list[Turn] = []
     names: dict[str, str] = {}
@@ -191,7 +214,7 @@ def turns_of(messages: Sequence[Message]) -> list[Turn]:
 def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
     """`names`: of the calls so far, by their ids. Raises ApiError (400)."""
     if message.function_call or message.role == "function":
-        raise unsupported(where, "tools have taken the place of functions")
+        raise not_supported(where, "tools have taken the place of functions")
     if message.role not in ROLES:
         raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role")
     role = ROLES[message.role]
@@ -200,7 +223,7 @@ def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
         raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
     if message.content is None and not calls:
         raise ApiError(400, f"{where}.content: is missing", param=f"{where}.content")
-    content = text_of(message.content or "", f"{where}.content")
+    content = join_text(message.content or "", f"{where}.content")
     if role != TOOL:
         return Turn(role, content, calls)
     if message.tool_call_id is None:

@@ -1,6 +1,7 @@
-"""What OpenAI's routes share: who may ask for what, and what every answer says of itself.
+"""What OpenAI's routes share: the way of a request to an `EngineInput`, and what every answer says of itself.
 
-Checked requests enter; hints for the engine, and the parts of an answer that are no text, leave. Knows neither prompts nor choices.
+Checked requests enter, engine inputs and the parts of an answer that are no text leave. Knows the model's chat template through
+`Prompts`, and no shape of a choice.
 """
 
 from __future__ import annotations
@@ -8,35 +9,55 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import ngramspec
+from ngramspec.engine.llm_engine import Hints
+from ngramspec.grammar.base import Grammar
+from ngramspec.options import MAX_INT
 from ngramspec.outputs import Choice, Completion, Delta
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
-from ngramspec.server.error_responses import ApiError
-from ngramspec.server.openai.schemas import Sampled
-from ngramspec.server.state import State
+from ngramspec.server.chat_template import ANSWER, Prompts, Style
+from ngramspec.server.engine_input import EngineInput, cut_prompt, make_hints
+from ngramspec.server.error_responses import ApiError, make_bad_request
+from ngramspec.server.openai.schemas import OpenAIRequest, Part
+from ngramspec.server.request_fields import check_grammar, read_grammar, read_sampling_fields
+from ngramspec.server.state import ServerState, model_not_found
+from ngramspec.server.tool_calls.call_reader import CallReader
+from ngramspec.server.tool_calls.stream_parser import StreamParser, Toolbox
+from ngramspec.server.tool_calls.tool_prompt import Turn
+
+TEMPERATURE = 1.0  # OpenAI's default
 
 
 class CompletionHandler:
     """One request on its way to an answer. Raises ApiError if it asks for what it may not have."""
 
-    def __init__(self, state: State, request: Sampled, identity: Identity, kind: Literal["cmpl", "chatcmpl", "resp"]) -> None:
-        engine = state.engine
-        self.model = state.name_for(request.model)
+    def __init__(
+        self, state: ServerState, request: OpenAIRequest, identity: Identity, kind: Literal["cmpl-", "chatcmpl-", "resp_"]
+    ) -> None:
+        self.model = self._choose_model_name(state, request.model)
         self.level = request.speculative_metrics or "none"
         self.sources = bool(request.return_sources)
-        request.check_trust(identity)
         self.streams = bool(request.stream)
         if request.stream_options is not None and not self.streams:
             raise ApiError(400, "stream_options: only with stream", param="stream_options")
         self.include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        self.hints = request.hints(identity, engine)
-        self.hints["prefix_cache"] = request.cache_prompt is not False
-        self.id = f"{kind}-{secrets.token_hex(16)}"
+        self.hints = make_hints(request, identity, state.engine)
+        self.id = kind + secrets.token_hex(16)
         self.created = int(time.time())
-        self.fingerprint = f"ngramspec-{ngramspec.__version__}-{engine.promise}-{engine.precision}"
+        self.fingerprint = state.fingerprint
+
+    @staticmethod
+    def _choose_model_name(state: ServerState, asked: str | None) -> str:
+        """Return the model's name in the answer to a request that asks for this one. Raises ApiError 404 if it is not served."""
+        if asked in state.names:
+            return str(asked)
+        if asked and state.settings.strict_model:
+            raise model_not_found(asked, state.names)
+        return state.names[0]
 
     def head(self, kind: str) -> dict[str, Any]:
         """What an answer, and every piece of a streamed one, begins with."""
@@ -68,11 +89,11 @@ class CompletionHandler:
         told: dict[str, Any] = {"metrics": {"speculative_decoding": response_stats.speculative(completions, self.level)}}
         return told | ({"timings": response_stats.timings(completions[0])} if len(completions) == 1 else {})
 
-    def told_sources(self, part: Choice | Delta) -> dict[str, Any]:
+    def describe_sources(self, part: Choice | Delta) -> dict[str, Any]:
         """What a choice says of its tokens, where it was asked for."""
         return {"ngramspec": {"tokens": response_stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
 
-    def told_stop(self, part: Choice | Delta) -> dict[str, Any]:
+    def describe_stop(self, part: Choice | Delta) -> dict[str, Any]:
         """vLLM's `stop_reason`: the stop string, or the one of `stop_token_ids`, that ended a text."""
         return {} if part.stop_reason is None else {"stop_reason": part.stop_reason}
 
@@ -84,7 +105,135 @@ class CompletionHandler:
         return [self.head(kind) | {"choices": [], "usage": self.usage(completions, silent=silent)} | extras]
 
 
-async def held(pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+@dataclass(slots=True)
+class Conversation:
+    """The conversation of one request."""
+
+    state: ServerState
+    prompts: Prompts
+    turns: Sequence[Turn]
+    toolbox: Toolbox
+    param: str
+    """The field that the turns come from."""
+    style: Style = ANSWER
+    held: bool = False
+    """A grammar holds the whole answer to calls, or to the form that was asked for. Known when there is an input."""
+
+    def __post_init__(self) -> None:
+        """Raises ApiError (400)."""
+        if not self.prompts.has_chat_template:
+            raise not_supported(self.param, "this model has no chat template; /v1/completions continues texts")
+        most = self.state.engine.max_model_len
+        if len(self.turns) > most:
+            why = f"there are {len(self.turns)}; this server takes {most} tokens"
+            raise ApiError(400, f"{self.param}: {why}", param=self.param, code="context_length_exceeded")
+
+    @property
+    def n_chars(self) -> int:
+        """Characters of all that the template shows."""
+        turns = sum(len(turn.content) + sum(len(call.name) + len(call.arguments) for call in turn.calls) for turn in self.turns)
+        return turns + len(str(self.toolbox.prompt_tools)) + len(str(self.style.variables))
+
+    def encode(self, request: OpenAIRequest, max_tokens: int | None) -> list[int]:
+        """Render and encode the prompt; for `Encoders`. Raises ApiError, ValueError."""
+        limits = self.state.limits
+        if self.toolbox.tools and request.skip_special_tokens is False:  # type: ignore[attr-defined]
+            why = "not beside tools, whose calls are told apart from text by special tokens"
+            raise not_supported("skip_special_tokens", why)
+        check = limits.check_text if request.truncate_prompt_tokens is None else None
+        ids = self.prompts.chat(self.turns, self.toolbox.prompt_tools, self.style, check and (lambda text: check(text, self.param)))
+        room = self.state.engine.max_model_len - (max_tokens or 1)
+        ids = cut_prompt(ids, request.truncate_prompt_tokens, room=room, side=request.truncation_side)
+        limits.check_prompt(len(ids), self.param)
+        if not ids:
+            raise ApiError(400, f"{self.param}: the model's chat template makes nothing of them", param=self.param)
+        return ids
+
+    def make_input(
+        self, ids: list[int], request: OpenAIRequest, hints: Hints, *, max_tokens: int | None, n: int, logprobs: int | None
+    ) -> EngineInput:
+        """Return what the engine is asked with these ids. Compiles grammars; may take seconds. Raises ApiError."""
+        state, box = self.state, self.toolbox
+        form = read_grammar(request)
+        grammar = form_grammar = form and form[1]
+        if box.tools:
+            grammar = box.make_grammar(self.prompts.calls, self.prompts.added, form_grammar)
+        if max_tokens is None:
+            max_tokens = max(min(state.limits.count_room(len(ids)), state.settings.limits.output_tokens // n), 1)
+        params = make_params(request, max_tokens=max_tokens, n=n, logprobs=logprobs, grammar=grammar)
+        state.limits.check_params(params)
+        check_grammar(form, state.engine, hints["tenant"])
+        if box.tools and grammar is not None:
+            box.check_grammar(state.engine, grammar, hints["tenant"])
+            self.held = box.required or form_grammar is not None
+        return EngineInput(ids, params, hints)
+
+    def make_stream_parser(self) -> StreamParser:
+        """Return what follows one choice of the answer."""
+        if not self.toolbox.tools:
+            return StreamParser(None, {})
+        box = self.toolbox
+        reader = CallReader(self.prompts.calls, box.known, held=self.held, calls_only=box.required, several=box.several)
+        return StreamParser(reader, self.prompts.marks)
+
+
+def make_params(
+    request: OpenAIRequest,
+    *,
+    max_tokens: int,
+    n: int,
+    logprobs: int | None,
+    grammar: Grammar | None,
+    prompt_logprobs: int | None = None,
+    more_stop_ids: Sequence[int] = (),
+) -> SamplingParams:
+    """Return the sampling parameters of a request. `more_stop_ids` end the text, too, unless it ignores its end.
+
+    Raises ApiError (400) that names the field.
+    """
+    given = {"temperature": TEMPERATURE} | read_sampling_fields(request)
+    if more_stop_ids and not given.get("ignore_eos"):
+        given["stop_token_ids"] = (*given.get("stop_token_ids", ()), *more_stop_ids)
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            n=n,
+            seed=request.seed,
+            stop=request.stop or (),
+            logit_bias=_read_bias(request.logit_bias or {}),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+            **given,
+        )
+    except ValueError as error:
+        raise make_bad_request(error) from None
+
+
+def _read_bias(given: dict[str, float]) -> dict[int, float]:
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_INT):
+            raise ApiError(400, f"logit_bias: keys must be token ids, got {key[:40]!r}", param="logit_bias")
+    return {int(key): bias for key, bias in given.items()}
+
+
+def join_text(content: str | list[Part], where: str) -> str:
+    """Return the text of a content, of its parts end to end. Raises ApiError (400)."""
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise not_supported(f"{where}[{i}]", f"only parts of type 'text', got {part.type[:40]!r}")
+        if part.text is None:
+            raise ApiError(400, f"{where}[{i}].text: is missing", param=f"{where}[{i}].text")
+    return "".join(part.text or "" for part in content)
+
+
+def not_supported(param: str, why: str) -> ApiError:
+    return ApiError(400, f"{param}: {why}", param=param, code="not_supported")
+
+
+async def hold_until_done(pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
     """Each work's deltas only when it has ended, for what is not known before."""
     waiting: dict[int, list[Delta]] = {}
     async for number, delta in pieces:

@@ -1,6 +1,6 @@
 """`/v1/responses` as OpenAI has it, for text and calls of functions: items enter, items leave, whole or event by event.
 
-A checked request becomes one work as a chat's does; its completion or deltas become items. Nothing is stored.
+A checked request becomes one `EngineInput` as a chat's does; its completion or deltas become items. Nothing is stored.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.chat_template import Prompts
-from ngramspec.server.openai.conversation import Conversation
-from ngramspec.server.openai.handler import CompletionHandler
+from ngramspec.server.engine_input import EngineInput
+from ngramspec.server.middleware import ParsedBodyRoute
+from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation
 from ngramspec.server.openai.responses_schemas import Response, ResponsesRequest, in_its_words
-from ngramspec.server.openai.schemas import TEMPERATURE
-from ngramspec.server.queue import Work
 from ngramspec.server.sse import GENERATES, EventStream
-from ngramspec.server.state import State
+from ngramspec.server.state import ServerState
 from ngramspec.server.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
 
 Event = dict[str, Any]
 
 
-def router(state: State) -> APIRouter:
-    routes = APIRouter(tags=["openai"])
+def make_router(state: ServerState) -> APIRouter:
+    routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
     prompts = Prompts(state.engine)
 
     @routes.post("/responses", include_in_schema=False, responses=GENERATES)
@@ -40,11 +39,11 @@ def router(state: State) -> APIRouter:
             handler = _ResponseHandler(state, prompts, body, identity)
             with state.admission.reserve() as reservation:
                 ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
-                works = [await asyncio.to_thread(handler.work, ids)]
+                inputs = [await asyncio.to_thread(handler.make_input, ids)]
                 if handler.streams:
-                    events = handler.events(state.admission.stream(reservation, http, works))
+                    events = handler.events(state.admission.stream(reservation, http, inputs))
                     return EventStream(reservation, events, done=False, named=True)
-                (completion,) = await state.admission.results(reservation, http, works)
+                (completion,) = await state.admission.results(reservation, http, inputs)
                 return handler.answer(completion)
 
     return routes
@@ -53,23 +52,21 @@ def router(state: State) -> APIRouter:
 class _ResponseHandler(CompletionHandler):
     """One request of /v1/responses."""
 
-    def __init__(self, state: State, prompts: Prompts, body: ResponsesRequest, identity: Identity) -> None:
-        super().__init__(state, body, identity, "resp")
-        self.id = f"resp_{secrets.token_hex(16)}"
+    def __init__(self, state: ServerState, prompts: Prompts, body: ResponsesRequest, identity: Identity) -> None:
+        super().__init__(state, body, identity, "resp_")
         self._body = body
         self._conversation = Conversation(state, prompts, body.turns, body.box, "input", body.style())
-
         self.n_chars = self._conversation.n_chars
 
     def encode(self) -> list[int]:
-        """The prompt's ids. Raises ApiError."""
+        """Return the prompt's ids. Raises ApiError, ValueError."""
         with in_its_words():
             return self._conversation.encode(self._body, self._body.max_output_tokens)
 
-    def work(self, ids: list[int]) -> Work:
-        """Raises ApiError. Compiles grammars; may take seconds."""
+    def make_input(self, ids: list[int]) -> EngineInput:
+        """Compiles grammars; may take seconds. Raises ApiError."""
         with in_its_words():
-            return self._conversation.work(ids, self._body, self.hints, max_tokens=self._body.max_output_tokens, n=1, logprobs=None)
+            return self._conversation.make_input(ids, self._body, self.hints, max_tokens=self._body.max_output_tokens, n=1, logprobs=None)
 
     # ------------------------------------------------------------------ answers
 

@@ -14,12 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from ngramspec.options import MAX_INT
-from ngramspec.server.base_schemas import Items, StrictModel
 from ngramspec.server.chat_template import ANSWER, Style
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.field_support import RESPONSES
-from ngramspec.server.openai.schemas import Part, Sampled
-from ngramspec.server.structured_output import ResponseFormat, Schema
+from ngramspec.server.openai.schemas import OpenAIRequest, Part
+from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
 from ngramspec.server.tool_calls.stream_parser import (
     MAX_TOOLS,
     AllowedTools,
@@ -86,7 +85,7 @@ class Reasoning(StrictModel):
     effort: str | None = None
 
 
-class ResponsesRequest(Sampled):
+class ResponsesRequest(OpenAIRequest):
     route = RESPONSES
 
     input: str | Annotated[Items[InputItem], Field(min_length=1)]

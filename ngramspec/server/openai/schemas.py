@@ -1,7 +1,7 @@
-"""The shape of OpenAI's requests and answers: what is accepted where, and how a request's fields become `SamplingParams`.
+"""Requests and answers of OpenAI's routes, as pydantic models.
 
-JSON that was parsed enters, checked requests leave; answers are checked on their way out. null means the default. Sampling parameters
-that are no different here than elsewhere come from `sampling`. Knows nothing of routes, tokenizers or the engine's state.
+JSON that was parsed enters, checked requests leave; answers are checked on their way out. null means the default. Fields that all
+dialects share come from `request_fields`. Plain declarations: what becomes of a request is decided in `handler`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from ngramspec.options import MAX_INT
-from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS, SamplingParams
-from ngramspec.server import sampling_fields
-from ngramspec.server.base_schemas import Few, Items, StrictModel, TokenId
-from ngramspec.server.chat_template import Style
-from ngramspec.server.error_responses import ApiError, bad_request
+from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import CHAT, COMPLETIONS
-from ngramspec.server.structured_output import Structured
+from ngramspec.server.request_fields import Few, GenerationFields, Items, StrictModel, TokenId
 from ngramspec.server.tool_calls.stream_parser import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 
-TEMPERATURE = 1.0
-"""Where a request does not say, as OpenAI has it."""
 MaxTokens = Annotated[int, Field(ge=-1, le=MAX_INT)]
 """-1: as many as fit; 0: the prompt is computed, and nothing is written."""
 StopString = Annotated[str, Field(min_length=1)]
@@ -31,9 +25,8 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-@sampling_fields.takes_sampling()
-class Sampled(Structured):
-    """The fields that both of OpenAI's routes share."""
+class OpenAIRequest(GenerationFields):
+    """The fields that OpenAI's routes share."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -45,42 +38,9 @@ class Sampled(Structured):
     user: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    cache_prompt: bool | None = None
-    """False: the prompt is computed, whatever is cached of it."""
-
-    def cut(self, ids: list[int], room: int) -> list[int]:
-        """What is left of a prompt where it is to be truncated, of a context that has room for so many tokens beside the answer."""
-        if self.truncate_prompt_tokens is None:
-            return ids
-        n = max(room, 1) if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
-        return ids[:n] if self.truncation_side == "right" else ids[max(len(ids) - n, 0) :]
-
-    def params(self, *, max_tokens: int, n: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
-        """Raises ApiError (400) that names the field."""
-        try:
-            return SamplingParams(
-                max_tokens=max_tokens,
-                n=n,
-                seed=self.seed,
-                stop=self.stop or (),
-                logit_bias=_bias(self.logit_bias or {}),
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                grammar=self.form,
-                **{"temperature": TEMPERATURE} | sampling_fields.given(self),
-            )
-        except ValueError as error:
-            raise bad_request(error) from None
 
 
-def _bias(given: dict[str, float]) -> dict[int, float]:
-    for key in given:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_INT):
-            raise ApiError(400, f"logit_bias: keys must be token ids, got {key[:40]!r}", param="logit_bias")
-    return {int(key): bias for key, bias in given.items()}
-
-
-class CompletionRequest(Sampled):
+class CompletionRequest(OpenAIRequest):
     route = COMPLETIONS
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] | None = None
@@ -118,8 +78,8 @@ class Prediction(StrictModel):
     content: str | Items[Part]
 
 
-class Tooled(StrictModel):
-    """What a chat may call."""
+class ChatPrompt(StrictModel):
+    """A conversation, and what the answer may call."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
     tools: Annotated[Items[ToolDeclared], Field(max_length=MAX_TOOLS)] | None = None
@@ -127,25 +87,14 @@ class Tooled(StrictModel):
     """`none`, `auto`, `required` or a function; those other than `none` and `auto` hold the answer to calls that fit their schemas."""
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
-    """False: the prompt ends behind the last message."""
+    """False: the prompt ends after the last message."""
     continue_final_message: bool | None = None
     """The last message, the assistant's, goes on; only with `add_generation_prompt` false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template."""
 
-    def style(self) -> Style:
-        """Raises ApiError (400)."""
-        answer_follows, goes_on = self.add_generation_prompt is not False, bool(self.continue_final_message)
-        if goes_on and answer_follows:
-            why = "continue_final_message: only with add_generation_prompt false: a message goes on, or another begins"
-            raise ApiError(400, why, param="continue_final_message")
-        return Style(answer_follows, goes_on, self.variables())
 
-    def variables(self) -> dict[str, Any]:
-        return self.chat_template_kwargs or {}
-
-
-class ApplyTemplateRequest(Tooled):
+class ApplyTemplateRequest(ChatPrompt):
     """llama.cpp's."""
 
 
@@ -153,7 +102,7 @@ class ApplyTemplateResponse(BaseModel):
     prompt: str
 
 
-class ChatRequest(Tooled, Sampled):
+class ChatRequest(ChatPrompt, OpenAIRequest):
     route = CHAT
 
     max_tokens: MaxTokens | None = None
@@ -164,16 +113,6 @@ class ChatRequest(Tooled, Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prediction: Prediction | None = None
-
-    def variables(self) -> dict[str, Any]:
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | super().variables()
-
-    @property
-    def most_tokens(self) -> int | None:
-        """None: as many as fit."""
-        asked = next((n for n in (self.max_completion_tokens, self.max_tokens, self.n_predict) if n is not None), -1)
-        return None if asked < 0 else asked
 
 
 # ------------------------------------------------------------------ answers

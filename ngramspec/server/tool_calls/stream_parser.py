@@ -23,8 +23,8 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import MAX_BYTES, Grammar
 from ngramspec.outputs import Choice, Delta
-from ngramspec.server.base_schemas import Items, StrictModel
 from ngramspec.server.error_responses import ApiError
+from ngramspec.server.request_fields import Items, StrictModel
 from ngramspec.server.tool_calls.call_formats import CallFormat, Tool, make_call_grammar
 from ngramspec.server.tool_calls.call_reader import CallReader
 from ngramspec.server.tool_calls.call_scanner import KnownTools, StreamDelta, TextDelta, ToolCallArguments, ToolCallStart

@@ -1,0 +1,97 @@
+"""What a request asks of the engine: token ids, sampling parameters and hints, within the server's limits.
+
+Checked requests and ids enter, an `EngineInput` for `Engine.submit` leaves. Knows neither dialects nor routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ngramspec.engine.llm_engine import Engine, Hints
+from ngramspec.sampling_params import SamplingParams
+from ngramspec.server.auth import Identity
+from ngramspec.server.error_responses import ApiError
+from ngramspec.server.request_fields import GenerationFields
+from ngramspec.server.settings import Limits
+
+
+@dataclass(slots=True)
+class EngineInput:
+    """One prompt for the engine."""
+
+    prompt: list[int]
+    params: SamplingParams
+    hints: Hints
+
+
+def make_hints(request: GenerationFields, identity: Identity, engine: Engine) -> Hints:
+    """Return what the engine is told beside the prompt; `encode_prediction` adds the prediction.
+
+    Raises ApiError 403 if the request asks for what this identity may not see, 400 for a datastore that cannot be used.
+    """
+    for name, asked in (("return_sources", request.return_sources), ("speculative_metrics", request.speculative_metrics == "detailed")):
+        if asked and not identity.trusted:
+            why = "where drafts come from is told to an administrator, or, without keys, on this machine"
+            raise ApiError(403, f"{name}: {why}", param=name)
+    return Hints(
+        tenant=identity.tenant,
+        datastores=identity.datastores(request.datastore, engine.datastores),
+        speculation=request.speculation is not False,
+        prefix_cache=request.cache_prompt is not False,
+    )
+
+
+def encode_prediction(hints: Hints, text: str | None, engine: Engine) -> None:
+    """Add the ids of the output that a request expects, if it expects one. May take a while. Raises InvalidInputError, TokenizerError."""
+    if text is not None:
+        hints["prediction"] = engine.encode_text(text)
+
+
+def cut_prompt(ids: list[int], n: int | None, *, room: int, side: str | None) -> list[int]:
+    """Return the last `n` ids of a prompt (`side` "right": the first); with a negative `n` as many as have `room`, with None all."""
+    if n is None:
+        return ids
+    n = max(room, 1) if n < 0 else n
+    return ids[:n] if side == "right" else ids[max(len(ids) - n, 0) :]
+
+
+class RequestLimits:
+    """The most that a request may ask the engine for."""
+
+    def __init__(self, limits: Limits, max_model_len: int, vocab_size: int, fewest_tokens: Callable[[str], int] = lambda text: 0) -> None:
+        """`fewest_tokens`: a number of tokens that a text has at least."""
+        self.limits, self.max_model_len, self.vocab_size = limits, max_model_len, vocab_size
+        self.max_prompt = min(max_model_len - 1, max_model_len if limits.prompt_tokens is None else limits.prompt_tokens)
+        """Tokens."""
+        self._fewest_tokens = fewest_tokens
+
+    def count_room(self, n_tokens: int) -> int:
+        """Return how many tokens the context has room for after a prompt of `n_tokens`; one at least."""
+        return max(self.max_model_len - n_tokens, 1)
+
+    def check_prompt(self, n_tokens: int, param: str = "prompt", more: str = "") -> None:
+        """Raises ApiError 400 for a prompt of too many tokens. `more`: said before the number."""
+        if n_tokens > self.max_prompt:
+            why = f"the prompt has {more}{n_tokens} tokens; this server takes {self.max_prompt}"
+            raise ApiError(400, why, param=param, code="context_length_exceeded")
+
+    def check_text(self, text: str, param: str = "prompt") -> None:
+        """Raises ApiError 400 for a prompt of this text if it is too long however it is tokenized. Takes milliseconds."""
+        if 4 * len(text) > self.max_prompt:  # a character has up to 4 bytes, and a byte is at most a token
+            self.check_prompt(self._fewest_tokens(text), param, "at least ")
+
+    def check_params(self, params: SamplingParams, n_prompts: int = 1) -> None:
+        """Raises ApiError 400 for parameters that are valid but ask for too much."""
+        limits = self.limits
+        each = min(params.max_tokens, self.max_model_len)
+        self._check_most("max_tokens", params.n * n_prompts * each, limits.output_tokens, "tokens of all texts together")
+        self._check_most("logprobs", max(params.logprobs or 0, params.prompt_logprobs or 0), limits.logprobs, "logprobs")
+        self._check_most("stop", len(params.stop), limits.stops, "stop strings")
+        self._check_most("stop", max(map(len, params.stop), default=0), limits.stop_chars, "characters of a stop string")
+        self._check_most("stop_token_ids", len(params.stop_token_ids), limits.bias, "stop_token_ids")
+        self._check_most("logit_bias", len(params.logit_bias), limits.bias, "entries of logit_bias")
+
+    def _check_most(self, param: str, asked: int, most: int, what: str) -> None:
+        if asked > most:
+            raise ApiError(400, f"{param}: at most {most} {what}, got {asked}", param=param)
