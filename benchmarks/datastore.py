@@ -32,6 +32,7 @@ from numba import carray, njit
 
 from benchmarks import common, datastore_writing
 from ngramspec.datastore import format as layout
+from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore import segment_writer
 from ngramspec.datastore.errors import DatastoreNotFoundError
 from ngramspec.datastore.lookup import NODES, OCCURRENCES, OUT_PARENTS, OUT_START, OUT_TOKENS, Matcher, propose_batch
@@ -283,7 +284,7 @@ def make_corpus(path: Path, model: str, n_tokens: int) -> None:
         if 0 < len(raw) < 1_000_000 and digest not in seen and total < n_tokens:
             seen.add(digest)
             encoded = tokenizer.backend_tokenizer.encode_batch_fast([raw.decode(errors="replace")], add_special_tokens=False)
-            parts.append(np.array(encoded[0].ids, layout.token_dtype(vocab_size)))
+            parts.append(np.array(encoded[0].ids, layout.choose_token_dtype(vocab_size)))
             total += len(parts[-1])
             if len(parts) % 500 == 0:
                 common.say(f"{total:,} tokens of {len(parts):,} files")
@@ -296,22 +297,22 @@ def make_corpus(path: Path, model: str, n_tokens: int) -> None:
 def write_store(folder: Path, corpus: Corpus, n_tokens: int) -> None:
     """One segment of the corpus's first documents."""
     n_docs, vocab_size = documents_in_store(corpus, n_tokens), len(corpus.line_ends)
-    offsets, dtype = corpus.offsets[: n_docs + 1], layout.token_dtype(vocab_size)
+    offsets, dtype = corpus.offsets[: n_docs + 1], layout.choose_token_dtype(vocab_size)
     names = [f"{i}.py".encode() for i in range(n_docs)]
     docs = np.zeros(n_docs, layout.DOC_DTYPE)
     docs["start"], docs["length"] = offsets[:-1] + np.arange(n_docs), np.diff(offsets)
     docs["path_bytes"] = [len(name) for name in names]
     docs["path_offset"] = np.cumsum(docs["path_bytes"]) - docs["path_bytes"]
-    tokens = np.insert(corpus.tokens[: offsets[-1]].astype(dtype), offsets[1:], layout.separator(dtype.itemsize))
+    tokens = np.insert(corpus.tokens[: offsets[-1]].astype(dtype), offsets[1:], layout.get_separator(dtype.itemsize))
     common.say(f"sorting {len(tokens):,} tokens")
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(b"benchmark").hexdigest()
     entry = segment_writer.write(
-        folder, segment_writer.Piece(tokens, docs, b"".join(names)), segment_writer.Recipe(vocab_size, fingerprint)
+        folder, segment_writer.SegmentContents(tokens, docs, b"".join(names)), segment_writer.SegmentSettings(vocab_size, fingerprint)
     )
-    vocabulary = layout.write_vocabulary(folder, corpus.line_ends)
-    tokenizer = layout.write_tokenizer(folder, b"benchmark")
-    layout.write_manifest(folder, layout.Manifest(1, "benchmark", fingerprint, vocab_size, vocabulary, tokenizer, (entry,)))
+    vocabulary = manifests.write_vocabulary(folder, corpus.line_ends)
+    tokenizer = manifests.write_tokenizer(folder, b"benchmark")
+    manifests.write_manifest(folder, manifests.Manifest(1, "benchmark", fingerprint, vocab_size, vocabulary, tokenizer, (entry,)))
 
 
 if __name__ == "__main__":

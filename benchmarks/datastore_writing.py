@@ -36,7 +36,7 @@ from benchmarks import common
 from benchmarks.common import say
 from ngramspec.datastore import Datastore, corpus, segment_writer
 from ngramspec.datastore.build import BATCH_CHARS, build
-from ngramspec.datastore.format import separator, suffix_width
+from ngramspec.datastore.format import compute_suffix_width, get_separator
 from ngramspec.datastore.suffix_array import sort_suffixes
 from ngramspec.datastore.tokens import Encoder
 from ngramspec.datastore.update import update
@@ -72,11 +72,13 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(args.model).backend_tokenizer
     with tempfile.TemporaryDirectory() as folder:
         n_files = write_corpus(Path(folder) / "corpus", args.paths, megabytes=args.megabytes)
-        documents = list(corpus.walk(corpus.sources_of([Path(folder) / "corpus"]), PYTHON, corpus.Skipped()))
+        documents = list(corpus.walk_corpus(corpus.resolve_sources([Path(folder) / "corpus"]), PYTHON, corpus.Skipped()))
         mb = sum(document.size for document in documents) / 1e6
         encoder = Encoder(tokenizer, args.model)
-        tokens = np.concatenate([encoder.encode([d.text for d in batch])[0] for batch in segment_writer.batches(documents, BATCH_CHARS)])
-        tokens = np.concatenate([np.array([separator(tokens.itemsize)], tokens.dtype), tokens])
+        tokens = np.concatenate(
+            [encoder.encode([d.text for d in batch])[0] for batch in segment_writer.batch_documents(documents, BATCH_CHARS)]
+        )
+        tokens = np.concatenate([np.array([get_separator(tokens.itemsize)], tokens.dtype), tokens])
         last: dict[str, Any] = {}
 
         def whole() -> None:
@@ -85,7 +87,7 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
 
         works = {
             "tokenizing": lambda: tokenize_alone(tokenizer, documents),
-            "sorting": lambda: sort_suffixes(tokens, suffix_width(len(tokens))),
+            "sorting": lambda: sort_suffixes(tokens, compute_suffix_width(len(tokens))),
             "build": whole,
         }
         times = common.run_in_turns({name: partial(common.time_ms, work) for name, work in works.items()}, args.repeat, warm_up=0)
@@ -178,7 +180,7 @@ def run_crash(args: argparse.Namespace) -> dict[str, Any]:
 
 def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None, files: int | None = None) -> int:
     """Copy documents into a folder: evenly spaced ones until they have so many megabytes, or the smallest so many -> how many."""
-    found = list(corpus.walk(corpus.sources_of(paths), PYTHON, corpus.Skipped()))
+    found = list(corpus.walk_corpus(corpus.resolve_sources(paths), PYTHON, corpus.Skipped()))
     if files is not None:
         chosen = sorted(found, key=lambda document: len(document.text))[:files]
     else:
@@ -193,14 +195,14 @@ def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None,
 
 def tokenize_alone(tokenizer: Tokenizer, documents: list[corpus.Document]) -> None:
     """The tokenizer's own call over all texts, in batches of a megabyte, nothing done with what it returns."""
-    for batch in segment_writer.batches(documents, 1 << 20):
+    for batch in segment_writer.batch_documents(documents, 1 << 20):
         tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
 
 
 def watch_latencies(store: Path, tokenizer: Tokenizer, name: str, files: list[Path], repeat: int) -> list[float]:
     """Seconds from the end of a save to a reader's having the generation with it."""
     stop, ready = threading.Event(), threading.Event()
-    watcher = threading.Thread(target=watch, args=(store, tokenizer, name), kwargs={"stop": stop, "ready": lambda sources: ready.set()})
+    watcher = threading.Thread(target=watch, args=(store, tokenizer, name), kwargs={"stop": stop, "on_ready": lambda sources: ready.set()})
     watcher.start()
     seconds = []
     try:

@@ -33,10 +33,8 @@ _DAMAGE = (
     *(EOFError, ValueError, IndexError, KeyError, NotImplementedError, RuntimeError, OverflowError, RecursionError),
 )
 
-Member = tuple[str, bytes | None, str]
-"""Name, bytes, and, where the bytes are None, the reason."""
-Wanted = Callable[[str], str | None]
-"""Member name -> the reason to leave it out, or None."""
+Member = tuple[str, bytes | None, str]  # name, bytes, and, where the bytes are None, the reason
+Wanted = Callable[[str], str | None]  # member name -> the reason to leave it out, or None
 
 
 class DamagedError(Exception):
@@ -47,31 +45,31 @@ class OverLimitError(Exception):
     """The container unpacks to more than it may."""
 
 
-def kind_of(name: str) -> str | None:
-    """jsonl, zip or tar by a file's name, None for a plain file."""
+def get_container_kind(name: str) -> str | None:
+    """Return jsonl, zip or tar by a file's name, None for a plain file."""
     lower = name.lower()
     if not lower.endswith(_ENDINGS):
         return None
     return next((kind for ending, kind in _KINDS.items() if lower.endswith(ending) and lower != ending), None)
 
 
-def member_path(container: str, member: str, kind: str) -> str:
-    """The path of a text within a container; `container_of` undoes it."""
+def make_member_path(container: str, member: str, kind: str) -> str:
+    """Return the path of a text within a container; `get_container_path` undoes it."""
     return f"{container}#{member}" if kind == "jsonl" else f"{container}!/{member}"
 
 
-def container_of(path: str) -> str:
-    """The file on disk that a document's path lies in: itself, unless it is a member."""
+def get_container_path(path: str) -> str:
+    """Return the file on disk that a document's path lies in: itself, unless it is a member."""
     found = _MEMBER.match(path) if "!/" in path or "#" in path else None  # few are, and an update asks for each document
     return (found[1] or found[2]) if found else path
 
 
 def read_members(file: BinaryIO, kind: str, size: int, max_size: int, fields: tuple[str, ...], wanted: Wanted) -> Iterator[Member]:
-    """The members of an open container of `size` bytes. Raises DamagedError, OverLimitError, OSError; what came before stands."""
+    """Yield the members of an open container of `size` bytes. Raises DamagedError, OverLimitError, OSError; what came before stands."""
     limit = max(FLOOR, RATIO * size)
     try:
         if kind == "jsonl":
-            yield from _rows(_unzipped(file, limit), max_size, fields)
+            yield from _read_rows(_open_gzip(file, limit), max_size, fields)
         elif kind == "zip":
             yield from _zip_members(file, limit, max_size, wanted)
         else:
@@ -80,13 +78,13 @@ def read_members(file: BinaryIO, kind: str, size: int, max_size: int, fields: tu
         raise DamagedError(str(error) or type(error).__name__) from error
 
 
-def _unzipped(file: BinaryIO, limit: int) -> io.BufferedReader:
+def _open_gzip(file: BinaryIO, limit: int) -> io.BufferedReader:
     magic = file.read(2)
     file.seek(0)
-    return io.BufferedReader(_Limited(gzip.GzipFile(fileobj=file) if magic == b"\x1f\x8b" else file, limit), 1 << 18)
+    return io.BufferedReader(_LimitedStream(gzip.GzipFile(fileobj=file) if magic == b"\x1f\x8b" else file, limit), 1 << 18)
 
 
-class _Limited(io.RawIOBase):
+class _LimitedStream(io.RawIOBase):
     """A stream that raises OverLimitError when more than `limit` bytes are read from it."""
 
     def __init__(self, stream: BinaryIO | gzip.GzipFile, limit: int) -> None:
@@ -105,7 +103,7 @@ class _Limited(io.RawIOBase):
         return len(data)
 
 
-def _rows(file: io.BufferedReader, max_size: int, fields: tuple[str, ...]) -> Iterator[Member]:
+def _read_rows(file: io.BufferedReader, max_size: int, fields: tuple[str, ...]) -> Iterator[Member]:
     longest = 8 * max_size + (1 << 16)  # JSON may escape a byte as \u00XX
     number = 0
     while line := file.readline(longest):
@@ -159,7 +157,7 @@ def _zip_members(file: BinaryIO, limit: int, max_size: int, wanted: Wanted) -> I
 
 def _tar_members(file: BinaryIO, limit: int, max_size: int, wanted: Wanted) -> Iterator[Member]:
     n_members = 0
-    with tarfile.open(fileobj=_unzipped(file, limit), mode="r|") as archive:
+    with tarfile.open(fileobj=_open_gzip(file, limit), mode="r|") as archive:
         for info in archive:
             archive.members = []  # type: ignore[attr-defined]  # it would remember every header
             n_members += 1

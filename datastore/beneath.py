@@ -1,9 +1,9 @@
-"""Reading files of a tree that nobody vouches for: every component of a path is opened without following links.
+"""Reading files of a tree that is not trusted: every component of a path is opened without following links.
 
 A folder and a path relative to it enter; an open regular file, its bytes, its status or a folder's entries leave, or an OSError that says
 what is in the way. Nothing outside the folder is ever opened, also while somebody exchanges components for links: each is opened relative
 to the descriptor of the one before (`openat` with O_NOFOLLOW). Windows has no such call; there each component is checked before it is
-passed. Knows nothing of git or of what is read.
+passed. The module knows nothing of git or of what is read.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-MAX_PATH = 4096
-"""Bytes of a relative path; Linux's PATH_MAX."""
-MAX_DEPTH = 128
-"""Components of a relative path. One descriptor is kept open for each, and macOS allows a process 256 by default."""
+MAX_PATH = 4096  # bytes of a relative path; Linux's PATH_MAX
+MAX_DEPTH = 128  # components of a relative path. One descriptor is kept open for each, and macOS allows a process 256 by default
 OUTSIDE_NAMES = "a component of its path is empty, '.', '..', '.git', or not a name on this system"
 THROUGH_LINK = "its path leads through a link"
 NOT_REGULAR = "not a regular file"
 _BY_DESCRIPTOR = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW") and hasattr(os, "O_DIRECTORY")
 _FILE = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
+# O_PATH passes a folder that may be entered but not listed, as any program can
 _FOLDER = sum(getattr(os, name, 0) for name in ("O_PATH", "O_CLOEXEC", "O_NOFOLLOW", "O_DIRECTORY"))
-"""O_PATH passes a folder that may be entered but not listed, as any program can."""
 
 
 @contextlib.contextmanager
 def open_beneath(root: str | os.PathLike[str], relative: str, *, in_git: bool = False) -> Iterator[BinaryIO]:
-    """Open one regular file for reading. See `Beneath`."""
-    with Beneath(root, in_git=in_git) as tree, tree.open(relative) as file:
+    """Open one regular file for reading. See `ConfinedFolder`."""
+    with ConfinedFolder(root, in_git=in_git) as tree, tree.open(relative) as file:
         yield file
 
 
 def read_beneath(root: str | os.PathLike[str], relative: str, max_size: int, *, in_git: bool = False) -> bytes:
-    """Return the bytes of one regular file. Raises OSError (EFBIG) for one of more than `max_size` bytes. See `Beneath`."""
+    """Return the bytes of one regular file. Raises OSError (EFBIG) for one of more than `max_size` bytes. See `ConfinedFolder`."""
     with open_beneath(root, relative, in_git=in_git) as file:
         data = file.read(max_size + 1)
     if len(data) > max_size:
@@ -46,7 +44,7 @@ def read_beneath(root: str | os.PathLike[str], relative: str, max_size: int, *, 
     return data
 
 
-class Beneath:
+class ConfinedFolder:
     """A folder whose files are read without leaving it.
 
     Paths are relative to it and separated by `/`. Folders on the way stay open for the next path: neighbours are cheap. Every method raises
@@ -57,31 +55,31 @@ class Beneath:
     def __init__(self, root: str | os.PathLike[str], *, in_git: bool = False) -> None:
         """Open the folder. Links on the way to it are followed, the folder itself must not be one."""
         path = os.fspath(root)
-        path = path.rstrip("/") or "/"  # behind a slash a link would be followed
+        path = path.rstrip("/") or "/"  # with a slash at its end a link would be followed
         self._in_git = in_git
         self._names: list[str] = []
         self._folders: list[int | str] = [path if not _BY_DESCRIPTOR else _open_folder(path, None)]
         if not _BY_DESCRIPTOR:
             _check_component(path, folder=True)
 
-    def __enter__(self) -> Beneath:
+    def __enter__(self) -> ConfinedFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the folders. Any number of times."""
-        self._leave(0)
+        """Close the folders; it may be called again."""
+        self._leave_folders(0)
         for folder in self._folders:
-            _close(folder)
+            _close_folder(folder)
         self._folders.clear()
 
     @contextlib.contextmanager
     def open(self, relative: str) -> Iterator[BinaryIO]:
         """Open a regular file for reading, without waiting for a FIFO or device in its place."""
-        *folders, name = split(relative, in_git=self._in_git)
-        parent = self._enter(folders)
+        *folders, name = split_path(relative, in_git=self._in_git)
+        parent = self._enter_folders(folders)
         if isinstance(parent, str):
             _check_component(path := f"{parent}/{name}", folder=False)
             descriptor = os.open(path, _FILE)
@@ -89,7 +87,7 @@ class Beneath:
             try:
                 descriptor = os.open(name, _FILE, dir_fd=parent)
             except OSError as error:
-                raise _explained(error, name, parent) from None
+                raise _explain_error(error, name, parent) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, NOT_REGULAR, relative)
@@ -97,17 +95,17 @@ class Beneath:
             yield io.BufferedReader(raw)
 
     def lstat(self, relative: str) -> os.stat_result:
-        """Return the status of a file, folder or link. `""`: of the folder itself."""
+        """Return the status of a file, folder or link. `""` stands for the folder itself."""
         if not relative:
-            folder = self._enter([])
+            folder = self._enter_folders([])
             return os.lstat(folder) if isinstance(folder, str) else os.fstat(folder)
-        *folders, name = split(relative, in_git=self._in_git)
-        parent = self._enter(folders)
+        *folders, name = split_path(relative, in_git=self._in_git)
+        parent = self._enter_folders(folders)
         return os.lstat(f"{parent}/{name}") if isinstance(parent, str) else os.stat(name, dir_fd=parent, follow_symlinks=False)
 
     def list_folder(self, relative: str = "") -> list[tuple[str, int]]:
-        """Return name and type (S_IFREG, S_IFDIR, S_IFLNK, or 0) of a folder's entries, sorted by name. `""`: of the folder itself."""
-        folder = self._enter(split(relative, in_git=self._in_git) if relative else [])
+        """Return name and type (S_IFREG, S_IFDIR, S_IFLNK, or 0) of a folder's entries, by name. `""` stands for the folder itself."""
+        folder = self._enter_folders(split_path(relative, in_git=self._in_git) if relative else [])
         if isinstance(folder, str):
             with os.scandir(folder) as entries:
                 return sorted((entry.name, _type_of(entry)) for entry in entries)
@@ -118,8 +116,8 @@ class Beneath:
         finally:
             os.close(readable)
 
-    def _enter(self, names: list[str]) -> int | str:
-        """The open folder at a path. Those of the path before that are on the way are used again."""
+    def _enter_folders(self, names: list[str]) -> int | str:
+        """Return the open folder at a path. Those of the path before that are on the way are used again."""
         if not self._folders:
             raise ValueError("the tree is closed")
         common = 0
@@ -127,7 +125,7 @@ class Beneath:
             if mine != wanted:
                 break
             common += 1
-        self._leave(common)
+        self._leave_folders(common)
         for name in names[common:]:
             parent = self._folders[-1]
             if isinstance(parent, str):
@@ -138,13 +136,13 @@ class Beneath:
             self._names.append(name)
         return self._folders[-1]
 
-    def _leave(self, keep: int) -> None:
+    def _leave_folders(self, keep: int) -> None:
         while len(self._names) > keep:
             self._names.pop()
-            _close(self._folders.pop())
+            _close_folder(self._folders.pop())
 
 
-def split(relative: str, *, in_git: bool = False) -> list[str]:
+def split_path(relative: str, *, in_git: bool = False) -> list[str]:
     """Return the components of a relative path. Raises OSError (EINVAL) for one that has no place in a tree."""
     names = relative.split("/")
     if len(names) > MAX_DEPTH or len(os.fsencode(relative)) > MAX_PATH:
@@ -161,7 +159,7 @@ def split(relative: str, *, in_git: bool = False) -> list[str]:
 
 
 def is_git_name(name: str) -> bool:
-    """Whether a component is `.git`, as file systems that ignore case or shorten names (`GIT~1`) read it."""
+    """Return whether a component is `.git`, as file systems that ignore case or shorten names (`GIT~1`) read it."""
     return name.lower().rstrip(" .") in (".git", "git~1")
 
 
@@ -169,11 +167,11 @@ def _open_folder(name: str, parent: int | None) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=parent)
     except OSError as error:
-        raise _explained(error, name, parent) from None
+        raise _explain_error(error, name, parent) from None
 
 
-def _explained(error: OSError, name: str, parent: int | None) -> OSError:
-    """The error of opening a component without following links: systems disagree on what a link there is (ELOOP, ENOTDIR, EMLINK)."""
+def _explain_error(error: OSError, name: str, parent: int | None) -> OSError:
+    """Return the error of opening a component without following links: systems disagree on a link there (ELOOP, ENOTDIR, EMLINK)."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
         with contextlib.suppress(OSError):
             if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
@@ -184,7 +182,7 @@ def _explained(error: OSError, name: str, parent: int | None) -> OSError:
 
 
 def _check_component(path: str, *, folder: bool) -> None:
-    """Where components cannot be opened relative to each other."""
+    """Check a component before it is passed, on a system that cannot open components relative to each other."""
     status = os.lstat(path)
     reparse = getattr(status, "st_file_attributes", 0) & getattr(stat, "FILE_ATTRIBUTE_REPARSE_POINT", 0)
     if stat.S_ISLNK(status.st_mode) or reparse:
@@ -201,6 +199,6 @@ def _type_of(entry: os.DirEntry[str]) -> int:
     return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
 
 
-def _close(folder: int | str) -> None:
+def _close_folder(folder: int | str) -> None:
     if not isinstance(folder, str):
         os.close(folder)

@@ -1,20 +1,20 @@
 """Building a store: a corpus enters, a committed generation leaves, and until then the old one stands.
 
-Files are read in the calling thread, tokenized in others, and gathered into pieces as large as memory allows; a full piece is sorted
-and written by one more thread while the next is tokenized. Everything before the commit can be interrupted at any moment. What is in a
-corpus is `corpus`' business, how a piece becomes a segment `pieces`', who may write and how a generation appears `commit`'s.
+Files are read in the calling thread, tokenized in others, and gathered into segments as large as memory allows; a full one is sorted and
+written by one more thread while the next is tokenized. Everything before the commit can be interrupted at any moment. `corpus` says what is
+in a corpus, `segment_writer` makes segments of documents, `commit` says who may write and how a generation appears.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,20 +23,22 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from . import corpus, segment_writer
-from .commit import Writer, writing
-from .corpus import Contents, CorpusOptions, Document, Found, Skipped, Source
+from .commit import StoreWriter, lock_for_writing
+from .corpus import ContentHashes, CorpusOptions, CorpusSource, Document, FoundFile, Skipped
 from .errors import ContentsChangedError, EmptyCorpusError
-from .format import Manifest, SegmentEntry, token_dtype, write_tokenizer, write_vocabulary
-from .progress import Progress, Summary, Tell, silent
-from .segment_writer import Gate, Piece, Recipe, Vectors
+from .format import SegmentEntry, choose_token_dtype
+from .manifest import Manifest, write_tokenizer, write_vocabulary
+from .progress import ProgressCallback, Summary, ignore_progress
+from .recorder import Recorder
+from .segment_writer import SegmentContents, SegmentSettings, VectorFunction, WriteGate
 from .tokens import Encoder
 
 T = TypeVar("T")
 
+# batches tokenized at a time: while one is turned into arrays, the other has the cores. `tokenizers` spreads each over all of them
 IN_FLIGHT = 2
-"""Batches tokenized at a time: while one is turned into arrays, the other has the cores. `tokenizers` spreads each over all of them."""
+# characters of a batch for each core. A token takes more than a hundred bytes until its batch is an array
 BATCH_CHARS = 1 << 19
-"""Per core. A token takes more than a hundred bytes until its batch is an array."""
 
 
 def build(
@@ -47,112 +49,106 @@ def build(
     *,
     options: CorpusOptions | None = None,
     router: bool = False,
-    vectors: Vectors | None = None,
+    vectors: VectorFunction | None = None,
     jobs: int | None = None,
     max_memory: int | None = None,
     writer: str = "ngramspec",
-    tell: Tell = silent,
+    on_progress: ProgressCallback = ignore_progress,
     contents: str = "",
 ) -> Summary:
     """Make a store of a corpus, or the next generation of one that is there, whatever it held.
 
-    `name` is what users call the tokenizer. `router`: with records for the router, made by `vectors`, by default `router.embed`; kept in
-    the manifest for updates and merges. `jobs`: batches tokenized at a time. `max_memory`: bytes for gathering and sorting, by default
-    half of what is free; larger corpora become several segments. `contents`: the digest that what is read must have (see
-    `corpus.Contents`).
-    Raises ContentsChangedError where it has not, CorpusError, EmptyCorpusError, DatastoreLockedError, DatastoreFullError, and
+    `name` is what users call the tokenizer. `router`: with records that find similar files, made by `vectors`, by default
+    `similar_files.embed_segment`; kept in the manifest for updates and merges. `jobs`: batches tokenized at a time. `max_memory`: bytes for
+    gathering and sorting, by default half of what is free; larger corpora become several segments. `contents`: the digest that what is read
+    must have (see `corpus.ContentHashes`).
+    Raises ContentsChangedError if it has another, CorpusError, EmptyCorpusError, DatastoreLockedError, DatastoreFullError, and
     DatastoreError for a folder that is no store.
     """
-    clock = time.perf_counter()
-    options = options or CorpusOptions()
-    sources = corpus.sources_of(paths)
-    skipped = Skipped()
-    progress = Progress()
-    seconds: dict[str, float] = {}
-    folder = Path(store)
-    with writing(folder, create=True) as writer_:
-        tell(progress)
-        found = corpus.find(sources, options, skipped, omit=os.path.realpath(folder))
-        seconds["looking"] = time.perf_counter() - clock
+    recorder = Recorder(on_progress)
+    with begin_store(paths, Path(store), recorder, options) as new:
         encoder = Encoder(tokenizer, name)
-        read = Contents()
-        documents = unique(read_all(found, options, skipped, progress, tell, read), skipped, set())
-        recipe = Recipe(encoder.vocab_size, encoder.fingerprint, vectors or vectors_for(router))
-        limit = segment_limit(encoder.vocab_size, max_memory)
-        entries = write_segments(documents, encoder, folder, recipe, limit, jobs, progress, tell, seconds)
-        if contents and read.digest() != contents:
-            raise ContentsChangedError(f"{', '.join(source.path for source in sources)}: files were changed while they were read")
-        manifest = commit_anew(writer_, encoder, entries, sources, options, router, writer, skipped, seconds)
-    return done(manifest, skipped, progress, tell, clock, seconds)
+        settings = make_settings(encoder.vocab_size, encoder.fingerprint, router, vectors, max_memory)
+        hashes = ContentHashes()
+        documents = drop_duplicates(read_files(new.found, new.options, recorder, hashes), recorder.skipped, set())
+        entries = write_segments(documents, encoder, new.lock.folder, settings, jobs, recorder)
+        if contents and hashes.compute_digest() != contents:
+            raise ContentsChangedError(f"{', '.join(source.path for source in new.sources)}: files were changed while they were read")
+        return new.finish(entries, encoder, router, writer)
 
 
-def commit_anew(
-    writer_: Writer,
-    encoder: Encoder,
-    entries: Sequence[SegmentEntry],
-    sources: Sequence[Source],
-    options: CorpusOptions,
-    router: bool,
-    writer: str,
-    skipped: Skipped,
-    seconds: dict[str, float],
-) -> Manifest:
-    """Make segments built anew the store, with vocabulary and tokenizer. Raises EmptyCorpusError where no text is in them."""
-    if not any(entry.tokens > entry.docs + 1 for entry in entries):
-        raise EmptyCorpusError(nothing_found(sources, skipped))
-    manifest = Manifest(
-        generation=writer_.next_generation,
-        tokenizer_name=encoder.name,
-        tokenizer_fingerprint=encoder.fingerprint,
-        vocab_size=encoder.vocab_size,
-        vocabulary=write_vocabulary(writer_.folder, encoder.line_ends()),
-        tokenizer=write_tokenizer(writer_.folder, encoder.json),
-        segments=tuple(entries),
-        sources=[asdict(source) for source in sources],
-        options=options_as_json(options) | {"router": router},
-        writer=writer,
-    )
-    commit(writer_, manifest, seconds)
-    return manifest
+@dataclass(frozen=True, slots=True)
+class NewStore:
+    """A store that is being built anew: what a build has in common with one on Ray."""
+
+    lock: StoreWriter
+    recorder: Recorder
+    sources: list[CorpusSource]
+    options: CorpusOptions
+    found: list[FoundFile]
+
+    def finish(self, entries: Sequence[SegmentEntry], encoder: Encoder, router: bool, writer: str) -> Summary:
+        """Make segments the store, with vocabulary and tokenizer. Raises EmptyCorpusError if no text is in them."""
+        if not any(entry.tokens > entry.docs + 1 for entry in entries):
+            raise EmptyCorpusError(describe_empty_corpus(self.sources, self.recorder.skipped))
+        manifest = Manifest(
+            generation=self.lock.next_generation,
+            tokenizer_name=encoder.name,
+            tokenizer_fingerprint=encoder.fingerprint,
+            vocab_size=encoder.vocab_size,
+            vocabulary=write_vocabulary(self.lock.folder, encoder.count_line_ends()),
+            tokenizer=write_tokenizer(self.lock.folder, encoder.json),
+            segments=tuple(entries),
+            sources=[asdict(source) for source in self.sources],
+            options=options_to_json(self.options) | {"router": router},
+            writer=writer,
+        )
+        with self.recorder.measure("committing"):
+            self.lock.commit(manifest)
+        self.recorder.report("done")
+        summary = self.recorder.summarize(manifest)
+        summary.added = summary.files
+        return summary
 
 
-def done(manifest: Manifest, skipped: Skipped, progress: Progress, tell: Tell, clock: float, seconds: dict[str, float]) -> Summary:
-    """What a build anew, begun at `clock`, did."""
-    progress.stage = "done"
-    tell(progress)
-    seconds["total"] = time.perf_counter() - clock
-    summary = summarize(manifest, skipped, seconds)
-    return replace(summary, added=summary.files, mb=progress.bytes / 1e6)
+@contextlib.contextmanager
+def begin_store(
+    paths: Sequence[str | os.PathLike[str]], folder: Path, recorder: Recorder, options: CorpusOptions | None
+) -> Iterator[NewStore]:
+    """Hold the lock of a store that is to be built, and find the corpus's files."""
+    sources, options = corpus.resolve_sources(paths), options or CorpusOptions()
+    with lock_for_writing(folder, create=True) as lock:
+        recorder.report()
+        with recorder.measure("looking"):
+            found = corpus.find_files(sources, options, recorder.skipped, omit=os.path.realpath(folder))
+        yield NewStore(lock, recorder, sources, options, found)
 
 
-def vectors_for(router: bool) -> Vectors | None:
-    """What makes the records of a store with a router, or None."""
-    if not router:
-        return None
-    from .similar_files import embed  # here: a build without a router need not wait for the compiler's import
+def make_settings(
+    vocab_size: int, fingerprint: str, router: bool, vectors: VectorFunction | None, max_memory: int | None
+) -> SegmentSettings:
+    """Return the settings of a store's segments. `max_memory`: bytes, None for half of what is free."""
+    if router and vectors is None:
+        from .similar_files import embed_segment  # here: a build without a router need not wait for the compiler's import
 
-    return embed
+        vectors = embed_segment
+    width = choose_token_dtype(vocab_size).itemsize
+    max_tokens = segment_writer.compute_max_tokens(max_memory or measure_free_memory() // 2, width)
+    return SegmentSettings(vocab_size, fingerprint, vectors, max_tokens)
 
 
-def segment_limit(vocab_size: int, max_memory: int | None) -> int:
-    """Tokens of a segment. `max_memory`: bytes, None for half of what is free."""
-    return segment_writer.most_tokens(max_memory or free_memory() // 2, token_dtype(vocab_size).itemsize)
-
-
-def read_all(
-    found: Sequence[Found], options: CorpusOptions, skipped: Skipped, progress: Progress, tell: Tell, contents: Contents | None = None
+def read_files(
+    found: Sequence[FoundFile], options: CorpusOptions, recorder: Recorder, hashes: ContentHashes | None = None
 ) -> Iterator[Document]:
-    """The documents of files, with progress."""
-    progress.start_reading(len(found), sum(file.size for file in found))
-    tell(progress)
+    """Yield the documents of files, with progress."""
+    recorder.start_reading(len(found), sum(file.size for file in found))
     for file in found:
-        yield from corpus.read(file, options, skipped, contents)
-        progress.count_read(1, file.size)
-        tell(progress)
+        yield from corpus.read_documents(file, options, recorder.skipped, hashes)
+        recorder.count_read(1, file.size)
 
 
-def unique(documents: Iterable[Document], skipped: Skipped, seen: set[bytes]) -> Iterator[Document]:
-    """Documents whose content is not in `seen`, which grows."""
+def drop_duplicates(documents: Iterable[Document], skipped: Skipped, seen: set[bytes]) -> Iterator[Document]:
+    """Yield documents whose content is not in `seen`, which grows."""
     for document in documents:
         if document.hash in seen:
             skipped.add(corpus.file_filters.DUPLICATE)
@@ -162,94 +158,64 @@ def unique(documents: Iterable[Document], skipped: Skipped, seen: set[bytes]) ->
 
 
 def write_segments(
-    documents: Iterable[Document],
-    encoder: Encoder,
-    folder: Path,
-    recipe: Recipe,
-    limit: int,
-    jobs: int | None,
-    progress: Progress,
-    tell: Tell,
-    seconds: dict[str, float],
+    documents: Iterable[Document], encoder: Encoder, folder: Path, settings: SegmentSettings, jobs: int | None, recorder: Recorder
 ) -> list[SegmentEntry]:
-    """Segments of all documents, each of `limit` tokens or a little more; [] for none.
+    """Write segments of all documents, each of `settings.max_tokens` or a little more; [] for none.
 
     `documents` is consumed in this thread. An error or interrupt ends it at once: no segment file appears after that.
     """
     n_batches = jobs or IN_FLIGHT
-    started = time.perf_counter()
-    gathered: list[Piece] = []
-    waiting: deque[Future[Piece]] = deque()
+    gathered: list[SegmentContents] = []
+    waiting: deque[Future[SegmentContents]] = deque()
     sorting: deque[Future[SegmentEntry]] = deque()
     entries: list[SegmentEntry] = []
-    gate = Gate()
-    with _Threads(n_batches) as encoders, _Threads(1, gate.close) as sorters:
+    gate = WriteGate()
+    with _DaemonThreads(n_batches) as encoders, _DaemonThreads(1, gate.close) as sorters:
 
-        def seal() -> None:
-            if sorting:  # one piece is sorted while one is gathered: that is what `most_tokens` counts with
-                entries.append(_result(sorting.popleft()))
-            piece = segment_writer.join(gathered)
+        def seal_segment() -> None:
+            if sorting:  # one segment is sorted while one is gathered: `compute_max_tokens` counts with that
+                entries.append(_wait_for(sorting.popleft()))
+            joined = segment_writer.join_contents(gathered)
             gathered.clear()
-            sorting.append(sorters.submit(partial(segment_writer.write, folder, piece, recipe, seconds, gate)))
+            sorting.append(sorters.submit(partial(segment_writer.sort_and_write, folder, joined, settings, recorder, gate)))
 
-        def take() -> None:
-            piece = _result(waiting.popleft())
-            gathered.append(piece)
-            progress.tokens += len(piece.tokens) - len(piece.docs)
-            if sum(len(piece.tokens) for piece in gathered) >= limit:
-                seal()
+        def take_batch() -> None:
+            batch = _wait_for(waiting.popleft())
+            gathered.append(batch)
+            recorder.progress.tokens += len(batch.tokens) - len(batch.docs)
+            if sum(len(each.tokens) for each in gathered) >= settings.max_tokens:
+                seal_segment()
 
-        for batch in segment_writer.batches(documents, BATCH_CHARS * (os.cpu_count() or 1)):
-            waiting.append(encoders.submit(partial(segment_writer.encode, batch, encoder)))
-            if len(waiting) > n_batches:
-                take()
-        while waiting:
-            take()
-        seconds["reading and tokenizing"] = time.perf_counter() - started
-        progress.stage = "sorting"
-        tell(progress)
+        with recorder.measure("reading and tokenizing"):
+            for batch in segment_writer.batch_documents(documents, BATCH_CHARS * (os.cpu_count() or 1)):
+                waiting.append(encoders.submit(partial(segment_writer.encode_documents, batch, encoder)))
+                if len(waiting) > n_batches:
+                    take_batch()
+            while waiting:
+                take_batch()
+        recorder.report("sorting")
         if gathered:
-            seal()
+            seal_segment()
         while sorting:
-            entries.append(_result(sorting.popleft()))
+            entries.append(_wait_for(sorting.popleft()))
     return entries
 
 
-def commit(writer: Writer, manifest: Manifest, seconds: dict[str, float]) -> None:
-    started = time.perf_counter()
-    writer.commit(manifest)
-    seconds["committing"] = seconds.get("committing", 0.0) + time.perf_counter() - started
-
-
-def summarize(manifest: Manifest, skipped: Skipped, seconds: dict[str, float]) -> Summary:
-    """What stands after a commit."""
-    return Summary(
-        generation=manifest.generation,
-        committed=True,
-        files=sum(entry.docs - len(entry.dead) for entry in manifest.segments),
-        tokens=sum(entry.tokens - entry.docs - 1 for entry in manifest.segments),
-        segments=len(manifest.segments),
-        bytes=sum(entry.bytes for entry in manifest.segments) + manifest.vocabulary.bytes + manifest.tokenizer.bytes,
-        skipped=skipped.counts,
-        secrets=skipped.secrets,
-        named=skipped.named,
-        seconds=seconds,
-    )
-
-
-def options_as_json(options: CorpusOptions) -> dict[str, Any]:
+def options_to_json(options: CorpusOptions) -> dict[str, Any]:
+    """Return options as a manifest has them, with the version of the rules."""
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()}
     return given | {"rules": corpus.RULES}
 
 
-def nothing_found(sources: Sequence[Source], skipped: Skipped) -> str:
+def describe_empty_corpus(sources: Sequence[CorpusSource], skipped: Skipped) -> str:
+    """Say that there is no text in a corpus, and why."""
     where = ", ".join(source.label for source in sources)
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.counts.most_common())
     return f"there is no text in {where}" + (f"; left out: {reasons}" if reasons else "; it holds no files")
 
 
-def free_memory() -> int:
-    """Bytes that can be allocated without pushing others out, as far as the platform tells."""
+def measure_free_memory() -> int:
+    """Return the bytes that can be allocated without pushing others out, as far as the platform says."""
     free = []
     try:
         if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
@@ -261,14 +227,14 @@ def free_memory() -> int:
     return max(min(free, default=2 << 30), 1 << 28)
 
 
-def _result(future: Future[T]) -> T:
-    """What a thread made. Waits in turns: a signal that comes right before a wait without end would not be noticed until its end."""
+def _wait_for(future: Future[T]) -> T:
+    """Return what a thread made. Waits in turns: a signal right before a wait without end would not be noticed until its end."""
     while not wait([future], timeout=0.25).done:
         pass
     return future.result()
 
 
-class _Threads:
+class _DaemonThreads:
     """A few threads that do not keep the process: after an interrupt nobody waits for a long sort."""
 
     def __init__(self, count: int, on_error: Callable[[], None] = lambda: None) -> None:
@@ -284,7 +250,7 @@ class _Threads:
         self._work.put((future, call))
         return future
 
-    def __enter__(self) -> _Threads:
+    def __enter__(self) -> _DaemonThreads:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:

@@ -1,4 +1,4 @@
-"""Where ngramspec keeps what can be made again. The only module beside `cli` and the server's settings that reads the environment."""
+"""The folder for what can be made again. Beside `cli` and the server's settings the only module that reads the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The folder: `$NGRAMSPEC_CACHE`, else `ngramspec` in the platform's user cache."""
+    """Return the cache folder: `$NGRAMSPEC_CACHE`, else `ngramspec` in the platform's user cache."""
     if chosen := os.environ.get("NGRAMSPEC_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":

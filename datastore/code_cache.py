@@ -72,7 +72,7 @@ class CodeCache(NullCache):
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
         """Raises RuntimeError if no folder can be written."""
-        self._py_func, self._impl = py_func, _Located(py_func)
+        self._py_func, self._impl = py_func, _CacheImpl(py_func)
         self._folder = Path(self._impl.locator.get_cache_path())
         stamp = dumps((numba.__version__, self._impl.locator.get_source_stamp()))
         self._version = stamp + py_func.__code__.co_code
@@ -158,7 +158,7 @@ class _UserCacheLocator(UserProvidedCacheLocator):
         return locator
 
 
-class _Located(CompileResultCacheImpl):
+class _CacheImpl(CompileResultCacheImpl):
     _locator_classes = (UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator)
 
 

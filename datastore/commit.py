@@ -1,14 +1,13 @@
 """Who may write to a store, and how it goes from one generation to the next.
 
-A folder enters, a `Writer` that holds its lock leaves; what a writer commits becomes the store by one rename, and whatever else it wrote is
-deleted, whether it ends well, by an error or by an interrupt. What a killed writer left is deleted by the next one. Knows files and
-manifests, nothing of what is in the segments.
+A folder enters, a `StoreWriter` that holds its lock leaves; what a writer commits becomes the store by one rename. Whatever else it wrote
+is deleted, whether it ends well, by an error or by an interrupt. What a killed writer left is deleted by the next one. The module knows
+files and manifests, nothing of what is in the segments.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import time
@@ -23,14 +22,15 @@ from .errors import (
     DatastoreLockedError,
     DatastoreNotFoundError,
 )
-from .format import MANIFEST, Manifest, read_manifest, rubbish, write_manifest
+from .file_io import FULL
+from .format import MANIFEST
+from .manifest import Manifest, find_orphans, read_manifest, write_manifest
 
-LOCK = "LOCK"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LOCK = "LOCK"  # the name of the file that a writer locks
 
 
-class Writer:
-    """The right to write to one store, until the end of `writing`."""
+class StoreWriter:
+    """The right to write to one store, until the end of `lock_for_writing`."""
 
     def __init__(self, folder: Path, manifest: Manifest | None, generation: int) -> None:
         self.folder = folder
@@ -39,18 +39,24 @@ class Writer:
         self.next_generation = generation
         """The number that the next commit must carry."""
 
+    @property
+    def standing(self) -> Manifest:
+        """The generation that stands, of a store that has one."""
+        assert self.manifest is not None
+        return self.manifest
+
     def commit(self, manifest: Manifest) -> None:
         """Make `manifest` the store, durably, and delete the files of the generation before. Its segments must have been written."""
         assert manifest.generation == self.next_generation
         write_manifest(self.folder, manifest)
         self.manifest = manifest
         self.next_generation += 1
-        _delete_rubbish(self.folder, manifest)
+        _delete_orphans(self.folder, manifest)
 
 
 @contextlib.contextmanager
-def writing(store: Path, *, create: bool = False) -> Iterator[Writer]:
-    """Hold a store's lock. `create`: a store that is not there, damaged or of another format is begun anew, in a new or empty folder.
+def lock_for_writing(store: Path, *, create: bool = False) -> Iterator[StoreWriter]:
+    """Hold a store's lock. With `create` a store that is not there, damaged or of another format is begun anew, in a new or empty folder.
 
     Raises DatastoreLockedError, DatastoreNotFoundError, DatastoreFullError for a full disk, DatastoreError for a folder that is no
     store, and without `create` what is wrong with the store.
@@ -59,16 +65,16 @@ def writing(store: Path, *, create: bool = False) -> Iterator[Writer]:
         read_manifest(store)  # before a lock file appears in a folder that is no store
     made = create and _make_folder(store)
     try:
-        with _locked(store):
-            manifest, generation = _current(store, create)
-            before = {path.name for path in rubbish(store, None)}
+        with _hold_lock(store):
+            manifest, generation = _find_current(store, create)
+            before = {path.name for path in find_orphans(store, None)}
             try:
-                yield Writer(store, manifest, generation)
+                yield StoreWriter(store, manifest, generation)
             except BaseException:
                 _clean_up(store, before)
                 raise
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise DatastoreFullError(f"{store} cannot be written: {error.strerror}") from error
         raise
     finally:
@@ -76,8 +82,8 @@ def writing(store: Path, *, create: bool = False) -> Iterator[Writer]:
             _unmake_folder(store, made)
 
 
-def _current(store: Path, create: bool) -> tuple[Manifest | None, int]:
-    """The generation that stands and the number of the next; what belongs to none is deleted."""
+def _find_current(store: Path, create: bool) -> tuple[Manifest | None, int]:
+    """Return the generation that stands and the number of the next; delete what belongs to none."""
     manifest = None
     try:
         manifest = read_manifest(store)
@@ -88,12 +94,12 @@ def _current(store: Path, create: bool) -> tuple[Manifest | None, int]:
         if not create:
             raise
         return None, int(time.time())  # beyond any number that readers of the unreadable one may have seen; its files stay until commit
-    _delete_rubbish(store, manifest)
+    _delete_orphans(store, manifest)
     return manifest, generation
 
 
 def _make_folder(store: Path) -> bool:
-    """A folder to build in; whether it is new. Raises DatastoreError for one that holds anything but a store."""
+    """Make a folder to build in -> whether it is new. Raises DatastoreError for one that holds anything but a store."""
     try:
         store.mkdir(parents=True)
         return True
@@ -103,7 +109,7 @@ def _make_folder(store: Path) -> bool:
         raise DatastoreError(f"{store} cannot be made: {error.strerror or error}") from error
     if not store.is_dir():
         raise DatastoreError(f"{store} is not a folder; a store is one, give the name of a new or empty folder")
-    ours = {path.name for path in rubbish(store, None)} | {LOCK}
+    ours = {path.name for path in find_orphans(store, None)} | {LOCK}
     foreign = sorted(path.name for path in store.iterdir() if path.name not in ours)
     if foreign == [MANIFEST] and ours - {LOCK}:
         foreign = []  # a store, whole or damaged
@@ -120,9 +126,9 @@ def _make_folder(store: Path) -> bool:
 
 
 def _unmake_folder(store: Path, made: bool) -> None:
-    """After a first build that failed: nothing of it is left. A folder that others use by now stays."""
+    """Remove what a first build that failed has left. A folder that others use by now stays."""
     with contextlib.suppress(OSError, DatastoreLockedError):
-        with _locked(store):
+        with _hold_lock(store):
             if (store / MANIFEST).exists():
                 return
             (store / LOCK).unlink()
@@ -131,14 +137,14 @@ def _unmake_folder(store: Path, made: bool) -> None:
 
 
 @contextlib.contextmanager
-def _locked(store: Path) -> Iterator[None]:
-    """Raises DatastoreLockedError where another process writes."""
+def _hold_lock(store: Path) -> Iterator[None]:
+    """Hold the lock of a folder. Raises DatastoreLockedError if another process writes."""
     path = store / LOCK
     while True:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise
             raise DatastoreError(f"{path} cannot be opened for writing: {error.strerror}") from error
         try:
@@ -160,17 +166,17 @@ def _same_file(file: int, path: Path) -> bool:
 
 
 def _clean_up(store: Path, before: set[str]) -> None:
-    """Delete what came since `before` and was not committed. The rename may have happened just before the error: the folder tells."""
+    """Delete what came since `before` and was not committed. The folder is looked at, since the rename may just have happened."""
     with contextlib.suppress(OSError):
         manifest = None
         with contextlib.suppress(DatastoreError):
             manifest = read_manifest(store)
-        for path in rubbish(store, manifest):
+        for path in find_orphans(store, manifest):
             if manifest is not None or path.name not in before:
                 path.unlink(missing_ok=True)
 
 
-def _delete_rubbish(store: Path, manifest: Manifest | None) -> None:
-    for path in rubbish(store, manifest):
+def _delete_orphans(store: Path, manifest: Manifest | None) -> None:
+    for path in find_orphans(store, manifest):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

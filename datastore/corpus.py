@@ -1,8 +1,8 @@
 """Walking a corpus: folders, files, archives and .jsonl enter, texts leave, and what was left out is counted by its reason.
 
-Two steps, so that an update need not read what has not changed: `find` lists files by name, size and time (which there are is `listing`'s
-business), `read` opens one of them and yields its documents. Files are opened beneath their source (`beneath`), nothing is executed or
-extracted. Knows nothing of tokens or stores.
+There are two steps, so that an update need not read what has not changed: `find_files` lists files by name, size and time (`listing` says
+which there are), `read_documents` opens one of them and yields its documents. Files are opened beneath their source (`beneath`), nothing is
+executed or extracted. The module knows nothing of tokens or stores.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from . import archives, file_filters, secret_scan
-from .beneath import Beneath, open_beneath
+from .beneath import ConfinedFolder, open_beneath
 from .errors import CorpusError
-from .listing import Listing, Skipped, encodable
+from .listing import Listing, Skipped, to_encodable
 
+# version of what belongs into a corpus and how its text is read. A store that was built by other rules is read anew by its next update
 RULES = 2
-"""Of what belongs into a corpus and how its text is read. A store that was built by other rules is read anew by its next update."""
-MAX_FILE_SIZE = 1 << 20
-TEXT_FIELDS = ("text", "content", "code")
+MAX_FILE_SIZE = 1 << 20  # bytes, unless the user says otherwise
+TEXT_FIELDS = ("text", "content", "code")  # of .jsonl rows, the first there is
+# A file changed within this time before it was read may change again and keep its time: it is not taken for unchanged later
 RACY_NS = 100_000_000
-"""A file changed within this time before it was read may change again and keep its time: it is not taken for unchanged later."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CorpusSource:
     """A folder or file of the corpus."""
 
     path: str
     """Absolute, links resolved: what is walked, from whatever folder an update runs in."""
     label: str
-    """As the user wrote it: documents are called by it."""
+    """What the user wrote: documents are called by it."""
     folder: bool = True
 
     @property
@@ -61,20 +61,20 @@ class CorpusOptions:
     max_file_size: int = MAX_FILE_SIZE
     text_fields: tuple[str, ...] = TEXT_FIELDS
     untracked: bool = False
-    """In a git repository, also the files that git neither tracks nor ignores."""
+    """Take also the files of a git repository that git neither tracks nor ignores."""
 
     def __post_init__(self) -> None:
         if self.max_file_size < 1:
             raise CorpusError(f"the largest file must have at least 1 byte, got {self.max_file_size}")
         try:
-            file_filters.language_names(list(self.languages))
+            file_filters.resolve_languages(list(self.languages))
             GitIgnoreSpec.from_lines([*self.include, *self.exclude])
         except ValueError as error:
             raise CorpusError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundFile:
     """A file that may hold documents."""
 
     root: str
@@ -84,7 +84,7 @@ class Found:
     name: str
     """The path its documents are called by, always encodable."""
     relative: str
-    """Within its source: what patterns are about."""
+    """Its path within its source: what patterns match."""
     size: int
     mtime_ns: int
     kind: str | None
@@ -92,7 +92,7 @@ class Found:
 
     @property
     def path(self) -> str:
-        """On disk."""
+        """Its path on disk."""
         return f"{self.root.rstrip('/')}/{self.beneath}"
 
 
@@ -104,32 +104,32 @@ class Document:
     text: str
     size: int
     mtime_ns: int
-    """-1 where the file was so new that its time says nothing (RACY_NS)."""
+    """-1 if the file was so new that its time says nothing (RACY_NS)."""
     hash: bytes
     """blake2b of its text in UTF-8, 16 bytes."""
 
 
-class Contents:
+class ContentHashes:
     """What the files of a corpus hold: their names within their sources, and a hash of the bytes that were read."""
 
     def __init__(self) -> None:
         self._files: list[tuple[str, str]] = []
 
-    def add(self, file: Found, data: bytes) -> None:
+    def add_file(self, file: FoundFile, data: bytes) -> None:
         self._files.append((file.relative, hashlib.blake2b(data, digest_size=32).hexdigest()))
 
     @property
     def n_files(self) -> int:
         return len(self._files)
 
-    def digest(self) -> str:
-        """One digest of all, whatever order they were read in."""
+    def compute_digest(self) -> str:
+        """Return one digest of all, whatever order they were read in."""
         return hashlib.sha256(json.dumps(sorted(self._files)).encode()).hexdigest()
 
 
-def sources_of(paths: Iterable[str | os.PathLike[str]]) -> list[Source]:
-    """Sources by the paths that a user gave, each once. Raises CorpusError for one that does not exist."""
-    found: dict[str, Source] = {}
+def resolve_sources(paths: Iterable[str | os.PathLike[str]]) -> list[CorpusSource]:
+    """Return sources by the paths that a user gave, each once. Raises CorpusError for one that does not exist."""
+    found: dict[str, CorpusSource] = {}
     for given in paths:
         path = Path(given).expanduser()
         try:
@@ -139,15 +139,15 @@ def sources_of(paths: Iterable[str | os.PathLike[str]]) -> list[Source]:
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
             raise CorpusError(f"the corpus {str(given)!r} is neither a folder nor a regular file")
         real = os.path.realpath(path)
-        found.setdefault(real, Source(real, encodable(os.path.normpath(given)), stat.S_ISDIR(mode)))
+        found.setdefault(real, CorpusSource(real, to_encodable(os.path.normpath(given)), stat.S_ISDIR(mode)))
     return list(found.values())
 
 
-def walk(sources: Iterable[Source], options: CorpusOptions, skipped: Skipped) -> Iterator[Document]:
-    """Every document of a corpus once, in the order of the paths."""
+def walk_corpus(sources: Iterable[CorpusSource], options: CorpusOptions, skipped: Skipped) -> Iterator[Document]:
+    """Yield every document of a corpus once, in the order of the paths."""
     seen: set[bytes] = set()
-    for file in find(sources, options, skipped):
-        for document in read(file, options, skipped):
+    for file in find_files(sources, options, skipped):
+        for document in read_documents(file, options, skipped):
             if document.hash in seen:
                 skipped.add(file_filters.DUPLICATE)
             else:
@@ -155,40 +155,40 @@ def walk(sources: Iterable[Source], options: CorpusOptions, skipped: Skipped) ->
                 yield document
 
 
-def find(sources: Iterable[Source], options: CorpusOptions, skipped: Skipped, omit: str | None = None) -> list[Found]:
-    """The files of all sources, sorted by path within each, none twice. `omit`: a folder that is not entered (the store itself)."""
-    rules = _Rules(options)
-    out: dict[str, Found] = {}
+def find_files(sources: Iterable[CorpusSource], options: CorpusOptions, skipped: Skipped, omit: str | None = None) -> list[FoundFile]:
+    """Return the files of all sources, sorted by path within each, none twice. `omit`: a folder that is not entered (the store itself)."""
+    rules = _NameRules(options)
+    out: dict[str, FoundFile] = {}
     for source in sources:
         if os.path.realpath(source.path) != source.path:
             raise CorpusError(f"the corpus {source.label!r} is gone: a link is where {source.path} was; build anew from where it leads")
         with _open_source(source) as tree:
             if source.folder:
                 listing = Listing(source.path, tree, skipped, untracked=options.untracked, omit=omit)
-                for relative, in_git in sorted(listing.files()):
-                    _consider(source, tree, relative, in_git, rules, skipped, out)
+                for relative, in_git in sorted(listing.list_files()):
+                    _check_file(source, tree, relative, in_git, rules, skipped, out)
             else:
-                _consider(source, tree, "", False, rules, skipped, out)
-    files: dict[str, Found] = {}
+                _check_file(source, tree, "", False, rules, skipped, out)
+    files: dict[str, FoundFile] = {}
     for file in out.values():  # sources named in different folders may be called the same
         if file.name in files:
-            file = replace(file, name=encodable(file.path))
+            file = replace(file, name=to_encodable(file.path))
         files[file.name] = file
     return list(files.values())
 
 
-def listed(root: str, options: CorpusOptions) -> Iterator[str]:
-    """The files of a folder that belong into a corpus by their names, relative to it. They are looked for as they are asked for."""
-    rules = _Rules(options)
-    with Beneath(root) as tree:
-        for relative, _ in Listing(root, tree, Skipped(), untracked=options.untracked).files():
-            if rules.reason(encodable(relative)) is None:
+def list_names(root: str, options: CorpusOptions) -> Iterator[str]:
+    """Yield the files of a folder that belong into a corpus by their names, relative to it. They are looked for as they are asked for."""
+    rules = _NameRules(options)
+    with ConfinedFolder(root) as tree:
+        for relative, _ in Listing(root, tree, Skipped(), untracked=options.untracked).list_files():
+            if rules.find_reason(to_encodable(relative)) is None:
                 yield relative
 
 
-def hash_contents(files: Iterable[Found], options: CorpusOptions, skipped: Skipped) -> Contents:
+def hash_files(files: Iterable[FoundFile], options: CorpusOptions, skipped: Skipped) -> ContentHashes:
     """Read plain files, none of them a container, for what they hold."""
-    contents = Contents()
+    hashes = ContentHashes()
     for file in files:
         try:
             with open_beneath(file.root, file.beneath) as stream:
@@ -197,12 +197,12 @@ def hash_contents(files: Iterable[Found], options: CorpusOptions, skipped: Skipp
             skipped.add(file_filters.UNREADABLE, file.name, error.strerror or str(error))
             continue
         if len(data) <= options.max_file_size:
-            contents.add(file, data)
-    return contents
+            hashes.add_file(file, data)
+    return hashes
 
 
-def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Contents | None = None) -> Iterator[Document]:
-    """The documents of a file. A failure is counted and named, what was read before it stands. `contents`: gets what plain files hold."""
+def read_documents(file: FoundFile, options: CorpusOptions, skipped: Skipped, hashes: ContentHashes | None = None) -> Iterator[Document]:
+    """Yield the documents of a file. A failure is counted and named, what was read before stands. `hashes` gets what plain files hold."""
     try:
         with open_beneath(file.root, file.beneath) as stream:
             status = os.fstat(stream.fileno())
@@ -211,20 +211,20 @@ def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Conten
                 if len(data) > options.max_file_size:
                     skipped.add(file_filters.TOO_LARGE)
                     return
-                if contents is not None:
-                    contents.add(file, data)
-                if (document := _document(file.name, data, status, skipped)) is not None:
+                if hashes is not None:
+                    hashes.add_file(file, data)
+                if (document := _make_document(file.name, data, status, skipped)) is not None:
                     yield document
                 return
-            rules = _Rules(options)
+            rules = _NameRules(options)
             members = archives.read_members(
-                stream, file.kind, status.st_size, options.max_file_size, options.text_fields, rules.member_reason
+                stream, file.kind, status.st_size, options.max_file_size, options.text_fields, rules.find_member_reason
             )
             for name, member, reason in members:
-                path = encodable(archives.member_path(file.name, name, file.kind))
+                path = to_encodable(archives.make_member_path(file.name, name, file.kind))
                 if member is None:
                     skipped.add(reason, path, reason if reason in (file_filters.UNREADABLE, file_filters.BAD_ROW) else "")
-                elif (document := _document(path, member, status, skipped, code=file.kind != "jsonl")) is not None:
+                elif (document := _make_document(path, member, status, skipped, code=file.kind != "jsonl")) is not None:
                     yield document
     except archives.DamagedError as error:
         skipped.add(file_filters.DAMAGED, file.name, str(error))
@@ -236,52 +236,54 @@ def read(file: Found, options: CorpusOptions, skipped: Skipped, contents: Conten
         skipped.add(file_filters.UNREADABLE, file.name, error.strerror or str(error))
 
 
-class _Rules:
+class _NameRules:
     """The options' rules about names, compiled once."""
 
     def __init__(self, options: CorpusOptions) -> None:
         self.include = GitIgnoreSpec.from_lines(options.include) if options.include else None
         self.exclude = GitIgnoreSpec.from_lines(options.exclude) if options.exclude else None
-        self.languages = file_filters.language_names(list(options.languages))
+        self.languages = file_filters.resolve_languages(list(options.languages))
         self.max_file_size = options.max_file_size
 
-    def excluded(self, relative: str) -> bool:
+    def is_excluded(self, relative: str) -> bool:
         return self.exclude is not None and self.exclude.match_file(relative)
 
-    def reason(self, relative: str, chosen: bool = False) -> str | None:
-        """Why a file is left out by its path within its source. `chosen`: the user named it, so that its type is not asked."""
-        if self.excluded(relative):
+    def find_reason(self, relative: str, chosen: bool = False) -> str | None:
+        """Return why a file is left out by its path within its source. `chosen`: the user named it, so that its type is not asked."""
+        if self.is_excluded(relative):
             return file_filters.EXCLUDED
         if self.include is not None:
             if not self.include.match_file(relative):
                 return file_filters.EXCLUDED
             chosen = True
-        return file_filters.name_reason(relative.rpartition("/")[2], self.languages, chosen)
+        return file_filters.find_name_reason(relative.rpartition("/")[2], self.languages, chosen)
 
-    def member_reason(self, name: str) -> str | None:
+    def find_member_reason(self, name: str) -> str | None:
         if file_filters.SKIPPED_FOLDERS.intersection(name.split("/")[:-1]):
             return file_filters.IGNORED
-        return self.reason(name.strip("/") or "?")
+        return self.find_reason(name.strip("/") or "?")
 
 
-def _open_source(source: Source) -> Beneath:
+def _open_source(source: CorpusSource) -> ConfinedFolder:
     try:
-        return Beneath(source.root)
+        return ConfinedFolder(source.root)
     except OSError as error:
         raise CorpusError(f"the corpus {source.label!r} cannot be read: {error.strerror or error}") from error
 
 
-def _consider(source: Source, tree: Beneath, relative: str, in_git: bool, rules: _Rules, skipped: Skipped, out: dict[str, Found]) -> None:
+def _check_file(
+    source: CorpusSource, tree: ConfinedFolder, relative: str, in_git: bool, rules: _NameRules, skipped: Skipped, out: dict[str, FoundFile]
+) -> None:
     """Take one file of a source (`relative`: "" for the source itself) by its name and status, or count why not."""
     beneath = relative or Path(source.path).name
-    shown = encodable(beneath)
-    kind = archives.kind_of(beneath)
+    shown = to_encodable(beneath)
+    kind = archives.get_container_kind(beneath)
     if kind is not None and in_git and not (rules.include is not None and rules.include.match_file(shown)):
         kind = None  # data of a repository's tests, more often than text; its type is not known to be text either
     if kind is not None:  # other patterns and languages are about its members
-        reason = file_filters.EXCLUDED if rules.excluded(shown) else None
+        reason = file_filters.EXCLUDED if rules.is_excluded(shown) else None
     else:
-        reason = rules.reason(shown, chosen=not relative)
+        reason = rules.find_reason(shown, chosen=not relative)
     if reason is not None:
         skipped.add(reason)
         return
@@ -303,11 +305,11 @@ def _consider(source: Source, tree: Beneath, relative: str, in_git: bool, rules:
     elif kind is None and status.st_size > rules.max_file_size:
         skipped.add(file_filters.TOO_LARGE)
     else:
-        file = Found(source.root, beneath, name, shown, status.st_size, status.st_mtime_ns, kind)
+        file = FoundFile(source.root, beneath, name, shown, status.st_size, status.st_mtime_ns, kind)
         out.setdefault(file.path, file)
 
 
-def _document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, *, code: bool = True) -> Document | None:
+def _make_document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, *, code: bool = True) -> Document | None:
     text = file_filters.decode_text(data)
     if text is None:
         skipped.add(file_filters.BINARY if b"\0" in data else file_filters.NOT_UTF8)
@@ -317,7 +319,7 @@ def _document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, 
     except UnicodeEncodeError:  # half a surrogate pair, in a row of a .jsonl or in UTF-16
         skipped.add(file_filters.NOT_UTF8)
         return None
-    if (reason := file_filters.content_reason(data, code=code)) is not None:
+    if (reason := file_filters.find_content_reason(data, code=code)) is not None:
         skipped.add(reason)
         return None
     if (rule := secret_scan.find_secret(data, path)) is not None:

@@ -147,6 +147,7 @@ MARK_BYTES, MARK_LINES = 1024, 6  # where a generator's mark is looked for
 LONGEST_LINE = 5000
 MEAN_LINE, MEAN_FROM = 250, 2048  # a mean says something from this many bytes on
 
+# Left out wherever the files come from no version control: caches, tools' own folders, dependencies, credentials
 SKIPPED_FOLDERS = frozenset(
     (
         *(".git", ".hg", ".svn", ".bzr", "_darcs", ".ssh", ".gnupg", ".aws", ".kube", ".docker", ".idea", ".vscode"),
@@ -154,11 +155,10 @@ SKIPPED_FOLDERS = frozenset(
         *(".cache", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
     )
 )
-"""Left out wherever the files come from no version control: caches, tools' own folders, dependencies, credentials."""
 
 
-def language_names(names: list[str]) -> frozenset[str]:
-    """The languages that names or extensions mean. Raises ValueError for one that is not known, with those that are."""
+def resolve_languages(names: list[str]) -> frozenset[str]:
+    """Return the languages that names or extensions mean. Raises ValueError for one that is not known, with those that are."""
     found = set()
     for name in names:
         known = _ALIASES.get(name.lower().lstrip("."), name.lower())
@@ -168,8 +168,8 @@ def language_names(names: list[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def language_of(name: str) -> str | None:
-    """The language of a file by its name without folders, None where it is not known to be text."""
+def get_language(name: str) -> str | None:
+    """Return the language of a file by its name without folders, None where it is not known to be text."""
     name = name.lower()
     if name in _NAMES:
         return _NAMES[name]
@@ -177,8 +177,8 @@ def language_of(name: str) -> str | None:
     return _LANGUAGE_OF.get(extension) if dot else None
 
 
-def name_reason(name: str, languages: frozenset[str], chosen: bool) -> str | None:
-    """Why a file of this name (without folders) is left out, or None. `chosen`: named by the user, so its type is not asked."""
+def find_name_reason(name: str, languages: frozenset[str], chosen: bool) -> str | None:
+    """Return why a file of this name (without folders) is left out, or None. `chosen`: named by the user, so its type is not asked."""
     lower = name.lower()
     if _SECRET_NAME.match(lower):
         return SECRET
@@ -188,14 +188,14 @@ def name_reason(name: str, languages: frozenset[str], chosen: bool) -> str | Non
         return GENERATED
     if _MINIFIED_NAMES.search(lower):
         return MINIFIED
-    language = language_of(lower)
+    language = get_language(lower)
     if language is None:
         return UNKNOWN_TYPE
     return None if not languages or language in languages else OTHER_LANGUAGE
 
 
 def decode_text(data: bytes) -> str | None:
-    """The text of a file's bytes, with LF for every line end; None if they are neither UTF-8 nor UTF-16 with its byte order mark.
+    """Return the text of a file's bytes, with LF for every line end; None if they are neither UTF-8 nor UTF-16 with its byte order mark.
 
     What an editor sends has other line ends than the file on disk has (git converts them, too), and drafts must match either.
     """
@@ -203,16 +203,16 @@ def decode_text(data: bytes) -> str | None:
         text = data.decode("utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
     except UnicodeDecodeError:
         return None
-    return with_lf(text)
+    return normalize_line_ends(text)
 
 
-def with_lf(text: str) -> str:
-    """A text with LF for every CRLF and every CR by itself, as a store has it."""
+def normalize_line_ends(text: str) -> str:
+    """Return a text with LF for every CRLF and every CR by itself, as a store has it."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def content_reason(data: bytes, *, code: bool = True) -> str | None:
-    """Why a text is left out by its bytes in UTF-8, or None. Secrets in it are `secret_scan`'s business.
+def find_content_reason(data: bytes, *, code: bool = True) -> str | None:
+    """Return why a text is left out by its bytes in UTF-8, or None. Secrets in it are `secret_scan`'s business.
 
     Without `code` (a row that somebody wrote into a .jsonl as text) generated and minified texts are kept.
     """

@@ -1,4 +1,4 @@
-"""Repositories as git finds them, read without git: no command of theirs can be run, and no lock is taken.
+"""Repositories as git finds them, read without git: no command that they name can be run, and no lock is taken.
 
 A folder enters; the repository that it belongs to, the paths that it tracks and its ignore rules other than `.gitignore` leave. Of a
 repository's configuration only four settings have an effect (`core.worktree`, `core.bare`, `core.ignoreCase`, `extensions.objectFormat`),
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .beneath import read_beneath
-from .git_index import MAX_INDEX, SIZES, Entry, IndexFormatError, read_entries
+from .git_index import MAX_INDEX, SIZES, IndexEntry, IndexFormatError, read_entries
 
-MAX_TEXT = 1 << 20
-"""Bytes of a configuration, of a file of patterns, or of a `.git` file, as in git."""
+MAX_TEXT = 1 << 20  # bytes of a configuration, of a file of patterns, or of a `.git` file, as in git
 _ID = re.compile(rb"[0-9a-f]{40}([0-9a-f]{24})?\s*")
 
 
@@ -25,7 +24,7 @@ class RepositoryError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class GitRepository:
     """A repository with a working tree."""
 
     top: str
@@ -35,9 +34,9 @@ class Repository:
     common: str
     """The one that it shares with its linked working trees."""
 
-    def entries(self) -> list[Entry]:
-        """What it tracks; nothing before the first `git add`. Raises RepositoryError."""
-        settings = self._settings()
+    def entries(self) -> list[IndexEntry]:
+        """Return what it tracks; nothing before the first `git add`. Raises RepositoryError."""
+        settings = self._read_settings()
         algorithm = settings.get("extensions.objectformat", "sha1").lower()
         if algorithm not in SIZES:
             raise RepositoryError(f"its object format {algorithm!r} is not known")
@@ -61,30 +60,30 @@ class Repository:
             raise RepositoryError(f"its shared index cannot be read: {error.strerror or error}") from error
 
     def ignores_case(self) -> bool:
-        """Whether its patterns match letters of either case, as where the file system does."""
-        return _is_true(self._settings().get("core.ignorecase", ""))
+        """Return whether its patterns match letters of either case, as where the file system does."""
+        return _is_true(self._read_settings().get("core.ignorecase", ""))
 
-    def excludes(self) -> bytes:
+    def read_excludes(self) -> bytes:
         """Its own ignore rules, which are not part of the tree."""
         return _read_or_empty(self.common, "info/exclude")
 
-    def _settings(self) -> dict[str, str]:
+    def _read_settings(self) -> dict[str, str]:
         settings = parse_settings(_read_or_empty(self.common, "config"))
         if _is_true(settings.get("extensions.worktreeconfig", "")):
             settings |= parse_settings(_read_or_empty(self.folder, "config.worktree"))
         return settings
 
 
-def find_repository(folder: str) -> Repository | None:
-    """The repository whose working tree a folder (absolute, links resolved) belongs to: its own, or that of a folder above it."""
+def find_repository(folder: str) -> GitRepository | None:
+    """Return the repository whose working tree a folder (absolute, links resolved) belongs to: its own, or that of a folder above it."""
     for top in (folder, *map(str, Path(folder).parents)):
-        if (found := repository_at(top)) is not None:
+        if (found := open_repository(top)) is not None:
             return found
     return None
 
 
-def repository_at(top: str) -> Repository | None:
-    """The repository whose working tree begins at a folder, or None: it has a `.git` that git would take for one."""
+def open_repository(top: str) -> GitRepository | None:
+    """Return the repository whose working tree begins at a folder, or None: it has a `.git` that git would take for one."""
     place = Path(top, ".git")
     try:
         if place.is_file():
@@ -101,11 +100,11 @@ def repository_at(top: str) -> Repository | None:
         shared = os.path.realpath(Path(folder, os.fsdecode(common)))
     except (OSError, ValueError):  # ValueError: a zero byte in a path
         return None
-    return Repository(top, folder, shared) if all(Path(shared, name).is_dir() for name in ("objects", "refs")) else None
+    return GitRepository(top, folder, shared) if all(Path(shared, name).is_dir() for name in ("objects", "refs")) else None
 
 
-def users_excludes() -> bytes:
-    """The ignore rules that the user has for all repositories: what the user's own configuration names, by default git/ignore in
+def read_user_excludes() -> bytes:
+    """Return the ignore rules that the user has for all repositories: what the user's own configuration names, by default git/ignore in
     $XDG_CONFIG_HOME."""
     try:
         home = Path.home()
@@ -119,8 +118,10 @@ def users_excludes() -> bytes:
 
 
 def parse_settings(data: bytes) -> dict[str, str]:
-    """A configuration of git's by `section.name`, both in small letters, the last of several. Sections with a second name and includes are
-    left out. A name without a value is "true"."""
+    """Parse a configuration of git's -> values by `section.name`, both in small letters, the last of several.
+
+    Sections with a second name and includes are left out. A name without a value is "true".
+    """
     settings: dict[str, str] = {}
     section: str | None = None
     text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape").replace("\r\n", "\n")
@@ -130,12 +131,12 @@ def parse_settings(data: bytes) -> dict[str, str]:
             section = None if match[2] else match[1].lower()
             line = line[match.end() :]
         if section is not None and (match := re.match(r"([A-Za-z][\w-]*)\s*(?:=\s*(.*)|[#;].*)?$", line)):
-            settings[f"{section}.{match[1].lower()}"] = "true" if match[2] is None else _value(match[2])
+            settings[f"{section}.{match[1].lower()}"] = "true" if match[2] is None else _parse_value(match[2])
     return settings
 
 
-def _value(text: str) -> str:
-    """A value without its quotes, escapes and comment."""
+def _parse_value(text: str) -> str:
+    """Return a value without its quotes, escapes and comment."""
     value, quoted = "", False
     for match in re.finditer(r"\\(.)|(.)", text):
         escaped, plain = match.groups()
@@ -166,6 +167,6 @@ def _read_or_empty(folder: str, name: str) -> bytes:
 
 
 def _read_users(path: Path) -> bytes:
-    """A file of the user's, wherever a link of theirs leads."""
+    """Return a file of the user's, wherever a link of theirs leads."""
     real = path.resolve()
     return _read_or_empty(str(real.parent), real.name)

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 
 from .beneath import MAX_PATH
 
-MAX_INDEX = 128 << 20
-"""Bytes of an index that is read: a million files and more."""
-MAX_NAMES = 512 << 20
-"""Bytes of all names: version 4 writes down only how a name differs from the one before."""
+MAX_INDEX = 128 << 20  # bytes of an index that is read: a million files and more
+MAX_NAMES = 512 << 20  # bytes of all names: version 4 writes down only how a name differs from the one before
 SIZES = {"sha1": 20, "sha256": 32}
-_STATUS_BYTES = 40
-"""Of an entry, before its object id: times, device, inode, mode, owner, size. The mode stands at 24."""
+_STATUS_BYTES = 40  # bytes of an entry before its object id: times, device, inode, mode (at 24), owner, size
 _EXTENDED = 0x4000
 _LENGTH = 0x0FFF
 _MASK_64 = (1 << 64) - 1
@@ -31,7 +28,7 @@ class IndexFormatError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """A path that git tracks."""
 
     path: bytes
@@ -50,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitIndex:
     """What a split index says of the shared one."""
 
     shared: str
@@ -59,21 +56,23 @@ class Split:
     replaced: bytes
 
 
-def read_entries(data: bytes, algorithm: str, load_shared: Callable[[str], bytes]) -> list[Entry]:
-    """The files and submodules of an index. `algorithm`: sha1 or sha256, the repository's. `load_shared`: the bytes of a shared index by
-    its hash. Raises IndexFormatError, and what `load_shared` raises."""
-    entries, split = _parse(data, algorithm)
+def read_entries(data: bytes, algorithm: str, load_shared: Callable[[str], bytes]) -> list[IndexEntry]:
+    """Return the files and submodules of an index. `algorithm`: sha1 or sha256, the repository's.
+
+    `load_shared`: returns the bytes of a shared index by its hash. Raises IndexFormatError, and what `load_shared` raises.
+    """
+    entries, split = _parse_index(data, algorithm)
     if split is not None:
-        shared, nested = _parse(load_shared(split.shared), algorithm)
+        shared, nested = _parse_index(load_shared(split.shared), algorithm)
         if nested is not None:
             raise IndexFormatError("its shared index is split itself")
-        entries = _join(shared, entries, split)
+        entries = _join_shared(shared, entries, split)
     if any(not entry.path for entry in entries):
         raise IndexFormatError("an entry has no path")
     return [entry for entry in entries if not entry.is_folder]
 
 
-def _parse(data: bytes, algorithm: str) -> tuple[list[Entry], Split | None]:
+def _parse_index(data: bytes, algorithm: str) -> tuple[list[IndexEntry], SplitIndex | None]:
     size = SIZES[algorithm]
     if len(data) < 12 + size or data[:4] != b"DIRC":
         raise IndexFormatError("it does not begin as an index")
@@ -102,7 +101,7 @@ def _parse(data: bytes, algorithm: str) -> tuple[list[Entry], Split | None]:
     return entries, split
 
 
-def _parse_entries(data: bytes, at: int, end: int, version: int, count: int, size: int) -> tuple[list[Entry], int]:
+def _parse_entries(data: bytes, at: int, end: int, version: int, count: int, size: int) -> tuple[list[IndexEntry], int]:
     fixed = _STATUS_BYTES + size + 2
     if count * (fixed + 1) > end - at:
         raise IndexFormatError(f"it has no room for its {count:,} entries")
@@ -138,12 +137,12 @@ def _parse_entries(data: bytes, at: int, end: int, version: int, count: int, siz
         at = stop + 1 if version == 4 else start + (stop - start + 8) // 8 * 8
         if at > end:
             raise IndexFormatError("it ends within an entry")
-        entries.append(Entry(name, mode))
+        entries.append(IndexEntry(name, mode))
     return entries, at
 
 
 def _parse_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number as git's packs write offsets: (it, where it ends)."""
+    """Return a number as git's packs write offsets: (it, where it ends)."""
     value = -1
     while at < end and value < MAX_PATH:
         byte = data[at]
@@ -154,19 +153,19 @@ def _parse_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     raise IndexFormatError("a path shares more with the one before than paths have")
 
 
-def _parse_link(data: bytes, size: int) -> Split | None:
+def _parse_link(data: bytes, size: int) -> SplitIndex | None:
     if len(data) < size:
         raise IndexFormatError("its link to a shared index is damaged")
     shared, rest = data[:size], data[size:]
     if not any(shared):
         return None
     if not rest:
-        return Split(shared.hex(), b"", b"")
+        return SplitIndex(shared.hex(), b"", b"")
     deleted, after = _take_bitmap(rest)
     replaced, after = _take_bitmap(after)
     if after:
         raise IndexFormatError("its link to a shared index is damaged")
-    return Split(shared.hex(), deleted, replaced)
+    return SplitIndex(shared.hex(), deleted, replaced)
 
 
 def _take_bitmap(data: bytes) -> tuple[bytes, bytes]:
@@ -179,9 +178,11 @@ def _take_bitmap(data: bytes) -> tuple[bytes, bytes]:
     return data[:length], data[length:]
 
 
-def _positions(bitmap: bytes, count: int) -> Iterator[int]:
-    """The set bits of an EWAH bitmap (64-bit words; Lemire, Kaser and Aouiche, Sorting improves word-aligned bitmap indexes, 2010), which
-    must all be below `count`."""
+def _decode_bitmap(bitmap: bytes, count: int) -> Iterator[int]:
+    """Yield the set bits of an EWAH bitmap of 64-bit words, which must all be below `count`.
+
+    Lemire, Kaser and Aouiche, Sorting improves word-aligned bitmap indexes, 2010.
+    """
     if not bitmap:
         return
     words = struct.unpack(f">{(len(bitmap) - 12) // 8}Q", bitmap[8:-4])
@@ -193,30 +194,30 @@ def _positions(bitmap: bytes, count: int) -> Iterator[int]:
         if literals > len(words) - place or (run and (at + run - 1) * 64 >= count + 64):
             raise IndexFormatError("a bitmap of its shared index is damaged")
         if marker & 1:
-            yield from _below(range(64 * at, 64 * (at + run)), count)
+            yield from _check_below(range(64 * at, 64 * (at + run)), count)
         at += run
         for word in words[place : place + literals]:
-            yield from _below((64 * at + bit for bit in range(64) if word >> bit & 1), count)
+            yield from _check_below((64 * at + bit for bit in range(64) if word >> bit & 1), count)
             at += 1
         place += literals
 
 
-def _below(positions: Iterator[int] | range, count: int) -> Iterator[int]:
+def _check_below(positions: Iterator[int] | range, count: int) -> Iterator[int]:
     for position in positions:
         if position >= count:
             raise IndexFormatError("a bitmap of its shared index names an entry that is not there")
         yield position
 
 
-def _join(shared: list[Entry], own: list[Entry], split: Split) -> list[Entry]:
-    """A shared index's entries, some replaced (by own ones without a path, which come first), some deleted, and own ones with a path."""
-    joined: list[Entry | None] = list(shared)
+def _join_shared(shared: list[IndexEntry], own: list[IndexEntry], split: SplitIndex) -> list[IndexEntry]:
+    """Return a shared index's entries, some replaced (by own ones without a path, which come first) or deleted, then the other own."""
+    joined: list[IndexEntry | None] = list(shared)
     n_replaced = 0
-    for position in _positions(split.replaced, len(shared)):
+    for position in _decode_bitmap(split.replaced, len(shared)):
         if n_replaced == len(own) or own[n_replaced].path:
             raise IndexFormatError("it replaces entries of its shared index by none")
-        joined[position] = Entry(shared[position].path, own[n_replaced].mode)
+        joined[position] = IndexEntry(shared[position].path, own[n_replaced].mode)
         n_replaced += 1
-    for position in _positions(split.deleted, len(shared)):
+    for position in _decode_bitmap(split.deleted, len(shared)):
         joined[position] = None
     return [entry for entry in joined if entry is not None] + own[n_replaced:]

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MAX_PATTERN = 4096
-"""Bytes of a pattern; longer ones are passed over, no path is as long."""
+MAX_PATTERN = 4096  # bytes of a pattern; longer ones are passed over, no path is as long
 _CLASSES = {
     b"alnum": (string.ascii_letters + string.digits).encode(),
     b"alpha": string.ascii_letters.encode(),
@@ -29,11 +28,9 @@ _CLASSES = {
     b"upper": string.ascii_uppercase.encode(),
     b"xdigit": string.hexdigits.encode(),
 }
-_ANY_BYTE, _STAR, _SLASH = b".", b"*", b"/"
-"""Tokens of a pattern; every other token is a regular expression for one byte."""
+_ANY_BYTE, _STAR, _SLASH = b".", b"*", b"/"  # tokens of a pattern; every other token is a regular expression for one byte
 Match = Callable[[bytes], object]
-Group = tuple[Match, ...]
-"""Consecutive components of a pattern that lie between two `**`."""
+Group = tuple[Match, ...]  # consecutive components of a pattern that lie between two `**`
 
 
 class TooSlowError(Exception):
@@ -63,12 +60,12 @@ class _Pattern:
     negative: bool
     folders_only: bool
     match: Match | None
-    """For a pattern without a slash: about the name alone."""
+    """Matches the name alone, in a pattern without a slash."""
     groups: tuple[Group, ...]
-    """For a pattern with a slash: about the path, component by component."""
+    """Match the path component by component, in a pattern with a slash."""
 
 
-class Rules:
+class IgnoreRules:
     """The patterns of one file."""
 
     def __init__(self, data: bytes, limit: TimeLimit, *, ignore_case: bool = False) -> None:
@@ -81,16 +78,18 @@ class Rules:
         with limit:
             for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
                 if line and not line.startswith(b"#"):
-                    self._add(_trim_blanks(line.removesuffix(b"\r")))
+                    self._add_pattern(_trim_blanks(line.removesuffix(b"\r")))
                     limit.check()
         self._others.reverse()
 
     def __bool__(self) -> bool:
         return bool(self._patterns)
 
-    def decide(self, path: bytes, is_folder: bool) -> bool | None:
-        """Whether a path relative to the file's folder is ignored (True) or taken back (False) by the last pattern that matches the path
-        itself; None where none does. What lies in an ignored folder is the caller's business."""
+    def match_path(self, path: bytes, is_folder: bool) -> bool | None:
+        """Return whether the last pattern that matches a path ignores it (True) or takes it back (False); None if none matches.
+
+        The path is relative to the file's folder. What lies in an ignored folder is the caller's business.
+        """
         if self._fold:
             path = path.lower()
         name = path[path.rfind(b"/") + 1 :]
@@ -115,14 +114,14 @@ class Rules:
                 break
         return None if found < 0 else not self._patterns[found].negative
 
-    def _add(self, glob: bytes) -> None:
+    def _add_pattern(self, glob: bytes) -> None:
         if self._fold:
             glob = glob.lower()
         negative = glob.startswith(b"!")
         glob = glob[negative:]
         folders_only = glob.endswith(b"/")
         glob = glob[: len(glob) - folders_only]
-        if not glob or len(glob) > MAX_PATTERN or (tokens := _tokens(glob)) is None:
+        if not glob or len(glob) > MAX_PATTERN or (tokens := _split_tokens(glob)) is None:
             return
         match: Match | None = None
         groups: tuple[Group, ...] = ()
@@ -138,14 +137,14 @@ class Rules:
 
 
 def _trim_blanks(line: bytes) -> bytes:
-    """Without the spaces at its end, but for one behind a backslash."""
+    """Return without the spaces at its end, but for one behind a backslash."""
     bare = line.rstrip(b" ")
     escaped = (len(bare) - len(bare.rstrip(b"\\"))) % 2 == 1
     return line[: len(bare) + 1] if escaped and len(bare) < len(line) else bare
 
 
-def _tokens(glob: bytes) -> list[bytes] | None:
-    """One token per byte that is matched, `*` and `/`; None where git's matcher gives the pattern up: it matches nothing."""
+def _split_tokens(glob: bytes) -> list[bytes] | None:
+    """Return one token per byte that is matched, `*` and `/`; None where git's matcher gives the pattern up: it matches nothing."""
     tokens: list[bytes] = []
     at = 0
     while at < len(glob):
@@ -172,12 +171,14 @@ def _tokens(glob: bytes) -> list[bytes] | None:
 
 
 def _parse_class(glob: bytes, at: int) -> tuple[bytes, int] | None:
-    """A bracket expression whose inside begins at `at`: (its token, where it ends). None where it does not end, or names no known class."""
+    """Parse a bracket expression whose inside begins at `at` -> (its token, where it ends).
+
+    None if it does not end, or names no known class.
+    """
     negated = glob[at : at + 1] in (b"!", b"^")
     at += negated
     members: set[int] = set()
-    before: int | None = None
-    """The byte that a range may begin with."""
+    before: int | None = None  # the byte that a range may begin with
     first = True
     while first or glob[at : at + 1] != b"]":
         first = False
@@ -217,7 +218,7 @@ def _parse_class(glob: bytes, at: int) -> tuple[bytes, int] | None:
 
 
 def _compile_component(tokens: Sequence[bytes]) -> Match:
-    """A matcher of one name."""
+    """Return a matcher of one name."""
     parts: list[list[bytes]] = [[]]
     for token in tokens:
         if token == _STAR:
@@ -232,7 +233,7 @@ def _compile_component(tokens: Sequence[bytes]) -> Match:
 
 
 def _compile_path(tokens: Sequence[bytes]) -> tuple[Group, ...]:
-    """Matchers of components, grouped by the `**` between them."""
+    """Return matchers of components, grouped by the `**` between them."""
     components: list[list[bytes]] = [[]]
     for token in tokens:
         if token == _SLASH:
@@ -251,20 +252,20 @@ def _compile_path(tokens: Sequence[bytes]) -> tuple[Group, ...]:
 def _match_components(groups: Sequence[Group], names: Sequence[bytes]) -> bool:
     first, last = groups[0], groups[-1]
     if len(groups) == 1:
-        return len(names) == len(first) and _fits(first, names, 0)
+        return len(names) == len(first) and _match_group(first, names, 0)
+    # where the last group begins; `a/**` is about what lies in `a`: at least one more component
     end = len(names) - max(len(last), 1 if not last else 0)
-    """Where the last group begins. `a/**` is about what lies in `a`: at least one more component."""
-    if len(first) > end or not _fits(first, names, 0):
+    if len(first) > end or not _match_group(first, names, 0):
         return False
     at = len(first)
     for group in groups[1:-1]:
-        while at + len(group) <= end and not _fits(group, names, at):
+        while at + len(group) <= end and not _match_group(group, names, at):
             at += 1
         at += len(group)
         if at > end:
             return False
-    return not last or _fits(last, names, end)
+    return not last or _match_group(last, names, end)
 
 
-def _fits(group: Group, names: Sequence[bytes], at: int) -> bool:
+def _match_group(group: Group, names: Sequence[bytes], at: int) -> bool:
     return all(match(names[at + number]) for number, match in enumerate(group))

@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .corpus import CorpusOptions, Skipped
+from .corpus import CorpusOptions
 from .errors import ContentsChangedError, DatastoreCorruptError, DatastoreError, DatastoreFormatError, DatastoreLockedError
-from .format import MANIFEST, read_manifest
-from .progress import Progress, Summary
-from .workspace import Kept, check_size, installed
+from .format import MANIFEST
+from .manifest import read_manifest
+from .progress import Progress, ProgressCallback, Summary
+from .recorder import summarize_manifest
+from .workspace import StoreSpec, check_size, describe_packages
 
 REPORT_S = 0.5  # between two reports of progress
 RETRY_S = 2.0  # least pause after an attempt that failed
@@ -38,11 +40,11 @@ NICE = {"find_installed": 10, "build": 10, "follow": 5}
 class Job:
     """What an indexer builds or follows."""
 
-    kept: Kept
+    kept: StoreSpec
     stage: Literal["build", "follow"]
     """build: until the store is there and up to date. follow: until that fails, or the tree is another one."""
     tokenizer: bytes
-    """Its canonical JSON."""
+    """The tokenizer's canonical JSON."""
     name: str
     """What users call the tokenizer's model."""
     writer: str
@@ -54,29 +56,29 @@ class Job:
 
 
 def make_search_message(path: str, cache: Path, fingerprint: str) -> dict[str, Any]:
-    """Return the message that starts `workspace.installed`, which reads every file of the packages.
+    """Return the message that starts `workspace.describe_packages`, which reads every file of the packages.
 
     `read_search_result` takes the answer.
     """
     return {"stage": "find_installed", "path": path, "cache": str(cache), "fingerprint": fingerprint}
 
 
-def read_search_result(answer: dict[str, Any]) -> Kept | None:
-    """Return what `workspace.installed` found. Raises DatastoreError."""
+def read_search_result(answer: dict[str, Any]) -> StoreSpec | None:
+    """Return what `workspace.describe_packages` found. Raises DatastoreError."""
     if "error" in answer:
         raise DatastoreError(answer["error"])
     return None if answer["kept"] is None else _read_kept(answer["kept"])
 
 
+# progress: a `Progress`. problem: `text`, and `waits` if another process is at it; it is tried again, unless it is `final`. done: a
+# `Summary` of what was written, or of what was there. following: files are watched
 Report = tuple[Literal["progress", "problem", "done", "following"], dict[str, Any]]
-"""progress: a `Progress`. problem: `text`, and `waits` if another process is at it; it is tried again, unless it is `final`. done: a
-`Summary` of what was written, or of what was there. following: files are watched."""
 SendReport = Callable[[Report], None]
 
 
 def serve() -> None:
     """Run the process: do the job that standard input names."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # comes from the terminal: the parent decides
     signal.signal(signal.SIGTERM, _exit)
     message = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -93,7 +95,7 @@ def serve() -> None:
             send(_find_installed(message))
         else:
             job = Job(**message | {"kept": _read_kept(message["kept"]), "tokenizer": message["tokenizer"].encode()})
-            run = {"build": bring_up_to_date, "follow": follow}[job.stage]
+            run = {"build": bring_up_to_date, "follow": follow_changes}[job.stage]
             run(job, lambda report: send({"kind": report[0], "facts": report[1]}))
 
 
@@ -109,15 +111,15 @@ def _exit_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _read_kept(fields: dict[str, Any]) -> Kept:
+def _read_kept(fields: dict[str, Any]) -> StoreSpec:
     options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["options"].items()}
     known: dict[str, Any] = fields | {"paths": tuple(fields["paths"]), "options": CorpusOptions(**options)}
-    return Kept(**known)
+    return StoreSpec(**known)
 
 
 def _find_installed(message: dict[str, Any]) -> dict[str, Any]:
     try:
-        kept = installed(message["path"], Path(message["cache"]), message["fingerprint"])
+        kept = describe_packages(message["path"], Path(message["cache"]), message["fingerprint"])
     except (DatastoreError, OSError) as error:
         return {"error": str(error)}
     return {"kept": None if kept is None else asdict(kept)}
@@ -148,13 +150,13 @@ def bring_up_to_date(job: Job, send: SendReport) -> None:
             time.sleep(max(RETRY_S, RETRY_FACTOR * (time.monotonic() - started)))
 
 
-def _build_or_update(job: Job, tell: Callable[[Progress], None]) -> Summary:
+def _build_or_update(job: Job, on_progress: ProgressCallback) -> Summary:
     from tokenizers import Tokenizer
 
-    from .build import build, summarize
+    from .build import build
     from .update import update
 
-    kept, folder = job.kept, Path(job.kept.store)
+    kept, folder = job.kept, Path(job.kept.folder)
     for path in filter(os.path.isdir, kept.paths):  # what is gone is said below
         if kept.max_files is not None:
             check_size(path, kept.max_files)
@@ -164,12 +166,12 @@ def _build_or_update(job: Job, tell: Callable[[Progress], None]) -> Summary:
         pass
     else:
         if kept.contents:  # it is what it is called by, whatever the tree holds now
-            return replace(summarize(manifest, Skipped(), {}), committed=False)
+            return replace(summarize_manifest(manifest), committed=False)
         with contextlib.suppress(DatastoreCorruptError, DatastoreFormatError):
-            return update(folder, options=kept.options, max_memory=MEMORY, writer=job.writer, tell=tell)
+            return update(folder, options=kept.options, max_memory=MEMORY, writer=job.writer, on_progress=on_progress)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds the tree's text
     tokenizer = Tokenizer.from_str(job.tokenizer.decode())
-    how: dict[str, Any] = {"options": kept.options, "router": True, "max_memory": MEMORY, "writer": job.writer, "tell": tell}
+    how: dict[str, Any] = {"options": kept.options, "router": True, "max_memory": MEMORY, "writer": job.writer, "on_progress": on_progress}
     return build(kept.paths, folder, tokenizer, job.name, contents=kept.contents, **how)
 
 
@@ -177,7 +179,7 @@ def _get_facts(summary: Summary) -> dict[str, Any]:
     return asdict(summary) | {"skipped": dict(summary.skipped), "secrets": dict(summary.secrets)}  # `asdict` breaks a Counter
 
 
-def _make_progress_reporter(send: SendReport) -> Callable[[Progress], None]:
+def _make_progress_reporter(send: SendReport) -> ProgressCallback:
     last = 0.0
 
     def report(progress: Progress) -> None:
@@ -189,7 +191,7 @@ def _make_progress_reporter(send: SendReport) -> Callable[[Progress], None]:
     return report
 
 
-def follow(job: Job, send: SendReport) -> None:
+def follow_changes(job: Job, send: SendReport) -> None:
     """Update the store whenever files change.
 
     Ends when the tree is gone or another one, or an update fails: `bring_up_to_date` waits until it can be done.
@@ -199,7 +201,7 @@ def follow(job: Job, send: SendReport) -> None:
     from .update import update
     from .watch import watch
 
-    stop, folder = threading.Event(), Path(job.kept.store)
+    stop, folder = threading.Event(), Path(job.kept.folder)
     before = _identify_folders(job.kept)
     threading.Thread(target=_wait_for_another_tree, args=(job.kept, before, stop), daemon=True).start()
 
@@ -211,7 +213,7 @@ def follow(job: Job, send: SendReport) -> None:
             stop.set()
 
     try:
-        watch(folder, stop=stop, max_memory=MEMORY, writer=job.writer, say=report, ready=lambda _: send(("following", {})))
+        watch(folder, stop=stop, max_memory=MEMORY, writer=job.writer, on_outcome=report, on_ready=lambda _: send(("following", {})))
     except DatastoreError as error:
         report(error)
     except (WatchfilesRustInternalError, OSError) as error:  # the system's limit of watches, most often
@@ -225,13 +227,13 @@ def follow(job: Job, send: SendReport) -> None:
                     report(done)
 
 
-def _wait_for_another_tree(kept: Kept, before: list[Any], stop: threading.Event) -> None:
-    while _identify_folders(kept) == before and (Path(kept.store) / MANIFEST).exists():
+def _wait_for_another_tree(kept: StoreSpec, before: list[Any], stop: threading.Event) -> None:
+    while _identify_folders(kept) == before and (Path(kept.folder) / MANIFEST).exists():
         time.sleep(1)
     stop.set()
 
 
-def _identify_folders(kept: Kept) -> list[Any]:
+def _identify_folders(kept: StoreSpec) -> list[Any]:
     """Return what tells the folders from others of the same names."""
     found: list[Any] = []
     for path in kept.paths:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .code_cache import njit
 from .errors import DatastoreCorruptError
-from .format import Segment, check_bodies, separator
+from .format import Segment, check_bodies, get_separator
 
 
 def verify_segment(segment: Segment) -> None:
@@ -21,7 +21,7 @@ def verify_segment(segment: Segment) -> None:
 
     header, tokens, docs = segment.header, segment.tokens, segment.docs
     check_bodies(segment, header.sections)
-    mark = separator(header.token_width)
+    mark = get_separator(header.token_width)
     wrong = int(_first_wrong_token(tokens, mark, header.vocab_size))
     check(wrong < 0, "tokens", f"token {tokens[wrong]} at {wrong}, the vocabulary has {header.vocab_size}")
     check(int(tokens[0]) == mark and int(tokens[-1]) == mark, "tokens", "they must begin and end with a separator")
@@ -36,7 +36,7 @@ def verify_segment(segment: Segment) -> None:
         bytes(segment.paths).decode()
     except UnicodeDecodeError as error:
         raise DatastoreCorruptError(f"{segment.path}: paths: {error}") from error
-    wrong = first_disorder(tokens, segment.suffixes)
+    wrong = find_first_disorder(tokens, segment.suffixes)
     check(wrong < 0, "suffixes", f"entry {wrong} is out of order or no position")
 
 
@@ -65,7 +65,7 @@ def _first_wrong_document(tokens, mark, starts, lengths):
     return -1
 
 
-def first_disorder(tokens: np.ndarray, suffixes: np.ndarray) -> int:
+def find_first_disorder(tokens: np.ndarray, suffixes: np.ndarray) -> int:
     """Index of the first entry that is no position, is there twice or is out of order; n_suffixes where only some are missing; else -1.
 
     Two neighbours are in order if their last tokens are, or if these agree and the texts before them are, which their own ranks
@@ -77,7 +77,7 @@ def first_disorder(tokens: np.ndarray, suffixes: np.ndarray) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _position(suffixes, i):
+def _read_position(suffixes, i):
     x = np.int64(0)
     for b in range(suffixes.shape[1]):
         x |= np.int64(suffixes[i, b]) << (8 * b)
@@ -88,7 +88,7 @@ def _position(suffixes, i):
 def _first_disorder(tokens, mark, suffixes, rank):
     n, m = len(tokens), len(suffixes)
     for i in range(m):
-        p = _position(suffixes, i)
+        p = _read_position(suffixes, i)
         if p < 1 or p >= n or tokens[p] == mark or tokens[p - 1] == mark or rank[p] >= 0:
             return i
         rank[p] = i
@@ -98,7 +98,7 @@ def _first_disorder(tokens, mark, suffixes, rank):
     if m != n_entries:
         return m
     for i in range(1, m):
-        p, q = _position(suffixes, i - 1), _position(suffixes, i)
+        p, q = _read_position(suffixes, i - 1), _read_position(suffixes, i)
         if tokens[p - 1] > tokens[q - 1]:
             return i
         if tokens[p - 1] == tokens[q - 1]:

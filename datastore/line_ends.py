@@ -2,8 +2,8 @@
 
 A tokenizer enters as an `Encoder`, a `LineEnds` leaves, which translates token ids. Texts with other line ends have other tokens around
 them: `):\\n` may be one token where `):\\r\\n` is two. What each token with LF becomes is what the tokenizer makes of its text with
-CRLF; back, the longest run of tokens that one becomes is that one. Where a tokenizer would have cut otherwise, a draft is worse, never a
-text. Knows nothing of stores, look-ups or requests.
+CRLF; back, the longest run of tokens that one becomes is that one. If a tokenizer would have cut otherwise, a draft is worse, never a
+text. The module knows nothing of stores, look-ups or requests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import numpy as np
 from .code_cache import njit
 from .tokens import Encoder
 
-LONGEST = 8
-"""Tokens that one with LF may become."""
-LF, CRLF, BEGUN = range(3)
-"""What a tree goes on from, see `LineEnds.translate`."""
+LONGEST = 8  # tokens that one with LF may become
+LF, CRLF, BEGUN = range(3)  # what a tree goes on from, see `LineEnds.translate_trees`
 
 
 class Translated(NamedTuple):
@@ -35,54 +33,56 @@ class LineEnds:
 
     def __init__(self, encoder: Encoder) -> None:
         """Takes up to a second for a large vocabulary: every token's text is looked at."""
-        texts = encoder.texts()
+        texts = encoder.decode_each_token()
         self._lf = np.array([text.count("\n") > text.count("\r") for text in texts], bool)
         self._cr = np.array(["\r" in text for text in texts], bool)
         with_lf = [token for token, text in enumerate(texts) if "\n" in text and "\r" not in text]
         wanted = [texts[token].replace("\n", "\r\n") for token in with_lf]
-        runs = dict(zip(with_lf, _runs(encoder, wanted), strict=True))
-        self._start, self._ids = _rows([runs[token] if len(runs.get(token, ())) else _ids(token) for token in range(encoder.vocab_size)])
-        back = {tuple(run.tolist()): _ids(token) for found in (_runs(encoder, wanted, ""), runs.values())
+        runs = dict(zip(with_lf, _encode_runs(encoder, wanted), strict=True))
+        self._start, self._ids = _flatten_rows(
+            [runs[token] if len(runs.get(token, ())) else _one_token(token) for token in range(encoder.vocab_size)]
+        )
+        back = {tuple(run.tolist()): _one_token(token) for found in (_encode_runs(encoder, wanted, ""), runs.values())
                 for token, run in zip(with_lf, found, strict=True) if len(run)}  # fmt: skip
         with_cr = np.flatnonzero(self._cr).tolist()
         known = [texts[token].removesuffix("\r").replace("\r\n", "\n").replace("\r", "\n") for token in with_cr]
-        for token, run in zip(with_cr, _runs(encoder, known, ""), strict=True):
+        for token, run in zip(with_cr, _encode_runs(encoder, known, ""), strict=True):
             back.setdefault((token,), run)
         rules = sorted(back, key=lambda run: (run[0], -len(run)))
-        self._rules = _Rules(
+        self._rules = _LineEndRules(
             np.searchsorted([run[0] for run in rules], np.arange(encoder.vocab_size + 1)).astype(np.int64),
-            *_rows([np.array(run, np.int32) for run in rules]),
-            *_rows([back[run] for run in rules]),
+            *_flatten_rows([np.array(run, np.int32) for run in rules]),
+            *_flatten_rows([back[run] for run in rules]),
             np.array([texts[token].endswith("\r") for token in range(encoder.vocab_size)], bool),
         )
         self._cr_token = next((token for token in with_cr if texts[token] == "\r"), -1)
         one = np.zeros(1, np.int32)
         self.to_lf(one), self.to_crlf(one)  # compiled now, not in the middle of a step
-        self.translate(np.array([0, 1], np.int64), one, one - 1, np.zeros(1, np.int8))
+        self.translate_trees(np.array([0, 1], np.int64), one, one - 1, np.zeros(1, np.int8))
 
     def is_crlf(self, tokens: np.ndarray) -> bool:
-        """Whether a text [n] int32 has CRLF for most of its line ends."""
+        """Return whether a text [n] int32 has CRLF for most of its line ends."""
         tokens = tokens[(tokens >= 0) & (tokens < len(self._cr))]
         n_cr = int(np.count_nonzero(self._cr[tokens]))
         return n_cr > 0 and n_cr >= int(np.count_nonzero(self._lf[tokens]))
 
     def to_lf(self, tokens: np.ndarray) -> tuple[np.ndarray, bool]:
-        """A text [n] int32, oldest token first, with LF, and whether it ends in a CR whose LF is not there yet."""
+        """Return a text [n] int32, oldest token first, with LF, and whether it ends in a CR whose LF is not there yet."""
         out, begun = _to_lf(np.ascontiguousarray(tokens, np.int32), self._rules)
         return out, bool(begun)
 
     def to_crlf(self, tokens: np.ndarray) -> np.ndarray:
-        """A text [n] int32 with CRLF. Ids below 0 stay."""
+        """Return a text [n] int32 with CRLF. Ids below 0 stay."""
         return _to_crlf(np.ascontiguousarray(tokens, np.int32), self._start, self._ids)
 
-    def translate(self, start: np.ndarray, tokens: np.ndarray, parents: np.ndarray, contexts: np.ndarray) -> Translated:
+    def translate_trees(self, start: np.ndarray, tokens: np.ndarray, parents: np.ndarray, contexts: np.ndarray) -> Translated:
         """Trees with LF -> with CRLF. `contexts` [B] int8, what each tree goes on from: LF, which leaves it as it is, CRLF, or BEGUN: a CR
         whose LF is not there yet."""
-        made = _translate(start, tokens, parents, contexts, self._cr_token, self._start, self._ids)
+        made = _translate_trees(start, tokens, parents, contexts, self._cr_token, self._start, self._ids)
         return Translated(made[0], *(array[: made[0][-1]] for array in made[1:]))
 
 
-class _Rules(NamedTuple):
+class _LineEndRules(NamedTuple):
     """Runs of tokens with CR, and the tokens with LF that they become. Longer runs come before shorter ones that begin alike."""
 
     first: np.ndarray  # [vocab_size + 1], where the runs that begin with a token are
@@ -93,12 +93,12 @@ class _Rules(NamedTuple):
     begins: np.ndarray  # bool [vocab_size], whether a token ends in CR
 
 
-def _ids(token: int) -> np.ndarray:
+def _one_token(token: int) -> np.ndarray:
     return np.array([token], np.int32)
 
 
-def _runs(encoder: Encoder, texts: list[str], behind: str = "a") -> list[np.ndarray]:
-    """What a tokenizer makes of texts; empty where that is more than LONGEST tokens, or does not give the text back.
+def _encode_runs(encoder: Encoder, texts: list[str], behind: str = "a") -> list[np.ndarray]:
+    """Return what a tokenizer makes of texts; empty where that is more than LONGEST tokens, or does not give the text back.
 
     With a letter `behind` each, which is cut off: many tokenizers leave the last blank of several to the word that follows.
     """
@@ -112,7 +112,7 @@ def _runs(encoder: Encoder, texts: list[str], behind: str = "a") -> list[np.ndar
     return found
 
 
-def _rows(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _flatten_rows(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Rows of different lengths, flat: row i is at start[i] .. start[i + 1]."""
     start = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=start[1:])
@@ -169,8 +169,8 @@ def _to_crlf(tokens, start, ids):
 
 
 @njit(cache=True, nogil=True)
-def _translate(starts, tokens, parents, contexts, cr_token, start, ids):
-    """A node becomes a chain of nodes; siblings that begin alike share their beginning. Tokens are in the vocabulary, see `lookup`."""
+def _translate_trees(starts, tokens, parents, contexts, cr_token, start, ids):
+    """Make of each node a chain of nodes; siblings that begin alike share their beginning. Tokens are in the vocabulary, see `lookup`."""
     out_start = np.zeros(len(starts), np.int64)
     most = 0
     for token in tokens:

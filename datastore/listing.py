@@ -13,17 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from . import file_filters, git_folder
-from .beneath import Beneath, is_git_name
+from .beneath import ConfinedFolder, is_git_name
 from .errors import CorpusError
-from .git_folder import MAX_TEXT, Repository, RepositoryError
-from .gitignore import Rules, TimeLimit, TooSlowError
+from .git_folder import MAX_TEXT, GitRepository, RepositoryError
+from .gitignore import IgnoreRules, TimeLimit, TooSlowError
 
-RULES_S = 60.0
-"""For reading the indexes and matching the ignore rules of one source. A million files with a hundred patterns take less."""
+RULES_S = 60.0  # for reading the indexes and matching the ignore rules of one source. A million files with a hundred patterns take less
 MAX_NAMED = 1000
 IGNORE_FILE = ".gitignore"
-Scope = tuple[Rules, int]
-"""A file of ignore rules, and how many bytes of a path within the repository (or plain source) its folder takes."""
+# A file of ignore rules, and how many bytes of a path within the repository (or plain source) its folder takes
+Scope = tuple[IgnoreRules, int]
 
 
 @dataclass(slots=True)
@@ -34,7 +33,7 @@ class Skipped:
     named: list[tuple[str, str]] = field(default_factory=list)
     """(path, why) of what should have been readable and was not; at most MAX_NAMED."""
     secrets: Counter[str] = field(default_factory=Counter)
-    """By the rule that found one: the texts that `counts` has as secrets because of what is in them."""
+    """How many texts `counts` has as secrets because of what is in them, by the rule that found one."""
 
     def add(self, reason: str, path: str = "", why: str = "") -> None:
         self.counts[reason] += 1
@@ -51,9 +50,9 @@ class _Walk:
     """How folders are walked: plainly, or for what a repository does not track."""
 
     folder: str = ""
-    """Where the repository begins in the source."""
+    """The path at which the repository begins in the source."""
     within: bytes = b""
-    """Where the source begins in the repository."""
+    """The path at which the source begins in the repository."""
     tracked: frozenset[str] = frozenset()
     """Files and submodules, which are listed already."""
     parents: frozenset[str] = frozenset()
@@ -61,43 +60,43 @@ class _Walk:
     ignore_case: bool = False
     is_plain: bool = True
 
-    def place(self, path: str) -> bytes:
-        """A path of the source as the repository calls it."""
+    def to_repository_path(self, path: str) -> bytes:
+        """Return a path of the source as the repository calls it."""
         return self.within + os.fsencode(path[len(self.folder) + 1 :] if self.folder else path)
 
 
 class Listing:
     """The files of one source."""
 
-    def __init__(self, root: str, tree: Beneath, skipped: Skipped, *, untracked: bool, omit: str | None = None) -> None:
+    def __init__(self, root: str, tree: ConfinedFolder, skipped: Skipped, *, untracked: bool, omit: str | None = None) -> None:
         """`root`: absolute, links resolved; `tree`: the same, open. `untracked`: in a repository, also what git neither tracks nor ignores.
         `omit`: a folder that is not entered."""
         self._root, self._tree, self._skipped, self._untracked, self._omit = root, tree, skipped, untracked, omit
         self._limit = TimeLimit(RULES_S)
-        self._users_excludes = git_folder.users_excludes()
+        self._users_excludes = git_folder.read_user_excludes()
 
-    def files(self) -> Iterator[tuple[str, bool]]:
+    def list_files(self) -> Iterator[tuple[str, bool]]:
         """(path relative to the root, whether git lists it) of each file and link, in no order. Raises CorpusError where indexes and
         ignore rules take longer than RULES_S."""
         try:
-            yield from self._folder("", git_folder.find_repository(self._root), [])
+            yield from self._list_folder("", git_folder.find_repository(self._root), [])
         except TooSlowError:
             raise CorpusError(
                 f"{self._root}: reading its git indexes and matching its ignore rules takes more than {RULES_S:g} s"
             ) from None
 
-    def _folder(self, folder: str, repository: Repository | None, scopes: list[Scope]) -> Iterator[tuple[str, bool]]:
-        """A folder's files: a repository's, or where that lists nothing (as in a folder that it ignores) those of a plain one."""
+    def _list_folder(self, folder: str, repository: GitRepository | None, scopes: list[Scope]) -> Iterator[tuple[str, bool]]:
+        """Yield a folder's files: a repository's, or where that lists nothing (as in a folder that it ignores) those of a plain one."""
         is_listed = False
         if repository is not None:
-            for found in self._repository(folder, repository):
+            for found in self._list_repository(folder, repository):
                 is_listed = True
                 yield found
         if not is_listed:
-            yield from self._walk(folder, scopes, _Walk())
+            yield from self._walk_folder(folder, scopes, _Walk())
 
-    def _repository(self, folder: str, repository: Repository) -> Iterator[tuple[str, bool]]:
-        """What git lists below a folder: the top of a repository, or, as the source itself, any folder of it."""
+    def _list_repository(self, folder: str, repository: GitRepository) -> Iterator[tuple[str, bool]]:
+        """Yield what git lists below a folder: the top of a repository, or, as the source itself, any folder of it."""
         inner = "." if folder else os.path.relpath(self._root, repository.top).replace(os.sep, "/")
         within = "" if inner == "." else f"{inner}/"
         try:
@@ -106,8 +105,8 @@ class Listing:
                 self._limit.check()
         except RepositoryError as error:
             why = f"{error}; the folder is read as if it were no repository, with files that git does not track"
-            self._skipped.add(file_filters.UNREADABLE, encodable(f"{repository.top}/.git"), why)
-            yield from self._walk(folder, [], _Walk())
+            self._skipped.add(file_filters.UNREADABLE, to_encodable(f"{repository.top}/.git"), why)
+            yield from self._walk_folder(folder, [], _Walk())
             return
         tracked: set[str] = set()
         submodules: set[str] = set()
@@ -118,71 +117,71 @@ class Listing:
                 (submodules if entry.is_repository else tracked).add(f"{folder}/{path}" if folder else path)
         yield from ((path, True) for path in tracked)
         for path in submodules:
-            yield from self._submodule(path)
+            yield from self._list_submodule(path)
         if not self._untracked:
             return
         tracked |= submodules
         walk = _Walk(
-            folder, os.fsencode(within), frozenset(tracked), frozenset(_parents(tracked)), repository.ignores_case(), is_plain=False
+            folder, os.fsencode(within), frozenset(tracked), frozenset(_find_parents(tracked)), repository.ignores_case(), is_plain=False
         )
         scopes = self._scopes_above(repository, within, walk)
         if scopes is not None:
-            yield from self._walk(folder, scopes, walk)
+            yield from self._walk_folder(folder, scopes, walk)
 
-    def _submodule(self, path: str) -> Iterator[tuple[str, bool]]:
-        """What git lists in a submodule, where it is checked out."""
+    def _list_submodule(self, path: str) -> Iterator[tuple[str, bool]]:
+        """Yield what git lists in a submodule, where it is checked out."""
         try:
             is_folder = stat.S_ISDIR(self._tree.lstat(path).st_mode)
         except OSError:  # not there, or behind a link
             return
-        if is_folder and (repository := git_folder.repository_at(f"{self._root}/{path}")) is not None:
-            yield from self._repository(path, repository)
+        if is_folder and (repository := git_folder.open_repository(f"{self._root}/{path}")) is not None:
+            yield from self._list_repository(path, repository)
 
-    def _scopes_above(self, repository: Repository, within: str, walk: _Walk) -> list[Scope] | None:
-        """The rules about a folder of a repository that do not lie in it, the user's first. None where they ignore the folder itself."""
+    def _scopes_above(self, repository: GitRepository, within: str, walk: _Walk) -> list[Scope] | None:
+        """Return the rules about a repository's folder that do not lie in it, the user's first. None if they ignore the folder itself."""
         scopes = [
-            (self._rules(self._users_excludes, walk), 0),
-            (self._rules(repository.excludes(), walk), 0),
+            (self._parse_rules(self._users_excludes, walk), 0),
+            (self._parse_rules(repository.read_excludes(), walk), 0),
         ]
         names = within.split("/")[:-1]
-        with Beneath(repository.top) as top:
+        with ConfinedFolder(repository.top) as top:
             for depth in range(len(names)):
                 above = "/".join(names[:depth])
-                scopes.append((self._rules(_read_ignores(top, above), walk), len(os.fsencode(above)) + bool(above)))
+                scopes.append((self._parse_rules(_read_ignores(top, above), walk), len(os.fsencode(above)) + bool(above)))
                 with self._limit:
-                    if _decide(scopes, os.fsencode("/".join(names[: depth + 1])), True):
+                    if _is_ignored(scopes, os.fsencode("/".join(names[: depth + 1])), True):
                         return None
         return scopes
 
-    def _walk(self, folder: str, scopes: list[Scope], walk: _Walk) -> Iterator[tuple[str, bool]]:
-        """Files below a folder of the source, not those that rules exclude. `scopes`: the rules of what is above, outermost first."""
+    def _walk_folder(self, folder: str, scopes: list[Scope], walk: _Walk) -> Iterator[tuple[str, bool]]:
+        """Yield files below a folder of the source, not those that rules exclude. `scopes`: the rules of what is above, outermost first."""
         pending = [(folder, scopes)]
         while pending:
             here, scopes = pending.pop()
             try:
                 found = self._tree.list_folder(here)
             except OSError as error:
-                self._skipped.add(file_filters.UNREADABLE, encodable(here or self._root), error.strerror or str(error))
+                self._skipped.add(file_filters.UNREADABLE, to_encodable(here or self._root), error.strerror or str(error))
                 continue
             if (IGNORE_FILE, stat.S_IFREG) in found:
-                place = walk.place(here) if here else walk.within.rstrip(b"/")
-                scopes = [*scopes, (self._rules(_read_ignores(self._tree, here), walk), len(place) + bool(place))]
+                place = walk.to_repository_path(here) if here else walk.within.rstrip(b"/")
+                scopes = [*scopes, (self._parse_rules(_read_ignores(self._tree, here), walk), len(place) + bool(place))]
             folders: list[tuple[str, list[Scope]]] = []
             for path, kind in self._not_ignored(here, found, scopes, walk):
                 if kind != stat.S_IFDIR:
                     yield path, not walk.is_plain
                 elif f"{self._root}/{path}" != self._omit:
-                    repository = None if path in walk.parents else git_folder.repository_at(f"{self._root}/{path}")
+                    repository = None if path in walk.parents else git_folder.open_repository(f"{self._root}/{path}")
                     if repository is None:
                         folders.append((path, scopes))
                     elif walk.is_plain:
-                        yield from self._folder(path, repository, scopes)
+                        yield from self._list_folder(path, repository, scopes)
                     else:
-                        yield from self._repository(path, repository)
+                        yield from self._list_repository(path, repository)
             pending += reversed(folders)
 
     def _not_ignored(self, here: str, found: Sequence[tuple[str, int]], scopes: list[Scope], walk: _Walk) -> list[tuple[str, int]]:
-        """Path and type of a folder's entries that belong to the walk."""
+        """Return path and type of a folder's entries that belong to the walk."""
         kept = []
         scopes = [scope for scope in scopes if scope[0]]
         with self._limit:
@@ -191,7 +190,7 @@ class Listing:
                 is_folder = kind == stat.S_IFDIR
                 if is_git_name(name) or path in walk.tracked or (walk.is_plain and is_folder and name in file_filters.SKIPPED_FOLDERS):
                     continue
-                if scopes and _decide(scopes, walk.place(path), is_folder):
+                if scopes and _is_ignored(scopes, walk.to_repository_path(path), is_folder):
                     self._skipped.add(file_filters.IGNORED)
                 elif kind == stat.S_IFLNK and walk.is_plain:
                     self._skipped.add(file_filters.LINK)
@@ -200,20 +199,20 @@ class Listing:
                 self._limit.check()
         return kept
 
-    def _rules(self, data: bytes, walk: _Walk) -> Rules:
-        return Rules(data, self._limit, ignore_case=walk.ignore_case)
+    def _parse_rules(self, data: bytes, walk: _Walk) -> IgnoreRules:
+        return IgnoreRules(data, self._limit, ignore_case=walk.ignore_case)
 
 
-def _decide(scopes: Sequence[Scope], path: bytes, is_folder: bool) -> bool:
+def _is_ignored(scopes: Sequence[Scope], path: bytes, is_folder: bool) -> bool:
     """git's rule: the innermost file that says anything about a path decides."""
     for rules, skip in reversed(scopes):
-        verdict = rules.decide(path[skip:], is_folder)
+        verdict = rules.match_path(path[skip:], is_folder)
         if verdict is not None:
             return verdict
     return False
 
 
-def _read_ignores(tree: Beneath, folder: str) -> bytes:
+def _read_ignores(tree: ConfinedFolder, folder: str) -> bytes:
     try:
         with tree.open(f"{folder}/{IGNORE_FILE}" if folder else IGNORE_FILE) as file:
             return file.read(MAX_TEXT)
@@ -221,7 +220,7 @@ def _read_ignores(tree: Beneath, folder: str) -> bytes:
         return b""
 
 
-def _parents(paths: set[str]) -> set[str]:
+def _find_parents(paths: set[str]) -> set[str]:
     found: set[str] = set()
     for path in paths:
         while (path := path.rpartition("/")[0]) and path not in found:
@@ -229,6 +228,6 @@ def _parents(paths: set[str]) -> set[str]:
     return found
 
 
-def encodable(path: str | os.PathLike[str]) -> str:
-    """A path as text that UTF-8 can hold: bytes of a name that are not UTF-8 appear as \\xNN."""
+def to_encodable(path: str | os.PathLike[str]) -> str:
+    """Return a path as text that UTF-8 can hold: bytes of a name that are not UTF-8 appear as \\xNN."""
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

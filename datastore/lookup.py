@@ -43,38 +43,33 @@ from .search import (
     VOCAB,
     WIDE,
     WIDTH,
-    entry_agreement,
-    insertions,
-    is_dead,
-    position_at,
-    reach,
-    token_at,
+    count_entry_agreement,
+    count_run,
+    find_insertions,
+    is_deleted,
+    read_position,
+    read_token,
 )
 
-REUSES = 4
-"""Steps in a row without a search, at most: shorter matches that began meanwhile are only found by one."""
+REUSES = 4  # steps in a row without a search, at most: shorter matches that began meanwhile are only found by one
+# what must be left of the last step's longest matches to do without a search: one of LONG_MATCH tokens, or MANY
 LONG_MATCH, MANY = 16, 8
-"""What must be left of the last step's longest matches to do without a search: one so long, or so many."""
 
+# columns of `work`, int64: settings, then addresses of the arrays that `Matcher` owns
 (N_SEGMENTS, ROWS, MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH, FLOOR, WIDE_IDS, IDS) = range(11)
 (PLACES, MATCHES, STATE, LANES, CURSORS, TEXTS, ORDER, GROUPS, CANDIDATES, CHANCES, QUEUE, WEIGHTS) = range(11, 23)
 (OUT_START, OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE, STORES, ALLOWED, WORK) = range(23, 32)
-"""Columns of `work`, int64: settings, then addresses of the arrays that `Matcher` owns."""
 
 _HELD, _COMPLETE, _AGE, _STATE = range(4)
 _INDEX, _SHARED, _FROM, _COUNT, _CURSOR = range(5)
 _TOKEN, _PARENT, _BEGIN, _END, _LEVEL, _NEXT, _CANDIDATE = range(7)
-_SLOTS = 256
-"""Of the hash table that groups occurrences by their next token: twice as many as there may be."""
-_BUCKETS = 128
-_LANES = 16
-"""Sequences that are searched at once."""
-_PREFETCH = 8
-MAX_STORES = 63
-"""A sequence's stores are bits of an int64 that is not negative."""
+_SLOTS = 256  # places of the hash table that groups occurrences by their next token: twice as many as there may be
+_BUCKETS = 128  # of the queue of candidates, see `_build_tree`
+_LANES = 16  # sequences that are searched at once
+_PREFETCH = 8  # entries ahead of the one that is read whose tokens are asked for
+MAX_STORES = 63  # a sequence's stores are bits of an int64 that is not negative
 ALL_STORES = (1 << MAX_STORES) - 1
-_INSPECT = 8
-"""Entries looked at in one search, dead ones included, as a multiple of `occurrences`."""
+_INSPECT = 8  # entries looked at in one search, deleted ones included, as a multiple of `occurrences`
 
 
 class Trees(NamedTuple):
@@ -102,7 +97,7 @@ class Matcher:
         depth: int = 24,
         min_chance: float = 1 / 64,
     ):
-        """At most `nodes` nodes and `depth` tokens deep a tree; nodes less likely than `min_chance` are left out."""
+        """Return at most `nodes` nodes and `depth` tokens deep a tree; nodes less likely than `min_chance` are left out."""
         if not (max_seqs >= 1 and 1 <= min_match <= max_match <= 1024 and 1 <= nodes <= 4096 and 1 <= depth <= 1024):
             raise ValueError(f"{max_seqs=}, {min_match=}, {max_match=}, {nodes=}, {depth=}: all must be from 1, min_match <= max_match")
         if not 1 <= occurrences <= _SLOTS // 2:
@@ -160,12 +155,12 @@ class Matcher:
             self.work[column] = buffer.ctypes.data
 
     def begin(self, slot: int, stores: int = ALL_STORES) -> None:
-        """A new sequence uses this slot, 0 <= slot < max_seqs, or others than before: snapshot i where bit i is in `stores`."""
+        """Return a new sequence uses this slot, 0 <= slot < max_seqs, or others than before: snapshot i where bit i is in `stores`."""
         self._buffers[STATE][slot] = 0
         self._buffers[ALLOWED][slot] = stores
 
     def end(self, slot: int) -> None:
-        """The sequence is over."""
+        """Return the sequence is over."""
         self._buffers[STATE][slot] = 0
 
     def propose(self, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> Trees:
@@ -180,7 +175,7 @@ class Matcher:
         return Trees(b[OUT_START][: len(slots) + 1].copy(), *outputs)
 
     def locate(self, place: int) -> Location:
-        """Where a node's token stands. Raises DatastoreCorruptError where the store has no such place, ValueError where it never had."""
+        """Return where a node's token stands. Raises DatastoreCorruptError if the store has no such place, ValueError if it never had."""
         number = place >> PLACE_BITS
         for snapshot in self.snapshots:
             if 0 <= number < len(snapshot.segments):
@@ -204,12 +199,12 @@ def propose_batch(work, slots, contexts, fresh):
         n_lanes = 0
         for b in range(first, last):
             query = address + 4 * work[MAX_MATCH] * b
-            if _in_range(work, slots[b]) and not _follow(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
-                lanes[n_lanes, QUERY], lanes[n_lanes, LENGTH] = query, _length(work, query)
+            if _in_range(work, slots[b]) and not _advance_occurrences(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
+                lanes[n_lanes, QUERY], lanes[n_lanes, LENGTH] = query, _measure_context(work, query)
                 lanes[n_lanes, MAY] = load_i64(work[ALLOWED] + 8 * slots[b])
                 n_lanes += 1
         for s in range(work[N_SEGMENTS]):
-            insertions(rows[s], lanes, n_lanes, load_i64(work[STORES] + 8 * s))
+            find_insertions(rows[s], lanes, n_lanes, load_i64(work[STORES] + 8 * s))
             for i in range(n_lanes):
                 _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
         lane = 0
@@ -217,9 +212,9 @@ def propose_batch(work, slots, contexts, fresh):
             if _in_range(work, slots[b]):
                 slot = np.int64(slots[b])
                 if lane < n_lanes and lanes[lane, QUERY] == address + 4 * work[MAX_MATCH] * b:
-                    _collect(work, rows, slot, lanes[lane, QUERY], cursors[lane])
+                    _collect_occurrences(work, rows, slot, lanes[lane, QUERY], cursors[lane])
                     lane += 1
-                n += _grow(work, rows, slot, n)
+                n += _build_tree(work, rows, slot, n)
             start[b + 1] = n
     return n
 
@@ -230,8 +225,8 @@ def _in_range(work, slot):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _length(work, query):
-    """Tokens of a context: up to the padding, or to an id that the vocabulary does not have."""
+def _measure_context(work, query):
+    """Return tokens of a context: up to the padding, or to an id that the vocabulary does not have."""
     n = np.int64(0)
     while n < work[MAX_MATCH] and load_i32(query + 4 * n) >= 0 and load_i32(query + 4 * n) < work[IDS]:
         n += 1
@@ -242,7 +237,7 @@ def _length(work, query):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _follow(work, rows, slot, query, fresh):
+def _advance_occurrences(work, rows, slot, query, fresh):
     """Move a slot's occurrences over the appended tokens, drop those that go on otherwise -> whether that does without a search.
 
     Lengths grow past `max_match` here, where equal ones would hide that entries that were shorter are not all known.
@@ -264,9 +259,9 @@ def _follow(work, rows, slot, query, fresh):
             continue
         tokens = rows[row, TOKENS]
         k = 0
-        while k < fresh and token_at(tokens, wide, p + k) == load_i32(query + 4 * (fresh - 1 - k)):
+        while k < fresh and read_token(tokens, wide, p + k) == load_i32(query + 4 * (fresh - 1 - k)):
             k += 1
-        if k < fresh or token_at(tokens, wide, p + fresh) >= work[IDS]:
+        if k < fresh or read_token(tokens, wide, p + fresh) >= work[IDS]:
             continue
         exact += matches[i] >= complete
         places[kept] = places[i] + fresh
@@ -282,7 +277,7 @@ def _follow(work, rows, slot, query, fresh):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _collect(work, rows, slot, query, cursors):
+def _collect_occurrences(work, rows, slot, query, cursors):
     """Fill a slot with occurrences by falling match length, and keep from which length on they are all there are.
 
     Two cursors per segment go outward from where the context belongs: the lengths they meet only fall.
@@ -306,8 +301,8 @@ def _collect(work, rows, slot, query, cursors):
             row, step = rows[c >> 1], 2 * (c & 1) - 1
             i, shared = cursors[c, _INDEX], cursors[c, _SHARED]
             while shared == best and budget > 0 and not more:
-                p = position_at(row[SUFFIXES], row[WIDTH], i)
-                if not is_dead(row, p):
+                p = read_position(row[SUFFIXES], row[WIDTH], i)
+                if not is_deleted(row, p):
                     if taken == cap:
                         more = True
                         break
@@ -315,13 +310,13 @@ def _collect(work, rows, slot, query, cursors):
                     matches[taken] = best
                     taken += 1
                 i += step
-                _look_ahead(row, i + step * _PREFETCH)
-                shared = entry_agreement(row, i, query, best)
+                _prefetch_entry(row, i + step * _PREFETCH)
+                shared = count_entry_agreement(row, i, query, best)
                 budget -= 1
             cursors[c, _INDEX], cursors[c, _SHARED] = i, shared
             more |= shared == best
         if more:
-            taken = _sample(work, rows, query, best, cursors, places, matches, first, taken)
+            taken = _sample_occurrences(work, rows, query, best, cursors, places, matches, first, taken)
             break
         state[_COMPLETE] = best
     state[_HELD] = taken
@@ -333,31 +328,32 @@ def _place_cursors(row, lane, least, left, right):
     left[_INDEX], left[_SHARED], right[_INDEX], right[_SHARED] = at - 1, lane[SHARED_LO], at, lane[SHARED_HI]
     if max(lane[SHARED_LO], lane[SHARED_HI]) >= least:
         for i in range(1, _PREFETCH + 1):
-            _look_ahead(row, at - 1 - i)
-            _look_ahead(row, at + i)
+            _prefetch_entry(row, at - 1 - i)
+            _prefetch_entry(row, at + i)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _look_ahead(row, i):
+def _prefetch_entry(row, i):
     if i >= 0 and i < row[N_SUFFIXES]:
-        p = position_at(row[SUFFIXES], row[WIDTH], i)
+        p = read_position(row[SUFFIXES], row[WIDTH], i)
         prefetch(row[TOKENS] + (p - 1) * (4 if row[WIDE] else 2))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _sample(work, rows, query, best, cursors, places, matches, first, collected):
-    """From `first` on, put an even sample of all entries of length `best` in place of what was collected of them, places[first:collected]
-    -> how many there are. Where all that is sampled is dead, what was collected stays.
+def _sample_occurrences(work, rows, query, best, cursors, places, matches, first, collected):
+    """Replace places[first:collected], collected entries of length `best`, by an even sample of all of them -> number of places.
+
+    If all that is sampled is deleted, what was collected stays.
     """
     total = np.int64(0)
     for c in range(len(cursors)):
         cursors[c, _COUNT] = 0
         if cursors[c, _FROM] >= 0:
             stride = 1
-            while stride < 1 << 18:  # where `reach` will look, all at once: it waits for one after the other
-                _look_ahead(rows[c >> 1], cursors[c, _FROM] + (2 * (c & 1) - 1) * stride)
+            while stride < 1 << 18:  # where `count_run` will look, all at once: it waits for one after the other
+                _prefetch_entry(rows[c >> 1], cursors[c, _FROM] + (2 * (c & 1) - 1) * stride)
                 stride = 8 * stride + 1
-            cursors[c, _COUNT] = reach(rows[c >> 1], cursors[c, _FROM], 2 * (c & 1) - 1, query, best, False)
+            cursors[c, _COUNT] = count_run(rows[c >> 1], cursors[c, _FROM], 2 * (c & 1) - 1, query, best, False)
             total += cursors[c, _COUNT]
     n = min(len(places) - first, total)
     sample = carray(pointer(work[TEXTS]), len(places), np.int64)
@@ -368,13 +364,13 @@ def _sample(work, rows, query, best, cursors, places, matches, first, collected)
             before += cursors[c, _COUNT]
             c += 1
         row = rows[c >> 1]
-        p = position_at(row[SUFFIXES], row[WIDTH], cursors[c, _FROM] + (2 * (c & 1) - 1) * (x - before))
+        p = read_position(row[SUFFIXES], row[WIDTH], cursors[c, _FROM] + (2 * (c & 1) - 1) * (x - before))
         prefetch(row[TOKENS] + p * (4 if row[WIDE] else 2))
         sample[j] = np.int64(c >> 1) << PLACE_BITS | p
     taken = first
     for j in range(n):
         row, p = rows[sample[j] >> PLACE_BITS], sample[j] & ((np.int64(1) << PLACE_BITS) - 1)
-        if p > 0 and p < row[N_TOKENS] and not is_dead(row, p):
+        if p > 0 and p < row[N_TOKENS] and not is_deleted(row, p):
             places[taken], matches[taken] = sample[j], best
             taken += 1
     return taken if taken > first else collected
@@ -384,7 +380,7 @@ def _sample(work, rows, query, best, cursors, places, matches, first, collected)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _grow(work, rows, slot, offset):
+def _build_tree(work, rows, slot, offset):
     """Merge the continuations of a slot's occurrences into a tree, likely nodes first -> number of nodes, written from `offset` on.
 
     No path is likelier than its beginning, so that candidates leave the queue in falling order: it is a row of buckets, a quarter of
@@ -413,9 +409,9 @@ def _grow(work, rows, slot, offset):
         texts[0, i] = rows[row, TOKENS] + (p << 2 if wide else p << 1)
         texts[1, i] = rows[row, N_TOKENS] - p
     queue[:] = -1
-    made = _children(work, slot, 0, 0, held, 0, -1, 1.0)
+    made = _add_children(work, slot, 0, 0, held, 0, -1, 1.0)
     for c in range(made - 1, -1, -1):
-        bucket = _bucket(work, c)
+        bucket = _choose_bucket(work, c)
         candidates[c, _NEXT] = queue[bucket]
         queue[bucket] = c
     n, bucket = 0, 0
@@ -438,12 +434,12 @@ def _grow(work, rows, slot, offset):
         if level == depth:
             continue
         more = 1
-        token = token_at(texts[0, o], wide, level) if level < texts[1, o] else ids
+        token = read_token(texts[0, o], wide, level) if level < texts[1, o] else ids
         weight = weights[min(matches[o] + level, len(weights) - 1)]
         for i in range(begin + 1, end):
             o = order[0, i]
-            if level >= texts[1, o] or token_at(texts[0, o], wide, level) != token:
-                more = _children(work, slot, made, begin, end, level, n - 1, chances[best])
+            if level >= texts[1, o] or read_token(texts[0, o], wide, level) != token:
+                more = _add_children(work, slot, made, begin, end, level, n - 1, chances[best])
                 break
             weight += weights[min(matches[o] + level, len(weights) - 1)]
         else:  # all go on alike: most of a tree
@@ -453,7 +449,7 @@ def _grow(work, rows, slot, offset):
             candidates[made, _BEGIN], candidates[made, _END] = begin, end
             chances[made] = chances[best] * weight / (weight + 1.0)
         for c in range(made + more - 1, made - 1, -1):
-            b = max(_bucket(work, c), bucket)
+            b = max(_choose_bucket(work, c), bucket)
             candidates[c, _NEXT] = queue[b]
             queue[b] = c
         made += more
@@ -461,13 +457,13 @@ def _grow(work, rows, slot, offset):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _bucket(work, c):
+def _choose_bucket(work, c):
     """0 for a chance of 1, then 4 buckets an octave: exponent and two bits of the mantissa, read from the number's bits."""
     return min(max((1023 << 2) - (load_i64(work[CHANCES] + 8 * c) >> 50), 0), _BUCKETS - 1)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _children(work, slot, made, begin, end, level, parent, chance):
+def _add_children(work, slot, made, begin, end, level, parent, chance):
     """Group the occurrences order[0, begin:end] by their token at `level`, longest match first in each group; one candidate a group."""
     cap, n_weights = work[OCCURRENCES], work[MAX_MATCH] + work[DEPTH] + 1
     wide, ids = work[WIDE_IDS] != 0, work[IDS]
@@ -487,7 +483,7 @@ def _children(work, slot, made, begin, end, level, parent, chance):
         order[1, i] = -1
         if level >= texts[1, o]:
             continue
-        token = token_at(texts[0, o], wide, level)
+        token = read_token(texts[0, o], wide, level)
         if token >= ids:  # the separator, or damage
             continue
         h = (token * 0x9E3779B1 >> 12) & (_SLOTS - 1)

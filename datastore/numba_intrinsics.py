@@ -11,7 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 
 
-def _loader(bits, signed):
+def _make_loader(bits, signed):
     @intrinsic
     def load(typingctx, address):
         def codegen(context, builder, signature, args):
@@ -23,16 +23,16 @@ def _loader(bits, signed):
     return load
 
 
-load_u8 = _loader(8, False)
-load_u16 = _loader(16, False)
-load_u32 = _loader(32, False)
-load_i32 = _loader(32, True)
-load_i64 = _loader(64, True)
+load_u8 = _make_loader(8, False)
+load_u16 = _make_loader(16, False)
+load_u32 = _make_loader(32, False)
+load_i32 = _make_loader(32, True)
+load_i64 = _make_loader(64, True)
 
 
 @intrinsic
 def pointer(typingctx, address):
-    """An int64 as what `numba.carray` takes."""
+    """Return an int64 as what `numba.carray` takes."""
 
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))

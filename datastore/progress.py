@@ -1,4 +1,4 @@
-"""What a build tells while it runs and when it is done: plain counts, no drawing."""
+"""What a build reports while it runs and when it is done: plain counts, no drawing."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# Seconds of reading, and the share of all bytes, after which the time that is left can be told: by the first file's rate, 20 s of work
+# looked like hours
 ESTIMATE_S, ESTIMATE_SHARE = 3.0, 0.05
-"""Seconds of reading, and the share of all bytes, after which the time that is left can be told: by the first file's rate, 20 s of work
-looked like hours."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a build stands. One object, changed in place; the callback looks at it when it is told to."""
+    """The state of a build: one object, changed in place; the callback looks at it when it is called."""
 
     stage: str = "looking"
     """looking, reading (with tokenizing), sorting, writing, done."""
     files: int = 0
     n_files: int = 0
     bytes: int = 0
-    """Of the files read so far."""
+    """Bytes of the files read so far."""
     n_bytes: int = 0
     tokens: int = 0
     reading_since: float = 0.0
-    """By `time.monotonic`; 0 before reading begins."""
+    """`time.monotonic` when reading began; 0 before."""
     first: tuple[float, int] | None = None
     """When the first file was read, and its bytes: what it waited for says nothing about the others."""
 
     def start_reading(self, n_files: int, n_bytes: int) -> None:
-        """Begin the stage `reading`, of so many files more."""
+        """Begin the stage `reading`, with this many more files."""
         self.stage = "reading"
         self.n_files += n_files
         self.n_bytes += n_bytes
         self.reading_since = time.monotonic()
 
     def count_read(self, n_files: int, n_bytes: int) -> None:
-        """So many files more have been read."""
+        """Count files that have been read."""
         self.files += n_files
         self.bytes += n_bytes
         if self.first is None:
@@ -51,7 +51,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of reading and tokenizing, at the mean rate since the first file; None before there is one to go by."""
+        """What reading and tokenizing will still take at the mean rate since the first file; None before there is one to go by."""
         if self.stage != "reading" or self.first is None:
             return None
         elapsed, n_bytes = time.monotonic() - self.first[0], self.bytes - self.first[1]
@@ -60,11 +60,10 @@ class Progress:
         return max(self.n_bytes - self.bytes, 0) * elapsed / n_bytes
 
 
-Tell = Callable[[Progress], None]
-"""Called from the thread that builds, often; it must be quick."""
+ProgressCallback = Callable[[Progress], None]  # called from the thread that builds, often; it must be quick
 
 
-def silent(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     pass
 
 
@@ -73,20 +72,20 @@ class Summary:
     """What a writer did."""
 
     generation: int
-    """That stands now."""
+    """The generation that stands now."""
     committed: bool
-    """False where nothing had changed."""
+    """False if nothing had changed."""
     files: int = 0
     """Documents that live in the store."""
     tokens: int = 0
-    """Without separators; those of dead documents are counted until a merge drops them."""
+    """Tokens without separators; those of documents with a tombstone are counted until a merge drops them."""
     segments: int = 0
     bytes: int = 0
-    """Of the store on disk."""
+    """Size of the store on disk."""
     added: int = 0
     """Documents written by this call, changed ones among them."""
     removed: int = 0
-    """Documents that this call marked dead, or left out when it merged."""
+    """Documents that got a tombstone by this call, or were left out when it merged."""
     unchanged: int = 0
     mb: float = 0.0
     """Text tokenized by this call, in 10^6 bytes of the files it lies in."""
@@ -94,11 +93,11 @@ class Summary:
     """Segments that were merged into fewer."""
     skipped: Counter[str] = field(default_factory=Counter)
     secrets: Counter[str] = field(default_factory=Counter)
-    """By the rule that found one: the texts that were left out for a secret in them."""
+    """How many texts were left out for a secret in them, by the rule that found one."""
     named: list[tuple[str, str]] = field(default_factory=list)
     """(path, why) of what could not be read."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By stage, `total` among them. Stages overlap: tokenizing runs while files are read, sorting while the next are tokenized."""
+    """Seconds by stage, `total` among them. Stages overlap: tokenizing runs while files are read, sorting while the next are tokenized."""
 
     def as_json(self) -> dict[str, Any]:
         document = asdict(self)

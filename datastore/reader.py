@@ -20,26 +20,26 @@ from typing import Any, Literal
 import numpy as np
 
 from .errors import DatastoreCorruptError, DatastoreError, DatastoreNotFoundError, TokenizerMismatchError
-from .format import MANIFEST, PLACE_BITS, Manifest, Segment, SegmentEntry, map_segment, read_manifest, read_tokenizer, read_vocabulary
+from .format import MANIFEST, PLACE_BITS, Segment, SegmentEntry, map_segment
+from .manifest import Manifest, read_manifest, read_tokenizer, read_vocabulary
 
-_PAGE = 4096
-_TALLY = 1 << 16
-"""Occurrences that one look-up for people reads at most."""
+_PAGE = 4096  # bytes
+_TALLY = 1 << 16  # occurrences that one look-up for people reads at most
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a token stands."""
+    """The place of a token in a file."""
 
     path: str
     line: int
-    """From 1."""
+    """The line's number, from 1."""
     offset: int
-    """Tokens of the document before it."""
+    """How many tokens of the document stand before it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class DocumentInfo:
     """A live document of a snapshot."""
 
     segment: int
@@ -56,33 +56,35 @@ class Match:
     """What a look-up for people found."""
 
     length: int
-    """Tokens of the context that agree, 0 where nothing does."""
+    """Tokens of the context that agree, 0 if none do."""
     count: int
     """Live occurrences of them."""
     continuations: list[tuple[int, int]]
     """(token, how often it follows), by falling count."""
     locations: list[Location]
     complete: bool
-    """False where there are more occurrences than were counted."""
+    """False if there are more occurrences than were counted."""
 
 
 class Snapshot:
     """The immutable arrays of one generation. Its rows of addresses stay valid as long as somebody holds it."""
 
     def __init__(self, manifest: Manifest, segments: Sequence[Segment], line_ends: np.ndarray):
-        """Raises DatastoreCorruptError where a document that the manifest calls dead does not exist."""
+        """Raises DatastoreCorruptError if a document that has a tombstone does not exist."""
         self.manifest = manifest
         self.generation = manifest.generation
         self.segments = tuple(segments)
         self.line_ends = line_ends  # u8 [vocab_size]
         self.n_tokens = sum(s.header.n_tokens for s in segments)
-        self._dead = [_dead_ranges(segment, entry) for segment, entry in zip(segments, manifest.segments, strict=True)]
+        self._deleted = [_find_deleted_ranges(segment, entry) for segment, entry in zip(segments, manifest.segments, strict=True)]
 
     @cached_property
     def paged_in(self) -> threading.Thread:
-        """The thread that touches every page of the segments, so that look-ups in what lies in the system's cache wait for no page faults:
-        one into 77 M tokens takes 0.2 ms instead of 1.5. It touches nothing where they need more than a quarter of the memory."""
-        thread = threading.Thread(target=_touch, args=(self.segments,), name="datastore-pages", daemon=True)
+        """The thread that touches every page of the segments, so that look-ups in what lies in the system's cache wait for no page faults.
+
+        A look-up in 77 M tokens takes 0.2 ms instead of 1.5. Nothing is touched if the segments need more than a quarter of the memory.
+        """
+        thread = threading.Thread(target=_touch_pages, args=(self.segments,), name="datastore-pages", daemon=True)
         thread.start()
         return thread
 
@@ -92,17 +94,18 @@ class Snapshot:
         from . import search  # here: only look-ups wait for the compiler's import
 
         rows = np.zeros((len(self.segments), search.ROW), np.int64)
-        for row, segment, dead in zip(rows, self.segments, self._dead, strict=True):
+        for row, segment, deleted in zip(rows, self.segments, self._deleted, strict=True):
             header = segment.header
             row[search.TOKENS], row[search.N_TOKENS] = segment.tokens.ctypes.data, header.n_tokens
             row[search.WIDE], row[search.VOCAB] = header.token_width == 4, header.vocab_size
             row[search.SUFFIXES], row[search.N_SUFFIXES] = segment.suffixes.ctypes.data, header.n_suffixes
-            row[search.WIDTH], row[search.DEAD], row[search.N_DEAD] = header.suffix_width, dead.ctypes.data, len(dead)
+            row[search.WIDTH] = header.suffix_width
+            row[search.DELETED], row[search.N_DELETED] = deleted.ctypes.data, len(deleted)
         return rows
 
     def locate(self, place: int) -> Location:
-        """File, line and offset of a place (segment << 40 | position). Raises DatastoreCorruptError where no document has it."""
-        from .search import line_ends_of
+        """Return file, line and offset of a place (segment << 40 | position). Raises DatastoreCorruptError if no document has it."""
+        from .search import count_line_ends
 
         number, position = place >> PLACE_BITS, place & (1 << PLACE_BITS) - 1
         if not (0 <= number < len(self.segments) and position < self.segments[number].header.n_tokens):
@@ -115,29 +118,29 @@ class Snapshot:
                 lo = mid + 1
             else:
                 hi = mid
-        start, end = _extent(segment, lo - 1) if lo else (0, 0)
+        start, end = _find_extent(segment, lo - 1) if lo else (0, 0)
         if not start <= position < end:
             raise DatastoreCorruptError(f"{segment.path}: docs: no document has position {position}")
-        line = 1 + int(line_ends_of(segment.tokens[start:position], self.line_ends))
-        return Location(_path(segment, lo - 1), line, position - start)
+        line = 1 + int(count_line_ends(segment.tokens[start:position], self.line_ends))
+        return Location(_read_path(segment, lo - 1), line, position - start)
 
     def text_tokens(self, segment: int, doc: int) -> np.ndarray:
-        """Token ids of a document, u16|u32 [n]: a view. Raises DatastoreCorruptError."""
-        start, end = _extent(self.segments[segment], doc)
+        """Return the token ids of a document, u16|u32 [n]: a view. Raises DatastoreCorruptError."""
+        start, end = _find_extent(self.segments[segment], doc)
         return self.segments[segment].tokens[start:end]
 
-    def documents(self) -> Iterator[Document]:
-        """All live documents, by segment and number. Raises DatastoreCorruptError at the first whose record is wrong."""
+    def documents(self) -> Iterator[DocumentInfo]:
+        """Yield all live documents, by segment and number. Raises DatastoreCorruptError at the first whose record is wrong."""
         for number, (segment, entry) in enumerate(zip(self.segments, self.manifest.segments, strict=True)):
-            dead = set(entry.dead)
+            tombstones = set(entry.tombstones)
             for doc in range(segment.header.n_docs):
-                if doc not in dead:
-                    start, end = _extent(segment, doc)
+                if doc not in tombstones:
+                    start, end = _find_extent(segment, doc)
                     record = segment.docs[doc]
-                    yield Document(
+                    yield DocumentInfo(
                         number,
                         doc,
-                        _path(segment, doc),
+                        _read_path(segment, doc),
                         record["hash"].tobytes(),
                         int(record["size"]),
                         int(record["mtime_ns"]),
@@ -165,20 +168,20 @@ class Datastore:
     ) -> Datastore:
         """Open the current generation. verify="full" reads every byte; copy=True reads the segments into memory instead of mapping them.
 
-        Raises DatastoreNotFoundError, DatastoreFormatError, DatastoreCorruptError, and TokenizerMismatchError where a fingerprint (sha256,
+        Raises DatastoreNotFoundError, DatastoreFormatError, DatastoreCorruptError, and TokenizerMismatchError if a fingerprint (sha256,
         hex) is given that is not the store's.
         """
         if verify not in ("header", "full"):
             raise ValueError(f"verify must be 'header' or 'full', got {verify!r}")
         folder = Path(path)
-        snapshot, stamp = _load(folder, verify, copy, None)
+        snapshot, stamp = _load_generation(folder, verify, copy, None)
         store = cls(folder, snapshot, stamp, verify, copy)
         if tokenizer_fingerprint is not None:
             store.check_tokenizer(tokenizer_fingerprint, tokenizer_name)
         return store
 
     def check_tokenizer(self, fingerprint: str, name: str | None = None) -> None:
-        """Raises TokenizerMismatchError where the store was made with another tokenizer than that of this fingerprint (sha256, hex)."""
+        """Raise TokenizerMismatchError if the store was made with another tokenizer than that of this fingerprint (sha256, hex)."""
         manifest = self.snapshot.manifest
         if fingerprint != manifest.tokenizer_fingerprint:
             raise TokenizerMismatchError(
@@ -192,17 +195,17 @@ class Datastore:
 
     @property
     def n_tokens(self) -> int:
-        """Of all segments, separators and dead documents included."""
+        """The tokens of all segments, separators and deleted documents included."""
         return self.snapshot.n_tokens
 
     def refresh(self) -> bool:
-        """Pick up a newer generation if there is one: one `stat` where there is none. Segments that both name stay mapped.
+        """Pick up a newer generation if there is one; else it costs one `stat`. Segments that both name stay mapped.
 
         Raises as `open` does; then the generation in use stays in use, and the next call tries again.
         """
-        if _stamp(self.path) == self._stamp:
+        if _read_stamp(self.path) == self._stamp:
             return False
-        snapshot, stamp = _load(self.path, self._verify, self._copy, self.snapshot)
+        snapshot, stamp = _load_generation(self.path, self._verify, self._copy, self.snapshot)
         old = self.snapshot.manifest
         if snapshot.manifest.tokenizer_fingerprint != old.tokenizer_fingerprint:
             raise TokenizerMismatchError(
@@ -227,10 +230,10 @@ class Datastore:
         self.close()
 
     def info(self) -> dict[str, Any]:
-        """What `ngramspec datastore info` prints; JSON values."""
+        """Return what `ngramspec datastore info` prints, as JSON values."""
         manifest = self.snapshot.manifest
         bodies = [s.header for s in self.snapshot.segments]
-        n_bytes = sum(s.bytes for s in manifest.segments) + manifest.vocabulary.bytes + manifest.tokenizer.bytes + self._stamp[2]
+        n_bytes = manifest.n_bytes + self._stamp[2]
         return {
             "path": str(self.path),
             "generation": manifest.generation,
@@ -238,8 +241,8 @@ class Datastore:
             "tokenizer": {"name": manifest.tokenizer_name, "fingerprint": manifest.tokenizer_fingerprint},
             "vocab_size": manifest.vocab_size,
             "segments": len(bodies),
-            "documents": sum(h.n_docs for h in bodies) - sum(len(s.dead) for s in manifest.segments),
-            "dead_documents": sum(len(s.dead) for s in manifest.segments),
+            "documents": sum(h.n_docs for h in bodies) - sum(len(s.tombstones) for s in manifest.segments),
+            "dead_documents": sum(len(s.tombstones) for s in manifest.segments),
             "tokens": self.n_tokens,
             "vectors": sum(h.n_vectors for h in bodies),
             "bytes": n_bytes,
@@ -249,11 +252,11 @@ class Datastore:
         }
 
     def lookup(self, tokens: Sequence[int], max_match: int = 64, min_match: int = 1, limit: int = 10) -> Match:
-        """The longest end of `tokens` (at most max_match) that occurs in a live document, what follows it, and where: `limit` of each.
+        """Find the longest end of `tokens` (at most max_match) that occurs in a live document, what follows it, and where: `limit` of each.
 
         At most 65,536 occurrences are counted.
         """
-        from .search import occurrences
+        from .search import find_occurrences
 
         snapshot = self.snapshot
         query = np.array(list(tokens)[: -max_match - 1 : -1], np.int32)
@@ -264,7 +267,7 @@ class Datastore:
         places = np.empty(_TALLY + 1, np.int64)
         length = len(query)
         while length >= max(min_match, 1):
-            n, longest = occurrences(snapshot.rows, query, length, places)
+            n, longest = find_occurrences(snapshot.rows, query, length, places)
             if n:
                 break
             length = min(longest, length - 1)
@@ -281,14 +284,14 @@ class Datastore:
 # ---- loading
 
 
-def _load(folder: Path, verify: str, copy: bool, old: Snapshot | None) -> tuple[Snapshot, tuple[int, ...]]:
-    """The current generation and MANIFEST's stamp. A writer may replace it, and delete what it named, while it is being read."""
+def _load_generation(folder: Path, verify: str, copy: bool, old: Snapshot | None) -> tuple[Snapshot, tuple[int, ...]]:
+    """Read the current generation and MANIFEST's stamp. A writer may replace it, and delete what it named, while it is being read."""
     while True:
-        stamp = _stamp(folder)
+        stamp = _read_stamp(folder)
         try:
             return _read_generation(folder, verify, copy, old), stamp
         except DatastoreCorruptError:
-            if _stamp(folder) == stamp:
+            if _read_stamp(folder) == stamp:
                 raise
 
 
@@ -314,8 +317,8 @@ def _read_generation(folder: Path, verify: str, copy: bool, old: Snapshot | None
     return Snapshot(manifest, segments, read_vocabulary(folder, manifest.vocabulary))
 
 
-def _stamp(folder: Path) -> tuple[int, ...]:
-    """What changes when MANIFEST is replaced."""
+def _read_stamp(folder: Path) -> tuple[int, ...]:
+    """Return what changes when MANIFEST is replaced."""
     try:
         status = (folder / MANIFEST).stat()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -328,8 +331,8 @@ def _stamp(folder: Path) -> tuple[int, ...]:
 # ---- documents
 
 
-def _extent(segment: Segment, doc: int) -> tuple[int, int]:
-    """First token of a document and its end, within the tokens."""
+def _find_extent(segment: Segment, doc: int) -> tuple[int, int]:
+    """Return the first token of a document and its end, within the tokens."""
     if not 0 <= doc < len(segment.docs):
         raise DatastoreCorruptError(f"{segment.path}: docs: there is no document {doc}, there are {len(segment.docs)}")
     start, length = int(segment.docs["start"][doc]), int(segment.docs["length"][doc])
@@ -338,22 +341,22 @@ def _extent(segment: Segment, doc: int) -> tuple[int, int]:
     return start, start + length
 
 
-def _path(segment: Segment, doc: int) -> str:
+def _read_path(segment: Segment, doc: int) -> str:
     offset, n = int(segment.docs["path_offset"][doc]), int(segment.docs["path_bytes"][doc])
     if offset + n > segment.header.path_bytes:
         raise DatastoreCorruptError(f"{segment.path}: docs: the path of document {doc} at {offset} is outside the section of paths")
     return bytes(segment.paths[offset : offset + n]).decode(errors="replace")
 
 
-def _touch(segments: Sequence[Segment]) -> None:
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # a system that does not tell
+def _touch_pages(segments: Sequence[Segment]) -> None:
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # a system that does not say
         if sum(len(s.data) for s in segments) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
             return
     for segment in segments:
         segment.data[::_PAGE].max()
 
 
-def _dead_ranges(segment: Segment, entry: SegmentEntry) -> np.ndarray:
-    """int64 [n, 2], first token and end of the dead documents, rising."""
-    ranges = np.array([_extent(segment, doc) for doc in entry.dead], np.int64).reshape(-1, 2)
+def _find_deleted_ranges(segment: Segment, entry: SegmentEntry) -> np.ndarray:
+    """Return int64 [n, 2], first token and end of the documents with a tombstone, rising."""
+    ranges = np.array([_find_extent(segment, doc) for doc in entry.tombstones], np.int64).reshape(-1, 2)
     return np.ascontiguousarray(ranges[np.argsort(ranges[:, 0], kind="stable")])

@@ -14,20 +14,20 @@ from .code_cache import njit
 from .format import PLACE_BITS
 from .numba_intrinsics import load_i32, load_i64, load_u8, load_u16, load_u32, prefetch
 
-(TOKENS, N_TOKENS, WIDE, SUFFIXES, N_SUFFIXES, WIDTH, DEAD, N_DEAD, VOCAB, ROW) = range(10)
-"""Columns of a segment's row, int64. DEAD: address of int64 [N_DEAD, 2], first token and end of dead documents, rising."""
+# columns of a segment's row, int64. DELETED: address of int64 [N_DELETED, 2], first token and end of documents with a tombstone, rising
+(TOKENS, N_TOKENS, WIDE, SUFFIXES, N_SUFFIXES, WIDTH, DELETED, N_DELETED, VOCAB, ROW) = range(10)
 
 _INLINE = {"cache": True, "nogil": True, "inline": "always", "error_model": "numpy"}
 
 
 @njit(**_INLINE)
-def token_at(tokens, wide, i):
+def read_token(tokens, wide, i):
     return load_u32(tokens + 4 * i) if wide else load_u16(tokens + 2 * i)
 
 
 @njit(**_INLINE)
-def position_at(suffixes, width, i):
-    """The i-th position, unchecked."""
+def read_position(suffixes, width, i):
+    """Return the i-th position, unchecked."""
     address = suffixes + width * i
     if width == 4:
         return load_u32(address)
@@ -39,43 +39,43 @@ def position_at(suffixes, width, i):
 
 
 @njit(**_INLINE)
-def is_dead(row, p):
-    """Whether position p lies in a dead document."""
-    dead, lo, hi = row[DEAD], 0, row[N_DEAD]
+def is_deleted(row, p):
+    """Return whether position p lies in a document with a tombstone."""
+    deleted, lo, hi = row[DELETED], 0, row[N_DELETED]
     while lo < hi:
         mid = (lo + hi) >> 1
-        if load_i64(dead + 16 * mid) <= p:
+        if load_i64(deleted + 16 * mid) <= p:
             lo = mid + 1
         else:
             hi = mid
-    return lo > 0 and p < load_i64(dead + 16 * (lo - 1) + 8)
+    return lo > 0 and p < load_i64(deleted + 16 * (lo - 1) + 8)
 
 
 @njit(**_INLINE)
-def agreement(tokens, wide, p, query, k, length):
-    """How many tokens before p are those of the query, at most `length`; the first k are known to be."""
+def count_agreement(tokens, wide, p, query, k, length):
+    """Count the tokens before p that are those of the query, at most `length`; the first k are known to be."""
     end = min(length, p)
-    while k < end and token_at(tokens, wide, p - 1 - k) == load_i32(query + 4 * k):
+    while k < end and read_token(tokens, wide, p - 1 - k) == load_i32(query + 4 * k):
         k += 1
     return k
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def entry_agreement(row, i, query, length):
-    """Tokens that the i-th entry shares with the query, at most `length`; 0 where there is no such entry or its position is invalid."""
+def count_entry_agreement(row, i, query, length):
+    """Count the tokens that the i-th entry shares with the query, at most `length`; 0 for no such entry or an invalid position."""
     if i < 0 or i >= row[N_SUFFIXES]:
         return 0
-    p = position_at(row[SUFFIXES], row[WIDTH], i)
+    p = read_position(row[SUFFIXES], row[WIDTH], i)
     if p < 1 or p >= row[N_TOKENS]:
         return 0
-    return agreement(row[TOKENS], row[WIDE], p, query, 0, length)
+    return count_agreement(row[TOKENS], row[WIDE], p, query, 0, length)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def insertion(row, query, length):
-    """First entry not before the query -> (index, tokens shared with the entry before it, with itself).
+def find_insertion(row, query, length):
+    """Find the first entry not before the query -> (index, tokens shared with the entry before it, with itself).
 
-    Binary search that compares from what both ends already share (Manber & Myers 1993, section 2, without their LCP table).
+    This is a binary search that compares from what both ends already share (Manber & Myers 1993, section 2, without their LCP table).
     """
     tokens, wide, suffixes, width, n_tokens = row[TOKENS], row[WIDE] != 0, row[SUFFIXES], row[WIDTH], row[N_TOKENS]
     lo, hi = -1, row[N_SUFFIXES]
@@ -85,12 +85,12 @@ def insertion(row, query, length):
         if hi - lo > 64:
             prefetch(suffixes + width * ((lo + mid) >> 1))
             prefetch(suffixes + width * ((mid + hi) >> 1))
-        p = position_at(suffixes, width, mid)
+        p = read_position(suffixes, width, mid)
         k = 0
         before = False
         if p >= 1 and p < n_tokens:
-            k = agreement(tokens, wide, p, query, min(shared_lo, shared_hi), length)
-            before = k < length and k < p and token_at(tokens, wide, p - 1 - k) < load_i32(query + 4 * k)
+            k = count_agreement(tokens, wide, p, query, min(shared_lo, shared_hi), length)
+            before = k < length and k < p and read_token(tokens, wide, p - 1 - k) < load_i32(query + 4 * k)
         if before:
             lo, shared_lo = mid, k
         else:
@@ -99,37 +99,37 @@ def insertion(row, query, length):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def reach(row, start, step, query, length, exact):
-    """How many entries from `start` on, in direction `step` (1 or -1), share `length` tokens with the query.
+def count_run(row, start, step, query, length, exact):
+    """Count the entries from `start` on, in direction `step` (1 or -1), that share `length` tokens with the query.
 
-    Gallops, so that the work is logarithmic. With exact=False the answer may be up to a quarter too small.
+    It gallops, so that the work is logarithmic. With exact=False the answer may be up to a quarter too small.
     """
-    if entry_agreement(row, start, query, length) < length:
+    if count_entry_agreement(row, start, query, length) < length:
         return 0
     inside, outside, stride = 0, 1, 8
-    while entry_agreement(row, start + step * outside, query, length) >= length:
+    while count_entry_agreement(row, start + step * outside, query, length) >= length:
         inside = outside
         outside += stride
         stride *= 8
     while outside - inside > (1 if exact else max(1, inside >> 2)):
         mid = (inside + outside) >> 1
-        if entry_agreement(row, start + step * mid, query, length) >= length:
+        if count_entry_agreement(row, start + step * mid, query, length) >= length:
             inside = mid
         else:
             outside = mid
     return inside + 1
 
 
+# columns of a lane of `find_insertions`
 (QUERY, LENGTH, LO, HI, SHARED_LO, SHARED_HI, POSITION, MAY, LANE) = range(9)
-"""Columns of a lane of `insertions`."""
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def insertions(row, lanes, n, store):
-    """`insertion` of n contexts at once, to LO + 1, SHARED_LO and SHARED_HI of lanes [n, LANE], which hold QUERY and LENGTH; those whose
-    MAY lacks the bit `store` are passed over, as if they shared nothing.
+def find_insertions(row, lanes, n, store):
+    """Do `find_insertion` for n contexts at once: lanes [n, LANE] hold QUERY and LENGTH, and get LO + 1, SHARED_LO and SHARED_HI.
 
-    One step of all, then the next: each waits for memory while the others go on. Far quicker than one after the other.
+    Lanes whose MAY lacks the bit `store` are passed over, as if they shared nothing. All lanes take one step, then the next: each waits for
+    memory while the others go on, which is far quicker than one after the other.
     """
     tokens, wide, suffixes, width, n_tokens = row[TOKENS], row[WIDE] != 0, row[SUFFIXES], row[WIDTH], row[N_TOKENS]
     shift = 2 if wide else 1
@@ -140,7 +140,7 @@ def insertions(row, lanes, n, store):
     while left > 1:
         for i in range(n):
             if lanes[i, HI] - lanes[i, LO] > 1:
-                p = position_at(suffixes, width, (lanes[i, LO] + lanes[i, HI]) >> 1)
+                p = read_position(suffixes, width, (lanes[i, LO] + lanes[i, HI]) >> 1)
                 prefetch(tokens + ((p - 1) << shift))
                 lanes[i, POSITION] = p
         for i in range(n):
@@ -151,8 +151,8 @@ def insertions(row, lanes, n, store):
             k = 0
             before = False
             if p >= 1 and p < n_tokens:
-                k = agreement(tokens, wide, p, query, min(lanes[i, SHARED_LO], lanes[i, SHARED_HI]), length)
-                before = k < length and k < p and token_at(tokens, wide, p - 1 - k) < load_i32(query + 4 * k)
+                k = count_agreement(tokens, wide, p, query, min(lanes[i, SHARED_LO], lanes[i, SHARED_HI]), length)
+                before = k < length and k < p and read_token(tokens, wide, p - 1 - k) < load_i32(query + 4 * k)
             if before:
                 lo = (lo + hi) >> 1
                 lanes[i, LO], lanes[i, SHARED_LO] = lo, k
@@ -165,18 +165,18 @@ def insertions(row, lanes, n, store):
 
 
 @njit(cache=True, nogil=True)
-def occurrences(rows, query, length, places):
-    """Live positions after the first `length` tokens of the query, as many as fit -> (how many, the longest that occurs at all)."""
+def find_occurrences(rows, query, length, places):
+    """Find live positions after the first `length` tokens of the query, as many as fit -> (how many, the longest that occurs at all)."""
     n, longest = 0, 0
     for s in range(len(rows)):
         row = rows[s]
-        at, left, right = insertion(row, query.ctypes.data, length)
+        at, left, right = find_insertion(row, query.ctypes.data, length)
         longest = max(longest, left, right)
         if right < length:
             continue
-        for i in range(at, at + reach(row, at, 1, query.ctypes.data, length, True)):
-            p = position_at(row[SUFFIXES], row[WIDTH], i)
-            if p < 1 or p >= row[N_TOKENS] or is_dead(row, p):
+        for i in range(at, at + count_run(row, at, 1, query.ctypes.data, length, True)):
+            p = read_position(row[SUFFIXES], row[WIDTH], i)
+            if p < 1 or p >= row[N_TOKENS] or is_deleted(row, p):
                 continue
             if n == len(places):
                 return n, longest
@@ -186,8 +186,8 @@ def occurrences(rows, query, length, places):
 
 
 @njit(cache=True, nogil=True)
-def line_ends_of(tokens, line_ends):
-    """Line ends in a text: u16|u32 [n], u8 [vocab_size] -> their sum. Ids beyond the vocabulary have none."""
+def count_line_ends(tokens, line_ends):
+    """Count the line ends in a text: u16|u32 [n], u8 [vocab_size] -> their sum. Ids beyond the vocabulary have none."""
     n = 0
     for token in tokens:
         if token < len(line_ends):

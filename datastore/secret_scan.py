@@ -108,25 +108,24 @@ _OWN_RULES: tuple[dict[str, Any], ...] = (
 _CODE_NAMES = {  # what gitleaks' rule for any key takes for one: `AutoTokenizer, LongT5ForCausalLM`, `key.dtype == torch.bfloat16`
     "generic-api-key": [{"regexes": [r"^(?:[A-Z][a-z]{2,}\d{0,2}|[A-Z]{1,2}\d{0,2}){2,8}$", r"^[a-z_]{2,}(?:\.[a-z_]{2,}\d{0,3})+$"]}]
 }
+# Stop words of fewer letters excuse no secret of so many bits per byte: two of five random texts of 40 letters have one in them
 RANDOM, LONG_WORD = 4.3, 5
-"""Stop words of fewer letters excuse no secret of so many bits per byte: two of five random texts of 40 letters have one in them."""
-LONGEST_LINE = 1000
-"""Bytes before and after a match that allow lists about lines look at."""
+LONGEST_LINE = 1000  # bytes before and after a match that allow lists about lines look at
 _DIGITS = frozenset(b"0123456789")
 
 
 def find_secret(data: bytes, name: str) -> str | None:
-    """The name of a rule that finds a secret in a text, or None. `name`: the path of its file, which some rules are about."""
-    known = _rules()
-    return next((rule.id for rule in known.whose_keyword_is_in(data) if rule.finds(data, name, known.allowed)), None)
+    """Return the name of a rule that finds a secret in a text, or None. `name`: the path of its file, which some rules are about."""
+    known = _load_rules()
+    return next((rule.id for rule in known.find_candidates(data) if rule.finds_secret(data, name, known.allowed)), None)
 
 
-def rules() -> Sequence[Rule]:
-    """All rules, in the order in which they are tried."""
-    return _rules().rules
+def get_rules() -> Sequence[SecretRule]:
+    """Return all rules, in the order in which they are tried."""
+    return _load_rules().rules
 
 
-def _pattern(text: str) -> Any:
+def _compile_pattern(text: str) -> Any:
     options = re2.Options()
     options.encoding = re2.Options.Encoding.LATIN1  # bytes as they are; the rules are ASCII
     options.log_errors = False
@@ -134,7 +133,7 @@ def _pattern(text: str) -> Any:
 
 
 @dataclass
-class _Allowed:
+class _AllowList:
     """What is no secret although a rule matches it: an allow list, of one rule or of all."""
 
     paths: Sequence[str] = ()
@@ -147,17 +146,17 @@ class _Allowed:
 
     @cached_property
     def _paths(self) -> list[Any]:
-        return [_pattern(text) for text in self.paths]
+        return [_compile_pattern(text) for text in self.paths]
 
     @cached_property
     def _regexes(self) -> list[Any]:
-        return [_pattern(text) for text in self.regexes]
+        return [_compile_pattern(text) for text in self.regexes]
 
     @cached_property
     def _stopwords(self) -> list[bytes]:
         return [word.lower().encode() for word in self.stopwords]
 
-    def allows(self, name: bytes, texts: dict[str, bytes]) -> bool:
+    def is_allowed(self, name: bytes, texts: dict[str, bytes]) -> bool:
         verdicts = []
         if self.paths:
             verdicts.append(any(pattern.search(name) for pattern in self._paths))
@@ -165,13 +164,13 @@ class _Allowed:
             verdicts.append(any(pattern.search(texts[self.target]) for pattern in self._regexes))
         if self.stopwords:
             secret = texts["secret"].lower()
-            shortest = 1 if shannon_entropy(texts["secret"]) < RANDOM else LONG_WORD
+            shortest = 1 if compute_entropy(texts["secret"]) < RANDOM else LONG_WORD
             verdicts.append(any(word in secret for word in self._stopwords if len(word) >= shortest))
         return all(verdicts) if self.all_must else any(verdicts)
 
 
 @dataclass
-class Rule:
+class SecretRule:
     """A rule: what matches is a secret if its file's name fits, it is random enough, and no allow list has it."""
 
     id: str
@@ -181,44 +180,44 @@ class Rule:
     group: int
     entropy: float
     with_digit: bool
-    allowed: list[_Allowed]
+    allowed: list[_AllowList]
 
     @cached_property
     def _regex(self) -> Any:
-        return _pattern(self.regex)
+        return _compile_pattern(self.regex)
 
     @cached_property
     def _path(self) -> Any:
-        return None if self.path is None else _pattern(self.path)
+        return None if self.path is None else _compile_pattern(self.path)
 
-    def finds(self, data: bytes, name: str, allowed: Sequence[_Allowed]) -> bool:
+    def finds_secret(self, data: bytes, name: str, allowed: Sequence[_AllowList]) -> bool:
         path = name.encode()
         if self._path is not None and not self._path.search(path):
             return False
         for match in self._regex.finditer(data):
             groups = match.groups()
             secret = match.group(self.group) if self.group else next((group for group in groups if group), match.group())
-            if not secret or (self.entropy and shannon_entropy(secret) <= self.entropy):
+            if not secret or (self.entropy and compute_entropy(secret) <= self.entropy):
                 continue
             if self.with_digit and _DIGITS.isdisjoint(secret):
                 continue
             texts = {"secret": secret, "match": match.group(), "line": _lines_around(data, match.start(), match.end())}
-            if not any(each.allows(path, texts) for each in (*allowed, *self.allowed)):
+            if not any(each.is_allowed(path, texts) for each in (*allowed, *self.allowed)):
                 return True
         return False
 
 
 def _lines_around(data: bytes, start: int, end: int) -> bytes:
-    """The lines that a match lies in, LONGEST_LINE bytes before and after it at most."""
+    """Return the lines that a match lies in, LONGEST_LINE bytes before and after it at most."""
     before, after = max(start - LONGEST_LINE, 0), end + LONGEST_LINE
     first, last = data.rfind(b"\n", before, start), data.find(b"\n", end, after)
     return data[first + 1 if first >= 0 else before : last if last >= 0 else after]
 
 
 @dataclass
-class _Rules:
-    rules: list[Rule]
-    allowed: list[_Allowed]
+class _RuleSet:
+    rules: list[SecretRule]
+    allowed: list[_AllowList]
     """What no rule finds."""
 
     def __post_init__(self) -> None:
@@ -235,21 +234,21 @@ class _Rules:
             self._keywords.Add(re2.escape(keyword))
         self._keywords.Compile()
 
-    def whose_keyword_is_in(self, data: bytes) -> Iterable[Rule]:
+    def find_candidates(self, data: bytes) -> Iterable[SecretRule]:
         found = self._keywords.Match(data) or ()
         return [self.rules[number] for number in sorted({number for keyword in found for number in self._owners[keyword]})]
 
 
 @cache
-def _rules() -> _Rules:
+def _load_rules() -> _RuleSet:
     config = tomllib.loads(Path(__file__).with_name("gitleaks.toml").read_text("utf-8"))
     rules = [*config["rules"], *_OWN_RULES]
     paths_are_ours = {name: value for name, value in config["allowlist"].items() if name != "paths"}  # `filters` decides by names
-    return _Rules([_rule(each) for each in rules if "regex" in each and each.get("keywords")], [_allowed(paths_are_ours)])
+    return _RuleSet([_make_rule(each) for each in rules if "regex" in each and each.get("keywords")], [_make_allow_list(paths_are_ours)])
 
 
-def _rule(given: dict[str, Any]) -> Rule:
-    return Rule(
+def _make_rule(given: dict[str, Any]) -> SecretRule:
+    return SecretRule(
         given["id"],
         given["regex"],
         tuple(given["keywords"]),
@@ -257,12 +256,12 @@ def _rule(given: dict[str, Any]) -> Rule:
         given.get("secretGroup", 0),
         given.get("entropy", 0.0),
         given.get("with_digit", False),
-        [_allowed(each) for each in (*given.get("allowlists", ()), *_CODE_NAMES.get(given["id"], ()))],
+        [_make_allow_list(each) for each in (*given.get("allowlists", ()), *_CODE_NAMES.get(given["id"], ()))],
     )
 
 
-def _allowed(given: dict[str, Any]) -> _Allowed:
-    return _Allowed(
+def _make_allow_list(given: dict[str, Any]) -> _AllowList:
+    return _AllowList(
         given.get("paths", ()),
         given.get("regexes", ()),
         given.get("regexTarget", "secret"),
@@ -271,6 +270,6 @@ def _allowed(given: dict[str, Any]) -> _Allowed:
     )
 
 
-def shannon_entropy(data: bytes) -> float:
+def compute_entropy(data: bytes) -> float:
     """Bits per byte, by how often each byte occurs in the text itself."""
     return -sum(n / len(data) * math.log2(n / len(data)) for n in Counter(data).values())

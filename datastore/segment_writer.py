@@ -1,13 +1,12 @@
-"""From documents to one segment file: the step that building, updating, merging and the distributed build have in common.
+"""Writing documents as one segment file: the step that building, updating, merging and the distributed build have in common.
 
-A `Piece` is the content of a segment before it is sorted. Documents are encoded into one, or the live documents of a segment on
-disk are copied into one; pieces are joined; a piece is sorted and written. Knows nothing of manifests or of which documents are meant.
+`SegmentContents` are documents before they are sorted. Texts are encoded into them, or the live documents of a segment on disk are copied
+into them; several are joined, sorted and written. The module knows nothing of manifests or of which documents are meant.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,44 +17,47 @@ from .corpus import Document
 from .errors import DatastoreCorruptError
 from .format import (
     DOC_DTYPE,
+    MAX_TOKENS,
     Segment,
     SegmentEntry,
     check_bodies,
-    separator,
-    suffix_width,
-    token_dtype,
+    choose_token_dtype,
+    compute_suffix_width,
+    get_separator,
     write_segment,
 )
-from .suffix_array import sort_memory, sort_suffixes
+from .recorder import Recorder
+from .suffix_array import estimate_sort_memory, sort_suffixes
 from .tokens import Encoder
 
-Vectors = Callable[[np.ndarray, np.ndarray], np.ndarray | None]
-"""tokens [n] with separators, doc starts [n_docs] int64 -> the router's records (a `vector_dtype` array), or None."""
-
+# tokens [n] with separators, doc starts [n_docs] int64 -> records for similar files (a `make_vector_dtype` array), or None
+VectorFunction = Callable[[np.ndarray, np.ndarray], np.ndarray | None]
 _SHORT_INDEX = (1 << 31) - 1  # bytes that divsufsort sorts with 4-byte indices
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Piece:
-    """Documents of a segment to be. Offsets count from the piece's own beginning, where no separator stands yet."""
+class SegmentContents:
+    """The documents of a segment before it is sorted. Offsets count from the beginning, where no separator stands yet."""
 
     tokens: np.ndarray
     """u16 or u32 [n]: every document followed by a separator."""
     docs: np.ndarray
-    """DOC_DTYPE, `start` and `path_offset` within this piece."""
+    """DOC_DTYPE, `start` and `path_offset` within these contents."""
     paths: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a segment carries of its store."""
+class SegmentSettings:
+    """What the segments of a store have in common."""
 
     vocab_size: int
     fingerprint: str
-    vectors: Vectors | None = None
+    vectors: VectorFunction | None = None
+    max_tokens: int = MAX_TOKENS
+    """Tokens from which on a segment is closed."""
 
 
-def encode(documents: Sequence[Document], encoder: Encoder) -> Piece:
+def encode_documents(documents: Sequence[Document], encoder: Encoder) -> SegmentContents:
     """Tokenize documents."""
     tokens, lengths = encoder.encode([document.text for document in documents])
     names = [document.path.encode() for document in documents]
@@ -67,15 +69,15 @@ def encode(documents: Sequence[Document], encoder: Encoder) -> Piece:
     docs["size"] = [document.size for document in documents]
     docs["mtime_ns"] = [document.mtime_ns for document in documents]
     docs["hash"] = np.frombuffer(b"".join(document.hash for document in documents), "V16")
-    return Piece(tokens, docs, b"".join(names))
+    return SegmentContents(tokens, docs, b"".join(names))
 
 
-def live(segment: Segment, dead: Collection[int]) -> Piece:
-    """The documents of a segment but for the dead ones. Raises DatastoreCorruptError: damage must not get a new checksum."""
+def copy_live(segment: Segment, tombstones: Collection[int]) -> SegmentContents:
+    """Copy the documents of a segment without tombstones. Raises DatastoreCorruptError: damage must not get a new checksum."""
     check_bodies(segment, ("tokens", "docs", "paths"))
     docs, tokens = segment.docs, segment.tokens
     keep = np.ones(len(docs), bool)
-    keep[list(dead)] = False
+    keep[list(tombstones)] = False
     starts, lengths = docs["start"].astype(np.int64), docs["length"].astype(np.int64)
     offsets, sizes = docs["path_offset"].astype(np.int64), docs["path_bytes"].astype(np.int64)
     whole = (
@@ -83,29 +85,29 @@ def live(segment: Segment, dead: Collection[int]) -> Piece:
         and int(lengths.sum()) + len(docs) + 1 == len(tokens)
         and np.array_equal(offsets, np.cumsum(sizes) - sizes)
         and int(sizes.sum()) == len(segment.paths)
-        and np.count_nonzero(tokens == separator(tokens.dtype.itemsize)) == len(docs) + 1
+        and np.count_nonzero(tokens == get_separator(tokens.dtype.itemsize)) == len(docs) + 1
     )
     if not whole:
         raise DatastoreCorruptError(f"{segment.path}: docs: the documents do not lie one after the other")
     chosen = docs[keep].copy()
     chosen["start"] = np.cumsum(lengths[keep] + 1) - lengths[keep] - 1
     chosen["path_offset"] = np.cumsum(sizes[keep]) - sizes[keep]
-    return Piece(tokens[1:][np.repeat(keep, lengths + 1)], chosen, segment.paths[np.repeat(keep, sizes)].tobytes())
+    return SegmentContents(tokens[1:][np.repeat(keep, lengths + 1)], chosen, segment.paths[np.repeat(keep, sizes)].tobytes())
 
 
-def join(pieces: Sequence[Piece]) -> Piece:
-    """One piece of several, in their order."""
-    if len(pieces) == 1:
-        return pieces[0]
-    docs = np.concatenate([piece.docs for piece in pieces])
-    counts = [len(piece.docs) for piece in pieces]
-    for name, sizes in (("start", [len(p.tokens) for p in pieces]), ("path_offset", [len(p.paths) for p in pieces])):
+def join_contents(parts: Sequence[SegmentContents]) -> SegmentContents:
+    """Join several contents in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    docs = np.concatenate([part.docs for part in parts])
+    counts = [len(part.docs) for part in parts]
+    for name, sizes in (("start", [len(part.tokens) for part in parts]), ("path_offset", [len(part.paths) for part in parts])):
         docs[name] += np.repeat((np.cumsum(sizes) - sizes).astype(np.uint64), counts)
-    return Piece(np.concatenate([piece.tokens for piece in pieces]), docs, b"".join(piece.paths for piece in pieces))
+    return SegmentContents(np.concatenate([part.tokens for part in parts]), docs, b"".join(part.paths for part in parts))
 
 
-class Gate:
-    """Closed when a build ends early, so that a thread that still sorts then writes nothing: `close` waits for a write under way."""
+class WriteGate:
+    """Keeps a thread that still sorts when a build ends early from writing: `close` waits for a write under way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -125,47 +127,45 @@ class Gate:
             self._closed = True
 
 
-def write(folder: Path, piece: Piece, recipe: Recipe, seconds: dict[str, float] | None = None, gate: Gate | None = None) -> SegmentEntry:
-    """Sort a piece and write its segment, fsynced. `seconds`: what sorting, vectors and writing took is added here.
+def sort_and_write(
+    folder: Path, contents: SegmentContents, settings: SegmentSettings, recorder: Recorder | None = None, gate: WriteGate | None = None
+) -> SegmentEntry:
+    """Sort contents and write their segment, fsynced. `recorder` gets what sorting, vectors and writing took.
 
-    Raises DatastoreFullError, leaving no file; InterruptedError where the gate was closed.
+    Raises DatastoreFullError, leaving no file; InterruptedError if the gate was closed.
     """
-    clock = _Clock(seconds)
-    dtype = token_dtype(recipe.vocab_size)
-    tokens = np.empty(len(piece.tokens) + 1, dtype)
-    tokens[0] = separator(dtype.itemsize)
-    tokens[1:] = piece.tokens
-    docs = piece.docs.copy()
-    docs["start"] += 1
-    suffixes = sort_suffixes(tokens, suffix_width(len(tokens)))
-    clock.lap("sorting")
-    records = recipe.vectors(tokens, docs["start"].astype(np.int64)) if recipe.vectors is not None else None
-    clock.lap("vectors")
-    with gate or Gate():
-        entry = write_segment(
+    recorder = recorder or Recorder()
+    dtype = choose_token_dtype(settings.vocab_size)
+    with recorder.measure("sorting"):
+        tokens = np.empty(len(contents.tokens) + 1, dtype)
+        tokens[0] = get_separator(dtype.itemsize)
+        tokens[1:] = contents.tokens
+        docs = contents.docs.copy()
+        docs["start"] += 1
+        suffixes = sort_suffixes(tokens, compute_suffix_width(len(tokens)))
+    with recorder.measure("vectors"):
+        records = settings.vectors(tokens, docs["start"].astype(np.int64)) if settings.vectors is not None else None
+    with recorder.measure("writing"), gate or WriteGate():
+        return write_segment(
             folder,
             tokens=tokens,
             suffixes=suffixes,
             docs=docs,
-            paths=piece.paths,
+            paths=contents.paths,
             vectors=records,
-            vocab_size=recipe.vocab_size,
-            fingerprint=recipe.fingerprint,
+            vocab_size=settings.vocab_size,
+            fingerprint=settings.fingerprint,
         )
-    clock.lap("writing")
-    return entry
 
 
-def build_segment(folder: Path, documents: Iterable[Document], encoder: Encoder, vectors: Vectors | None = None) -> SegmentEntry | None:
-    """Documents enter, the entry of their segment leaves; None where there are none. All of it in memory, in this thread."""
-    pieces = [encode(batch, encoder) for batch in batches(documents, 1 << 20)]
-    if not pieces:
-        return None
-    return write(folder, join(pieces), Recipe(encoder.vocab_size, encoder.fingerprint, vectors))
+def build_segment(folder: Path, documents: Iterable[Document], encoder: Encoder, settings: SegmentSettings) -> SegmentEntry | None:
+    """Write the segment of all documents -> its entry, None if there are none. All of it is in memory, in this thread."""
+    parts = [encode_documents(batch, encoder) for batch in batch_documents(documents, 1 << 20)]
+    return sort_and_write(folder, join_contents(parts), settings) if parts else None
 
 
-def batches(documents: Iterable[Document], n_chars: int) -> Iterable[list[Document]]:
-    """Consecutive documents of `n_chars` characters or a little more together."""
+def batch_documents(documents: Iterable[Document], n_chars: int) -> Iterable[list[Document]]:
+    """Yield consecutive documents in batches of `n_chars` characters or a little more."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -178,18 +178,7 @@ def batches(documents: Iterable[Document], n_chars: int) -> Iterable[list[Docume
         yield batch
 
 
-def most_tokens(max_memory: int, token_width: int) -> int:
-    """Tokens of a segment that can be gathered, sorted and written in `max_memory` bytes while the next one is gathered."""
-    per_token = 4 * token_width + -(-sort_memory(1 << 20, token_width) >> 20)
+def compute_max_tokens(max_memory: int, token_width: int) -> int:
+    """Return how many tokens of a segment can be gathered, sorted and written in `max_memory` bytes while the next one is gathered."""
+    per_token = 4 * token_width + -(-estimate_sort_memory(1 << 20, token_width) >> 20)
     return max(1 << 16, min(max_memory // per_token, _SHORT_INDEX // token_width))
-
-
-class _Clock:
-    def __init__(self, seconds: dict[str, float] | None) -> None:
-        self.seconds = seconds if seconds is not None else {}
-        self.last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
-        self.last = now

@@ -14,7 +14,7 @@ _CHUNK = 1 << 18  # of what was sorted: stays in the cache while it is packed
 
 
 def sort_suffixes(tokens: np.ndarray, width: int) -> np.ndarray:
-    """Positions in order, little-endian -> u8 [n_suffixes, width].
+    """Return positions in order, little-endian -> u8 [n_suffixes, width].
 
     tokens u16|u32 [n], the first one a separator. libdivsufsort sorts bytes, so that a token counts as 2, 3 or 4 of them, big-endian:
     peak memory beyond `tokens` is 5 bytes per byte sorted and `width` per token. 2**31 bytes and more need 9 per byte.
@@ -25,19 +25,19 @@ def sort_suffixes(tokens: np.ndarray, width: int) -> np.ndarray:
     return pack_order(order, tokens, _sorted_bytes(tokens), width)
 
 
-def sort_memory(n_tokens: int, token_width: int) -> int:
-    """Upper bound, in bytes, of what `sort_suffixes` takes beyond the tokens."""
+def estimate_sort_memory(n_tokens: int, token_width: int) -> int:
+    """Return upper bound, in bytes, of what `sort_suffixes` takes beyond the tokens."""
     n_bytes = n_tokens * token_width
     return n_bytes * (5 if n_bytes < 1 << 31 else 9) + 5 * n_tokens
 
 
 def pack_positions(positions: np.ndarray, width: int) -> np.ndarray:
-    """int64 [n] -> u8 [n, width], little-endian."""
+    """Return int64 [n] -> u8 [n, width], little-endian."""
     return np.ascontiguousarray(np.ascontiguousarray(positions, "<i8").view(np.uint8).reshape(-1, 8)[:, :width])
 
 
 def _sorted_bytes(tokens: np.ndarray) -> int:
-    """Bytes of a token that take part in the sort: ids of more than 2 bytes mostly have 3."""
+    """Return bytes of a token that take part in the sort: ids of more than 2 bytes mostly have 3."""
     if tokens.dtype.itemsize == 2:
         return 2
     return 3 if int(np.max(tokens, where=tokens != 0xFFFFFFFF, initial=0)) < 0xFFFFFF else 4
@@ -51,7 +51,7 @@ def _reversed_bytes(tokens: np.ndarray) -> np.ndarray:
 
 
 def pack_order(order: np.ndarray, tokens: np.ndarray, n_bytes: int, width: int) -> np.ndarray:
-    """Suffix array of the reversed bytes [n * n_bytes] -> positions u8 [m, width]: only those between two tokens of one document."""
+    """Return suffix array of the reversed bytes [n * n_bytes] -> positions u8 [m, width]: only those between two tokens of one document."""
     real = tokens != np.iinfo(tokens.dtype).max
     wanted = np.zeros(len(tokens) + 1, bool)  # position n, after the last token, is one of the sorted, and none of these
     wanted[1:-1] = real[1:] & real[:-1]
@@ -68,7 +68,7 @@ def pack_order(order: np.ndarray, tokens: np.ndarray, n_bytes: int, width: int) 
 
 
 def unpack(suffixes: np.ndarray) -> np.ndarray:
-    """u8 [n, width] -> int64 [n]."""
+    """Return u8 [n, width] -> int64 [n]."""
     wide = np.zeros((len(suffixes), 8), np.uint8)
     wide[:, : suffixes.shape[1]] = suffixes
     return wide.view("<i8").reshape(-1)

@@ -17,29 +17,30 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from .errors import DatastoreCorruptError
-from .format import Manifest, read_tokenizer, separator, token_dtype
+from .format import choose_token_dtype, get_separator
+from .manifest import Manifest, read_tokenizer
 
 _STATE = ("truncation", "padding")  # set by whoever used the tokenizer last; they are no part of what it means
 
 
-def canonical(tokenizer: Tokenizer) -> bytes:
-    """The tokenizer's JSON with sorted keys, without truncation and padding: what the fingerprint is of, and what a store keeps."""
+def to_canonical_json(tokenizer: Tokenizer) -> bytes:
+    """Return the tokenizer's JSON with sorted keys, without truncation and padding: what the fingerprint is of, and what a store keeps."""
     lasting = {name: value for name, value in json.loads(tokenizer.to_str()).items() if name not in _STATE}
     return json.dumps(lasting, sort_keys=True, separators=(",", ":")).encode()
 
 
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """sha256, hex, of the canonical JSON."""
-    return digest_of(canonical(tokenizer))
+def compute_fingerprint(tokenizer: Tokenizer) -> str:
+    """Return sha256, hex, of the canonical JSON."""
+    return hash_tokenizer_json(to_canonical_json(tokenizer))
 
 
-def digest_of(text: bytes) -> str:
-    """The fingerprint of a tokenizer by its canonical JSON."""
+def hash_tokenizer_json(text: bytes) -> str:
+    """Return the fingerprint of a tokenizer by its canonical JSON."""
     return hashlib.sha256(text).hexdigest()
 
 
-def stored_encoder(folder: Path, manifest: Manifest) -> Encoder:
-    """The encoder of a store, by the tokenizer that it carries. Raises DatastoreCorruptError."""
+def load_encoder(folder: Path, manifest: Manifest) -> Encoder:
+    """Return the encoder of a store, by the tokenizer that it carries. Raises DatastoreCorruptError."""
     text = read_tokenizer(folder, manifest)
     try:
         encoder = Encoder(text, manifest.tokenizer_name)
@@ -58,44 +59,44 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer | bytes, name: str) -> None:
         """`tokenizer`, or its canonical JSON, is copied and not changed; `name` is what users call it."""
         self.name = name
-        self.json = canonical(tokenizer) if isinstance(tokenizer, Tokenizer) else tokenizer
-        self.fingerprint = digest_of(self.json)
+        self.json = to_canonical_json(tokenizer) if isinstance(tokenizer, Tokenizer) else tokenizer
+        self.fingerprint = hash_tokenizer_json(self.json)
         self._full = Tokenizer.from_str(self.json.decode())
         self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        self.dtype = token_dtype(self.vocab_size)
-        self._plain, self._control = plain(self._full, self.vocab_size)
+        self.dtype = choose_token_dtype(self.vocab_size)
+        self._plain, self._control = make_plain_tokenizer(self._full, self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Texts, end to end, each followed by a separator -> tokens [n] u16|u32, lengths [texts] int64 without the separators."""
+        """Encode texts, end to end, each followed by a separator -> tokens [n] u16|u32, lengths [texts] int64 without the separators."""
         encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        tokens = np.full(int(lengths.sum()) + len(encodings), separator(self.dtype.itemsize), self.dtype)
+        tokens = np.full(int(lengths.sum()) + len(encodings), get_separator(self.dtype.itemsize), self.dtype)
         at = 0
         for encoding, length in zip(encodings, lengths.tolist(), strict=True):
             tokens[at : at + length] = encoding.ids
             at += length + 1
-        return self._without_control(tokens, lengths)
+        return self._drop_control(tokens, lengths)
 
-    def _without_control(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A control token's text can also be a word of the vocabulary (Unigram, WordLevel): such ids are dropped."""
-        ends = tokens == separator(self.dtype.itemsize)
+    def _drop_control(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Drop ids of control tokens: their text can also be a word of the vocabulary (Unigram, WordLevel)."""
+        ends = tokens == get_separator(self.dtype.itemsize)
         bad = self._control[np.where(ends, 0, tokens)] & ~ends
         if not bad.any():
             return tokens, lengths
         owner = np.cumsum(ends) - ends
         return tokens[~bad], lengths - np.bincount(owner[bad], minlength=len(lengths))
 
-    def texts(self) -> list[str]:
-        """The text of each token by itself."""
+    def decode_each_token(self) -> list[str]:
+        """Return the text of each token by itself."""
         found: list[str] = self._full.decode_batch([[token] for token in range(self.vocab_size)], skip_special_tokens=False)
         return found
 
-    def line_ends(self) -> np.ndarray:
-        """How many line ends each token's text has, u8 [vocab_size]; more than 255 count as 255."""
-        return np.fromiter((min(text.count("\n"), 255) for text in self.texts()), np.uint8, self.vocab_size)
+    def count_line_ends(self) -> np.ndarray:
+        """Return how many line ends each token's text has, u8 [vocab_size]; more than 255 count as 255."""
+        return np.fromiter((min(text.count("\n"), 255) for text in self.decode_each_token()), np.uint8, self.vocab_size)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, control tokens included."""
+        """Return the text of tokens, control tokens included."""
         text: str = self._full.decode(list(ids), skip_special_tokens=False)
         return text
 
@@ -103,8 +104,8 @@ class Encoder:
         return Encoder, (self.json, self.name)
 
 
-def plain(tokenizer: Tokenizer, vocab_size: int) -> tuple[Tokenizer, np.ndarray]:
-    """One that knows no control tokens and shares the model of `tokenizer`, and which ids are control tokens: bool [vocab_size].
+def make_plain_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> tuple[Tokenizer, np.ndarray]:
+    """Make a tokenizer without control tokens that shares the model of `tokenizer`, and which ids are control tokens: bool [vocab_size].
 
     Every added token is one, flagged special or not, but for those that consist of blanks and line ends: GPT-NeoX, Phi and Gemma
     write indentation with them, and text without them would match nothing that the model reads. No post-processor, truncation or padding.

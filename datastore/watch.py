@@ -18,18 +18,18 @@ import watchfiles
 from tokenizers import Tokenizer
 
 from . import file_filters
-from .beneath import Beneath
-from .corpus import Source
+from .beneath import ConfinedFolder
+from .corpus import CorpusSource
 from .errors import DatastoreError
-from .format import read_manifest
+from .manifest import read_manifest
 from .progress import Summary
-from .segment_writer import Vectors
-from .update import encoder_of, sources_in, update
+from .segment_writer import VectorFunction
+from .update import get_encoder, parse_sources, update
 
 DEBOUNCE_MS = 250  # an editor's several writes of one save; a checkout of many files takes as long as it takes
 POLL_MS = 1000
+# Whether a recursive watch stays in its folder. On Linux it follows links, which may lead to `/`: there each folder gets a watch.
 WATCHES_STAY_INSIDE = sys.platform in ("darwin", "win32")
-"""Whether a recursive watch stays in its folder. On Linux it follows links, which may lead to `/`: there each folder gets a watch."""
 Outcome = Summary | DatastoreError | OSError
 
 
@@ -39,20 +39,21 @@ def watch(
     name: str | None = None,
     paths: Sequence[str | os.PathLike[str]] = (),
     *,
-    vectors: Vectors | None = None,
+    vectors: VectorFunction | None = None,
     max_memory: int | None = None,
     writer: str = "ngramspec",
     stop: threading.Event | None = None,
-    ready: Callable[[Sequence[Source]], None] = lambda sources: None,
-    say: Callable[[Outcome], None] = lambda outcome: None,
+    on_ready: Callable[[Sequence[CorpusSource]], None] = lambda sources: None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> None:
     """Keep a store up to date until `stop` is set or KeyboardInterrupt comes, which is raised. `paths` are added to its corpus.
 
-    `tokenizer` and `name` are as for `update`. `ready` is called when changes are being watched for, with what is watched; `say` with the
-    Summary of each update that changed something and with each new error. Raises what `update` raises only where the very first one fails.
+    `tokenizer` and `name` are as for `update`. `on_ready` is called when changes are being watched for, with what is watched;
+    `on_outcome` with the Summary of each update that changed something and with each new error. Raises what `update` raises only if the
+    very first one fails.
     """
     folder = Path(store)
-    encoder = encoder_of(folder, read_manifest(folder), tokenizer, name)
+    encoder = get_encoder(folder, read_manifest(folder), tokenizer, name)
     stop = stop or threading.Event()
 
     def bring_up_to_date(paths: Sequence[str | os.PathLike[str]] = ()) -> Summary:
@@ -60,40 +61,40 @@ def watch(
 
     first = bring_up_to_date(paths)
     if first.committed:
-        say(first)
-    sources = sources_in(read_manifest(folder))
+        on_outcome(first)
+    sources = parse_sources(read_manifest(folder))
     single = [source.path for source in sources if not source.folder]
-    before = _stamps(single)
-    pending, told, started = True, "", False  # something may have changed between the first update and the watching
-    for changed in _changes(folder, sources, stop):
-        now = _stamps(single)  # editors replace a file by another, so that a watch on the file itself would end
+    before = _read_stamps(single)
+    pending, reported, started = True, "", False  # something may have changed between the first update and the watching
+    for changed in _wait_for_changes(folder, sources, stop):
+        now = _read_stamps(single)  # editors replace a file by another, so that a watch on the file itself would end
         if changed or now != before or pending:
             try:
                 outcome = bring_up_to_date()
-                pending, told = False, ""
+                pending, reported = False, ""
                 before = now
                 if outcome.committed:
-                    say(outcome)
+                    on_outcome(outcome)
             except (DatastoreError, OSError) as error:
                 pending = True
-                if str(error) != told:
-                    say(error)
-                    told = str(error)
+                if str(error) != reported:
+                    on_outcome(error)
+                    reported = str(error)
         if not started:
             started = True
-            ready(sources)
+            on_ready(sources)
 
 
-def _changes(store: Path, sources: Sequence[Source], stop: threading.Event) -> Iterator[bool]:
-    """Whether something may have changed, each time that something did, and every POLL_MS."""
+def _wait_for_changes(store: Path, sources: Sequence[CorpusSource], stop: threading.Event) -> Iterator[bool]:
+    """Yield whether something may have changed, each time that something did, and every POLL_MS."""
     roots = [source.path for source in sources if source.folder]
     if not roots:
         while not stop.wait(POLL_MS / 1000):
             yield False
-    wanted = _Filter(store, sources)
+    wanted = _ChangeFilter(store, sources)
     while not stop.is_set():
         changes = watchfiles.watch(
-            *(roots if WATCHES_STAY_INSIDE else (each for root in roots for each in _folders(root))),
+            *(roots if WATCHES_STAY_INSIDE else (each for root in roots for each in _list_folders(root))),
             watch_filter=wanted,
             debounce=DEBOUNCE_MS,
             step=50,
@@ -118,9 +119,9 @@ def _changes(store: Path, sources: Sequence[Source], stop: threading.Event) -> I
                 raise
 
 
-def _folders(root: str) -> Iterator[str]:
-    """The folders to watch: those below a source that may hold text, and those of git's that hold an index. Links are not followed."""
-    with contextlib.suppress(OSError), Beneath(root, in_git=True) as tree:
+def _list_folders(root: str) -> Iterator[str]:
+    """Yield the folders to watch: those of a source that may hold text, and those of git's that hold an index. Links are not followed."""
+    with contextlib.suppress(OSError), ConfinedFolder(root, in_git=True) as tree:
         pending = [""]
         while pending:
             here = pending.pop()
@@ -138,10 +139,10 @@ def _is_folder(path: str) -> bool:
         return False
 
 
-class _Filter:
+class _ChangeFilter:
     """Which changes matter: not the store's own files nor those of tools, but git's index, for a file may be tracked from now on."""
 
-    def __init__(self, store: Path, sources: Sequence[Source]) -> None:
+    def __init__(self, store: Path, sources: Sequence[CorpusSource]) -> None:
         self.store = os.path.realpath(store) + "/"
         self.roots = sorted((source.path for source in sources if source.folder), key=len, reverse=True)
 
@@ -153,7 +154,7 @@ class _Filter:
         return inner.endswith((".git/index", ".git")) or not file_filters.SKIPPED_FOLDERS.intersection(inner.split("/"))
 
 
-def _stamps(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
+def _read_stamps(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
     stamps: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:

@@ -9,18 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ngramspec.datastore.format import (
-    DOC_DTYPE,
-    Manifest,
-    SegmentEntry,
-    separator,
-    suffix_width,
-    token_dtype,
-    write_manifest,
-    write_segment,
-    write_tokenizer,
-    write_vocabulary,
-)
+from ngramspec.datastore.format import DOC_DTYPE, SegmentEntry, choose_token_dtype, compute_suffix_width, get_separator, write_segment
+from ngramspec.datastore.manifest import Manifest, write_manifest, write_tokenizer, write_vocabulary
 from ngramspec.datastore.suffix_array import sort_suffixes
 
 TOKENIZER = b"a tokenizer"
@@ -29,8 +19,8 @@ FINGERPRINT = hashlib.sha256(TOKENIZER).hexdigest()
 
 def segment_arrays(documents: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
     """tokens [n], docs DOC_DTYPE, paths: document i is called `<i>/é.py`."""
-    dtype = token_dtype(vocab_size)
-    mark = separator(dtype.itemsize)
+    dtype = choose_token_dtype(vocab_size)
+    mark = get_separator(dtype.itemsize)
     tokens, names = [mark], [f"{i}/é.py".encode() for i in range(len(documents))]
     docs = np.zeros(len(documents), DOC_DTYPE)
     for i, document in enumerate(documents):
@@ -43,11 +33,11 @@ def segment_arrays(documents: Sequence[Sequence[int]], vocab_size: int) -> tuple
 
 def add_segment(folder: Path, documents: Sequence[Sequence[int]], vocab_size: int, dead: Sequence[int] = ()) -> SegmentEntry:
     tokens, docs, paths = segment_arrays(documents, vocab_size)
-    suffixes = sort_suffixes(tokens, suffix_width(len(tokens)))
+    suffixes = sort_suffixes(tokens, compute_suffix_width(len(tokens)))
     entry = write_segment(
         folder, tokens=tokens, suffixes=suffixes, docs=docs, paths=paths, vectors=None, vocab_size=vocab_size, fingerprint=FINGERPRINT
     )
-    return dataclasses.replace(entry, dead=tuple(dead))
+    return dataclasses.replace(entry, tombstones=tuple(dead))
 
 
 def write_store(

@@ -56,7 +56,7 @@ TASKS: dict[str, tuple[str, bool]] = {  # title → (prompt, whether it goes thr
 
 def main() -> int:
     console = Console(highlight=False, soft_wrap=True)
-    with screen.progress(quiet=False) as progress:
+    with screen.show_progress(quiet=False) as progress:
         engine = Engine(MODEL, max_model_len=2048, progress=progress)
     params = SamplingParams(max_tokens=MAX_TOKENS)
     table = Table("task", "tokens", "tok/s plain", "tok/s drafted", "sooner", "tokens a pass", "same tokens", title="The same text, sooner")
@@ -69,7 +69,7 @@ def main() -> int:
                 message = [{"role": "user", "content": prompt}]
                 ids = list(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
             console.rule(title, align="left")
-            view = screen.View(engine.tokenizer, ids, params, drafts=True, silent=False)
+            view = screen.CompletionView(engine.tokenizer, ids, params, drafts=True, silent=False)
             for delta in engine.stream(ids, params):
                 view.add(delta)
                 if delta.completion is not None:
@@ -83,9 +83,9 @@ def main() -> int:
             total.add(on.stats)
             for done in (off, on):
                 seconds[done is on] += done.duration_s
-            table.add_row(title, *_figures(on.stats, off.duration_s, on.duration_s), "yes" if same else "NO")
+            table.add_row(title, *_format_figures(on.stats, off.duration_s, on.duration_s), "yes" if same else "NO")
         table.add_section()
-        table.add_row("all", *_figures(total, seconds[False], seconds[True]), "yes" if not differing else "NO")
+        table.add_row("all", *_format_figures(total, seconds[False], seconds[True]), "yes" if not differing else "NO")
         console.print()
         console.print(table)
         settings = f"{engine.precision}, {engine.threads} threads; exactness: {engine.exactness}"
@@ -93,7 +93,7 @@ def main() -> int:
     return int(differing > 0)
 
 
-def _figures(stats: Stats, off_s: float, on_s: float) -> list[str]:
+def _format_figures(stats: Stats, off_s: float, on_s: float) -> list[str]:
     n = stats.tokens
     return [str(n), f"{n / off_s:.1f}", f"{n / on_s:.1f}", f"{off_s / on_s:.2f} x", f"{stats.tokens_per_pass:.2f}"]
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import describe_machine, print_document, print_table
-from ngramspec.cli.datastore import tokenizer_backend
+from ngramspec.cli.datastore import load_tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
 from ngramspec.speculative import features, proposer, tree_builder
@@ -76,7 +76,7 @@ class Store(NamedTuple):
 def stores_of(sessions: dict[int, list[str]], foreign: Datastore, tokenizer: str, folder: Path, seed: int) -> dict[int, Store]:
     """Build a datastore for each session, whose requests were drawn from these files [n]."""
     rng, made = random.Random(seed), {}
-    backend: Any = tokenizer_backend(tokenizer)
+    backend: Any = load_tokenizer_backend(tokenizer)
     for session, texts in sessions.items():
         kind = rng.choice(STORES) if texts else "foreign"
         named = {"foreign": foreign} if kind != "own" else {}

@@ -27,8 +27,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ngramspec.datastore import Datastore, DatastoreNotFoundError
-from ngramspec.datastore import format as stored
+from ngramspec.datastore import Datastore, DatastoreNotFoundError, file_io
+from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore.build import build
 from ngramspec.datastore.update import merge, update
 
@@ -109,7 +109,7 @@ def _attack(scene: Scene, name: str, kills: int, rng: random.Random) -> tuple[di
     scene.reset(name)
     old = state(scene.store)
     n_calls = run(operation, store=scene.store)
-    new, generation = state(scene.store), stored.read_manifest(scene.store).generation
+    new, generation = state(scene.store), manifests.read_manifest(scene.store).generation
     times = []
     for _ in range(3):
         scene.reset(name)
@@ -134,7 +134,7 @@ def _attack(scene: Scene, name: str, kills: int, rng: random.Random) -> tuple[di
             found = state(scene.store)
             if found not in (old, new):
                 raise AssertionError("the store holds neither the old nor the new generation")
-            left = "none" if found is None else "new" if stored.read_manifest(scene.store).generation == generation else "old"
+            left = "none" if found is None else "new" if manifests.read_manifest(scene.store).generation == generation else "old"
             outcomes[left if killed else "ended before"] += 1
             run(operation)
             if state(scene.store) != new:
@@ -159,7 +159,7 @@ def state(store: Path) -> State:
 
 def untidy(store: Path) -> list[str]:
     """Return the files of a datastore that its generation does not name."""
-    manifest = stored.read_manifest(store)
+    manifest = manifests.read_manifest(store)
     named = {"MANIFEST", "LOCK", manifest.vocabulary.name, manifest.tokenizer.name, *(segment.name for segment in manifest.segments)}
     return sorted({path.name for path in store.iterdir()} - named)
 
@@ -202,7 +202,7 @@ class _Calls:
 
     def __init__(self, folder: str, kill_at: int) -> None:
         self.folder, self.kill_at, self.count = folder, kill_at, 0
-        real_fsync, real_write = os.fsync, stored.WholeWriter.write
+        real_fsync, real_write = os.fsync, file_io.WholeWriter.write
 
         def fsync(file: int) -> None:
             self.pass_by()
@@ -216,7 +216,7 @@ class _Calls:
                 real_write(whole, view[half:])
 
         os.fsync = fsync
-        stored.WholeWriter.write = write  # type: ignore[method-assign]
+        file_io.WholeWriter.write = write  # type: ignore[method-assign]
         sys.addaudithook(self.hear)
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -32,7 +32,7 @@ def beam(
 
     from ngramspec.cli import screen
 
-    with screen.progress(quiet) as progress:
+    with screen.show_progress(quiet) as progress:
         engine = common.open_engine(model, max_seqs=max(width, 1), progress=progress, **engine_settings)
     with engine:
         try:

@@ -67,17 +67,17 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
-def printable(text: object) -> str:
+def to_printable(text: object) -> str:
     """A text for a terminal: control characters, lone surrogates and what else is invisible as escapes, such as \\x1b."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in words: `45 s`, `12 min`, `3.5 h`."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-class Lines:
+class ThrottledLines:
     """Passes on the first message of each stage, and one every LINE_S seconds within it. A stage is a message up to a comma or a bracket:
     `packing weights, 31 %` and `capturing passes (8 of 40)` belong to stages that tell how far they are."""
 
@@ -100,7 +100,7 @@ def check_text(value: Any, what: str) -> None:
         try:
             _ = text.encode() if isinstance(text, str) else None
         except UnicodeEncodeError as error:
-            wrong = printable(text[error.start])
+            wrong = to_printable(text[error.start])
             raise BadInputError(f"{what} is not valid Unicode: character {error.start} is {wrong}; UTF-8 text is accepted") from None
 
 
@@ -181,7 +181,7 @@ def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False
         raise BadInputError(str(error)) from error
 
 
-def console(*, stderr: bool = False, **more: Any) -> Console:
+def make_console(*, stderr: bool = False, **more: Any) -> Console:
     """A console that does not colour numbers, and takes 200 columns where there is no terminal."""
     from rich.console import Console
 

@@ -18,7 +18,7 @@ from ngramspec.config import EngineConfig
 from ngramspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ngramspec.cli.screen import View
+    from ngramspec.cli.screen import CompletionView
     from ngramspec.engine.llm_engine import Engine, Hints
     from ngramspec.outputs import Completion, Delta, Stats
 
@@ -66,27 +66,29 @@ def complete(
     """
     text = common.read_prompt(prompt, file)
     expected = common.read_file(prediction, "the prediction") if prediction is not None else None
-    params = SamplingParams(**sampling, grammar=forms.grammar_of(grammar, json_schema))
+    params = SamplingParams(**sampling, grammar=forms.make_grammar(grammar, json_schema))
     sources = drafts.draft_settings(draft_model, draft_layers, drafter, alone)
     stores = [common.open_store(folder) for folder in datastore or ()]
 
     from ngramspec.cli import screen
 
-    with screen.progress(quiet) as progress:
+    with screen.show_progress(quiet) as progress:
         engine = common.open_engine(model, datastore=stores, progress=progress, **sources, **engine_settings)
     with engine:
-        ids = _tokens(engine, text, chat, model)
-        view = screen.View(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)
-        done, interrupted = _stream(engine, ids, params, view, expected)
+        ids = _encode_prompt(engine, text, chat, model)
+        view = screen.CompletionView(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)
+        done, interrupted = _show_stream(engine, ids, params, view, expected)
     if as_json:
-        print(json.dumps(_document(done, model)))
+        print(json.dumps(_to_json(done, model)))
     if not quiet:
-        view.summary(done)
+        view.print_statistics(done)
     if interrupted:
         raise KeyboardInterrupt
 
 
-def _stream(engine: Engine, ids: list[int], params: SamplingParams, view: View, prediction: str | None) -> tuple[Completion, bool]:
+def _show_stream(
+    engine: Engine, ids: list[int], params: SamplingParams, view: CompletionView, prediction: str | None
+) -> tuple[Completion, bool]:
     """Show the text as it comes. Returns what there is, and whether the user ended it."""
     pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
     hints: Hints = {} if prediction is None else {"prediction": prediction}
@@ -109,7 +111,7 @@ def _stream(engine: Engine, ids: list[int], params: SamplingParams, view: View, 
     return done, interrupted
 
 
-def _tokens(engine: Engine, text: str, chat: bool, model: str) -> list[int]:
+def _encode_prompt(engine: Engine, text: str, chat: bool, model: str) -> list[int]:
     if chat and not engine.tokenizer.chat_template:
         raise BadInputError(f"--chat: {model} has no chat template; leave --chat out, or use an instruction-tuned model")
     try:
@@ -121,16 +123,16 @@ def _tokens(engine: Engine, text: str, chat: bool, model: str) -> list[int]:
         raise BadInputError(str(error)) from error
 
 
-def _document(done: Completion, model: str) -> dict[str, Any]:
+def _to_json(done: Completion, model: str) -> dict[str, Any]:
     document = {"model": model, **dataclasses.asdict(done)}
     for made, choice in zip(document["choices"], done.choices, strict=True):
-        made["stats"] = with_rates(choice.stats)
-    document["stats"] = with_rates(done.stats)
+        made["stats"] = add_rates(choice.stats)
+    document["stats"] = add_rates(done.stats)
     document["tok_s"] = done.stats.tokens / done.duration_s if done.duration_s else None
     return document
 
 
-def with_rates(stats: Stats) -> dict[str, Any]:
+def add_rates(stats: Stats) -> dict[str, Any]:
     """Statistics as JSON has them, with the rates that follow from them."""
     rates = {name: round(getattr(stats, name), 4) for name in ("acceptance_rate", "tokens_per_pass", "rows_per_pass")}
     return dataclasses.asdict(stats) | rates

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from ngramspec import __version__
-from ngramspec.cli.common import BadInputError, option, parse_size, printable, read_prompt
+from ngramspec.cli.common import BadInputError, option, parse_size, read_prompt, to_printable
 
 TERMINATED = 143
 _WRITER = f"ngramspec {__version__}"
@@ -116,11 +116,11 @@ def build_datastore(
     routed = router is not False
     if jobs is not None:
         os.environ["RAYON_NUM_THREADS"] = str(jobs)  # read by `tokenizers` when it first runs in parallel
-    with _terminable():
+    with _exit_on_sigterm():
         from ngramspec.cli import screen_datastore
         from ngramspec.datastore import build, corpus
         from ngramspec.datastore import update as updating
-        from ngramspec.datastore.format import read_manifest
+        from ngramspec.datastore.manifest import read_manifest
 
         given: dict[str, Any] = {
             "include": tuple(include) if include else None,
@@ -134,15 +134,15 @@ def build_datastore(
         memory = parse_size(max_memory, "--max-memory")
         if update:
             manifest = read_manifest(output)
-            options = corpus.CorpusOptions(**{**dataclasses.asdict(updating.options_of(manifest)), **given})
+            options = corpus.CorpusOptions(**{**dataclasses.asdict(updating.parse_options(manifest)), **given})
             name = tokenizer or manifest.tokenizer_name
         elif tokenizer is None:
             raise BadInputError("name the model that the datastore is for: --tokenizer M, such as --tokenizer smollm2")
         else:
             options, name = corpus.CorpusOptions(**given), tokenizer
-        backend = tokenizer_backend(tokenizer)
-        with screen_datastore.progress(quiet) as tell:
-            how: dict[str, Any] = {"options": options, "writer": _WRITER, "tell": tell}
+        backend = load_tokenizer_backend(tokenizer)
+        with screen_datastore.show_progress(quiet) as on_progress:
+            how: dict[str, Any] = {"options": options, "writer": _WRITER, "on_progress": on_progress}
             if update:
                 summary = updating.update(output, backend, name, paths or (), jobs=jobs, max_memory=memory, **how)
             elif ray:
@@ -182,7 +182,9 @@ def verify(
 
     with Datastore.open(store, verify="header" if headers else "full") as opened:
         found = opened.info()
-    print(f"{printable(store)} is whole: {found['documents']} documents in {found['segments']} segments, generation {found['generation']}")
+    print(
+        f"{to_printable(store)} is whole: {found['documents']} documents in {found['segments']} segments, generation {found['generation']}"
+    )
 
 
 @app.command()
@@ -198,13 +200,13 @@ def lookup(
     """Find the longest end of a text that occurs in a datastore: what follows it, how often, and where it stands."""
     written = read_prompt(text, file)
 
-    from ngramspec.datastore.file_filters import with_lf
+    from ngramspec.datastore.file_filters import normalize_line_ends
     from ngramspec.datastore.reader import Datastore
-    from ngramspec.datastore.update import encoder_of
+    from ngramspec.datastore.update import get_encoder
 
     with Datastore.open(store) as opened:
-        encoder = encoder_of(store, opened.snapshot.manifest, tokenizer_backend(tokenizer), tokenizer)
-        tokens, lengths = encoder.encode([with_lf(written)])
+        encoder = get_encoder(store, opened.snapshot.manifest, load_tokenizer_backend(tokenizer), tokenizer)
+        tokens, lengths = encoder.encode([normalize_line_ends(written)])
         found = opened.lookup(tokens[: int(lengths[0])].tolist(), max_match=max_match, limit=limit)
         matched = tokens[int(lengths[0]) - found.length : int(lengths[0])].tolist()
     document = {
@@ -232,11 +234,11 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a datastore's segments and drop its dead documents: look-ups become quicker, the store smaller."""
-    with _terminable():
+    with _exit_on_sigterm():
         from ngramspec.datastore import update as updating
 
         summary = updating.merge(store, "tiered" if tiered else "all", max_memory=parse_size(max_memory, "--max-memory"), writer=_WRITER)
-    _print(summary, store, as_json)
+    _print_summary(summary, store, as_json)
 
 
 @app.command()
@@ -250,11 +252,11 @@ def prune(
     """Drop documents for good. Patterns also keep later updates from bringing them back."""
     if bool(patterns) == dead:
         raise BadInputError("say what to drop: either patterns, such as 'tests/' '*.md', or --dead")
-    with _terminable():
+    with _exit_on_sigterm():
         from ngramspec.datastore import update as updating
 
         summary = updating.prune(store, patterns or (), max_memory=parse_size(max_memory, "--max-memory"), writer=_WRITER)
-    _print(summary, store, as_json)
+    _print_summary(summary, store, as_json)
 
 
 @app.command()
@@ -265,26 +267,26 @@ def watch(
     max_memory: Memory = None,
 ) -> None:
     """Keep a datastore up to date while its files change, until Ctrl-C. A running engine picks the changes up."""
-    with _terminable():
+    with _exit_on_sigterm():
         from ngramspec.cli import screen_datastore
         from ngramspec.datastore.watch import watch as watching
 
         with contextlib.suppress(KeyboardInterrupt):
             watching(
                 store,
-                tokenizer_backend(tokenizer),
+                load_tokenizer_backend(tokenizer),
                 tokenizer,
                 paths or (),
                 max_memory=parse_size(max_memory, "--max-memory"),
                 writer=_WRITER,
-                ready=screen_datastore.print_watched,
-                say=screen_datastore.print_outcome,
+                on_ready=screen_datastore.print_watched,
+                on_outcome=screen_datastore.print_outcome,
             )
-    print(f"ngramspec: {printable(store)} is no longer watched", file=sys.stderr)
+    print(f"ngramspec: {to_printable(store)} is no longer watched", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def _exit_on_sigterm() -> Iterator[None]:
     """SIGTERM ends a command as Ctrl-C does: what it has begun to write is deleted."""
 
     def end(signum: int, frame: Any) -> None:
@@ -301,7 +303,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def tokenizer_backend(name: str | None) -> Any:
+def load_tokenizer_backend(name: str | None) -> Any:
     """The `tokenizers.Tokenizer` of a model, which takes seconds to import and load; None where none is named."""
     if name is None:
         return None
@@ -314,7 +316,7 @@ def tokenizer_backend(name: str | None) -> Any:
     return backend
 
 
-def _print(summary: Any, store: Path, as_json: bool) -> None:
+def _print_summary(summary: Any, store: Path, as_json: bool) -> None:
     from ngramspec.cli import screen_datastore
 
     if as_json:

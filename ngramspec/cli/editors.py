@@ -55,12 +55,12 @@ EDITORS = {
 """What each is given, by where it goes."""
 
 
-def address(url: str, name: str) -> str:
+def make_address(url: str, name: str) -> str:
     """That of a working tree of a server."""
     return f"{url}/repo/{quote(name, safe='')}"
 
 
-def lines(url: str, model: str, repositories: Iterable[str], *, infill: bool, keys: bool) -> str:
+def format_settings(url: str, model: str, repositories: Iterable[str], *, infill: bool, keys: bool) -> str:
     """What the four editors are given. `repositories`: the names of the server's working trees. Several have an address each."""
     names = list(repositories)
     several = len(names) > 1
@@ -69,8 +69,8 @@ def lines(url: str, model: str, repositories: Iterable[str], *, infill: bool, ke
         text += ["This server wants a key, which every editor has a setting for.", ""]
     if several:
         text += ["Each working tree has an address. What follows is for the first; for another, put its address instead.", ""]
-        text += [*(f"  {address(url, name)}" for name in names), ""]
+        text += [*(f"  {make_address(url, name)}" for name in names), ""]
     for place, template in EDITORS.items():
-        pasted = template.substitute(url=address(url, names[0]) if several else url, model=json.dumps(model))
+        pasted = template.substitute(url=make_address(url, names[0]) if several else url, model=json.dumps(model))
         text += [f"{place}:", "", pasted, ""]
     return "\n".join(text)

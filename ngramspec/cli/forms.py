@@ -10,17 +10,17 @@ from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
 
 
-def grammar_of(grammar: str | None, json_schema: str | None) -> Grammar | None:
+def make_grammar(grammar: str | None, json_schema: str | None) -> Grammar | None:
     """What --grammar or --json-schema say; None of neither. Raises BadInputError, which names the option."""
     if grammar is not None and json_schema is not None:
         raise BadInputError("give either --grammar or --json-schema, not both: a text has one form")
     if json_schema is not None:
         text, origin = _read(json_schema, "--json-schema")
-        return _made(Grammar.json_schema, text, f"--json-schema: {origin}")
+        return _make_grammar(Grammar.json_schema, text, f"--json-schema: {origin}")
     if grammar is None:
         return None
     text, origin = _read(grammar, "--grammar")
-    return _made(Grammar.written, text, f"--grammar: {origin}")
+    return _make_grammar(Grammar.written, text, f"--grammar: {origin}")
 
 
 def _read(given: str, option: str) -> tuple[str, str]:
@@ -36,7 +36,7 @@ def _read(given: str, option: str) -> tuple[str, str]:
     return given, f"{shown!r}, of which there is no file,"
 
 
-def _made(make: Callable[[str], Grammar], text: str, origin: str) -> Grammar:
+def _make_grammar(make: Callable[[str], Grammar], text: str, origin: str) -> Grammar:
     try:
         return make(text)
     except GrammarError as error:

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ngramspec import __version__
-from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_packages, printable
+from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_packages, to_printable
 
 INTERRUPTED = 130
 
@@ -77,7 +77,7 @@ def main() -> NoReturn:
         error = missing_packages(raised) or raised
         if (code := exit_code(error)) is None:
             raise
-        if message := _message(error):  # without arguments typer shows the help and has nothing to add
+        if message := _format_message(error):  # without arguments typer shows the help and has nothing to add
             print(f"ngramspec: {message}", file=sys.stderr)
     sys.exit(code or 0)
 
@@ -99,16 +99,16 @@ def exit_code(error: Exception) -> int | None:
     return 1 if isinstance(error, OSError) else None
 
 
-def _message(error: Exception) -> str:
+def _format_message(error: Exception) -> str:
     from ngramspec.errors import ModelNotFoundError
 
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     # What to do about a model may be a command, on a line of its own. All else is one line, whatever a file is called.
     lines = message.split("\n") if isinstance(error, ModelNotFoundError) else [message]
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(to_printable, lines))
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         print(f"ngramspec {__version__}")
         raise typer.Exit
@@ -116,6 +116,6 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
     pass

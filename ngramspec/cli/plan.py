@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from ngramspec.cli.common import BadInputError, console, option, read_file
+from ngramspec.cli.common import BadInputError, make_console, option, read_file
 
 _DRAFTS, _RUN, _OUTPUT = "Drafts", "A run", "Output"
 
@@ -46,14 +46,14 @@ def plan(
         raise BadInputError("--baseline goes with --run")
     try:
         if run is not None:
-            document = _measured(run, baseline, c)
+            document = _measure(run, baseline, c)
             alpha, c = document["alpha"], document["c"]
         else:
             document = {}
             c = c or 0.0
         assert alpha is not None
-        best = planner.best_gamma(alpha, c, max_gamma)
-        document["planned"] = [_row(alpha, length, c, c_hat) for length in dict.fromkeys([best if gamma is None else gamma, best])]
+        best = planner.find_best_gamma(alpha, c, max_gamma)
+        document["planned"] = [_make_row(alpha, length, c, c_hat) for length in dict.fromkeys([best if gamma is None else gamma, best])]
     except ValueError as error:
         raise BadInputError(str(error)) from error
     if as_json:
@@ -62,29 +62,29 @@ def plan(
         _show(alpha, c, c_hat, max_gamma, best, document)
 
 
-def _row(alpha: float, gamma: int, c: float, c_hat: float) -> dict[str, Any]:
+def _make_row(alpha: float, gamma: int, c: float, c_hat: float) -> dict[str, Any]:
     from ngramspec.cli import planner
 
     return {
         "gamma": gamma,
-        "tokens_per_pass": planner.expected_tokens(alpha, gamma),
-        "walltime": planner.walltime_factor(alpha, gamma, c),
-        "operations": planner.operations_factor(alpha, gamma, c_hat),
+        "tokens_per_pass": planner.compute_expected_tokens(alpha, gamma),
+        "walltime": planner.compute_walltime_factor(alpha, gamma, c),
+        "operations": planner.compute_operations_factor(alpha, gamma, c_hat),
     }
 
 
-def _measured(run: Path, baseline: Path | None, c: float | None) -> dict[str, Any]:
+def _measure(run: Path, baseline: Path | None, c: float | None) -> dict[str, Any]:
     """What a run was expected to be and what it was. Raises ValueError."""
     from ngramspec.cli import planner
 
-    seen = planner.estimate(_read(run))
+    seen = planner.estimate_run(_read(run))
     speedup = seen.speedup
     if baseline is not None:
-        plain = planner.estimate(_read(baseline))
+        plain = planner.estimate_run(_read(baseline))
         if not seen.seconds_per_token or not plain.seconds_per_token:
             raise ValueError("--run and --baseline must both say duration_s and tokens, as `ngramspec complete --json` does")
         speedup = plain.seconds_per_token / seen.seconds_per_token
-    effective = seen.cost(speedup) if speedup is not None else None
+    effective = seen.estimate_cost(speedup) if speedup is not None else None
     return {
         "alpha": seen.alpha,
         "c": c if c is not None else effective or 0.0,
@@ -108,7 +108,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _show(alpha: float, c: float, c_hat: float, max_gamma: int, best: int, document: dict[str, Any]) -> None:
     from rich.table import Table
 
-    screen = console()
+    screen = make_console()
     if "measured" in document:
         table = Table("run", "expected", "measured", box=None)
         for name, title in (("tokens_per_pass", "tokens per pass"), ("walltime", "times as fast")):

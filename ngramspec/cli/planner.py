@@ -1,6 +1,6 @@
 """What speculation is worth before it is tried, and what it was worth: the formulas of Leviathan et al. (arXiv 2211.17192).
 
-Acceptance rates, draft lengths and costs enter as plain numbers, expected tokens and factors leave. `estimate` reads the figures of a
+Acceptance rates, draft lengths and costs enter as plain numbers, expected tokens and factors leave. `estimate_run` reads the figures of a
 run from the JSON documents of `ngramspec complete --json` and `benchmarks.decode`. Knows no model and no engine.
 
 Throughout, `alpha` is the chance that a draft token is accepted once those before it were, in [0, 1]; `gamma` the draft's length,
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 MOST = 64
-"""Longest draft that `best_gamma` looks at: where drafting is free, longer is always better."""
+"""Longest draft that `find_best_gamma` looks at: where drafting is free, longer is always better."""
 
 
 def _check(alpha: float = 0.0, gamma: float = 0.0, c: float = 0.0, c_hat: float = 0.0) -> None:
@@ -29,7 +29,7 @@ def _check(alpha: float = 0.0, gamma: float = 0.0, c: float = 0.0, c_hat: float 
             raise ValueError(f"{name} must be 0 or more, got {value}")
 
 
-def expected_tokens(alpha: float, gamma: float) -> float:
+def compute_expected_tokens(alpha: float, gamma: float) -> float:
     """Tokens that a pass is expected to make: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 for alpha 1 (equation 1)."""
     _check(alpha, gamma)
     if alpha in (0, 1):
@@ -37,25 +37,25 @@ def expected_tokens(alpha: float, gamma: float) -> float:
     return -math.expm1((gamma + 1) * math.log(alpha)) / (1 - alpha)
 
 
-def walltime_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
+def compute_walltime_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
     """How much sooner the text is there, where a pass over gamma + 1 rows takes as long as one over a single row (theorem 3.8)."""
     _check(c=c)
-    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+    return compute_expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
-def operations_factor(alpha: float, gamma: float, c_hat: float = 0.0) -> float:
+def compute_operations_factor(alpha: float, gamma: float, c_hat: float = 0.0) -> float:
     """How many times the arithmetic operations it takes (theorem 3.11)."""
     _check(c_hat=c_hat)
-    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+    return (gamma * c_hat + gamma + 1) / compute_expected_tokens(alpha, gamma)
 
 
-def best_gamma(alpha: float, c: float, most: int = MOST) -> int:
+def find_best_gamma(alpha: float, c: float, most: int = MOST) -> int:
     """The draft length, 0 to `most`, with the greatest walltime factor; of several the shortest (section 3.5)."""
     _check(gamma=most)
-    return max(range(most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c))
+    return max(range(most + 1), key=lambda gamma: compute_walltime_factor(alpha, gamma, c))
 
 
-def acceptance(p: np.ndarray, q: np.ndarray) -> float:
+def estimate_acceptance(p: np.ndarray, q: np.ndarray) -> float:
     """alpha of drafts from q for a target that samples from p: the mean over rows of sum(min(p, q)) (corollary 3.6).
 
     p and q [V] or [N, V] are distributions over tokens, row by row. Raises ValueError where they are not.
@@ -68,18 +68,18 @@ def acceptance(p: np.ndarray, q: np.ndarray) -> float:
     return float(np.minimum(p, q).sum(axis=-1).mean())
 
 
-def alpha_of(tokens_per_pass: float, gamma: float) -> float:
+def find_alpha(tokens_per_pass: float, gamma: float) -> float:
     """The alpha at which drafts of length gamma > 0 are expected to make so many tokens a pass; 0 or 1 where none does."""
     _check(gamma=gamma)
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, gamma) < tokens_per_pass else (low, middle)
+        low, high = (middle, high) if compute_expected_tokens(middle, gamma) < tokens_per_pass else (low, middle)
     return (low + high) / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFigures:
     """What a run says of itself."""
 
     tokens_per_pass: float
@@ -95,7 +95,7 @@ class Run:
     def expected_tokens(self) -> float:
         """Equation 1 at the run's alpha, as a mean over the lengths that its drafts had."""
         if not self.reach:
-            return expected_tokens(self.alpha, self.gamma)
+            return compute_expected_tokens(self.alpha, self.gamma)
         return 1 + sum(share * self.alpha ** (d + 1) for d, share in enumerate(self.reach))
 
     def walltime_factor(self, c: float) -> float:
@@ -103,13 +103,13 @@ class Run:
         _check(c=c)
         return self.expected_tokens() / (self.gamma * c + 1)
 
-    def cost(self, speedup: float) -> float:
+    def estimate_cost(self, speedup: float) -> float:
         """The c at which theorem 3.8 gives this speedup for the tokens per pass that were measured: a draft token's share of the drafting
         and of the wider pass. 0 where it is free, or nothing was drafted."""
         return max(0.0, (self.tokens_per_pass / speedup - 1) / self.gamma) if self.gamma else 0.0
 
 
-def estimate(document: Mapping[str, Any]) -> Run:
+def estimate_run(document: Mapping[str, Any]) -> RunFigures:
     """A run's figures from the document of `ngramspec complete --json` or of `benchmarks.decode`.
 
     Where acceptance is told by depth, alpha is that of a node behind an accepted one: accepted nodes over places where one could have been.
@@ -120,12 +120,12 @@ def estimate(document: Mapping[str, Any]) -> Run:
     try:
         if stats.get("drafted_by_depth") is not None and stats.get("passes"):
             tokens, passes = int(stats["tokens"]), int(stats["passes"])
-            alpha, reach = _by_depth(stats["accepted_by_depth"], stats["drafted_by_depth"], int(stats["drafts"]), passes)
+            alpha, reach = _estimate_by_depth(stats["accepted_by_depth"], stats["drafted_by_depth"], int(stats["drafts"]), passes)
             tokens_per_pass, gamma = tokens / passes, sum(reach)
         else:
             tokens, reach = int(document["tokens"]), ()
             tokens_per_pass, gamma = float(document["tokens_per_pass"]), float(document["rows_per_pass"])
-            alpha = alpha_of(tokens_per_pass, gamma) if gamma else 0.0
+            alpha = find_alpha(tokens_per_pass, gamma) if gamma else 0.0
         seconds = float(document["duration_s"]) / tokens if document.get("duration_s") else None
         speedup = float(document["speedup"]) if document.get("speedup") else None
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -134,11 +134,11 @@ def estimate(document: Mapping[str, Any]) -> Run:
             "complete --json`, nor tokens, tokens_per_pass and rows_per_pass, as of benchmarks.decode "
             f"({type(error).__name__}: {error})"
         ) from error
-    return Run(tokens_per_pass, alpha, reach, gamma, seconds, speedup)
+    return RunFigures(tokens_per_pass, alpha, reach, gamma, seconds, speedup)
 
 
-def _by_depth(accepted: Sequence[int], drafted: Sequence[int], drafts: int, passes: int) -> tuple[float, tuple[float, ...]]:
-    """alpha and `Run.reach` from nodes per depth."""
+def _estimate_by_depth(accepted: Sequence[int], drafted: Sequence[int], drafts: int, passes: int) -> tuple[float, tuple[float, ...]]:
+    """alpha and `RunFigures.count_run` from nodes per depth."""
     reached = [min(n, drafts) for n in drafted]  # passes; exact for chains
     places = [min(n, before) for n, before in zip(reached, [drafts, *accepted], strict=False)]
     return sum(accepted) / sum(places) if sum(places) else 0.0, tuple(n / passes for n in reached)

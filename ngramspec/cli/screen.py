@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ngramspec.cli import common
-from ngramspec.cli.common import printable
+from ngramspec.cli.common import to_printable
 from ngramspec.outputs import Completion, Delta
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.tokenizer.detokenizer import TextStream
@@ -28,19 +28,19 @@ _VISIBLE = (
 
 
 @contextlib.contextmanager
-def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A function that shows what is going on: one line that changes, or a few lines where there is no terminal."""
     console = Console(stderr=True)
     if quiet:
         yield lambda message: None
     elif console.is_terminal:
         with console.status("starting") as status:
-            yield lambda message: status.update(Text(printable(message)))
+            yield lambda message: status.update(Text(to_printable(message)))
     else:
-        yield common.Lines(lambda message: print(f"ngramspec: {printable(message)}", file=sys.stderr))
+        yield common.ThrottledLines(lambda message: print(f"ngramspec: {to_printable(message)}", file=sys.stderr))
 
 
-def verbatim(sources: Sequence[str | None]) -> list[tuple[str, int]]:
+def find_verbatim_runs(sources: Sequence[str | None]) -> list[tuple[str, int]]:
     """Runs of tokens that one file of a datastore proposed, as (path:first-last line, tokens), longest first. Other tokens in a run, such
     as the model's own at the end of each pass, neither end nor count in it while the file stays the same and at most one stands alone.
     """
@@ -59,12 +59,12 @@ def verbatim(sources: Sequence[str | None]) -> list[tuple[str, int]]:
     return [(f"{path}:{first}" + (f"-{last}" if last > first else ""), n) for path, first, last, n, _ in runs]
 
 
-class View:
+class CompletionView:
     """Shows the deltas of one request as they come; several choices one after the other, at the end."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, *, drafts: bool, silent: bool) -> None:
         self._out = Console(highlight=False, soft_wrap=True)
-        self._err = common.console(stderr=True)
+        self._err = common.make_console(stderr=True)
         self._drafts = drafts
         self._silent = silent
         self._colours: dict[str, str] = {}
@@ -76,7 +76,7 @@ class View:
     def add(self, delta: Delta) -> None:
         self._n_tokens[delta.index] += len(delta.token_ids)
         self._n_chars[delta.index] += len(delta.text)
-        for piece, source in self._attributed(delta) if self._drafts else [(delta.text, None)]:
+        for piece, source in self._attribute(delta) if self._drafts else [(delta.text, None)]:
             if len(self._pieces) == 1:
                 self._show(piece, source)
             else:
@@ -98,7 +98,7 @@ class View:
             if (n > 1 or self._out.is_terminal) and not self._silent:
                 self._out.print()
 
-    def summary(self, done: Completion) -> None:
+    def print_statistics(self, done: Completion) -> None:
         """The statistics of the request, on standard error."""
         stats = done.stats
         table = Table.grid(padding=(0, 2))
@@ -113,18 +113,18 @@ class View:
         for source, drafted in sorted(stats.drafted_by_source.items(), key=lambda item: -item[1]):
             accepted = stats.accepted_by_source.get(source, 0)
             share = accepted / drafted if drafted else 0.0
-            name = Text(printable(f"  {source}"), style=self._colour(source) if self._drafts else "")
+            name = Text(to_printable(f"  {source}"), style=self._get_colour(source) if self._drafts else "")
             table.add_row(name, f"{drafted}", f"{accepted} accepted, {share:.0%}; expected {stats.expected_by_source.get(source, 0.0):.0f}")
         table.add_row("seed", f"{done.seed}", f"exactness {done.exactness}, precision {done.precision}")
         for choice in done.choices if self._drafts else []:
-            for where, n in verbatim(choice.draft_sources)[:8]:
-                table.add_row(Text(f"  {n} tokens", style=self._colour("datastore")), "", Text(printable(where)))
+            for where, n in find_verbatim_runs(choice.draft_sources)[:8]:
+                table.add_row(Text(f"  {n} tokens", style=self._get_colour("datastore")), "", Text(to_printable(where)))
         self._err.print(table)
         if not self._silent:
             for choice in done.choices:
-                self._logprobs(choice.logprobs)
+                self._print_logprobs(choice.logprobs)
 
-    def _attributed(self, delta: Delta) -> Iterator[tuple[str, str | None]]:
+    def _attribute(self, delta: Delta) -> Iterator[tuple[str, str | None]]:
         """The delta's text token by token, each piece with the source of the token that completed it."""
         stream = self._streams[delta.index]
         for token, source in zip(delta.token_ids, delta.draft_sources, strict=True):
@@ -139,12 +139,12 @@ class View:
             sys.stdout.write(piece)
             sys.stdout.flush()
             return
-        self._out.print(Text(piece.translate(_VISIBLE), style=self._colour(source) if source else "", tab_size=4), end="")
+        self._out.print(Text(piece.translate(_VISIBLE), style=self._get_colour(source) if source else "", tab_size=4), end="")
 
-    def _colour(self, source: str) -> str:
+    def _get_colour(self, source: str) -> str:
         return self._colours.setdefault(source.split(":")[0], COLOURS[len(self._colours) % len(COLOURS)])
 
-    def _logprobs(self, logprobs: Any) -> None:
+    def _print_logprobs(self, logprobs: Any) -> None:
         if not logprobs:
             return
         table = Table("token", "logprob", "most likely", box=None)

@@ -162,7 +162,7 @@ def serve(
 
       ngramspec serve --host 0.0.0.0 --api-key-file keys.json --log-format json
     """
-    settings = _settings(
+    settings = _make_settings(
         host=host,
         port=port,
         allowed_hosts=allowed_host,
@@ -184,16 +184,16 @@ def serve(
     tenants = {key.name for key in settings.api_keys}
     engine_settings["recycle"] &= share_candidates or len(tenants) < 2
     engine = engine_settings | drafts.draft_settings(draft_model, draft_layers, drafter, alone)
-    engine["datastore"] = named_stores(datastore or ())
+    engine["datastore"] = parse_stores(datastore or ())
     if repo and alone:
         raise BadInputError("--repo: a drafter that drafts alone has no datastore beside it; leave out --alone")
     if with_installed and not repo:
         raise BadInputError("--with-installed: name the working tree whose packages are meant, with --repo PATH")
-    trees = working_trees(repo or (), engine["datastore"])
-    _run(model, engine, settings, trees, with_installed, max_repo_files)
+    trees = parse_workspaces(repo or (), engine["datastore"])
+    _run_server(model, engine, settings, trees, with_installed, max_repo_files)
 
 
-def _settings(**given: Any) -> ServerSettings:
+def _make_settings(**given: Any) -> ServerSettings:
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
@@ -211,7 +211,7 @@ def _settings(**given: Any) -> ServerSettings:
         raise BadInputError(str(error)) from None
 
 
-def named_stores(given: Sequence[str], what: str = "--datastore", taken: Collection[str] = ()) -> dict[str, str]:
+def parse_stores(given: Sequence[str], what: str = "--datastore", taken: Collection[str] = ()) -> dict[str, str]:
     """Folders by name from `NAME=STORE` and `STORE`, which is called as its folder is, with a number behind it where that is taken.
 
     `what` the option is called in errors, `taken`: names that others have.
@@ -227,11 +227,11 @@ def named_stores(given: Sequence[str], what: str = "--datastore", taken: Collect
     return stores
 
 
-def working_trees(given: Sequence[str], stores: Collection[str]) -> dict[str, str]:
+def parse_workspaces(given: Sequence[str], stores: Collection[str]) -> dict[str, str]:
     """Folders of working trees by name, absolute. Nothing in them is looked at yet. Raises BadInputError."""
     check_text(list(given), "--repo")
     found: dict[str, str] = {}
-    for name, folder in named_stores(given, "--repo", stores).items():
+    for name, folder in parse_stores(given, "--repo", stores).items():
         path = os.path.realpath(folder)
         if not Path(path).is_dir():
             raise BadInputError(f"--repo: {folder} is no folder")
@@ -241,7 +241,7 @@ def working_trees(given: Sequence[str], stores: Collection[str]) -> dict[str, st
     return found
 
 
-def _run(
+def _run_server(
     model: str, engine: dict[str, Any], settings: ServerSettings, paths: dict[str, str], with_installed: bool, max_files: int | None
 ) -> None:
     common.check_model(model)
@@ -257,12 +257,12 @@ def _run(
     log = logs.configure(settings.log_format)
 
     def make_engine() -> Engine:
-        return common.open_engine(model, progress=common.Lines(lambda stage: logs.event("loading", stage)), **engine)
+        return common.open_engine(model, progress=common.ThrottledLines(lambda stage: logs.event("loading", stage)), **engine)
 
     def ready(url: str, engine: Engine) -> None:
         if paths:
             infill, keys = Fim.detect(engine.tokenizer) is not None, bool(settings.api_keys)
-            print(editors.lines(url, (settings.alias or (engine.name,))[0], paths, infill=infill, keys=keys), flush=True)
+            print(editors.format_settings(url, (settings.alias or (engine.name,))[0], paths, infill=infill, keys=keys), flush=True)
 
     try:
         repositories = Repositories(paths, cache_dir() / "stores", with_installed=with_installed, max_files=max_files)

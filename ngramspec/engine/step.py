@@ -14,7 +14,7 @@ import numpy as np
 
 from ngramspec.backends.base import Output, Runner, is_out_of_memory
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.similar_files import Index
+from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.engine.acceptance import Acceptance, ExactMatch
 from ngramspec.engine.native_steps import NativeSteps
 from ngramspec.engine.observers import Accepted, Observers
@@ -75,7 +75,7 @@ class Core:
         self._observers = Observers(speculator, self.runner.pool)
         self.native_steps = NativeSteps(self.runner, speculator, self._observers)
 
-    def use_datastores(self, stores: Mapping[str, Datastore], ready: list[Index] | None = None) -> None:
+    def use_datastores(self, stores: Mapping[str, Datastore], ready: list[VectorIndex] | None = None) -> None:
         """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
         running = ((seq.slot, seq.tokens, seq.datastores) for seq in self.scheduler.running if seq.speculation)
         self.speculator.use_datastores(stores, running, ready)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import AddedToken, Tokenizer
 
-from ngramspec.datastore.tokens import plain
+from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.server.error_responses import ApiError
@@ -314,7 +314,7 @@ def _short(number: str) -> str:
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
-    _, control = plain(tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1)
+    _, control = make_plain_tokenizer(tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1)
     return {number: token for number, token in tokenizer.get_added_tokens_decoder().items() if control[number]}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
-from ngramspec.datastore.tokens import plain
+from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.server.chat_template import before_text
 
 PREFIX_SHARE = 0.75
@@ -98,7 +98,7 @@ class Fim:
         self.format = form
         backend = tokenizer.backend_tokenizer
         self._added = _added(tokenizer)
-        self._plain, self._control = plain(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
+        self._plain, self._control = make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
         self._bos = _beginning(tokenizer, form.bos)
         first = self._plain.encode("a", add_special_tokens=False).tokens[:1]
         self._has_implicit_blank = bool(first) and first[0][:1] in ("▁", "Ġ")

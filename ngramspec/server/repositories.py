@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ngramspec import __version__
 from ngramspec.child_process import ChildEndedError, ChildProcess, Message
 from ngramspec.datastore import Datastore, DatastoreError, indexer_process, workspace
-from ngramspec.datastore.tokens import canonical, digest_of
+from ngramspec.datastore.tokens import hash_tokenizer_json, to_canonical_json
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server import logs
 
@@ -86,16 +86,18 @@ class Repositories:
         """Start building and following the stores, and draft from those that are ready. Returns at once."""
         if not self.trees:
             return
-        tokenizer = canonical(engine.tokenizer.backend_tokenizer)
-        fingerprint = digest_of(tokenizer)
+        tokenizer = to_canonical_json(engine.tokenizer.backend_tokenizer)
+        fingerprint = hash_tokenizer_json(tokenizer)
         for each in self.trees.values():
-            self._start_store(engine, each, each.name, workspace.tree(each.path, self._cache, fingerprint, self._max_files), tokenizer)
+            self._start_store(
+                engine, each, each.name, workspace.describe_workspace(each.path, self._cache, fingerprint, self._max_files), tokenizer
+            )
         if self._with_installed:
             arguments = engine, tokenizer, fingerprint
             threading.Thread(target=self._start_packages, args=arguments, name="ngramspec-repositories-packages", daemon=True).start()
         threading.Thread(target=self._delete_unused, name="ngramspec-repositories-clear", daemon=True).start()
 
-    def _start_store(self, engine: Engine, tree: ServedRepository, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
+    def _start_store(self, engine: Engine, tree: ServedRepository, name: str, kept: workspace.StoreSpec, tokenizer: bytes) -> None:
         """Build and follow one of a tree's stores, unless another tree has it already."""
         with self._lock:
             if self._closed:
@@ -120,14 +122,14 @@ class Repositories:
                 continue
             if packages is not None:
                 workspace.mark_used(packages)
-                self._start_store(engine, each, Path(packages.store).name, packages, tokenizer)
+                self._start_store(engine, each, Path(packages.folder).name, packages, tokenizer)
             else:
                 where = "in it (.venv, venv), with packages; one that is linked or named elsewhere is not read"
                 logs.event("repository", f"{each.name}: {each.path} has no virtual environment {where}")
 
     def _delete_unused(self) -> None:
         """Delete the stores of trees that are long gone."""
-        for text in workspace.clear(self._cache):
+        for text in workspace.delete_unused_stores(self._cache):
             logs.event("repository", text)
 
     def close(self) -> None:
@@ -156,7 +158,7 @@ def _start_indexer(message: Message) -> ChildProcess:
     return ChildProcess("ngramspec.datastore.indexer_process", packages, message, use_site=True, log_errors=True)
 
 
-def _find_installed(path: str, cache: Path, fingerprint: str) -> workspace.Kept | None:
+def _find_installed(path: str, cache: Path, fingerprint: str) -> workspace.StoreSpec | None:
     """Return the store of the packages that are installed for a tree, found by a child process. Raises DatastoreError."""
     try:
         child = _start_indexer(indexer_process.make_search_message(path, cache, fingerprint))
@@ -173,7 +175,7 @@ def _find_installed(path: str, cache: Path, fingerprint: str) -> workspace.Kept 
 class _IndexerThread(threading.Thread):
     """Runs the child processes that build and follow one store, and has the engine draft from it."""
 
-    def __init__(self, engine: Engine, name: str, kept: workspace.Kept, tokenizer: bytes) -> None:
+    def __init__(self, engine: Engine, name: str, kept: workspace.StoreSpec, tokenizer: bytes) -> None:
         super().__init__(name=name, daemon=True)
         self.progress = IndexingProgress()
         self._engine, self._store, self._kept, self._tokenizer = engine, name, kept, tokenizer
@@ -185,7 +187,7 @@ class _IndexerThread(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(DatastoreError):
-            Datastore.open(self._kept.store).close()
+            Datastore.open(self._kept.folder).close()
             self._add_to_engine()
         if self.progress.ready and not self._kept.follow:
             return
@@ -282,13 +284,13 @@ class _IndexerThread(threading.Thread):
     def _add_to_engine(self) -> None:
         """Have the engine draft from the store. It picks up later generations by itself."""
         try:
-            self._engine.add_datastore(self._store, self._kept.store)
+            self._engine.add_datastore(self._store, self._kept.folder)
         except Exception as error:  # such as an engine that was closed: what is said here is all that is heard of it
             self.progress.state, self.progress.message = "failed", str(error)
             self._log(str(error))
         else:
             self.progress.ready, self.progress.state = True, "ready"
-            self._log(f"drafts come from {self._kept.store}")
+            self._log(f"drafts come from {self._kept.folder}")
 
     def _log(self, text: str) -> None:
         logs.event("repository", f"{self._store}: {text}", store=self._store, path=self._kept.paths[0], state=self.progress.state)

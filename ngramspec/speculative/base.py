@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.similar_files import Index
+from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.outputs import DraftTree, Reliability
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling.sampler import Sampler
@@ -207,11 +207,11 @@ class Speculator:
         """What nodes promised against what came of them, by source and level of probability, as far as it is counted. From any thread."""
         return []
 
-    def index(self, store: Datastore) -> list[Index]:
+    def index(self, store: Datastore) -> list[VectorIndex]:
         """What `use_datastores` would have to make for a store, made now. From any thread."""
         return []
 
-    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[VectorIndex] | None = None) -> None:
         """Draft from these datastores from now on, for running sequences too. `ready`: their indices, where they have been made.
 
         Raises ValueError.

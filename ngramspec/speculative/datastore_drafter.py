@@ -23,8 +23,8 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.line_ends import BEGUN, CRLF, LF, LineEnds
 from ngramspec.datastore.lookup import ALL_STORES
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.similar_files import Index, Router, indices
-from ngramspec.datastore.tokens import stored_encoder
+from ngramspec.datastore.similar_files import SimilarFiles, VectorIndex, build_indices
+from ngramspec.datastore.tokens import load_encoder
 from ngramspec.speculative.features import MAX_CODE
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _append(recent, fresh, slots, start, tokens):
 def _find_line_ends(store: Datastore, found: Future[LineEnds | None]) -> None:
     """Make what translates line ends for a store's tokenizer."""
     try:
-        found.set_result(LineEnds(stored_encoder(Path(store.path), store.snapshot.manifest)))
+        found.set_result(LineEnds(load_encoder(Path(store.path), store.snapshot.manifest)))
     except Exception as error:  # whatever it is: CRLF is looked up as it is then
         log.warning("datastore %s: its line ends cannot be translated: %s", store.path, error)
         found.set_result(None)
@@ -98,7 +98,7 @@ class SuffixDrafter:
     """The stores' drafts for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
 
     def __init__(
-        self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[Index] | None = None
+        self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[VectorIndex] | None = None
     ) -> None:
         """`similar`: with the files that are like a request, where a store has their vectors; their index is made now, unless `ready`.
 
@@ -107,7 +107,7 @@ class SuffixDrafter:
         self._similar = similar
         self.follows_changes = True
         """Whether newer generations of the stores are taken up, by the clock."""
-        self._router: Router | None = None
+        self._router: SimilarFiles | None = None
         self._matcher = Matcher([], max_seqs, max_match=MAX_MATCH)
         self._may: dict[int, frozenset[str] | None] = {}
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
@@ -119,10 +119,10 @@ class SuffixDrafter:
         self.line_ends: Future[LineEnds | None] | None = None
         """Made in a thread of its own with the first store: a second for a large vocabulary. Sequences that begin earlier do without."""
         if similar and ready is None:
-            ready = indices([store.snapshot for store in stores.values()])
+            ready = build_indices([store.snapshot for store in stores.values()])
         self.use(stores, ready or ())
 
-    def use(self, stores: Mapping[str, Datastore], ready: Sequence[Index] = ()) -> None:
+    def use(self, stores: Mapping[str, Datastore], ready: Sequence[VectorIndex] = ()) -> None:
         """Look up in these stores from now on, for running sequences too. Raises ValueError, with nothing changed."""
         self._matcher.reset([store.snapshot for store in stores.values()])
         self.stores = dict(stores)
@@ -133,7 +133,7 @@ class SuffixDrafter:
             store = next(iter(self.stores.values()))
             threading.Thread(target=_find_line_ends, args=(store, self.line_ends), name="ngramspec-line-ends", daemon=True).start()
 
-    def _changed(self, ready: Sequence[Index] = ()) -> None:
+    def _changed(self, ready: Sequence[VectorIndex] = ()) -> None:
         """The matcher has other snapshots: so has the router, and what a sequence may use stands elsewhere."""
         for slot, may in self._may.items():
             self._matcher.begin(slot, self._bits(may))
@@ -141,7 +141,7 @@ class SuffixDrafter:
         if self._router is not None:
             self._router.reset(snapshots, ready)
         elif self._similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
-            self._router = Router(snapshots, ready)
+            self._router = SimilarFiles(snapshots, ready)
 
     def _bits(self, names: frozenset[str] | None) -> int:
         return ALL_STORES if names is None else sum(1 << i for i, name in enumerate(self.stores) if name in names)
@@ -165,8 +165,8 @@ class SuffixDrafter:
         line_ends = self._with_crlf(prompt)
         try:
             if line_ends is None:
-                return self._router.similar(prompt, stores=self._bits(may))
-            return line_ends.to_crlf(self._router.similar(line_ends.to_lf(prompt)[0], stores=self._bits(may)))
+                return self._router.find_similar(prompt, stores=self._bits(may))
+            return line_ends.to_crlf(self._router.find_similar(line_ends.to_lf(prompt)[0], stores=self._bits(may)))
         except DatastoreError as error:
             log.error("similar files: %s; requests go without", error)
             self._router, self._similar = None, False
@@ -185,7 +185,7 @@ class SuffixDrafter:
         _codes(trees.start, trees.parents, trees.counts, trees.match, _LENGTHS, _SHARES, _COUNTS, codes)
         if line_ends is None or kinds is None:
             return Drafts(trees.start, trees.tokens, trees.parents, codes, trees.place)
-        made = line_ends.translate(trees.start, trees.tokens, trees.parents, kinds)
+        made = line_ends.translate_trees(trees.start, trees.tokens, trees.parents, kinds)
         return Drafts(made.start, made.tokens, made.parents, codes[made.origins], trees.place[made.origins])
 
     def _line_ends(self) -> LineEnds | None:
@@ -198,7 +198,7 @@ class SuffixDrafter:
 
     def _put_lf(self, line_ends: LineEnds, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> np.ndarray:
         """Put LF for CRLF in the contexts [B, MAX_MATCH], newest token first, of sequences that have it. They are searched for anew: what
-        was appended may have changed the tokens before it. Returns what they go on from [B] int8, see `LineEnds.translate`."""
+        was appended may have changed the tokens before it. Returns what they go on from [B] int8, see `LineEnds.translate_trees`."""
         kinds = np.full(len(slots), LF, np.int8)
         for b in np.flatnonzero(self._crlf[slots]).tolist():
             context = contexts[b]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.similar_files import Index, indices
+from ngramspec.datastore.similar_files import VectorIndex, build_indices
 from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import KEPT, DraftTree, Reliability
@@ -360,10 +360,10 @@ class Proposer(Speculator):
     def reliability(self) -> list[Reliability]:
         return list_reliability(self._calibration, self.source_names)
 
-    def index(self, store: Datastore) -> list[Index]:
-        return indices([store.snapshot]) if self.similar else []
+    def index(self, store: Datastore) -> list[VectorIndex]:
+        return build_indices([store.snapshot]) if self.similar else []
 
-    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[VectorIndex] | None = None) -> None:
         if not stores:
             self.datastore = None
         elif self.datastore is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.similar_files import Index
+from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.outputs import DraftTree
 from ngramspec.speculative.base import (
     NO_TREE,
@@ -113,7 +113,7 @@ class SingleDrafter(Speculator):
             self._begun.remove(slot)
             self._ask("end", slot)
 
-    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[Index] | None = None) -> None:
+    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[VectorIndex] | None = None) -> None:
         """Raises ValueError where there are any."""
         if stores:
             raise ValueError(f"{self.source_names[0]} drafts alone, without datastores")

@@ -68,7 +68,7 @@ class Encoding:
     def _plain(self) -> tuple[Tokenizer, np.ndarray]:
         """The tokenizer without control tokens, and which ids are control tokens: a word can have the text of one."""
         backend = self.get_backend("text without control tokens")
-        return tokens.plain(backend, max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1)
+        return tokens.make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -79,7 +79,7 @@ class Encoding:
     @cached_property
     def fingerprint(self) -> str:
         """The fingerprint of the tokenizer that a datastore must have been built with. Raises TokenizerError."""
-        return tokens.fingerprint(self.get_backend("a datastore"))
+        return tokens.compute_fingerprint(self.get_backend("a datastore"))
 
     def get_backend(self, what: str) -> Tokenizer:
         """Return the tokenizer of the `tokenizers` library. `what`: what needs it, for the error. Raises TokenizerError."""

@@ -17,7 +17,7 @@ from playback import TEXT, PlaybackEngine, run
 
 from ngramspec import ModelNotFoundError, OutOfMemoryError, __version__
 from ngramspec.cli import main as cli
-from ngramspec.cli.common import printable
+from ngramspec.cli.common import to_printable
 from ngramspec.datastore import TokenizerMismatchError
 from ngramspec.grammar.base import Grammar
 from ngramspec.sampling_params import SamplingParams
@@ -260,7 +260,7 @@ def test_what_to_do_about_a_model_may_be_a_line_of_its_own(
     ],
 )
 def test_names_are_printed_escaped(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert to_printable(text) == shown
 
 
 def test_sources_with_control_characters(

@@ -20,8 +20,8 @@ from ngramspec.cli import main as cli
 from ngramspec.cli import screen, screen_datastore
 from ngramspec.cli.common import parse_size
 from ngramspec.datastore import Datastore, DatastoreCorruptError, Progress, Summary
-from ngramspec.datastore.commit import writing
-from ngramspec.datastore.format import read_manifest
+from ngramspec.datastore.commit import lock_for_writing
+from ngramspec.datastore.manifest import read_manifest
 
 TEXT = "def f(x):\n    return x\n"
 
@@ -148,7 +148,7 @@ def test_what_failed_and_is_not_the_users_fault(
     corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build(monkeypatch, model)
-    with writing(Path("store")):
+    with lock_for_writing(Path("store")):
         assert run(monkeypatch, "datastore", "merge", "store") == 1
     assert "another process writes to store" in capsys.readouterr().err
     segment = Path("store") / read_manifest(Path("store")).segments[0].name
@@ -206,7 +206,7 @@ class Clock:
 def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock(monkeypatch)
     monkeypatch.setattr(screen_datastore, "Console", lambda **more: Console(**more, force_terminal=True, width=120))
-    with screen_datastore.progress(quiet=False) as tell:
+    with screen_datastore.show_progress(quiet=False) as tell:
         p = Progress()
         tell(p)
         p.start_reading(10, 20_000_000)
@@ -225,7 +225,7 @@ def test_progress_without_a_terminal_is_a_few_lines(
 ) -> None:
     """A build of 1,000 files, of which the first comes late: every estimate is about right, and there is a line every ten seconds."""
     clock = Clock(monkeypatch)
-    with screen_datastore.progress(quiet=False) as tell:
+    with screen_datastore.show_progress(quiet=False) as tell:
         p = Progress()
         tell(p)
         p.start_reading(1000, 10_000_000)
@@ -249,7 +249,7 @@ def test_progress_without_a_terminal_is_a_few_lines(
 
 def test_loading_without_a_terminal_is_a_line_a_stage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock(monkeypatch)
-    with screen.progress(quiet=False) as show:
+    with screen.show_progress(quiet=False) as show:
         for percent in range(100):
             show(f"packing weights, {percent} %")
             clock.now += 0.25
@@ -375,16 +375,16 @@ import sys
 import time
 from ngramspec.cli import datastore
 from ngramspec.cli import main as cli
-from ngramspec.datastore import pieces
+from ngramspec.datastore import segment_writer
 from tokenizers import Tokenizer
-datastore.tokenizer_backend = lambda name: name and Tokenizer.from_file(name + "/tokenizer.json")
-real = pieces.sort_suffixes
+datastore.load_tokenizer_backend = lambda name: name and Tokenizer.from_file(name + "/tokenizer.json")
+real = segment_writer.sort_suffixes
 def slow(*arguments):
     print("sorting", flush=True)
     import time
     time.sleep(60)
     return real(*arguments)
-pieces.sort_suffixes = slow
+segment_writer.sort_suffixes = slow
 sys.argv = ["ngramspec", *sys.argv[1:]]
 cli.main()
 """

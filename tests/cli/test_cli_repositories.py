@@ -15,7 +15,7 @@ from playback import PlaybackEngine, run
 
 from ngramspec.cli import editors
 from ngramspec.cli.common import BadInputError
-from ngramspec.cli.serve import working_trees
+from ngramspec.cli.serve import parse_workspaces
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:8000"
@@ -89,21 +89,21 @@ def test_what_is_refused_before_a_model_is_loaded(
 
 
 def test_a_store_and_a_tree_have_different_names(tree: Path) -> None:
-    assert list(working_trees([str(tree)], {"my_project": ""})) == ["my_project-2"]
+    assert list(parse_workspaces([str(tree)], {"my_project": ""})) == ["my_project-2"]
     with pytest.raises(BadInputError, match="the name project is given twice"):
-        working_trees([f"project={tree}"], {"project": ""})
-    assert working_trees([str(tree)], {}) == {"my_project": str(tree)}
+        parse_workspaces([f"project={tree}"], {"project": ""})
+    assert parse_workspaces([str(tree)], {}) == {"my_project": str(tree)}
 
 
 def test_what_editors_are_given() -> None:
-    text = editors.lines(URL, 'a "b"', ["one"], infill=True, keys=False)
+    text = editors.format_settings(URL, 'a "b"', ["one"], infill=True, keys=False)
     assert "/repo/" not in text, "one tree is everybody's"
     assert all(f"{place}:" in text for place in editors.EDITORS)
     assert "key" not in text.partition("llama.vim")[0]
     assert "trained to fill in" not in text
     for template in (editors.LLAMA_VSCODE, editors.ZED):
         json.loads(template.substitute(url=URL, model=json.dumps('a "b"')))
-    text = editors.lines(URL, "m", ["my tree", "b/c"], infill=False, keys=True)
+    text = editors.format_settings(URL, "m", ["my tree", "b/c"], infill=False, keys=True)
     assert f"{URL}/repo/my%20tree/v1" in text
     assert f"{URL}/repo/b%2Fc\n" in text
     assert text.startswith("m was not trained to fill in the middle")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ngramspec.cli import main as cli
 from ngramspec.cli import planner
-from ngramspec.cli.complete import with_rates
+from ngramspec.cli.complete import add_rates
 from ngramspec.outputs import Stats
 
 TABLE_1 = [
@@ -43,20 +43,23 @@ TABLE_4 = [
 
 @pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), TABLE_1)
 def test_table_1_to_the_printed_digits(alpha: float, gamma: int, operations: str, speed: str) -> None:
-    assert f"{planner.operations_factor(alpha, gamma):.2f}X" == operations
-    assert f"{planner.walltime_factor(alpha, gamma):.2f}X" == speed
+    assert f"{planner.compute_operations_factor(alpha, gamma):.2f}X" == operations
+    assert f"{planner.compute_walltime_factor(alpha, gamma):.2f}X" == speed
 
 
 @pytest.mark.parametrize(("gamma", "alpha", "c", "expected"), TABLE_4)
 def test_table_4_within_the_digits_of_its_alpha_and_c(gamma: int, alpha: float, c: float, expected: float) -> None:
-    lowest, highest = planner.walltime_factor(alpha - 0.005, gamma, c + 0.005), planner.walltime_factor(alpha + 0.005, gamma, c - 0.005)
+    lowest, highest = (
+        planner.compute_walltime_factor(alpha - 0.005, gamma, c + 0.005),
+        planner.compute_walltime_factor(alpha + 0.005, gamma, c - 0.005),
+    )
     assert lowest - 0.05 <= expected <= highest + 0.05
 
 
 def test_expected_tokens_is_the_sum_of_powers() -> None:
     for alpha in (0.0, 1e-9, 0.3, 0.999999999, 1 - 1e-15, 1.0):
         for gamma in (0, 1, 7, 64):
-            assert planner.expected_tokens(alpha, gamma) == pytest.approx(sum(alpha**i for i in range(gamma + 1)), rel=1e-9)
+            assert planner.compute_expected_tokens(alpha, gamma) == pytest.approx(sum(alpha**i for i in range(gamma + 1)), rel=1e-9)
 
 
 def test_acceptance_is_how_often_drawn_drafts_are_taken() -> None:
@@ -64,20 +67,20 @@ def test_acceptance_is_how_often_drawn_drafts_are_taken() -> None:
     p, q = rng.dirichlet(np.ones(9), (2, 50))
     drafts = np.array([rng.choice(9, 4000, p=row) for row in q])
     ratio = np.take_along_axis(p / q, drafts, axis=1)
-    assert planner.acceptance(p, q) == pytest.approx((rng.random(drafts.shape) < ratio).mean(), abs=0.01)
-    assert planner.acceptance(p[0], p[0]) == pytest.approx(1)
+    assert planner.estimate_acceptance(p, q) == pytest.approx((rng.random(drafts.shape) < ratio).mean(), abs=0.01)
+    assert planner.estimate_acceptance(p[0], p[0]) == pytest.approx(1)
     with pytest.raises(ValueError, match="p must be distributions"):
-        planner.acceptance(p * 2, q)
+        planner.estimate_acceptance(p * 2, q)
 
 
 def test_best_gamma() -> None:
-    assert planner.best_gamma(0.3, 0.4) == 0  # corollary 3.9: nothing is gained where alpha <= c
-    assert planner.best_gamma(0.5, 0.4) == 1
-    assert planner.best_gamma(1, 0.5, most=9) == 9
-    best = planner.best_gamma(0.8, 0.05)
-    factor = planner.walltime_factor(0.8, best, 0.05)
-    assert factor > planner.walltime_factor(0.8, best - 1, 0.05)
-    assert factor >= planner.walltime_factor(0.8, best + 1, 0.05)
+    assert planner.find_best_gamma(0.3, 0.4) == 0  # corollary 3.9: nothing is gained where alpha <= c
+    assert planner.find_best_gamma(0.5, 0.4) == 1
+    assert planner.find_best_gamma(1, 0.5, most=9) == 9
+    best = planner.find_best_gamma(0.8, 0.05)
+    factor = planner.compute_walltime_factor(0.8, best, 0.05)
+    assert factor > planner.compute_walltime_factor(0.8, best - 1, 0.05)
+    assert factor >= planner.compute_walltime_factor(0.8, best + 1, 0.05)
 
 
 def _simulated(alpha: float, lengths: np.ndarray) -> Stats:
@@ -94,8 +97,8 @@ def _simulated(alpha: float, lengths: np.ndarray) -> Stats:
 @pytest.mark.parametrize("alpha", [0.3, 0.8, 1.0])
 def test_alpha_of_a_run_is_found_again(alpha: float) -> None:
     stats = _simulated(alpha, np.repeat([0, 6], [1000, 4000]))
-    document = {"stats": with_rates(stats), "duration_s": 10.0}
-    run = planner.estimate(document)
+    document = {"stats": add_rates(stats), "duration_s": 10.0}
+    run = planner.estimate_run(document)
     assert run.alpha == pytest.approx(alpha, abs=0.02)
     assert run.gamma == pytest.approx(4.8)
     assert run.expected_tokens() == pytest.approx(stats.tokens_per_pass, rel=0.02)
@@ -103,24 +106,24 @@ def test_alpha_of_a_run_is_found_again(alpha: float) -> None:
 
 
 def test_alpha_and_cost_of_a_comparison() -> None:
-    tokens_per_pass = planner.expected_tokens(0.7, 5)
-    speedup = planner.walltime_factor(0.7, 5, 0.1)
-    run = planner.estimate({"tokens": 100, "tokens_per_pass": tokens_per_pass, "rows_per_pass": 5, "speedup": speedup})
+    tokens_per_pass = planner.compute_expected_tokens(0.7, 5)
+    speedup = planner.compute_walltime_factor(0.7, 5, 0.1)
+    run = planner.estimate_run({"tokens": 100, "tokens_per_pass": tokens_per_pass, "rows_per_pass": 5, "speedup": speedup})
     assert run.alpha == pytest.approx(0.7)
-    assert run.cost(speedup) == pytest.approx(0.1)
+    assert run.estimate_cost(speedup) == pytest.approx(0.1)
     assert run.walltime_factor(0.1) == pytest.approx(speedup)
 
 
 @pytest.mark.parametrize("document", [{}, {"stats": None}, {"stats": {"passes": 0}}, {"tokens": 1, "tokens_per_pass": "x"}])
 def test_what_is_no_run_is_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no figures of a run"):
-        planner.estimate(document)
+        planner.estimate_run(document)
 
 
 @pytest.mark.parametrize(("name", "value"), [("alpha", -0.1), ("alpha", 1.1), ("alpha", float("nan")), ("gamma", -1), ("c", -0.1)])
 def test_values_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be"):
-        planner.walltime_factor(**{"alpha": 0.5, "gamma": 1, "c": 0.0} | {name: value})
+        planner.compute_walltime_factor(**{"alpha": 0.5, "gamma": 1, "c": 0.0} | {name: value})
 
 
 def _plan(*args: str) -> dict[str, Any]:
@@ -133,15 +136,15 @@ def test_command_plans() -> None:
     document = _plan("--alpha", "0.8", "--gamma", "5", "--c", "0.05")
     asked, best = document["planned"]
     assert asked["gamma"] == 5
-    assert best["gamma"] == document["best_gamma"] == planner.best_gamma(0.8, 0.05)
-    assert asked["walltime"] == planner.walltime_factor(0.8, 5, 0.05) < best["walltime"]
+    assert best["gamma"] == document["best_gamma"] == planner.find_best_gamma(0.8, 0.05)
+    assert asked["walltime"] == planner.compute_walltime_factor(0.8, 5, 0.05) < best["walltime"]
 
 
 def test_command_compares_a_run_with_its_baseline(tmp_path: Path) -> None:
     on, off = tmp_path / "on.json", tmp_path / "off.json"
     stats, plain = _simulated(0.6, np.full(500, 4)), _simulated(0, np.full(500, 0))
-    on.write_text(json.dumps({"stats": with_rates(stats), "duration_s": stats.tokens * 1.0}))
-    off.write_text(json.dumps({"stats": with_rates(plain), "duration_s": plain.tokens * 1.5}))
+    on.write_text(json.dumps({"stats": add_rates(stats), "duration_s": stats.tokens * 1.0}))
+    off.write_text(json.dumps({"stats": add_rates(plain), "duration_s": plain.tokens * 1.5}))
     document = _plan("--run", str(on), "--baseline", str(off))
     assert document["alpha"] == pytest.approx(0.6, abs=0.03)
     assert document["measured"] == {"tokens_per_pass": stats.tokens_per_pass, "walltime": pytest.approx(1.5)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ngramspec.datastore.beneath import MAX_DEPTH, Beneath, open_beneath, read_beneath
+from ngramspec.datastore.beneath import MAX_DEPTH, ConfinedFolder, open_beneath, read_beneath
 
 SECRET = b"outside\n"
 
@@ -33,7 +33,7 @@ def test_files_status_and_entries(root: Path) -> None:
     with pytest.raises(OSError, match="larger than 6 bytes"):
         read_beneath(root, "a/b/c.py", 6)
     (root / "a" / "link").symlink_to("d.py")
-    with Beneath(root) as tree:
+    with ConfinedFolder(root) as tree:
         assert tree.list_folder() == [("a", stat.S_IFDIR)]
         assert tree.list_folder("a") == [("b", stat.S_IFDIR), ("d.py", stat.S_IFREG), ("link", stat.S_IFLNK)]
         assert tree.lstat("a/b/c.py").st_size == 7
@@ -62,7 +62,7 @@ def test_paths_that_have_no_place_in_a_tree(root: Path, path: str) -> None:
     with pytest.raises(OSError, match="its path"), open_beneath(root, path):
         pass
     if path:
-        with pytest.raises(OSError, match="its path"), Beneath(root) as tree:
+        with pytest.raises(OSError, match="its path"), ConfinedFolder(root) as tree:
             tree.lstat(path)
 
 
@@ -75,10 +75,10 @@ def test_links_are_not_followed(root: Path) -> None:
         with pytest.raises(OSError, match="leads through a link"):
             read_beneath(root, path, 100)
     for path in ("folder", "inner", "inner/b"):
-        with pytest.raises(OSError, match="leads through a link"), Beneath(root) as tree:
+        with pytest.raises(OSError, match="leads through a link"), ConfinedFolder(root) as tree:
             tree.list_folder(path)
     with pytest.raises(OSError, match="leads through a link"):
-        Beneath(f"{root}/folder/")
+        ConfinedFolder(f"{root}/folder/")
 
 
 def test_only_regular_files_are_opened_and_nothing_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

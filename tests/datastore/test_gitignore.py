@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.datastore.gitignore import Rules, TimeLimit, TooSlowError
+from ngramspec.datastore.gitignore import IgnoreRules, TimeLimit, TooSlowError
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 LETTERS = "ab.-"
@@ -45,7 +45,7 @@ PIECES = ["a", "b", "*", "*.b", "a*b", "?", "**", "[ab]*", ".a", "a?", "*a*"]
 
 def decide(patterns: str | bytes, path: str, is_folder: bool = False, **more: bool) -> bool | None:
     data = patterns.encode() if isinstance(patterns, str) else patterns
-    return Rules(data, TimeLimit(60), **more).decide(os.fsencode(path), is_folder)
+    return IgnoreRules(data, TimeLimit(60), **more).match_path(os.fsencode(path), is_folder)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def ask_git(root: Path, patterns: str, paths: list[str]) -> list[str]:
 
 def ours(patterns: str, path: str) -> bool | None:
     """As check-ignore says it: the outermost ignored folder on the way decides."""
-    rules = Rules(patterns.encode(), TimeLimit(60))
+    rules = IgnoreRules(patterns.encode(), TimeLimit(60))
     parts = path.rstrip("/").split("/")
     for depth in range(1, len(parts)):
-        if rules.decide(os.fsencode("/".join(parts[:depth])), True):
+        if rules.match_path(os.fsencode("/".join(parts[:depth])), True):
             return True
-    return rules.decide(os.fsencode("/".join(parts)), path.endswith("/"))
+    return rules.match_path(os.fsencode("/".join(parts)), path.endswith("/"))
 
 
 paths = st.lists(st.text("ab.-é !#*\\", min_size=1, max_size=4), min_size=1, max_size=4).map("/".join)
@@ -125,4 +125,4 @@ def test_case_and_marks() -> None:
 
 def test_time_is_bounded() -> None:
     with pytest.raises(TooSlowError):
-        Rules(b"*a?\n" * 10, TimeLimit(0))
+        IgnoreRules(b"*a?\n" * 10, TimeLimit(0))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.datastore import file_filters
-from ngramspec.datastore.beneath import MAX_DEPTH, Beneath
+from ngramspec.datastore.beneath import MAX_DEPTH, ConfinedFolder
 from ngramspec.datastore.corpus import Skipped
 from ngramspec.datastore.git_index import IndexFormatError, read_entries
 from ngramspec.datastore.listing import Listing
@@ -80,10 +80,10 @@ def ls_files(root: Path, *options: str) -> set[str]:
     return {os.fsdecode(path) for path in git(root, "ls-files", "-z", "--cached", *options).split(b"\0") if path}
 
 
-def listed(root: Path, untracked: bool = False) -> tuple[set[str], Skipped]:
+def list_names(root: Path, untracked: bool = False) -> tuple[set[str], Skipped]:
     skipped = Skipped()
-    with Beneath(root) as tree:
-        found = list(Listing(str(root), tree, skipped, untracked=untracked).files())
+    with ConfinedFolder(root) as tree:
+        found = list(Listing(str(root), tree, skipped, untracked=untracked).list_files())
     assert len(found) == len({path for path, _ in found}), "each file once"
     return {path for path, _ in found}, skipped
 
@@ -91,7 +91,7 @@ def listed(root: Path, untracked: bool = False) -> tuple[set[str], Skipped]:
 def agree(root: Path) -> None:
     """Ours equal git's, of files that are there."""
     for options, untracked in (((), False), (("--others", "--exclude-standard"), True)):
-        found, skipped = listed(root, untracked)
+        found, skipped = list_names(root, untracked)
         expected = ls_files(root, *options)
         if expected:
             there = {path for path in expected | found if os.path.lexists(root / path) and not is_folder(root / path)}
@@ -166,7 +166,7 @@ def test_a_plain_folder_is_listed_as_git_lists_what_is_not_ignored(data: Any, tm
     write(root, *(folder + name for folder in FOLDERS[:4] for name in ("a.py", "b.py", "c.py")))
     for folder in data.draw(st.sets(st.sampled_from(["", "a/", "a/b/"]), min_size=1)):
         write(root, f"{folder}.gitignore", text=draw_patterns(data))
-    ours, _ = listed(root)
+    ours, _ = list_names(root)
     git(root, "init", "-q")
     assert ours == ls_files(root, "--others", "--exclude-standard")
 
@@ -185,15 +185,15 @@ def test_linked_working_trees_submodules_and_sparse_indexes(tmp_path: Path) -> N
     git(main / "in/other", "init", "-q")
     inside = {"in/library/a.py", "in/library/in/b.py", "in/library/out/c.py", "in/library/out/deep/d.py"}
     own = {"a.py", "in/b.py", "out/c.py", "out/deep/d.py", ".gitmodules"}
-    assert listed(main)[0] == own | inside == ls_files(main, "--recurse-submodules")
-    assert listed(main, untracked=True)[0] == own | inside | {"in/library/new.py", "in/other/e.py"}
-    assert listed(main / "in")[0] == {path[3:] for path in own | inside if path.startswith("in/")}
+    assert list_names(main)[0] == own | inside == ls_files(main, "--recurse-submodules")
+    assert list_names(main, untracked=True)[0] == own | inside | {"in/library/new.py", "in/other/e.py"}
+    assert list_names(main / "in")[0] == {path[3:] for path in own | inside if path.startswith("in/")}
     git(main, "worktree", "add", "-q", str(tmp_path / "linked"))
     write(tmp_path / "linked", "new.py")
     agree(tmp_path / "linked")
     git(tmp_path / "linked", "sparse-checkout", "set", "--cone", "--sparse-index", "in")
     agree(tmp_path / "linked")
-    there = {path for path in listed(tmp_path / "linked")[0] if (tmp_path / "linked" / path).is_file()}
+    there = {path for path in list_names(tmp_path / "linked")[0] if (tmp_path / "linked" / path).is_file()}
     assert there == {"a.py", "in/b.py", ".gitmodules"}
 
 
@@ -210,7 +210,7 @@ def test_a_conflict_and_an_entry_without_content(tmp_path: Path) -> None:
     write(tmp_path, "intended.py")
     git(tmp_path, "add", "-N", "intended.py")
     assert b"\t" in git(tmp_path, "ls-files", "-u")
-    assert listed(tmp_path)[0] == {"a.py", "intended.py"}
+    assert list_names(tmp_path)[0] == {"a.py", "intended.py"}
     agree(tmp_path)
 
 
@@ -219,14 +219,14 @@ def test_the_users_own_rules_hold_and_those_that_a_repository_points_at_do_not(t
     write(tmp_path, "a.py", "a.tmp", "a.log")
     write(home, ".config/git/ignore", text="*.tmp\n")
     agree(tmp_path)
-    assert listed(tmp_path, untracked=True)[0] == {"a.py", "a.log"}
+    assert list_names(tmp_path, untracked=True)[0] == {"a.py", "a.log"}
     write(home, ".gitconfig", text='[core] # a comment\n\texcludesFile = "~/my \\\nrules" ; another\n')
     write(home, "my rules", text="*.log\n")
     agree(tmp_path)
-    assert listed(tmp_path, untracked=True)[0] == {"a.py", "a.tmp"}
+    assert list_names(tmp_path, untracked=True)[0] == {"a.py", "a.tmp"}
     write(home, "theirs", text="*.py\n")
     git(tmp_path, "config", "core.excludesFile", str(home / "theirs"))
-    assert listed(tmp_path, untracked=True)[0] == {"a.py", "a.tmp"}
+    assert list_names(tmp_path, untracked=True)[0] == {"a.py", "a.tmp"}
 
 
 @pytest.mark.parametrize("key", ["core.worktree", "core.bare"])
@@ -236,7 +236,7 @@ def test_a_repository_whose_working_tree_is_elsewhere_is_named(tmp_path: Path, k
     write(tree, "a.py", "b.py")
     git(tree, "add", "a.py")
     git(tree, "config", key, "/" if key == "core.worktree" else "true")
-    found, skipped = listed(tree)
+    found, skipped = list_names(tree)
     assert found == {"a.py", "b.py"}
     assert key in skipped.named[0][1]
 
@@ -247,7 +247,7 @@ def test_a_repository_whose_working_tree_is_elsewhere_is_named(tmp_path: Path, k
 def test_what_is_called_git_and_is_no_repository_is_part_of_a_plain_folder(tmp_path: Path, text: str) -> None:
     write(tmp_path, "a.py", "inner/b.py")
     write(tmp_path, ".git", "inner/.git", text=text)
-    assert listed(tmp_path, untracked=True)[0] == {"a.py", "inner/b.py"}
+    assert list_names(tmp_path, untracked=True)[0] == {"a.py", "inner/b.py"}
 
 
 def test_trees_deeper_than_paths_may_be_are_left_out(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_trees_deeper_than_paths_may_be_are_left_out(tmp_path: Path) -> None:
         os.close(folder)
         folder = inner
     os.close(folder)
-    found, skipped = listed(tmp_path)
+    found, skipped = list_names(tmp_path)
     assert found == {"a.py"}
     assert skipped.counts[file_filters.UNREADABLE] == 1
     subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=True)

@@ -37,16 +37,18 @@ from ngramspec.datastore import (
     EmptyCorpusError,
     TokenizerMismatchError,
     file_filters,
+    file_io,
     segment_writer,
 )
 from ngramspec.datastore import build as building
 from ngramspec.datastore import format as stored
+from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore import update as updating
 from ngramspec.datastore.build import build
-from ngramspec.datastore.commit import writing
+from ngramspec.datastore.commit import lock_for_writing
 from ngramspec.datastore.corpus import CorpusError
-from ngramspec.datastore.tokens import Encoder, stored_encoder
-from ngramspec.datastore.update import due_for_merge, merge, prune, update
+from ngramspec.datastore.tokens import Encoder, load_encoder
+from ngramspec.datastore.update import find_due_segments, merge, prune, update
 from ngramspec.datastore.watch import watch
 
 
@@ -89,7 +91,7 @@ def files_of(store: Path) -> set[str]:
 
 
 def is_tidy(store: Path) -> bool:
-    manifest = stored.read_manifest(store)
+    manifest = manifests.read_manifest(store)
     named = {manifest.vocabulary.name, manifest.tokenizer.name, *(s.name for s in manifest.segments)}
     return files_of(store) == {"MANIFEST", "LOCK", *named}
 
@@ -100,7 +102,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 def test_a_store_holds_the_corpus(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     stages: list[str] = []
-    summary = build([corpus], tmp_path / "store", backend, "bytes", tell=lambda p: stages.append(p.stage), writer="test 1")
+    summary = build([corpus], tmp_path / "store", backend, "bytes", on_progress=lambda p: stages.append(p.stage), writer="test 1")
     assert texts(tmp_path / "store") == contents(corpus)
     assert is_tidy(tmp_path / "store")
     assert (summary.files, summary.segments, summary.generation, summary.committed) == (10, 1, 1, True)
@@ -126,7 +128,7 @@ def test_building_again_replaces_a_store(corpus: Path, tmp_path: Path, backend: 
 
 
 def test_memory_bounds_the_segments(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_writer, "most_tokens", lambda max_memory, width: max_memory)
+    monkeypatch.setattr(segment_writer, "compute_max_tokens", lambda max_memory, width: max_memory)
     monkeypatch.setattr(building, "BATCH_CHARS", 1)
     summary = build([corpus], tmp_path / "store", backend, "bytes", max_memory=60)
     assert summary.segments == 4
@@ -139,35 +141,36 @@ def test_memory_bounds_the_segments(corpus: Path, tmp_path: Path, backend: Token
 
 def test_segments_stay_within_memory() -> None:
     for width in (2, 4):
-        n = segment_writer.most_tokens(1 << 30, width)
-        assert (1 << 30) * 0.9 < 4 * width * n + segment_writer.sort_memory(n, width) <= 1 << 30
-        assert segment_writer.most_tokens(1 << 40, width) * width < 1 << 31
-    assert segment_writer.most_tokens(1, 2) == 1 << 16
+        n = segment_writer.compute_max_tokens(1 << 30, width)
+        assert (1 << 30) * 0.9 < 4 * width * n + segment_writer.estimate_sort_memory(n, width) <= 1 << 30
+        assert segment_writer.compute_max_tokens(1 << 40, width) * width < 1 << 31
+    assert segment_writer.compute_max_tokens(1, 2) == 1 << 16
 
 
 def test_documents_become_the_same_segment_everywhere(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     """The one step of the local and the distributed build; the encoder travels to other processes."""
     encoder = pickle.loads(pickle.dumps(Encoder(backend, "bytes")))
+    settings = segment_writer.SegmentSettings(encoder.vocab_size, encoder.fingerprint)
     options = CorpusOptions()
-    documents = list(building.corpus.walk(building.corpus.sources_of([corpus]), options, building.corpus.Skipped()))
-    entry = segment_writer.build_segment(tmp_path, documents, encoder)
+    documents = list(building.corpus.walk_corpus(building.corpus.resolve_sources([corpus]), options, building.corpus.Skipped()))
+    entry = segment_writer.build_segment(tmp_path, documents, encoder, settings)
     assert entry is not None
     build([corpus], tmp_path / "store", backend, "bytes")
-    (built,) = stored.read_manifest(tmp_path / "store").segments
+    (built,) = manifests.read_manifest(tmp_path / "store").segments
     assert (tmp_path / entry.name).read_bytes() == (tmp_path / "store" / built.name).read_bytes()
-    assert segment_writer.build_segment(tmp_path, [], encoder) is None
+    assert segment_writer.build_segment(tmp_path, [], encoder, settings) is None
 
 
 def test_vectors_are_passed_through(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     def vectors(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         assert (tokens[starts - 1] == 0xFFFF).all()
-        records = np.zeros(len(starts), stored.vector_dtype(4))
+        records = np.zeros(len(starts), stored.make_vector_dtype(4))
         records["doc"] = np.arange(len(starts))
         records["vector"] = tokens[starts, None]
         return records
 
     build([corpus], tmp_path / "store", backend, "bytes", router=True, vectors=vectors)
-    manifest = stored.read_manifest(tmp_path / "store")
+    manifest = manifests.read_manifest(tmp_path / "store")
     assert manifest.options["router"] is True
     records = stored.map_segment(tmp_path / "store", manifest.segments[0]).vectors
     assert records["doc"].tolist() == list(range(10))
@@ -175,7 +178,7 @@ def test_vectors_are_passed_through(corpus: Path, tmp_path: Path, backend: Token
     fill(corpus, {"new.py": "n = 1\n"})
     update(tmp_path / "store", backend, "bytes", vectors=vectors)
     assert Datastore.open(tmp_path / "store").info()["vectors"] == 11
-    assert stored.read_manifest(tmp_path / "store").options["router"] is True
+    assert manifests.read_manifest(tmp_path / "store").options["router"] is True
 
 
 # ---- update
@@ -276,7 +279,7 @@ def test_an_update_reads_only_what_changed(corpus: Path, tmp_path: Path, backend
     assert (summary.added, summary.removed, summary.unchanged, summary.segments) == (2, 2, 8, 2)
     assert texts(store) == contents(corpus)
     assert is_tidy(store)
-    assert stored.read_manifest(store).segments[0].dead == (1, 3)
+    assert manifests.read_manifest(store).segments[0].tombstones == (1, 3)
 
 
 def test_a_store_of_older_rules_is_read_anew(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,11 +357,11 @@ def test_mostly_dead_segments_are_rewritten(corpus: Path, tmp_path: Path, backen
     build([corpus], store, backend, "bytes")
     fill(corpus, {"0.py": "a\n", "1.py": "b\n"})
     summary = update(store, backend, "bytes")
-    assert (summary.merged, [len(s.dead) for s in stored.read_manifest(store).segments]) == (0, [2, 0])
+    assert (summary.merged, [len(s.tombstones) for s in manifests.read_manifest(store).segments]) == (0, [2, 0])
     fill(corpus, {"2.py": "c\n"})
     summary = update(store, backend, "bytes")
     assert summary.merged == 1
-    assert not any(s.dead for s in stored.read_manifest(store).segments)
+    assert not any(s.tombstones for s in manifests.read_manifest(store).segments)
     assert texts(store) == contents(corpus)
 
 
@@ -367,10 +370,10 @@ def test_which_segments_are_due() -> None:
         return type("M", (), {"segments": [stored.SegmentEntry("", 0, "", n, docs, tuple(range(dead))) for n, docs, dead in segments]})
 
     small, large = (1000, 10, 0), (50_000_000, 1000, 0)
-    assert due_for_merge(manifest(large, *[small] * 8)) == []
-    assert due_for_merge(manifest(large, *[small] * 9)) == list(range(1, 10))
-    assert due_for_merge(manifest(large, small, (50_000_000, 1000, 251))) == [2]
-    assert due_for_merge(manifest(*[(100_000, 1, 0)] * 9, *[small] * 2)) == list(range(9))
+    assert find_due_segments(manifest(large, *[small] * 8)) == []
+    assert find_due_segments(manifest(large, *[small] * 9)) == list(range(1, 10))
+    assert find_due_segments(manifest(large, small, (50_000_000, 1000, 251))) == [2]
+    assert find_due_segments(manifest(*[(100_000, 1, 0)] * 9, *[small] * 2)) == list(range(9))
 
 
 def test_pruned_documents_stay_away(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
@@ -387,7 +390,7 @@ def test_pruned_documents_stay_away(corpus: Path, tmp_path: Path, backend: Token
     fill(corpus, {"1.py": "one\n"})
     update(store, backend, "bytes")
     assert prune(store).removed == 1
-    assert not any(s.dead for s in stored.read_manifest(store).segments)
+    assert not any(s.tombstones for s in manifests.read_manifest(store).segments)
 
 
 def test_patterns_prune_what_they_exclude(tmp_path: Path, backend: Tokenizer) -> None:
@@ -484,7 +487,7 @@ def test_damage_gets_no_new_checksum(corpus: Path, tmp_path: Path, backend: Toke
     build([corpus], store, backend, "bytes")
     fill(corpus, {"new.py": "n\n"})
     update(store, backend, "bytes")
-    (segment, _) = stored.read_manifest(store).segments
+    (segment, _) = manifests.read_manifest(store).segments
     raw = bytearray((store / segment.name).read_bytes())
     for offset in (raw.index(b"d\0e\0f\0"), raw.index(b"/9.py")):
         damaged = bytearray(raw)
@@ -492,7 +495,7 @@ def test_damage_gets_no_new_checksum(corpus: Path, tmp_path: Path, backend: Toke
         (store / segment.name).write_bytes(damaged)
         with pytest.raises(DatastoreCorruptError, match="checksum"):
             merge(store)
-        assert len(stored.read_manifest(store).segments) == 2
+        assert len(manifests.read_manifest(store).segments) == 2
 
 
 def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
@@ -507,13 +510,13 @@ def test_a_store_carries_its_tokenizer(corpus: Path, tmp_path: Path, make: Calla
     given = make().backend_tokenizer
     given.enable_truncation(3)
     build([corpus], store, given, "model")
-    kept = stored.read_manifest(store).tokenizer
-    ours, theirs = stored_encoder(store, stored.read_manifest(store)), Encoder(given, "model")
+    kept = manifests.read_manifest(store).tokenizer
+    ours, theirs = load_encoder(store, manifests.read_manifest(store)), Encoder(given, "model")
     assert (ours.fingerprint, ours.vocab_size, ours.name) == (theirs.fingerprint, theirs.vocab_size, "model")
     lines = ["a b <bos> the .\n\t c", "日本", ""]
     for mine, other in zip(ours.encode(lines), theirs.encode(lines), strict=True):
         assert mine.tolist() == other.tolist()
-    assert ours.line_ends().tolist() == theirs.line_ends().tolist()
+    assert ours.count_line_ends().tolist() == theirs.count_line_ends().tolist()
     assert "<eos>" in ours.decode([tiny.EOS])
     fill(corpus, {"new.py": "def new():\n    return 'new'\n"})
     assert update(store).added == 1
@@ -521,7 +524,7 @@ def test_a_store_carries_its_tokenizer(corpus: Path, tmp_path: Path, make: Calla
     assert update(store, theirs).removed == 1
     assert merge(store).committed
     assert prune(store, ["1.py"]).committed
-    assert stored.read_manifest(store).tokenizer == kept
+    assert manifests.read_manifest(store).tokenizer == kept
     assert is_tidy(store)
     build([corpus], tmp_path / "whole", given, "model", options=CorpusOptions(exclude=("1.py",)))
     assert tokens_of(store) == tokens_of(tmp_path / "whole")
@@ -535,10 +538,10 @@ def tokens_of(store: Path) -> dict[str, list[int]]:
 def test_a_damaged_tokenizer_is_named_by_those_who_read_it(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     store = tmp_path / "store"
     build([corpus], store, backend, "bytes")
-    path = store / stored.read_manifest(store).tokenizer.name
+    path = store / manifests.read_manifest(store).tokenizer.name
     raw = path.read_bytes()
     fill(corpus, {"0.py": "changed\n"})
-    before = stored.read_manifest(store)
+    before = manifests.read_manifest(store)
     flipped = bytearray(raw)
     flipped[len(raw) // 2] ^= 1
     for damaged in (bytes(flipped), raw[:-1], raw + b"x", b"", None):
@@ -549,7 +552,7 @@ def test_a_damaged_tokenizer_is_named_by_those_who_read_it(corpus: Path, tmp_pat
             with pytest.raises(DatastoreCorruptError, match=path.name):
                 call()
         assert Datastore.open(store).lookup(list(b"def f")).count == 10, "a look-up needs no tokenizer"
-        assert stored.read_manifest(store) == before
+        assert manifests.read_manifest(store) == before
         path.touch()
     path.write_bytes(raw)
     assert update(store).added == 1
@@ -558,24 +561,24 @@ def test_a_damaged_tokenizer_is_named_by_those_who_read_it(corpus: Path, tmp_pat
 def test_a_forged_tokenizer_is_refused(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
     store = tmp_path / "store"
     build([corpus], store, backend, "bytes")
-    manifest = stored.read_manifest(store)
+    manifest = manifests.read_manifest(store)
     other = tiny.word_tokenizer().backend_tokenizer
     other.add_tokens(["one more"])
     texts_ = [Encoder(other, "other").json, b"{}", b"[" * 100_000, b'{"version":"1.0"}', b"\xff"]
-    bomb = zlib.compress(bytes(stored.MAX_TOKENIZER_BYTES + 1))
+    bomb = zlib.compress(bytes(manifests.MAX_TOKENIZER_BYTES + 1))
     for forged in (*map(zlib.compress, texts_), b"no zlib", zlib.compress(Encoder(backend, "bytes").json) + b"x", bomb):
-        entry = stored._write_whole(store, "tokenizer", forged)
-        stored.write_manifest(store, replace(manifest, tokenizer=entry))
+        entry = manifests._write_whole(store, "tokenizer", forged)
+        manifests.write_manifest(store, replace(manifest, tokenizer=entry))
         with pytest.raises(DatastoreCorruptError, match=entry.name):
             update(store)
     for text in texts_:  # even the fingerprint agrees
-        entry = stored.write_tokenizer(store, text)
+        entry = manifests.write_tokenizer(store, text)
         print_ = hashlib.sha256(text).hexdigest()
-        stored.write_manifest(store, replace(manifest, tokenizer=entry, tokenizer_fingerprint=print_))
+        manifests.write_manifest(store, replace(manifest, tokenizer=entry, tokenizer_fingerprint=print_))
         with pytest.raises(DatastoreCorruptError, match=entry.name):
             update(store)
     with pytest.raises(DatastoreError, match="at most"):
-        stored.write_tokenizer(store, bytes(stored.MAX_TOKENIZER_BYTES + 1))
+        manifests.write_tokenizer(store, bytes(manifests.MAX_TOKENIZER_BYTES + 1))
 
 
 def test_two_writers_are_kept_apart(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
@@ -587,7 +590,7 @@ def test_two_writers_are_kept_apart(corpus: Path, tmp_path: Path, backend: Token
         lambda: merge(store),
         lambda: prune(store),
     ]
-    with writing(store):
+    with lock_for_writing(store):
         for call in calls:
             with pytest.raises(DatastoreLockedError, match="another process writes"):
                 call()
@@ -626,7 +629,7 @@ class FullDisk:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    real = stored.WholeWriter.write
+    real = file_io.WholeWriter.write
 
     def limit(room: int) -> None:
         disk = FullDisk(room)
@@ -636,10 +639,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
             while done < len(data):
                 done += disk.write(lambda file, part: file.write(part), self.file, memoryview(data)[done:])
 
-        monkeypatch.setattr(stored.WholeWriter, "write", write)
+        monkeypatch.setattr(file_io.WholeWriter, "write", write)
 
     yield limit
-    monkeypatch.setattr(stored.WholeWriter, "write", real)
+    monkeypatch.setattr(file_io.WholeWriter, "write", real)
 
 
 def test_a_full_disk_leaves_the_old_generation(corpus: Path, tmp_path: Path, backend: Tokenizer, full_disk: Callable[[int], None]) -> None:
@@ -700,12 +703,12 @@ def test_an_interrupt_leaves_no_rubbish(
         return lambda *a, **k: (real(*a, **k), fail())
 
     where: dict[str, tuple[Any, str, Any]] = {
-        "reading": (building.corpus, "read", fail),
-        "tokenizing": (segment_writer, "encode", fail),
+        "reading": (building.corpus, "read_documents", fail),
+        "tokenizing": (segment_writer, "encode_documents", fail),
         "sorting": (segment_writer, "sort_suffixes", fail),
         "writing": (segment_writer, "write_segment", fail_after(segment_writer.write_segment)),
-        "committing": (stored, "sync_folder", fail_after(stored.sync_folder)),
-        "committed": (building.Writer, "commit", fail_after(building.Writer.commit)),
+        "committing": (manifests, "sync_folder", fail_after(manifests.sync_folder)),
+        "committed": (building.StoreWriter, "commit", fail_after(building.StoreWriter.commit)),
     }
     monkeypatch.setattr(*where[stage])
     for call in (lambda: build([corpus], other, backend, "bytes"), lambda: update(store, backend, "bytes")):
@@ -724,7 +727,7 @@ def test_a_sort_that_outlives_its_build_writes_nothing(
     corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an interrupt nobody waits for the sorting thread; when it is done, the store is no longer its own."""
-    monkeypatch.setattr(segment_writer, "most_tokens", lambda max_memory, width: 1)
+    monkeypatch.setattr(segment_writer, "compute_max_tokens", lambda max_memory, width: 1)
     monkeypatch.setattr(building, "BATCH_CHARS", 1)
     began, proceed = threading.Event(), threading.Event()
     real = segment_writer.sort_suffixes
@@ -744,7 +747,7 @@ def test_a_sort_that_outlives_its_build_writes_nothing(
 
     monkeypatch.setattr(segment_writer, "sort_suffixes", slow)
     with pytest.raises(KeyboardInterrupt):
-        build([corpus], tmp_path / "store", backend, "bytes", tell=interrupted)
+        build([corpus], tmp_path / "store", backend, "bytes", on_progress=interrupted)
     assert not (tmp_path / "store").exists()
     (tmp_path / "store").mkdir()
     proceed.set()
@@ -777,7 +780,7 @@ def test_a_saved_file_is_soon_in_the_store(corpus: Path, tmp_path: Path, backend
             assert said.wait_for(lambda: len(outcomes) >= n, 30), outcomes
             return outcomes[n - 1]
 
-    arguments = {"stop": stop, "ready": lambda sources: ready.set(), "say": say}
+    arguments = {"stop": stop, "on_ready": lambda sources: ready.set(), "on_outcome": say}
     thread = threading.Thread(target=watch, args=(store, backend, "bytes"), kwargs=arguments)
     thread.start()
     try:
@@ -788,7 +791,7 @@ def test_a_saved_file_is_soon_in_the_store(corpus: Path, tmp_path: Path, backend
         temporary.write_text("s = 22\n")
         temporary.replace(single)
         assert wait_for(2).added == 1
-        with writing(store):
+        with lock_for_writing(store):
             (corpus / "1.py").unlink()
             assert isinstance(wait_for(3), DatastoreLockedError)
         assert wait_for(4).removed == 1, "what failed is tried again"
@@ -808,26 +811,26 @@ def test_watching_needs_a_store(tmp_path: Path, backend: Tokenizer) -> None:
 
 def test_options_survive_the_manifest() -> None:
     options = CorpusOptions(include=("a",), exclude=("b", "c"), languages=("rust",), max_file_size=5, text_fields=("t",), untracked=True)
-    manifest = type("M", (), {"options": json.loads(json.dumps(building.options_as_json(options)))})
-    assert updating.options_of(manifest) == options  # type: ignore[arg-type]
+    manifest = type("M", (), {"options": json.loads(json.dumps(building.options_to_json(options)))})
+    assert updating.parse_options(manifest) == options  # type: ignore[arg-type]
     manifest.options["max_file_size"] = "many"  # type: ignore[attr-defined]
     with pytest.raises(DatastoreCorruptError):
-        updating.options_of(manifest)  # type: ignore[arg-type]
+        updating.parse_options(manifest)  # type: ignore[arg-type]
 
 
 # ---- distributed
 
 
 def test_blocks_have_about_the_same_size() -> None:
-    from ngramspec.datastore.ray import split
+    from ngramspec.datastore.ray import split_files
 
-    files = [building.Found("/", str(n), str(n), str(n), size, 0, None) for n, size in enumerate([5, 100, 1, 1, 1, 90, 7, 200, 0])]
+    files = [building.FoundFile("/", str(n), str(n), str(n), size, 0, None) for n, size in enumerate([5, 100, 1, 1, 1, 90, 7, 200, 0])]
     for count in (1, 2, 3, 20):
-        blocks = split(files, count)
+        blocks = split_files(files, count)
         assert [file for block in blocks for file in block] == files
         assert 1 <= len(blocks) <= count
         assert max(sum(file.size for file in block) for block in blocks) <= 405 / count + 201
-    assert split([], 3) == []
+    assert split_files([], 3) == []
 
 
 def test_a_distributed_build_needs_ray(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from ngramspec.datastore import archives, corpus, file_filters
 from ngramspec.datastore.corpus import CorpusError, CorpusOptions, Skipped
-from ngramspec.datastore.tokens import Encoder, fingerprint
+from ngramspec.datastore.tokens import Encoder, compute_fingerprint
 
 KEY = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----\n"
 
@@ -39,7 +39,7 @@ def write(root: Path, files: dict[str, str | bytes]) -> Path:
 def walk(*paths: Path, **options: Any) -> tuple[dict[str, str], Skipped]:
     """Texts by their path within the first source, and what was left out."""
     skipped = Skipped()
-    documents = list(corpus.walk(corpus.sources_of(paths), CorpusOptions(**options), skipped))
+    documents = list(corpus.walk_corpus(corpus.resolve_sources(paths), CorpusOptions(**options), skipped))
     texts = {document.path.removeprefix(f"{paths[0]}/"): document.text for document in documents}
     assert len(texts) == len(documents)
     return texts, skipped
@@ -142,7 +142,7 @@ def test_odd_line_ends_and_damaged_encodings(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_decides(name: str, reason: str | None) -> None:
-    assert file_filters.name_reason(name, frozenset({"python"}), chosen=False) == reason
+    assert file_filters.find_name_reason(name, frozenset({"python"}), chosen=False) == reason
 
 
 def test_a_secret_stays_out_even_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -239,13 +239,13 @@ def test_links_pipes_and_devices_are_never_opened(tmp_path: Path, monkeypatch: p
 def test_what_takes_a_files_place_is_not_read(tmp_path: Path) -> None:
     """Between listing and opening, a file is exchanged for a link, a pipe, or goes away."""
     root = write(tmp_path / "in", {"a.py": "a", "b.py": "b", "c.py": "c"})
-    found = corpus.find(corpus.sources_of([root]), CorpusOptions(), Skipped())
+    found = corpus.find_files(corpus.resolve_sources([root]), CorpusOptions(), Skipped())
     for name in ("a.py", "b.py", "c.py"):
         (root / name).unlink()
     (root / "a.py").symlink_to(write(tmp_path, {"secret.py": "s"}) / "secret.py")
     os.mkfifo(root / "b.py")
     skipped = Skipped()
-    assert [document for file in found for document in corpus.read(file, CorpusOptions(), skipped)] == []
+    assert [document for file in found for document in corpus.read_documents(file, CorpusOptions(), skipped)] == []
     assert [path.rpartition("/")[2] for path, _ in skipped.named] == ["a.py", "b.py"]
 
 
@@ -279,7 +279,7 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def paths(*given: str) -> set[str]:
-        return {document.path for document in corpus.walk(corpus.sources_of(given), CorpusOptions(), Skipped())}
+        return {document.path for document in corpus.walk_corpus(corpus.resolve_sources(given), CorpusOptions(), Skipped())}
 
     assert paths("a") == {"a/x.py"}
     assert paths("a/") == {"a/x.py"}
@@ -287,9 +287,9 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths("a", "a/../a", "a/x.py") == {"a/x.py"}, "a file that two sources hold is read once"
     assert paths("a/notes.weird") == {"a/notes.weird"}, "a file that is named is taken whatever its type"
     with pytest.raises(CorpusError, match="'nowhere' cannot be read: No such file"):
-        corpus.sources_of(["nowhere"])
+        corpus.resolve_sources(["nowhere"])
     with pytest.raises(CorpusError, match="neither a folder nor a regular file"):
-        corpus.sources_of([os.devnull])
+        corpus.resolve_sources([os.devnull])
 
 
 def rows(*items: Any) -> bytes:
@@ -390,7 +390,7 @@ def test_archives_are_read_and_not_extracted(tmp_path: Path, name: str, make: An
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "d.md"])
     assert walk(tmp_path / name, exclude=("p/", "*.py"))[0] == {}
-    assert {archives.container_of(f"{tmp_path}/{path}") for path in texts} == {f"{tmp_path}/{name}", f"{tmp_path}/d.md"}
+    assert {archives.get_container_path(f"{tmp_path}/{path}") for path in texts} == {f"{tmp_path}/{name}", f"{tmp_path}/d.md"}
 
 
 def test_links_and_devices_in_archives(tmp_path: Path) -> None:
@@ -424,8 +424,8 @@ def test_bombs_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     read: list[int] = []
     monkeypatch.setattr(archives, "RATIO", 4)
-    real = archives._Limited.readinto
-    monkeypatch.setattr(archives._Limited, "readinto", lambda self, buffer: (read.append(n := real(self, buffer)), n)[1])
+    real = archives._LimitedStream.readinto
+    monkeypatch.setattr(archives._LimitedStream, "readinto", lambda self, buffer: (read.append(n := real(self, buffer)), n)[1])
     texts, skipped = walk(tmp_path)
     assert {"e\n", "x\n", "y\n", "z"} <= set(texts.values())
     assert {(path.rpartition("/")[2]) for path, _ in skipped.named} == {"a.tar.gz", "c.jsonl.gz", "d.zip"}
@@ -532,14 +532,14 @@ def test_wide_vocabularies_and_line_ends() -> None:
     encoder = Encoder(backend, "t")
     assert encoder.vocab_size == 70_256
     assert encoder.encode(["a"])[0].tolist() == [backend.token_to_id("a"), 0xFFFFFFFF]
-    assert np.flatnonzero(encoder.line_ends()).tolist() == [backend.token_to_id("Ċ")]
+    assert np.flatnonzero(encoder.count_line_ends()).tolist() == [backend.token_to_id("Ċ")]
 
 
 def test_the_fingerprint_is_that_of_the_tokenizer_alone() -> None:
     backend = tokenizer_with(CONTROL)
-    before = fingerprint(backend)
+    before = compute_fingerprint(backend)
     backend.enable_truncation(5)
     backend.enable_padding()
-    assert fingerprint(backend) == before
+    assert compute_fingerprint(backend) == before
     backend.add_tokens(["one more"])
-    assert fingerprint(backend) != before
+    assert compute_fingerprint(backend) != before

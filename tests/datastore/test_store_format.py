@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.datastore import format as layout
+from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore.errors import (
     DatastoreCorruptError,
     DatastoreError,
@@ -23,7 +24,7 @@ from ngramspec.datastore.errors import (
     DatastoreNotFoundError,
     TokenizerMismatchError,
 )
-from ngramspec.datastore.integrity import first_disorder
+from ngramspec.datastore.integrity import find_first_disorder
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.suffix_array import pack_positions, sort_suffixes, unpack
 
@@ -40,12 +41,12 @@ def documents(vocab_size: int, max_docs: int = 6) -> st.SearchStrategy[list[list
 @settings(max_examples=60, deadline=None)
 def test_suffixes_are_sorted_by_the_text_before_read_backwards(data: st.DataObject, vocab_size: int) -> None:
     tokens, _, _ = tiny_store.segment_arrays(data.draw(documents(vocab_size)), vocab_size)
-    mark = layout.separator(tokens.dtype.itemsize)
+    mark = layout.get_separator(tokens.dtype.itemsize)
     wanted = [p for p in range(1, len(tokens)) if tokens[p] != mark and tokens[p - 1] != mark]
     wanted.sort(key=lambda p: tokens[:p][::-1].tolist())
     suffixes = sort_suffixes(tokens, 3)
     assert unpack(suffixes).tolist() == wanted
-    assert first_disorder(tokens, suffixes) == -1
+    assert find_first_disorder(tokens, suffixes) == -1
 
 
 @given(docs=documents(3), data=st.data())
@@ -65,18 +66,18 @@ def test_the_check_of_the_order_finds_what_is_out_of_order(docs: list[list[int]]
     swapped = good.copy()
     swapped[[i, j]] = swapped[[j, i]]
     texts = [[*before(p), 0xFFFF] for p in swapped]
-    assert (first_disorder(tokens, pack_positions(swapped, 2)) == -1) <= (texts == sorted(texts))
-    assert first_disorder(tokens, pack_positions(np.delete(good, i), 2)) >= 0
+    assert (find_first_disorder(tokens, pack_positions(swapped, 2)) == -1) <= (texts == sorted(texts))
+    assert find_first_disorder(tokens, pack_positions(np.delete(good, i), 2)) >= 0
     twice = good.copy()
     twice[i] = good[j]
-    assert first_disorder(tokens, pack_positions(twice, 2)) >= 0
+    assert find_first_disorder(tokens, pack_positions(twice, 2)) >= 0
     twice[i] = 0xFFF0
-    assert first_disorder(tokens, pack_positions(twice, 2)) == i
+    assert find_first_disorder(tokens, pack_positions(twice, 2)) == i
 
 
 @pytest.mark.parametrize(("n_tokens", "width"), [(0, 2), (65535, 2), (65536, 3), (2**24 - 1, 3), (2**24, 4), (2**32 - 1, 4), (2**32, 5)])
 def test_positions_take_the_fewest_bytes_that_hold_them(n_tokens: int, width: int) -> None:
-    assert layout.suffix_width(n_tokens) == width
+    assert layout.compute_suffix_width(n_tokens) == width
     positions = np.array([0, 1, n_tokens // 3, n_tokens], np.int64)
     assert unpack(pack_positions(positions, width)).tolist() == positions.tolist()
 
@@ -88,8 +89,8 @@ def test_a_segment_is_read_as_it_was_written(
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
     tokens, docs, paths = tiny_store.segment_arrays(data.draw(documents(vocab_size)), vocab_size)
-    suffixes = sort_suffixes(tokens, layout.suffix_width(len(tokens)))
-    vectors = np.zeros(n_vectors, layout.vector_dtype(5))
+    suffixes = sort_suffixes(tokens, layout.compute_suffix_width(len(tokens)))
+    vectors = np.zeros(n_vectors, layout.make_vector_dtype(5))
     vectors["vector"] = np.arange(5 * n_vectors).reshape(-1, 5)
     vectors["doc"] = 7
     parts = {"tokens": tokens, "suffixes": suffixes, "docs": docs, "paths": paths, "vectors": vectors}
@@ -113,15 +114,15 @@ def test_a_store_of_three_byte_positions_and_wide_tokens_passes_a_full_check(tmp
 
 def test_the_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     manifest = tiny_store.write_store(tmp_path, [[[1, 2], [3]], [[4]]], 9, dead=[[1], []])
-    assert layout.read_manifest(tmp_path) == manifest
-    assert layout.rubbish(tmp_path, manifest) == []
+    assert manifests.read_manifest(tmp_path) == manifest
+    assert manifests.find_orphans(tmp_path, manifest) == []
     left = tmp_path / "seg-0123456789abcdef.ngs"
     left.touch()
     (tmp_path / "tokenizer-0123456789abcdef").touch()
     (tmp_path / "MANIFEST.tmp-12").touch()
     (tmp_path / "notes.txt").touch()
-    assert layout.rubbish(tmp_path, manifest) == [tmp_path / "MANIFEST.tmp-12", left, tmp_path / "tokenizer-0123456789abcdef"]
-    assert layout.read_tokenizer(tmp_path, manifest) == tiny_store.TOKENIZER
+    assert manifests.find_orphans(tmp_path, manifest) == [tmp_path / "MANIFEST.tmp-12", left, tmp_path / "tokenizer-0123456789abcdef"]
+    assert manifests.read_tokenizer(tmp_path, manifest) == tiny_store.TOKENIZER
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,9 @@ def test_the_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"generation": -1},
         {"vocab_size": 0},
         {"tokenizer_fingerprint": "abc"},
-        {"tokenizer": layout.FileEntry("../tokenizer-0123456789abcdef", 10, "0" * 32)},
-        {"tokenizer": layout.FileEntry("tokenizer-0123456789abcdef", 0, "0" * 32)},
-        {"tokenizer": layout.FileEntry("tokenizer-0123456789abcdef", 1 << 40, "0" * 32)},
+        {"tokenizer": manifests.FileEntry("../tokenizer-0123456789abcdef", 10, "0" * 32)},
+        {"tokenizer": manifests.FileEntry("tokenizer-0123456789abcdef", 0, "0" * 32)},
+        {"tokenizer": manifests.FileEntry("tokenizer-0123456789abcdef", 1 << 40, "0" * 32)},
         {"segments": (layout.SegmentEntry("../etc/passwd", 400, "0" * 32, 3, 1),)},
         {"segments": (layout.SegmentEntry("seg-0123456789abcdef.ngs", 400, "0" * 32, 3, 1, (1,)),)},
         {"segments": (layout.SegmentEntry("seg-0123456789abcdef.ngs", 400, "0" * 32, 3, 3, (1, 1)),)},
@@ -142,8 +143,8 @@ def test_the_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, change: dict[str, object]) -> None:
     manifest = tiny_store.write_store(tmp_path, [[[1, 2]]], 9)
     with pytest.raises((ValueError, TypeError)):
-        layout.write_manifest(tmp_path, dataclasses.replace(manifest, **change))  # type: ignore[arg-type]
-    assert layout.read_manifest(tmp_path) == manifest
+        manifests.write_manifest(tmp_path, dataclasses.replace(manifest, **change))  # type: ignore[arg-type]
+    assert manifests.read_manifest(tmp_path) == manifest
 
 
 def test_another_format_version_says_who_reads_it(tmp_path: Path) -> None:
@@ -206,11 +207,11 @@ def test_a_full_disk_leaves_the_old_generation_and_no_rubbish(tmp_path: Path) ->
         with pytest.raises(DatastoreFullError, match="cannot be written"):
             tiny_store.add_segment(tmp_path, [[1, 2, 3] * 100], 9)
         with pytest.raises(DatastoreFullError, match="cannot be written"):
-            layout.write_manifest(tmp_path, dataclasses.replace(manifest, generation=2))
+            manifests.write_manifest(tmp_path, dataclasses.replace(manifest, generation=2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(tmp_path.iterdir()) == before
-    assert layout.read_manifest(tmp_path) == manifest
+    assert manifests.read_manifest(tmp_path) == manifest
 
 
 def test_a_reader_picks_up_the_next_generation_and_keeps_what_both_name(tmp_path: Path) -> None:
@@ -219,8 +220,8 @@ def test_a_reader_picks_up_the_next_generation_and_keeps_what_both_name(tmp_path
     assert not store.refresh()
     held = store.snapshot
     added = tiny_store.add_segment(tmp_path, [[4, 5, 6, 7]], 9)
-    old = dataclasses.replace(manifest.segments[0], dead=(0,))
-    layout.write_manifest(tmp_path, dataclasses.replace(manifest, generation=2, segments=(old, added)))
+    old = dataclasses.replace(manifest.segments[0], tombstones=(0,))
+    manifests.write_manifest(tmp_path, dataclasses.replace(manifest, generation=2, segments=(old, added)))
     assert store.refresh()
     assert not store.refresh()
     assert (store.generation, store.n_tokens, held.generation, held.n_tokens) == (2, 11, 1, 5)
@@ -233,7 +234,7 @@ def test_a_damaged_new_generation_is_an_error_and_the_old_one_stays(tmp_path: Pa
     manifest = tiny_store.write_store(tmp_path, [[[1, 2, 3]]], 9)
     store = Datastore.open(tmp_path)
     gone = layout.SegmentEntry("seg-0123456789abcdef.ngs", 400, "0" * 32, 3, 1)
-    layout.write_manifest(tmp_path, dataclasses.replace(manifest, generation=2, segments=(gone,)))
+    manifests.write_manifest(tmp_path, dataclasses.replace(manifest, generation=2, segments=(gone,)))
     for _ in range(2):
         with pytest.raises(DatastoreCorruptError, match="is missing"):
             store.refresh()
@@ -242,7 +243,7 @@ def test_a_damaged_new_generation_is_an_error_and_the_old_one_stays(tmp_path: Pa
     (tmp_path / layout.MANIFEST).unlink()
     with pytest.raises(DatastoreNotFoundError):
         store.refresh()
-    layout.write_manifest(tmp_path, dataclasses.replace(manifest, generation=3))
+    manifests.write_manifest(tmp_path, dataclasses.replace(manifest, generation=3))
     assert store.refresh()
     assert store.generation == 3
 

@@ -19,10 +19,11 @@ import pytest
 import tiny_store
 
 from ngramspec.datastore import format as layout
+from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore.errors import DatastoreCorruptError, DatastoreError
 from ngramspec.datastore.lookup import ROWS, Matcher
 from ngramspec.datastore.reader import Datastore
-from ngramspec.datastore.search import N_SUFFIXES, N_TOKENS, SUFFIXES, TOKENS, WIDTH, occurrences
+from ngramspec.datastore.search import N_SUFFIXES, N_TOKENS, SUFFIXES, TOKENS, WIDTH, find_occurrences
 from ngramspec.datastore.suffix_array import pack_positions
 
 VOCAB = 500
@@ -39,13 +40,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [[token for i in rng.integers(0, 6, 8) for token in phrases[i]] for _ in range(9)]
     manifest = tiny_store.write_store(folder, [documents], VOCAB, dead=[[4]])
     segment = layout.map_segment(folder, manifest.segments[0])
-    vectors = np.ones(5, layout.vector_dtype(3))
+    vectors = np.ones(5, layout.make_vector_dtype(3))
     parts = {name: getattr(segment, name) for name in ("tokens", "suffixes", "docs")}
     entry = layout.write_segment(
         folder, **parts, paths=bytes(segment.paths), vectors=vectors, vocab_size=VOCAB, fingerprint=tiny_store.FINGERPRINT
     )
     (folder / manifest.segments[0].name).unlink()
-    layout.write_manifest(folder, dataclasses.replace(manifest, segments=(dataclasses.replace(entry, dead=(4,)),)))
+    manifests.write_manifest(folder, dataclasses.replace(manifest, segments=(dataclasses.replace(entry, tombstones=(4,)),)))
     for copy in (False, True):
         use(Datastore.open(folder, verify="full", copy=copy), limit_s=240)  # compiles
     return folder
@@ -219,12 +220,17 @@ def forge(folder: Path, change: Callable[[bytearray], None]) -> None:
     for i in range(len(layout.SECTIONS)):
         offset, n_bytes, _ = layout._SECTION.unpack_from(raw, SECTION_TABLE + i * layout._SECTION.size)
         covered = raw[offset : offset + n_bytes + -n_bytes % layout.ALIGNMENT] if offset + n_bytes < 1 << 40 else b""
-        layout._SECTION.pack_into(raw, SECTION_TABLE + i * layout._SECTION.size, offset, n_bytes, layout.digest(bytes(covered)))
+        layout._SECTION.pack_into(raw, SECTION_TABLE + i * layout._SECTION.size, offset, n_bytes, layout.compute_digest(bytes(covered)))
     end = layout.HEADER_BYTES - layout.CHECKSUM_BYTES
-    raw[end : layout.HEADER_BYTES] = layout.digest(bytes(raw[:end]))
+    raw[end : layout.HEADER_BYTES] = layout.compute_digest(bytes(raw[:end]))
     path.write_bytes(raw)
     n_tokens, _, n_docs = struct.unpack_from("<QQQ", raw, 32)
-    told = {"bytes": len(raw), "checksum": layout.digest(bytes(raw[: layout.HEADER_BYTES])).hex(), "tokens": n_tokens, "docs": n_docs}
+    told = {
+        "bytes": len(raw),
+        "checksum": layout.compute_digest(bytes(raw[: layout.HEADER_BYTES])).hex(),
+        "tokens": n_tokens,
+        "docs": n_docs,
+    }
     rewrite_manifest(folder, lambda document: document["segments"][0].update(told))
 
 
@@ -345,7 +351,7 @@ def test_no_read_leaves_the_arrays(tmp_path: Path, vocab_size: int, kind: str, w
     tiny_store.write_store(tmp_path, [[[1, 2, 3]]], vocab_size)
     snapshot = Datastore.open(tmp_path).snapshot
     rng = np.random.default_rng(width)
-    dtype = layout.token_dtype(vocab_size)
+    dtype = layout.choose_token_dtype(vocab_size)
     n = mmap.PAGESIZE // dtype.itemsize
     positions = {
         "anything": rng.integers(0, 1 << 8 * width, mmap.PAGESIZE),
@@ -364,8 +370,8 @@ def test_no_read_leaves_the_arrays(tmp_path: Path, vocab_size: int, kind: str, w
             trees = matcher.propose(slots, contexts, np.full(2, fresh, np.int32))
             assert (trees.tokens == 7).all()
             assert ((trees.place >= 1) & (trees.place < n)).all()
-        assert occurrences(row[None], contexts[1], 5, np.empty(100, np.int64))[0] <= 100
-        assert occurrences(row[None], longest, 64, np.empty(100, np.int64))[0] <= 100
+        assert find_occurrences(row[None], contexts[1], 5, np.empty(100, np.int64))[0] <= 100
+        assert find_occurrences(row[None], longest, 64, np.empty(100, np.int64))[0] <= 100
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict], None]) -> None:
@@ -430,6 +436,6 @@ def test_a_huge_manifest_is_not_read(store: Path) -> None:
         file.truncate(1 << 33)
     with pytest.raises(DatastoreCorruptError, match="at most"):
         Datastore.open(store)
-    lists = b"[" + b"[]," * ((layout.MAX_MANIFEST_BYTES - 4) // 3) + b"0]"
+    lists = b"[" + b"[]," * ((manifests.MAX_MANIFEST_BYTES - 4) // 3) + b"0]"
     (store / layout.MANIFEST).write_bytes(lists)
     refused(store)

@@ -75,7 +75,7 @@ def test_a_translated_tree_has_the_same_texts(encoder: Encoder, line_ends: LineE
     begun = data.draw(st.booleans())
     left = "\r" if begun else ""
     start = np.array([0, n, 2 * n], np.int64)
-    made = line_ends.translate(start, np.tile(tokens, 2), np.tile(parents, 2), np.array([BEGUN if begun else CRLF, LF], np.int8))
+    made = line_ends.translate_trees(start, np.tile(tokens, 2), np.tile(parents, 2), np.array([BEGUN if begun else CRLF, LF], np.int8))
     assert made.tokens[made.start[1] :].tolist() == tokens.tolist()
     assert made.parents[made.start[1] :].tolist() == parents.tolist()
 

@@ -32,7 +32,7 @@ def corpora(draw: st.DrawFn) -> tuple[Corpus, list[list[int]], int]:
     return segments, dead, vocab_size
 
 
-def agreement(text: list[int], p: int, context: list[int], most: int) -> int:
+def count_agreement(text: list[int], p: int, context: list[int], most: int) -> int:
     """How many tokens before p are the last ones of the context."""
     k = 0
     while k < min(p, len(context), most) and text[p - 1 - k] == context[-1 - k]:
@@ -46,7 +46,7 @@ def occurrences(corpus: Corpus, dead: list[list[int]], context: list[int], least
     for segment, gone in zip(corpus, dead, strict=True):
         for number, text in enumerate(segment):
             for p in range(1, len(text)):
-                if number not in gone and (length := agreement(text, p, context, most)) >= least:
+                if number not in gone and (length := count_agreement(text, p, context, most)) >= least:
                     found.append((length, text[p:]))
     return found
 
@@ -97,7 +97,7 @@ def check_places(snapshot: Snapshot, trees: Trees, context: list[int], max_match
         assert text[found.offset] == snapshot.segments[segment].tokens[position]
         start = found.offset - len(path) + 1
         assert tuple(text[start : found.offset + 1]) == path
-        assert agreement(text, start, context, max_match) == trees.match[i]
+        assert count_agreement(text, start, context, max_match) == trees.match[i]
 
 
 @given(corpus=corpora(), context=st.lists(st.integers(0, 2), max_size=12), min_match=st.integers(1, 3), split=st.booleans())

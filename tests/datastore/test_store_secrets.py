@@ -102,7 +102,7 @@ NO_SECRETS = {
 
 def left_out(root: Path) -> tuple[set[str], Skipped]:
     skipped = Skipped()
-    texts = {Path(document.path).name for document in corpus.walk(corpus.sources_of([root]), CorpusOptions(), skipped)}
+    texts = {Path(document.path).name for document in corpus.walk_corpus(corpus.resolve_sources([root]), CorpusOptions(), skipped)}
     return {path.name for path in root.iterdir()} - texts, skipped
 
 
@@ -126,13 +126,13 @@ def test_what_is_no_secret_stays(kind: str, tmp_path: Path) -> None:
 
 def test_every_rule_can_be_matched() -> None:
     """RE2 accepts each of them, and none is passed over without a keyword."""
-    everything = " ".join(keyword for rule in secret_scan.rules() for keyword in rule.keywords)
+    everything = " ".join(keyword for rule in secret_scan.get_rules() for keyword in rule.keywords)
     assert secret_scan.find_secret(everything.encode(), "nuget.config.tf.yaml.php") is None
-    assert len(secret_scan.rules()) > 200
+    assert len(secret_scan.get_rules()) > 200
 
 
 def test_a_hostile_text_takes_linear_time() -> None:
-    keywords = " ".join(keyword for rule in secret_scan.rules() for keyword in rule.keywords)
+    keywords = " ".join(keyword for rule in secret_scan.get_rules() for keyword in rule.keywords)
     for line in (keywords, keywords + "\n" + "key = aaaaaaaaaaaa", "key=" + "a1" * 2000 + keywords, DASHES + "BEGIN A" + keywords):
         data = ((line + "\n") * (500_000 // len(line))).encode()
         started = time.perf_counter()

@@ -19,9 +19,10 @@ from tiny_store import FINGERPRINT, TOKENIZER, segment_arrays, write_store
 from ngramspec.cli import main as cli
 from ngramspec.datastore import Datastore, DatastoreCorruptError
 from ngramspec.datastore import format as stored
+from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore import similar_files as routing
 from ngramspec.datastore.build import build
-from ngramspec.datastore.similar_files import CHUNK, DIM, STRIDE, Router, around, embed, embed_request
+from ngramspec.datastore.similar_files import CHUNK, DIM, STRIDE, SimilarFiles, cut_around, embed_prompt, embed_segment
 from ngramspec.datastore.suffix_array import sort_suffixes
 from ngramspec.datastore.update import merge, prune, update
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
@@ -48,15 +49,15 @@ def routed_store(
     forge: object = None,
     vocab_size: int = VOCAB,
 ) -> list[stored.SegmentEntry]:
-    """A store of these segments after those of `old`, with the records of `embed`, or what `forge(records)` makes of them."""
+    """A store of these segments after those of `old`, with the records of `embed_segment`, or what `forge(records)` makes of them."""
     folder.mkdir(exist_ok=True)
     entries = list(old)
     for documents in segments:
         tokens, docs, paths = segment_arrays(documents, vocab_size)
-        records = embed(tokens, docs["start"].astype(np.int64))
+        records = embed_segment(tokens, docs["start"].astype(np.int64))
         if callable(forge):
             records = forge(records)
-        suffixes = sort_suffixes(tokens, stored.suffix_width(len(tokens)))
+        suffixes = sort_suffixes(tokens, stored.compute_suffix_width(len(tokens)))
         entries.append(
             stored.write_segment(
                 folder,
@@ -70,10 +71,10 @@ def routed_store(
             )
         )
     marks = dead or [()] * len(entries)
-    entries = [dataclasses.replace(entry, dead=tuple(d)) for entry, d in zip(entries, marks, strict=True)]
-    vocabulary = stored.write_vocabulary(folder, np.zeros(vocab_size, np.uint8))
-    tokenizer = stored.write_tokenizer(folder, TOKENIZER)
-    stored.write_manifest(folder, stored.Manifest(generation, "tiny", FINGERPRINT, vocab_size, vocabulary, tokenizer, tuple(entries)))
+    entries = [dataclasses.replace(entry, tombstones=tuple(d)) for entry, d in zip(entries, marks, strict=True)]
+    vocabulary = manifests.write_vocabulary(folder, np.zeros(vocab_size, np.uint8))
+    tokenizer = manifests.write_tokenizer(folder, TOKENIZER)
+    manifests.write_manifest(folder, manifests.Manifest(generation, "tiny", FINGERPRINT, vocab_size, vocabulary, tokenizer, tuple(entries)))
     return entries
 
 
@@ -82,7 +83,7 @@ def routed_store(
 def test_chunks_cover_every_document_and_no_other_text(lengths: list[int], vocab_size: int) -> None:
     documents = [text(i, n, vocab_size) for i, n in enumerate(lengths)]
     tokens, docs, _ = segment_arrays(documents, vocab_size)
-    records = embed(tokens, docs["start"].astype(np.int64))
+    records = embed_segment(tokens, docs["start"].astype(np.int64))
     for i, document in enumerate(documents):
         starts = records["start"][records["doc"] == i]
         covered = np.zeros(len(document), int)
@@ -93,12 +94,12 @@ def test_chunks_cover_every_document_and_no_other_text(lengths: list[int], vocab
         assert len(starts) <= 1 or starts[-2] + CHUNK < len(document), "the last chunk says nothing new"
         for record in records[records["doc"] == i]:
             piece = np.array(document[record["start"] : record["start"] + CHUNK])
-            assert np.allclose(record["vector"], embed_request(piece), atol=2e-3)
+            assert np.allclose(record["vector"], embed_prompt(piece), atol=2e-3)
     assert np.allclose(np.linalg.norm(records["vector"].astype(np.float32), axis=1), 1, atol=5e-3)
 
 
 def test_the_hash_is_what_stores_on_disk_were_made_with() -> None:
-    vector = embed_request(np.array([7, 8, 7], np.int32))
+    vector = embed_prompt(np.array([7, 8, 7], np.int32))
     assert [(i, round(float(vector[i]), 3)) for i in np.flatnonzero(vector).tolist()] == [
         (6, 0.382),
         (31, 0.382),
@@ -111,16 +112,16 @@ def test_the_hash_is_what_stores_on_disk_were_made_with() -> None:
 def test_the_nearest_file_is_last_and_whole(tmp_path: Path) -> None:
     files = [text(i, 700) for i in range(30)]
     routed_store(tmp_path / "s", [files[:20], files[20:]])
-    router = Router([Datastore.open(tmp_path / "s").snapshot])
+    router = SimilarFiles([Datastore.open(tmp_path / "s").snapshot])
     request = np.array(text(999, 300) + files[23][100:500], np.int32)
-    best = router.nearest(request)[0]
+    best = router.find_nearest(request)[0]
     assert (best.segment, best.doc, best.start) == (1, 3, 0)
-    similar = router.similar(request)
+    similar = router.find_similar(request)
     assert similar[-701:].tolist() == [*files[23], -1]
     assert similar.dtype == np.int32
-    assert len(router.similar(request, 300)) == 300
+    assert len(router.find_similar(request, 300)) == 300
     for least in (0.0, 1.1):
-        pieces = router.similar(request, 4096, least).tolist()
+        pieces = router.find_similar(request, 4096, least).tolist()
         assert len(pieces) == (4096 if least == 0 else 0)
         assert pieces.count(-1) == (6 if least == 0 else 0)
 
@@ -131,7 +132,7 @@ def test_similar_is_within_its_budget_and_made_of_live_text(budget: int, seed: i
     router, files, dead = _ROUTERS(seed)
     live = [tuple(f) for i, f in enumerate(files) if i not in dead]
     request = np.array(data.draw(st.sampled_from(files))[: data.draw(st.integers(0, 200))], np.int32)
-    similar = router.similar(request, budget, -1.0).tolist()
+    similar = router.find_similar(request, budget, -1.0).tolist()
     assert len(similar) <= budget
     pieces = [tuple(p) for p in _split(similar)]
     for piece in pieces:
@@ -154,16 +155,16 @@ class _Routers:
     """Stores that all examples of a property share."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[Router, list[list[int]], set[int]]] = {}
+        self.made: dict[int, tuple[SimilarFiles, list[list[int]], set[int]]] = {}
 
-    def __call__(self, seed: int) -> tuple[Router, list[list[int]], set[int]]:
+    def __call__(self, seed: int) -> tuple[SimilarFiles, list[list[int]], set[int]]:
         if seed not in self.made:
             files = [text(100 * seed + i, 120) for i in range(6)]
             dead = set(range(seed))
             with tempfile.TemporaryDirectory() as folder:
                 routed_store(Path(folder) / "s", [files], [sorted(dead)])
                 snapshot = Datastore.open(Path(folder) / "s", copy=True).snapshot
-            self.made[seed] = Router([snapshot]), files, dead
+            self.made[seed] = SimilarFiles([snapshot]), files, dead
         return self.made[seed]
 
 
@@ -174,17 +175,17 @@ def test_a_refresh_indexes_only_what_is_new_and_forgets_what_died(tmp_path: Path
     files = [text(i, 500) for i in range(4)]
     entries = routed_store(tmp_path / "s", [files[:3]])
     store = Datastore.open(tmp_path / "s")
-    router = Router([store.snapshot])
+    router = SimilarFiles([store.snapshot])
     assert router.load() == 3
     request = np.array(files[1][:400], np.int32)
-    assert router.nearest(request)[0].doc == 1
+    assert router.find_nearest(request)[0].doc == 1
     made: list[str] = []
-    real = routing.Index
-    monkeypatch.setattr(routing, "Index", lambda segment: made.append(segment.path.name) or real(segment))
+    real = routing.VectorIndex
+    monkeypatch.setattr(routing, "VectorIndex", lambda segment: made.append(segment.path.name) or real(segment))
     new = routed_store(tmp_path / "s", [[files[1][:450]]], [[1], []], generation=2, old=entries)
     assert store.refresh()
     router.reset([store.snapshot])
-    hits = router.nearest(request)
+    hits = router.find_nearest(request)
     assert {(h.segment, h.doc) for h in hits} == {(0, 0), (0, 2), (1, 0)}
     assert (hits[0].segment, hits[0].doc) == (1, 0)
     assert made == [new[1].name]
@@ -196,11 +197,11 @@ def test_several_stores_compete(tmp_path: Path) -> None:
     routed_store(tmp_path / "b", [files[3:]])
     write_store(tmp_path / "without", [[files[5]]], VOCAB)
     snapshots = [Datastore.open(tmp_path / name).snapshot for name in ("a", "without", "b")]
-    hit = Router(snapshots).nearest(np.array(files[4], np.int32))[0]
+    hit = SimilarFiles(snapshots).find_nearest(np.array(files[4], np.int32))[0]
     assert (hit.snapshot, hit.doc) == (2, 1)
     assert hit.score > 0.99
-    assert len(Router(snapshots[1:2]).similar(np.array(files[5], np.int32))) == 0
-    assert len(Router([]).similar(np.array(files[5], np.int32))) == 0
+    assert len(SimilarFiles(snapshots[1:2]).find_similar(np.array(files[5], np.int32))) == 0
+    assert len(SimilarFiles([]).find_similar(np.array(files[5], np.int32))) == 0
 
 
 def test_stores_that_a_request_may_not_use_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,19 +210,19 @@ def test_stores_that_a_request_may_not_use_are_not_looked_at(tmp_path: Path, mon
     routed_store(tmp_path / "b", [files[3:]])
     snapshots = [Datastore.open(tmp_path / name).snapshot for name in ("a", "b")]
     request, made = np.array(files[4], np.int32), list[str]()
-    real = routing.Index
-    monkeypatch.setattr(routing, "Index", lambda segment: made.append(str(segment.path)) or real(segment))
-    router = Router(snapshots)
-    assert {hit.snapshot for hit in router.nearest(request, stores=0b01)} == {0}
+    real = routing.VectorIndex
+    monkeypatch.setattr(routing, "VectorIndex", lambda segment: made.append(str(segment.path)) or real(segment))
+    router = SimilarFiles(snapshots)
+    assert {hit.snapshot for hit in router.find_nearest(request, stores=0b01)} == {0}
     assert [path.split("/")[-2] for path in made] == ["a"], "not even indexed for it"
-    assert router.nearest(request, stores=0) == []
-    assert len(router.similar(request, stores=0b01)) == 0
-    assert {hit.snapshot for hit in router.nearest(request, stores=0b10)} == {1}
-    assert router.similar(request, stores=0b10)[-301:-1].tolist() == files[4]
+    assert router.find_nearest(request, stores=0) == []
+    assert len(router.find_similar(request, stores=0b01)) == 0
+    assert {hit.snapshot for hit in router.find_nearest(request, stores=0b10)} == {1}
+    assert router.find_similar(request, stores=0b10)[-301:-1].tolist() == files[4]
     made.clear()
-    ready = routing.indices(snapshots)
+    ready = routing.build_indices(snapshots)
     assert len(made) == 2
-    assert Router(snapshots, ready).nearest(request) == router.nearest(request)
+    assert SimilarFiles(snapshots, ready).find_nearest(request) == router.find_nearest(request)
     assert len(made) == 2, "what is ready is not made again"
 
 
@@ -229,15 +230,15 @@ def test_inverted_lists_find_what_a_flat_index_finds(tmp_path: Path, monkeypatch
     files = [text(i, 60) for i in range(900)]
     routed_store(tmp_path / "s", [files], [[5, 17]])
     snapshot = Datastore.open(tmp_path / "s").snapshot
-    flat = Router([snapshot])
+    flat = SimilarFiles([snapshot])
     monkeypatch.setattr(routing, "IVF_FROM", 500)
-    lists, again = Router([snapshot]), Router([snapshot])
+    lists, again = SimilarFiles([snapshot]), SimilarFiles([snapshot])
     for i in range(0, 900, 30):
         request = np.array(files[i], np.int32)
-        best = lists.nearest(request)
-        assert best[0].doc == i == flat.nearest(request)[0].doc
-        assert best == again.nearest(request), "training is deterministic"
-    assert all(hit.doc not in (5, 17) for hit in lists.nearest(np.array(files[5], np.int32)))
+        best = lists.find_nearest(request)
+        assert best[0].doc == i == flat.find_nearest(request)[0].doc
+        assert best == again.find_nearest(request), "training is deterministic"
+    assert all(hit.doc not in (5, 17) for hit in lists.find_nearest(np.array(files[5], np.int32)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -257,14 +258,14 @@ def test_forged_records_are_a_typed_error_or_unhelpful(tmp_path_factory: pytest.
 
     folder = tmp_path_factory.mktemp("forged")
     routed_store(folder, [files], forge=forge, vocab_size=500)
-    router = Router([Datastore.open(folder).snapshot])
-    for hit in router.nearest(np.array(files[3], np.int32)):
+    router = SimilarFiles([Datastore.open(folder).snapshot])
+    for hit in router.find_nearest(np.array(files[3], np.int32)):
         assert np.isfinite(hit.score)
         assert hit.score <= 1.01
         assert hit.doc < 4
         assert hit.start < 300
     for file in files:
-        for piece in _split(router.similar(np.array(file, np.int32), 4096, -1.0).tolist()):
+        for piece in _split(router.find_similar(np.array(file, np.int32), 4096, -1.0).tolist()):
             assert piece in files
 
 
@@ -276,33 +277,33 @@ def test_damaged_documents_and_tokens(tmp_path: Path) -> None:
     offsets = {name: section.offset for name, section in segment.header.sections.items()}
     whole = path.read_bytes()
 
-    def router_of(raw: bytes) -> Router:
+    def router_of(raw: bytes) -> SimilarFiles:
         path.write_bytes(raw)
-        return Router([Datastore.open(tmp_path, copy=True).snapshot])
+        return SimilarFiles([Datastore.open(tmp_path, copy=True).snapshot])
 
     request = np.array(files[0], np.int32)
     tokens = bytearray(whole)
     tokens[offsets["tokens"] + 2 : offsets["tokens"] + 202] = b"\xfe" * 200
-    similar = router_of(bytes(tokens)).similar(request, 4096, -1.0)
+    similar = router_of(bytes(tokens)).find_similar(request, 4096, -1.0)
     assert similar.max() < 500
     docs = bytearray(whole)
     docs[offsets["docs"] : offsets["docs"] + 8] = b"\xff" * 8
     with pytest.raises(DatastoreCorruptError, match="document 0"):
-        router_of(bytes(docs)).similar(request)
+        router_of(bytes(docs)).find_similar(request)
 
 
 def test_vectors_of_another_size_are_another_versions(tmp_path: Path) -> None:
     def other(records: np.ndarray) -> np.ndarray:
-        return np.zeros(len(records), stored.vector_dtype(DIM // 2))
+        return np.zeros(len(records), stored.make_vector_dtype(DIM // 2))
 
     routed_store(tmp_path, [[text(0, 300)]], forge=other)
-    assert Router([Datastore.open(tmp_path).snapshot]).nearest(np.array(text(0, 300), np.int32)) == []
+    assert SimilarFiles([Datastore.open(tmp_path).snapshot]).find_nearest(np.array(text(0, 300), np.int32)) == []
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 3000))
 def test_around_holds_the_chunk_where_there_is_room(n: int, start: int, length: int) -> None:
     document = np.arange(n)
-    piece = around(document, start, length)
+    piece = cut_around(document, start, length)
     assert len(piece) == min(n, length)
     assert (np.diff(piece) == 1).all()
     if start < n and length >= CHUNK:
@@ -313,7 +314,7 @@ def test_threads_are_put_back() -> None:
     import faiss
 
     before = faiss.omp_get_max_threads()
-    with routing.one_thread() as library:
+    with routing.use_one_thread() as library:
         assert library.omp_get_max_threads() == 1
     assert faiss.omp_get_max_threads() == before
 
@@ -323,8 +324,8 @@ def test_nothing_is_read_or_imported_before_the_first_request(tmp_path: Path) ->
     code = (
         "import sys; from ngramspec.datastore import Datastore; store = Datastore.open(sys.argv[1])\n"
         "assert 'ngramspec.datastore.similar_files' not in sys.modules\n"
-        "from ngramspec.datastore.similar_files import Router\n"
-        "router = Router([store.snapshot]); assert 'faiss' not in sys.modules and not router._indices\n"
+        "from ngramspec.datastore.similar_files import SimilarFiles\n"
+        "router = SimilarFiles([store.snapshot]); assert 'faiss' not in sys.modules and not router._indices\n"
         "assert router.load() == 1 and 'faiss' in sys.modules and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], check=True)
@@ -344,10 +345,10 @@ def test_what_is_built_with_a_router_keeps_it(tmp_path: Path) -> None:
     for tidy in (lambda: None, lambda: merge(store), lambda: prune(store, ["b.py"])):
         tidy()
         snapshot = Datastore.open(store, verify="full").snapshot
-        router = Router([snapshot])
-        assert np.array_equal(router.similar(wanted[-300:], len(wanted) + 1), np.append(wanted, -1))
+        router = SimilarFiles([snapshot])
+        assert np.array_equal(router.find_similar(wanted[-300:], len(wanted) + 1), np.append(wanted, -1))
         live = {(d.segment, d.number) for d in snapshot.documents()}
-        assert {(h.segment, h.doc) for h in router.nearest(wanted, 1000)} == live
+        assert {(h.segment, h.doc) for h in router.find_nearest(wanted, 1000)} == live
     build([tmp_path / "src"], store, backend, "bytes")
     assert Datastore.open(store).info()["vectors"] == 0
 

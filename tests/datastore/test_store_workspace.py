@@ -18,11 +18,11 @@ import tiny
 from ngramspec.child_process import ChildEndedError, ChildProcess
 from ngramspec.datastore import CorpusError, Datastore, corpus, indexer_process, workspace
 from ngramspec.datastore.build import build
-from ngramspec.datastore.commit import writing
-from ngramspec.datastore.tokens import canonical, fingerprint
+from ngramspec.datastore.commit import lock_for_writing
+from ngramspec.datastore.tokens import compute_fingerprint, to_canonical_json
 
 BACKEND = tiny.byte_tokenizer().backend_tokenizer
-PRINT = fingerprint(BACKEND)
+PRINT = compute_fingerprint(BACKEND)
 WAIT_S = 300
 
 
@@ -55,8 +55,8 @@ def documents(store: str) -> set[str]:
 class Indexer:
     """An indexer's process, and what it reports."""
 
-    def __init__(self, kept: workspace.Kept, stage: Any) -> None:
-        job = indexer_process.Job(kept, stage, canonical(BACKEND), "bytes", "test")
+    def __init__(self, kept: workspace.StoreSpec, stage: Any) -> None:
+        job = indexer_process.Job(kept, stage, to_canonical_json(BACKEND), "bytes", "test")
         packages = "ngramspec", "numpy", "tokenizers"
         self.child = ChildProcess("ngramspec.datastore.indexer_process", packages, job.to_message(), use_site=True, log_errors=True)
 
@@ -76,7 +76,7 @@ class Indexer:
 def start() -> Iterator[Callable[..., Indexer]]:
     started: list[Indexer] = []
 
-    def begin(kept: workspace.Kept, stage: str) -> Indexer:
+    def begin(kept: workspace.StoreSpec, stage: str) -> Indexer:
         started.append(Indexer(kept, stage))
         return started[-1]
 
@@ -89,11 +89,14 @@ def start() -> Iterator[Callable[..., Indexer]]:
 
 
 def test_a_store_per_tree_tokenizer_and_place(tree: Path, tmp_path: Path) -> None:
-    kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
-    assert kept == workspace.tree(str(tree), tmp_path / "cache", PRINT)
-    others = [workspace.tree(str(tmp_path), tmp_path / "cache", PRINT), workspace.tree(str(tree), tmp_path / "cache", "another")]
-    assert len({each.store for each in [kept, *others]}) == 3
-    assert Path(kept.store).is_relative_to(tmp_path / "cache")
+    kept = workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT)
+    assert kept == workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT)
+    others = [
+        workspace.describe_workspace(str(tmp_path), tmp_path / "cache", PRINT),
+        workspace.describe_workspace(str(tree), tmp_path / "cache", "another"),
+    ]
+    assert len({each.folder for each in [kept, *others]}) == 3
+    assert Path(kept.folder).is_relative_to(tmp_path / "cache")
 
 
 def test_ignored_files_and_environments_are_no_part_of_a_tree(tree: Path) -> None:
@@ -127,16 +130,16 @@ def test_submodules_are_part_of_a_tree(tree: Path, tmp_path: Path) -> None:
     git(tmp_path / "outer", "commit", "-qam", "2")
     git(tree, "init", "-q")
     git(tree, "submodule", "add", "-q", str(tmp_path / "outer"), "outer")
-    before = set(corpus.listed(str(tree), workspace.options_of(str(tree))))
+    before = set(corpus.list_names(str(tree), workspace.get_workspace_options(str(tree))))
     assert {f"{n}.py" for n in range(5)} | {"outer/outer.py"} <= before
     assert "outer/deps/inner/inner.py" not in before, "it is not checked out"
     git(tree, "submodule", "update", "-q", "--init", "--recursive")
     (tree / "outer" / "saved.py").write_text("saved = 1\n")
     (tree / "outer" / "ignored.py").write_text("ignored = 1\n")
     (tree / "link").symlink_to(tmp_path / "outer")
-    found = set(corpus.listed(str(tree), workspace.options_of(str(tree))))
+    found = set(corpus.list_names(str(tree), workspace.get_workspace_options(str(tree))))
     assert found - before - {"link"} == {"outer/deps/inner/inner.py", "outer/saved.py"}
-    files = corpus.find(corpus.sources_of([str(tree)]), workspace.options_of(str(tree)), corpus.Skipped())
+    files = corpus.find_files(corpus.resolve_sources([str(tree)]), workspace.get_workspace_options(str(tree)), corpus.Skipped())
     assert sum(file.relative.startswith("outer/") and file.relative.endswith(".py") for file in files) == 3
     assert not any(file.relative.startswith("link") for file in files)
 
@@ -144,30 +147,30 @@ def test_submodules_are_part_of_a_tree(tree: Path, tmp_path: Path) -> None:
 def test_stores_of_trees_that_are_long_gone_are_deleted(tree: Path, tmp_path: Path) -> None:
     cache, other = tmp_path / "cache", tmp_path / "other"
     shutil.copytree(tree, other)
-    kept = [workspace.tree(str(folder), cache, PRINT) for folder in (tree, other)]
+    kept = [workspace.describe_workspace(str(folder), cache, PRINT) for folder in (tree, other)]
     for each in kept:
-        build(each.paths, Path(each.store), BACKEND, "bytes", options=each.options)
+        build(each.paths, Path(each.folder), BACKEND, "bytes", options=each.options)
     (cache / "trees" / "no-store").mkdir()
-    assert workspace.clear(cache) == []
+    assert workspace.delete_unused_stores(cache) == []
     tree.rename(tmp_path / "away")
-    (said,) = workspace.clear(cache)
+    (said,) = workspace.delete_unused_stores(cache)
     assert f"{tree} is gone" in said
-    assert workspace.clear(cache) == [], "it is said once"
-    mark = Path(f"{kept[0].store}.gone")
+    assert workspace.delete_unused_stores(cache) == [], "it is said once"
+    mark = Path(f"{kept[0].folder}.gone")
     old = time.time() - 31 * 86_400
     os.utime(mark, (old, old))
     (tmp_path / "away").rename(tree)
-    assert workspace.clear(cache) == [], "it is back"
+    assert workspace.delete_unused_stores(cache) == [], "it is back"
     assert not mark.exists()
     tree.rename(tmp_path / "away")
-    workspace.clear(cache)
+    workspace.delete_unused_stores(cache)
     os.utime(mark, (old, old))
-    with writing(Path(kept[0].store)):
-        assert workspace.clear(cache) == [], "somebody writes it"
-    assert documents(kept[0].store)
-    (said,) = workspace.clear(cache)
+    with lock_for_writing(Path(kept[0].folder)):
+        assert workspace.delete_unused_stores(cache) == [], "somebody writes it"
+    assert documents(kept[0].folder)
+    (said,) = workspace.delete_unused_stores(cache)
     assert "is deleted" in said
-    assert sorted(path.name for path in (cache / "trees").iterdir()) == sorted(["no-store", Path(kept[1].store).name])
+    assert sorted(path.name for path in (cache / "trees").iterdir()) == sorted(["no-store", Path(kept[1].folder).name])
 
 
 def test_stores_of_packages_that_no_tree_has_are_deleted(tmp_path: Path) -> None:
@@ -175,19 +178,19 @@ def test_stores_of_packages_that_no_tree_has_are_deleted(tmp_path: Path) -> None
     cache, kept = tmp_path / "cache", []
     for name in ("old", "new"):
         environment(tmp_path / name / ".venv", f"{name}-1.0")
-        found = workspace.installed(str(tmp_path / name), cache, PRINT)
+        found = workspace.describe_packages(str(tmp_path / name), cache, PRINT)
         assert found is not None
         kept.append(found)
         build_here(found)
         workspace.mark_used(found)
     long_ago = time.time() - 31 * 86_400
     for each in kept:
-        os.utime(f"{each.store}.used", (long_ago, long_ago))
+        os.utime(f"{each.folder}.used", (long_ago, long_ago))
     workspace.mark_used(kept[1])
-    (said,) = workspace.clear(cache)
-    assert kept[0].store in said
-    assert sorted(path.name for path in (cache / "packages").iterdir()) == [Path(kept[1].store).name, f"{Path(kept[1].store).name}.used"]
-    assert workspace.clear(cache) == []
+    (said,) = workspace.delete_unused_stores(cache)
+    assert kept[0].folder in said
+    assert sorted(path.name for path in (cache / "packages").iterdir()) == [Path(kept[1].folder).name, f"{Path(kept[1].folder).name}.used"]
+    assert workspace.delete_unused_stores(cache) == []
 
 
 def test_too_large_a_tree_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,24 +205,24 @@ def test_too_large_a_tree_is_counted(tree: Path, monkeypatch: pytest.MonkeyPatch
 def test_packages_are_one_store_for_all_trees_with_the_same_files(tmp_path: Path) -> None:
     for name, packages in (("a", ["one-1.0", "two-2.0"]), ("b", ["two-2.0", "one-1.0"]), ("c", ["one-1.1", "two-2.0"])):
         environment(tmp_path / name / ".venv", *packages)
-    a, b, c = (workspace.installed(str(tmp_path / name), tmp_path / "cache", PRINT) for name in "abc")
+    a, b, c = (workspace.describe_packages(str(tmp_path / name), tmp_path / "cache", PRINT) for name in "abc")
     assert a is not None
     assert b is not None
     assert c is not None
-    assert a.store == b.store != c.store
+    assert a.folder == b.folder != c.folder
     assert not a.follow
-    other = workspace.installed(str(tmp_path / "a"), tmp_path / "cache", "another tokenizer")
+    other = workspace.describe_packages(str(tmp_path / "a"), tmp_path / "cache", "another tokenizer")
     assert other is not None
-    assert other.store != a.store
+    assert other.folder != a.folder
 
 
 SITE = Path(".venv/lib/python3.11/site-packages")
 
 
-def build_here(kept: workspace.Kept) -> indexer_process.Report:
+def build_here(kept: workspace.StoreSpec) -> indexer_process.Report:
     """What a keeper's process tells last of building a store, in this process."""
     told: list[indexer_process.Report] = []
-    indexer_process.bring_up_to_date(indexer_process.Job(kept, "build", canonical(BACKEND), "bytes", "test"), told.append)
+    indexer_process.bring_up_to_date(indexer_process.Job(kept, "build", to_canonical_json(BACKEND), "bytes", "test"), told.append)
     return told[-1]
 
 
@@ -240,13 +243,13 @@ def test_a_tree_cannot_pass_its_files_off_as_a_package(tmp_path: Path, changed: 
         file.with_name("more.py").write_text("import os\n")
     else:
         file.unlink()
-    hostile, mine = (workspace.installed(str(tmp_path / name), tmp_path / "cache", PRINT) for name in ("hostile", "mine"))
+    hostile, mine = (workspace.describe_packages(str(tmp_path / name), tmp_path / "cache", PRINT) for name in ("hostile", "mine"))
     assert hostile is not None
     assert mine is not None
-    assert hostile.store != mine.store
+    assert hostile.folder != mine.folder
     assert build_here(hostile)[0] == build_here(mine)[0] == "done"
-    assert documents(mine.store) == {"fake.py", "other.py"}
-    with Datastore.open(mine.store) as store:
+    assert documents(mine.folder) == {"fake.py", "other.py"}
+    with Datastore.open(mine.folder) as store:
         (fake,) = [document for document in store.snapshot.documents() if document.path.endswith("fake.py")]
         text = bytes(store.snapshot.text_tokens(fake.segment, fake.number).astype(np.uint8)).decode()
     assert text == (tmp_path / "mine" / SITE / "fake.py").read_text()
@@ -255,19 +258,19 @@ def test_a_tree_cannot_pass_its_files_off_as_a_package(tmp_path: Path, changed: 
 def test_files_that_change_after_they_were_looked_at_are_in_no_store(tmp_path: Path) -> None:
     """A store is named by what its files held: others would draft from what took their place."""
     environment(tmp_path / "mine" / ".venv", "fake-1.0")
-    kept = workspace.installed(str(tmp_path / "mine"), tmp_path / "cache", PRINT)
+    kept = workspace.describe_packages(str(tmp_path / "mine"), tmp_path / "cache", PRINT)
     assert kept is not None
     before = (tmp_path / "mine" / SITE / "fake.py").read_text()
     (tmp_path / "mine" / SITE / "fake.py").write_text("import os\n")
     kind, problem = build_here(kept)
     assert (kind, problem["final"]) == ("problem", True)
     assert "changed while they were read" in problem["text"]
-    assert not (Path(kept.store) / "MANIFEST").exists()
+    assert not (Path(kept.folder) / "MANIFEST").exists()
     (tmp_path / "mine" / SITE / "fake.py").write_text(before)
     assert build_here(kept)[0] == "done"
     (tmp_path / "mine" / SITE / "fake.py").write_text("import os\n")
     assert not build_here(kept)[1]["committed"], "what is there stays what it is called by"
-    assert documents(kept.store) == {"fake.py"}
+    assert documents(kept.folder) == {"fake.py"}
 
 
 def test_packages_never_leave_the_trees_environment(tmp_path: Path) -> None:
@@ -290,11 +293,11 @@ def test_packages_never_leave_the_trees_environment(tmp_path: Path) -> None:
     (site / "one-1.0.dist-info" / "top_level.txt").symlink_to("/dev/zero")
     os.mkfifo(site / "pipe.py")
     os.mkfifo(site / "one-1.0.dist-info" / "METADATA")
-    kept = workspace.installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT)
+    kept = workspace.describe_packages(str(tmp_path / "tree"), tmp_path / "cache", PRINT)
     assert kept is not None
     assert kept.paths == (str(site),)
     _, done = build_here(kept)
-    assert documents(kept.store) == {"one.py"}
+    assert documents(kept.folder) == {"one.py"}
     assert (done["skipped"]["link"], done["skipped"]["not a regular file"]) == (5, 1)
 
 
@@ -302,11 +305,11 @@ def test_packages_never_leave_the_trees_environment(tmp_path: Path) -> None:
 def test_an_environment_behind_a_link_is_not_the_trees_own(tmp_path: Path, linked: str) -> None:
     environment(tmp_path / "elsewhere" / ".venv", "private-1.0")
     environment(tmp_path / "tree" / ".venv", "one-1.0")
-    assert workspace.installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT) is not None
+    assert workspace.describe_packages(str(tmp_path / "tree"), tmp_path / "cache", PRINT) is not None
     place = tmp_path / "tree" / linked
     place.rename(tmp_path / "moved")
     place.symlink_to(tmp_path / "elsewhere" / linked)
-    assert workspace.installed(str(tmp_path / "tree"), tmp_path / "cache", PRINT) is None
+    assert workspace.describe_packages(str(tmp_path / "tree"), tmp_path / "cache", PRINT) is None
 
 
 @pytest.mark.parametrize("hostile", ["nested", "long", "zero", "pipe", "folder", "outside", "absolute"])
@@ -327,40 +330,40 @@ def test_a_hostile_pyproject_is_passed_over(tmp_path: Path, hostile: str) -> Non
         file.mkdir()
     else:
         file.write_text(f"[tool.pyright]\nvenvPath = '{'../envs' if hostile == 'outside' else tmp_path / 'envs'}'\nvenv = 'mine'\n")
-    assert workspace.environment_of(tree) is None
-    assert workspace.installed(str(tree), tmp_path / "cache", PRINT) is None
+    assert workspace.find_environment(tree) is None
+    assert workspace.describe_packages(str(tree), tmp_path / "cache", PRINT) is None
 
 
 def test_where_an_environment_is_found(tree: Path, tmp_path: Path) -> None:
-    assert workspace.environment_of(tree) is None
-    assert workspace.installed(str(tree), tmp_path, PRINT) is None
+    assert workspace.find_environment(tree) is None
+    assert workspace.describe_packages(str(tree), tmp_path, PRINT) is None
     made = environment(tree / "envs" / "mine", "one-1.0")
     for text in ("[tool.pyright]\nvenvPath = 3", "[tool.pyright]\nvenv = 'absent'", "[tool", "tool = 3", "[tool]\npyright = 3", "\x00"):
         (tree / "pyproject.toml").write_text(text)
-        assert workspace.environment_of(tree) is None, text
+        assert workspace.find_environment(tree) is None, text
     (tree / "pyproject.toml").write_text("[tool.pyright]\nvenvPath = './envs'\nvenv = 'mine'\n")
-    assert workspace.environment_of(tree) == made
+    assert workspace.find_environment(tree) == made
     (tree / "venv").mkdir()
-    assert workspace.environment_of(tree) == made, "a folder of that name alone is no environment"
+    assert workspace.find_environment(tree) == made, "a folder of that name alone is no environment"
     (tree / "venv" / "conda-meta").mkdir()
-    assert workspace.environment_of(tree) == tree / "venv"
-    assert workspace.environment_of(tree.parent) is None
-    assert workspace.environment_of(environment(tree / ".venv").parent) == tree / ".venv"
-    assert workspace.installed(str(tree), tmp_path, PRINT) is None, "it holds no package"
+    assert workspace.find_environment(tree) == tree / "venv"
+    assert workspace.find_environment(tree.parent) is None
+    assert workspace.find_environment(environment(tree / ".venv").parent) == tree / ".venv"
+    assert workspace.describe_packages(str(tree), tmp_path, PRINT) is None, "it holds no package"
 
 
 # ------------------------------------------------------------------ the process
 
 
 def test_built_followed_and_gone(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
-    kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
+    kept = workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT)
     assert start(kept, "build").told("done")["files"] == 5
     assert (tmp_path / "cache" / "trees").stat().st_mode & 0o077 == 0, "it holds text of the tree"
     following = start(kept, "follow")
     following.told("following")
     (tree / "new.py").write_text("new = 1\n")
     assert following.told("done")["added"] == 1
-    assert "new.py" in documents(kept.store)
+    assert "new.py" in documents(kept.folder)
     tree.rename(tmp_path / "moved")
     with pytest.raises(ChildEndedError) as ended:  # the tree is gone: who started it decides
         following.told("end")
@@ -372,9 +375,9 @@ def test_built_followed_and_gone(tree: Path, tmp_path: Path, start: Callable[...
 
 
 def test_two_servers_on_a_tree(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
-    kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
+    kept = workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT)
     start(kept, "build").told("done")
-    with writing(Path(kept.store)):
+    with lock_for_writing(Path(kept.folder)):
         other = start(kept, "build")
         assert other.told("problem")["waits"]
     assert not other.told("done")["committed"], "there is nothing left to do"
@@ -382,17 +385,17 @@ def test_two_servers_on_a_tree(tree: Path, tmp_path: Path, start: Callable[..., 
 
 @pytest.mark.parametrize("damage", ["MANIFEST", "tokenizer"])
 def test_a_damaged_store_is_built_anew(tree: Path, tmp_path: Path, start: Callable[..., Indexer], damage: str) -> None:
-    kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
+    kept = workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT)
     start(kept, "build").told("done")
-    (path,) = (each for each in Path(kept.store).iterdir() if each.name.startswith(damage))
+    (path,) = (each for each in Path(kept.folder).iterdir() if each.name.startswith(damage))
     path.write_bytes(b"{}")
     assert start(kept, "build").told("done")["added"] == 5
-    Datastore.open(kept.store, verify="full").close()
+    Datastore.open(kept.folder, verify="full").close()
 
 
 def test_a_tree_without_text_is_waited_for(tmp_path: Path, start: Callable[..., Indexer]) -> None:
     (tmp_path / "tree").mkdir()
-    waiting = start(workspace.tree(str(tmp_path / "tree"), tmp_path / "cache", PRINT), "build")
+    waiting = start(workspace.describe_workspace(str(tmp_path / "tree"), tmp_path / "cache", PRINT), "build")
     assert "there is no text" in waiting.told("problem")["text"]
     (tmp_path / "tree" / "first.py").write_text("first = 1\n")
     assert waiting.told("done")["files"] == 1
@@ -401,11 +404,11 @@ def test_a_tree_without_text_is_waited_for(tmp_path: Path, start: Callable[..., 
 def test_an_interrupted_build_leaves_nothing_and_is_begun_again(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
     for n in range(3000):
         (tree / f"more{n}.py").write_text(f"x = {n}\n" * 50)
-    kept = workspace.tree(str(tree), tmp_path / "cache", PRINT)
+    kept = workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT)
     first = start(kept, "build")
     assert first.told("progress")["stage"] in ("looking", "reading", "sorting")
     assert first.end() == 0
-    assert not Path(kept.store).exists()
+    assert not Path(kept.folder).exists()
     assert start(kept, "build").told("done")["files"] == 3005
 
 
@@ -419,17 +422,17 @@ def test_a_file_that_cannot_be_read_is_named(tree: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(corpus, "open_beneath", locked)
     told: list[indexer_process.Report] = []
-    kept = workspace.tree(str(tree), tree.parent / "cache", PRINT)
-    indexer_process.bring_up_to_date(indexer_process.Job(kept, "build", canonical(BACKEND), "bytes", "test"), told.append)
+    kept = workspace.describe_workspace(str(tree), tree.parent / "cache", PRINT)
+    indexer_process.bring_up_to_date(indexer_process.Job(kept, "build", to_canonical_json(BACKEND), "bytes", "test"), told.append)
     kind, facts = told[-1]
     assert (kind, facts["files"]) == ("done", 4)
     assert facts["named"] == [(f"{tree}/0.py", "Permission denied")]
 
 
 def test_too_large_a_tree_is_told_by_the_process(tree: Path, tmp_path: Path, start: Callable[..., Indexer]) -> None:
-    waiting = start(workspace.tree(str(tree), tmp_path / "cache", PRINT, max_files=5), "build")
+    waiting = start(workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT, max_files=5), "build")
     assert waiting.told("done")["files"] == 5
-    waiting = start(workspace.tree(str(tree), tmp_path / "cache", PRINT, max_files=4), "build")
+    waiting = start(workspace.describe_workspace(str(tree), tmp_path / "cache", PRINT, max_files=4), "build")
     assert "a tree may have 4; name a folder within it" in waiting.told("problem")["text"]
 
 
@@ -437,8 +440,8 @@ def test_files_that_cannot_be_watched_are_looked_through(tree: Path, monkeypatch
     from ngramspec.datastore import watch
 
     told: list[indexer_process.Report] = []
-    kept = workspace.tree(str(tree), tree.parent / "cache", PRINT)
-    job = indexer_process.Job(kept, "follow", canonical(BACKEND), "bytes", "test")
+    kept = workspace.describe_workspace(str(tree), tree.parent / "cache", PRINT)
+    job = indexer_process.Job(kept, "follow", to_canonical_json(BACKEND), "bytes", "test")
     indexer_process.bring_up_to_date(job, told.append)
     monkeypatch.setattr(indexer_process, "POLL_S", 0.05)
     monkeypatch.setattr(watch.watchfiles, "watch", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "no space left for watches")))

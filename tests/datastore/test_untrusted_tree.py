@@ -237,7 +237,7 @@ def test_nothing_of_a_tree_is_run_when_a_server_is_started_in_it(
 
 def documents(root: Path, **options: Any) -> tuple[set[str], Skipped]:
     skipped = Skipped()
-    return {each.text for each in corpus.walk(corpus.sources_of([root]), CorpusOptions(**options), skipped)}, skipped
+    return {each.text for each in corpus.walk_corpus(corpus.resolve_sources([root]), CorpusOptions(**options), skipped)}, skipped
 
 
 @needs_git
@@ -249,7 +249,7 @@ def test_a_folder_of_tracked_files_that_becomes_a_link(tmp_path: Path, untracked
     git(tree, "init", "-q")
     git(tree, "add", ".")
     assert documents(tree, untracked=untracked)[0] == {"a\n", "inside\n", "deep\n"}
-    found = corpus.find(corpus.sources_of([tree]), CorpusOptions(), Skipped())
+    found = corpus.find_files(corpus.resolve_sources([tree]), CorpusOptions(), Skipped())
     for name in ("d", "e"):
         shutil.rmtree(tree / name)
         (tree / name).symlink_to(tmp_path / "outside")
@@ -257,7 +257,7 @@ def test_a_folder_of_tracked_files_that_becomes_a_link(tmp_path: Path, untracked
     assert expected == {"a\n"}
     assert skipped.counts[file_filters.LINK] >= 2
     late = Skipped()
-    assert {each.text for file in found for each in corpus.read(file, CorpusOptions(), late)} == {"a\n"}, "it was listed before"
+    assert {each.text for file in found for each in corpus.read_documents(file, CorpusOptions(), late)} == {"a\n"}, "it was listed before"
     assert len(late.named) == 2
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import Server, tiny_engine
 
 from ngramspec.datastore.build import build
-from ngramspec.datastore.commit import writing
+from ngramspec.datastore.commit import lock_for_writing
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.settings import Key, ServerSettings
 
@@ -111,7 +111,7 @@ def test_what_is_no_datastore_of_this_model(client: httpx.Client, store: Path, t
 
 def test_a_store_that_somebody_else_writes(client: httpx.Client, store: Path) -> None:
     put(client, "code", store)
-    with writing(store):
+    with lock_for_writing(store):
         busy = client.post("/admin/datastores/code/update")
     assert (busy.status_code, busy.json()["error"]["code"]) == (409, "datastore_locked")
     assert client.post("/admin/datastores/code/update").status_code == 200

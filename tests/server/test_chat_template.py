@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.datastore.tokens import plain
+from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.server.chat_template import Prompts
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.tool_calls.tool_prompt import Turn
@@ -33,7 +33,7 @@ class Tokenizing:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None = CHATML) -> None:
         self.tokenizer = tokenizer
         tokenizer.chat_template = template
-        self._plain, self._control = plain(tokenizer.backend_tokenizer, len(tokenizer))
+        self._plain, self._control = make_plain_tokenizer(tokenizer.backend_tokenizer, len(tokenizer))
 
     def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]:
         if parse_special:

@@ -17,7 +17,7 @@ from scripted import reciting_engine
 from templates import TEMPLATES, Template
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.datastore.tokens import plain
+from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.chat_template import Prompts
 from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat
@@ -46,7 +46,7 @@ class Tokenizing:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        self._plain, self._control = plain(tokenizer.backend_tokenizer, len(tokenizer))
+        self._plain, self._control = make_plain_tokenizer(tokenizer.backend_tokenizer, len(tokenizer))
 
     def encode_text(self, text: str) -> list[int]:
         return [token for token in self._plain.encode(text, add_special_tokens=False).ids if not self._control[token]]

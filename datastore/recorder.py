@@ -1,0 +1,71 @@
+"""What a call that writes to a store records while it runs: where it stands, what was left out, and the seconds of each stage.
+
+Counts enter from the writing code; a `Progress` goes to the caller's callback as it changes, a `Summary` leaves at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from .listing import Skipped
+from .manifest import Manifest
+from .progress import Progress, ProgressCallback, Summary, ignore_progress
+
+
+class Recorder:
+    """The record of one call. `seconds` may be added to from several threads, each for stages of its own."""
+
+    def __init__(self, on_progress: ProgressCallback = ignore_progress) -> None:
+        self.progress = Progress()
+        self.skipped = Skipped()
+        self.seconds: dict[str, float] = {}
+        self._on_progress = on_progress
+        self._started_s = time.perf_counter()
+
+    def report(self, stage: str | None = None) -> None:
+        """Hand the progress to the callback, in another stage if one is given."""
+        self.progress.stage = stage or self.progress.stage
+        self._on_progress(self.progress)
+
+    def start_reading(self, n_files: int, n_bytes: int) -> None:
+        self.progress.start_reading(n_files, n_bytes)
+        self.report()
+
+    def count_read(self, n_files: int, n_bytes: int, n_tokens: int = 0) -> None:
+        self.progress.count_read(n_files, n_bytes)
+        self.progress.tokens += n_tokens
+        self.report()
+
+    @contextlib.contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Add the seconds that the `with` block takes to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    def summarize(self, manifest: Manifest, **changes: Any) -> Summary:
+        """Return what stands after the call, with `changes`, the fields of a Summary that say what the call did."""
+        self.seconds["total"] = time.perf_counter() - self._started_s
+        return replace(summarize_manifest(manifest, self.skipped), seconds=self.seconds, mb=self.progress.bytes / 1e6, **changes)
+
+
+def summarize_manifest(manifest: Manifest, skipped: Skipped | None = None) -> Summary:
+    """Return what a generation holds, and what was left out of it."""
+    skipped = skipped or Skipped()
+    return Summary(
+        generation=manifest.generation,
+        committed=True,
+        files=sum(entry.docs - len(entry.tombstones) for entry in manifest.segments),
+        tokens=sum(entry.tokens - entry.docs - 1 for entry in manifest.segments),
+        segments=len(manifest.segments),
+        bytes=manifest.n_bytes,
+        skipped=skipped.counts,
+        secrets=skipped.secrets,
+        named=skipped.named,
+    )
