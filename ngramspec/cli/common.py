@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ngramspec.engine.llm_engine import Engine
 
 
-LINE_S = 10.0
-"""Seconds between two lines about the same stage of something that takes long, where there is no terminal."""
+LINE_S = 10.0  # seconds between two lines about the same stage of something that takes long, where there is no terminal
 
 
 class BadInputError(Exception):
@@ -52,7 +51,7 @@ _EXTRAS = {
 
 
 def missing_packages(error: Exception) -> MissingPackagesError | None:
-    """What to tell of a module that was not found because it belongs to an extra; None for any other error."""
+    """Return what to tell of a module that was not found because it belongs to an extra; None for any other error."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     package = error.name.split(".")[0]
@@ -63,17 +62,17 @@ def missing_packages(error: Exception) -> MissingPackagesError | None:
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    """An option of a command, under a heading of its `--help`."""
+    """Return an option of a command, under a heading of its `--help`."""
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def to_printable(text: object) -> str:
-    """A text for a terminal: control characters, lone surrogates and what else is invisible as escapes, such as \\x1b."""
+    """Return a text for a terminal: control characters, lone surrogates and what else is invisible as escapes, such as \\x1b."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in words: `45 s`, `12 min`, `3.5 h`."""
+    """Return seconds in words: `45 s`, `12 min`, `3.5 h`."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
@@ -105,7 +104,7 @@ def check_text(value: Any, what: str) -> None:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The text of PROMPT, of --file, or of standard input. Raises BadInputError."""
+    """Return the text of PROMPT, of --file, or of standard input. Raises BadInputError."""
     if prompt is not None and file is not None:
         raise BadInputError("give either a PROMPT or --file, not both")
     if file is not None:
@@ -123,7 +122,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_file(file: Path | None, what: str) -> str:
-    """The text of a file, or of standard input. `what` it is called in errors. Raises BadInputError."""
+    """Return the text of a file, or of standard input. `what` it is called in errors. Raises BadInputError."""
     try:
         return (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode()
     except OSError as error:
@@ -133,7 +132,7 @@ def read_file(file: Path | None, what: str) -> str:
 
 
 def parse_size(text: str | None, option: str) -> int | None:
-    """Bytes of a size such as 800M, 4G or 123456; None of None. Raises BadInputError, which names the option."""
+    """Return bytes of a size such as 800M, 4G or 123456; None of None. Raises BadInputError, which names the option."""
     if text is None:
         return None
     number = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -148,7 +147,7 @@ def parse_size(text: str | None, option: str) -> int | None:
 
 
 def open_store(folder: Path | str) -> Datastore:
-    """The datastore of a --datastore, opened before a model is loaded, so that a wrong one is told at once. Raises BadInputError."""
+    """Open the datastore of a --datastore, before a model is loaded, so that a wrong one is reported at once. Raises BadInputError."""
     from ngramspec.datastore.errors import DatastoreError
     from ngramspec.datastore.reader import Datastore
 
@@ -182,7 +181,7 @@ def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False
 
 
 def make_console(*, stderr: bool = False, **more: Any) -> Console:
-    """A console that does not colour numbers, and takes 200 columns where there is no terminal."""
+    """Return a console that does not colour numbers, and takes 200 columns if there is no terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

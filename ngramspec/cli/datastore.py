@@ -304,7 +304,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def load_tokenizer_backend(name: str | None) -> Any:
-    """The `tokenizers.Tokenizer` of a model, which takes seconds to import and load; None where none is named."""
+    """Return the `tokenizers.Tokenizer` of a model, which takes seconds to import and load; None if none is named."""
     if name is None:
         return None
     from ngramspec.models.loader import load_tokenizer

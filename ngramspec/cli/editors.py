@@ -46,22 +46,22 @@ ZED = Template("""{
   }
 }""")
 
+# What each is given, by where it goes
 EDITORS = {
     "llama.vim, before it loads": LLAMA_VIM,
     "llama.vscode, in settings.json": LLAMA_VSCODE,
     "Continue, in ~/.continue/config.yaml": CONTINUE,
     "Zed, in settings.json": ZED,
 }
-"""What each is given, by where it goes."""
 
 
 def make_address(url: str, name: str) -> str:
-    """That of a working tree of a server."""
+    """Return the address of a working tree of a server."""
     return f"{url}/repo/{quote(name, safe='')}"
 
 
 def format_settings(url: str, model: str, repositories: Iterable[str], *, infill: bool, keys: bool) -> str:
-    """What the four editors are given. `repositories`: the names of the server's working trees. Several have an address each."""
+    """Return what the four editors are given. `repositories`: the names of the server's working trees. Several have an address each."""
     names = list(repositories)
     several = len(names) > 1
     text = [] if infill else [f"{model} was not trained to fill in the middle: completion at the cursor needs a model that was.", ""]

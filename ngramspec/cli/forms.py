@@ -11,7 +11,7 @@ from ngramspec.grammar.base import Grammar
 
 
 def make_grammar(grammar: str | None, json_schema: str | None) -> Grammar | None:
-    """What --grammar or --json-schema say; None of neither. Raises BadInputError, which names the option."""
+    """Return what --grammar or --json-schema say; None of neither. Raises BadInputError, which names the option."""
     if grammar is not None and json_schema is not None:
         raise BadInputError("give either --grammar or --json-schema, not both: a text has one form")
     if json_schema is not None:

@@ -21,6 +21,7 @@ from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_pa
 
 INTERRUPTED = 130
 
+# Name → module of this package and what it has there: a function, or a Typer application of commands
 _COMMANDS = {
     "beam": "beam_search:beam",
     "build-datastore": "datastore:build_datastore",
@@ -29,7 +30,6 @@ _COMMANDS = {
     "complete": "complete:complete",
     "datastore": "datastore:app",
 }
-"""Name → module of this package and what it has there: a function, or a Typer application of commands."""
 
 
 class _Commands(UserDict[str, Any]):

@@ -1,4 +1,4 @@
-"""`ngramspec plan`: numbers or the document of a run enter, a table (or JSON) of what speculation is worth leaves. See `planner`."""
+"""`ngramspec plan`: numbers or the document of a run enter, a table (or JSON) of what speculation is worth leaves. See `papers.planner`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan(
 
       ngramspec plan --run on.json --baseline off.json
     """
-    from ngramspec.cli import planner
+    from ngramspec.papers import planner
 
     if (alpha is None) == (run is None):
         raise BadInputError("give either --alpha, or --run FILE to estimate it")
@@ -63,7 +63,7 @@ def plan(
 
 
 def _make_row(alpha: float, gamma: int, c: float, c_hat: float) -> dict[str, Any]:
-    from ngramspec.cli import planner
+    from ngramspec.papers import planner
 
     return {
         "gamma": gamma,
@@ -74,8 +74,8 @@ def _make_row(alpha: float, gamma: int, c: float, c_hat: float) -> dict[str, Any
 
 
 def _measure(run: Path, baseline: Path | None, c: float | None) -> dict[str, Any]:
-    """What a run was expected to be and what it was. Raises ValueError."""
-    from ngramspec.cli import planner
+    """Return what a run was expected to be and what it was. Raises ValueError."""
+    from ngramspec.papers import planner
 
     seen = planner.estimate_run(_read(run))
     speedup = seen.speedup
@@ -90,7 +90,7 @@ def _measure(run: Path, baseline: Path | None, c: float | None) -> dict[str, Any
         "c": c if c is not None else effective or 0.0,
         "effective_c": effective,
         "gamma": seen.gamma,
-        "expected": {"tokens_per_pass": seen.expected_tokens(), "walltime": seen.walltime_factor(c or 0.0)},
+        "expected": {"tokens_per_pass": seen.expect_tokens(), "walltime": seen.predict_walltime_factor(c or 0.0)},
         "measured": {"tokens_per_pass": seen.tokens_per_pass, "walltime": speedup},
     }
 

@@ -99,7 +99,7 @@ class CompletionView:
                 self._out.print()
 
     def print_statistics(self, done: Completion) -> None:
-        """The statistics of the request, on standard error."""
+        """Print the statistics of the request on standard error."""
         stats = done.stats
         table = Table.grid(padding=(0, 2))
         rate = f"{stats.tokens / done.duration_s:.1f} tok/s" if done.duration_s else ""
@@ -125,7 +125,7 @@ class CompletionView:
                 self._print_logprobs(choice.logprobs)
 
     def _attribute(self, delta: Delta) -> Iterator[tuple[str, str | None]]:
-        """The delta's text token by token, each piece with the source of the token that completed it."""
+        """Yield the delta's text token by token, each piece with the source of the token that completed it."""
         stream = self._streams[delta.index]
         for token, source in zip(delta.token_ids, delta.draft_sources, strict=True):
             if stream.stopped_by is not None:

@@ -60,7 +60,7 @@ def _limit_rate(draw: ProgressCallback, seconds: float) -> ProgressCallback:
 
 
 def _format_line(p: datastore_progress.Progress) -> str:
-    """A line where there is no terminal."""
+    """Return a line of progress for a stream that is no terminal."""
     if p.stage == "looking":
         return "looking for files"
     if p.stage == "reading" and not p.files:
@@ -80,7 +80,7 @@ def _format_rates(p: datastore_progress.Progress) -> str:
 
 
 def print_summary(summary: Summary) -> None:
-    """Counts, what was left out and why, and where the time went; on standard error."""
+    """Print counts, what was left out and why, and where the time went, on standard error."""
     table = _make_grid()
     seconds = summary.seconds.get("total", 0.0)
     changes = [f"{summary.added} added", f"{summary.removed} removed", f"{summary.unchanged} unchanged"]
@@ -108,7 +108,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def print_info(found: dict[str, Any]) -> None:
-    """What `Datastore.info` says."""
+    """Print what `Datastore.info` returns."""
     table = _make_grid(("left", "left"))
     tokenizer = found["tokenizer"]
     table.add_row("store", Text(to_printable(f"{found['path']}, generation {found['generation']}, written by {found['writer']}")))
@@ -124,7 +124,7 @@ def print_info(found: dict[str, Any]) -> None:
 
 
 def print_match(document: dict[str, Any]) -> None:
-    """What a look-up found, as `datastore lookup --json` has it."""
+    """Print what a look-up found, as `datastore lookup --json` has it."""
     screen = _make_console()
     match = document["match"]
     if not match["tokens"]:
@@ -145,7 +145,7 @@ def print_watched(sources: Sequence[Any]) -> None:
 
 
 def print_outcome(outcome: Summary | Exception) -> None:
-    """One line for each update of a watched store, on standard error."""
+    """Print one line for each update of a watched store on standard error."""
     clock = time.strftime("%H:%M:%S")
     if isinstance(outcome, Exception):
         text = f"failed, will be tried again: {to_printable(outcome)}"

@@ -212,7 +212,7 @@ def _make_settings(**given: Any) -> ServerSettings:
 
 
 def parse_stores(given: Sequence[str], what: str = "--datastore", taken: Collection[str] = ()) -> dict[str, str]:
-    """Folders by name from `NAME=STORE` and `STORE`, which is called as its folder is, with a number behind it where that is taken.
+    """Return folders by name from `NAME=STORE` and `STORE`, which is called as its folder is, with a number behind it where that is taken.
 
     `what` the option is called in errors, `taken`: names that others have.
     """
@@ -228,7 +228,7 @@ def parse_stores(given: Sequence[str], what: str = "--datastore", taken: Collect
 
 
 def parse_workspaces(given: Sequence[str], stores: Collection[str]) -> dict[str, str]:
-    """Folders of working trees by name, absolute. Nothing in them is looked at yet. Raises BadInputError."""
+    """Return folders of working trees by name, absolute. Nothing in them is looked at yet. Raises BadInputError."""
     check_text(list(given), "--repo")
     found: dict[str, str] = {}
     for name, folder in parse_stores(given, "--repo", stores).items():

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ngramspec.cli import main as cli
-from ngramspec.cli import planner
 from ngramspec.cli.complete import add_rates
 from ngramspec.outputs import Stats
+from ngramspec.papers import planner
 
 TABLE_1 = [
     # alpha, gamma, operations, speed
@@ -101,7 +101,7 @@ def test_alpha_of_a_run_is_found_again(alpha: float) -> None:
     run = planner.estimate_run(document)
     assert run.alpha == pytest.approx(alpha, abs=0.02)
     assert run.gamma == pytest.approx(4.8)
-    assert run.expected_tokens() == pytest.approx(stats.tokens_per_pass, rel=0.02)
+    assert run.expect_tokens() == pytest.approx(stats.tokens_per_pass, rel=0.02)
     assert run.speedup is None
 
 
@@ -111,7 +111,7 @@ def test_alpha_and_cost_of_a_comparison() -> None:
     run = planner.estimate_run({"tokens": 100, "tokens_per_pass": tokens_per_pass, "rows_per_pass": 5, "speedup": speedup})
     assert run.alpha == pytest.approx(0.7)
     assert run.estimate_cost(speedup) == pytest.approx(0.1)
-    assert run.walltime_factor(0.1) == pytest.approx(speedup)
+    assert run.predict_walltime_factor(0.1) == pytest.approx(speedup)
 
 
 @pytest.mark.parametrize("document", [{}, {"stats": None}, {"stats": {"passes": 0}}, {"tokens": 1, "tokens_per_pass": "x"}])

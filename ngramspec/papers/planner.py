@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-MOST = 64
-"""Longest draft that `find_best_gamma` looks at: where drafting is free, longer is always better."""
+MOST = 64  # longest draft that `find_best_gamma` looks at: where drafting is free, longer is always better
 
 
 def _check(alpha: float = 0.0, gamma: float = 0.0, c: float = 0.0, c_hat: float = 0.0) -> None:
@@ -30,7 +29,7 @@ def _check(alpha: float = 0.0, gamma: float = 0.0, c: float = 0.0, c_hat: float 
 
 
 def compute_expected_tokens(alpha: float, gamma: float) -> float:
-    """Tokens that a pass is expected to make: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 for alpha 1 (equation 1)."""
+    """Return tokens that a pass is expected to make: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 for alpha 1 (equation 1)."""
     _check(alpha, gamma)
     if alpha in (0, 1):
         return 1 + gamma * alpha
@@ -38,19 +37,19 @@ def compute_expected_tokens(alpha: float, gamma: float) -> float:
 
 
 def compute_walltime_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
-    """How much sooner the text is there, where a pass over gamma + 1 rows takes as long as one over a single row (theorem 3.8)."""
+    """Return how much sooner the text is there, if a pass over gamma + 1 rows takes as long as one over a single row (theorem 3.8)."""
     _check(c=c)
     return compute_expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
 def compute_operations_factor(alpha: float, gamma: float, c_hat: float = 0.0) -> float:
-    """How many times the arithmetic operations it takes (theorem 3.11)."""
+    """Return how many times the arithmetic operations it takes (theorem 3.11)."""
     _check(c_hat=c_hat)
     return (gamma * c_hat + gamma + 1) / compute_expected_tokens(alpha, gamma)
 
 
 def find_best_gamma(alpha: float, c: float, most: int = MOST) -> int:
-    """The draft length, 0 to `most`, with the greatest walltime factor; of several the shortest (section 3.5)."""
+    """Return the draft length, 0 to `most`, with the greatest walltime factor; of several the shortest (section 3.5)."""
     _check(gamma=most)
     return max(range(most + 1), key=lambda gamma: compute_walltime_factor(alpha, gamma, c))
 
@@ -69,7 +68,7 @@ def estimate_acceptance(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def find_alpha(tokens_per_pass: float, gamma: float) -> float:
-    """The alpha at which drafts of length gamma > 0 are expected to make so many tokens a pass; 0 or 1 where none does."""
+    """Return the alpha at which drafts of length gamma > 0 are expected to make this many tokens a pass; 0 or 1 if none does."""
     _check(gamma=gamma)
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -92,25 +91,27 @@ class RunFigures:
     speedup: float | None
     """Over the same without speculation, where the document says so."""
 
-    def expected_tokens(self) -> float:
-        """Equation 1 at the run's alpha, as a mean over the lengths that its drafts had."""
+    def expect_tokens(self) -> float:
+        """Return equation 1 at the run's alpha, as a mean over the lengths that its drafts had."""
         if not self.reach:
             return compute_expected_tokens(self.alpha, self.gamma)
         return 1 + sum(share * self.alpha ** (d + 1) for d, share in enumerate(self.reach))
 
-    def walltime_factor(self, c: float) -> float:
-        """Theorem 3.8 for it."""
+    def predict_walltime_factor(self, c: float) -> float:
+        """Return theorem 3.8 for the run."""
         _check(c=c)
-        return self.expected_tokens() / (self.gamma * c + 1)
+        return self.expect_tokens() / (self.gamma * c + 1)
 
     def estimate_cost(self, speedup: float) -> float:
-        """The c at which theorem 3.8 gives this speedup for the tokens per pass that were measured: a draft token's share of the drafting
-        and of the wider pass. 0 where it is free, or nothing was drafted."""
+        """Return the c at which theorem 3.8 gives this speedup for the tokens per pass that were measured.
+
+        It is a draft token's share of the drafting and of the wider pass; 0 if it is free, or nothing was drafted.
+        """
         return max(0.0, (self.tokens_per_pass / speedup - 1) / self.gamma) if self.gamma else 0.0
 
 
 def estimate_run(document: Mapping[str, Any]) -> RunFigures:
-    """A run's figures from the document of `ngramspec complete --json` or of `benchmarks.decode`.
+    """Return a run's figures from the document of `ngramspec complete --json` or of `benchmarks.decode`.
 
     Where acceptance is told by depth, alpha is that of a node behind an accepted one: accepted nodes over places where one could have been.
     A draft that ended there although drafts of other passes went on counts as refused. A level of a tree is one place. Else alpha is what
