@@ -307,7 +307,7 @@ def write_store(folder: Path, corpus: Corpus, n_tokens: int) -> None:
     common.say(f"sorting {len(tokens):,} tokens")
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(b"benchmark").hexdigest()
-    entry = segment_writer.write(
+    entry = segment_writer.sort_and_write(
         folder, segment_writer.SegmentContents(tokens, docs, b"".join(names)), segment_writer.SegmentSettings(vocab_size, fingerprint)
     )
     vocabulary = manifests.write_vocabulary(folder, corpus.line_ends)

@@ -162,7 +162,7 @@ def save_line(process: ServerProcess, tree: Path, number: int) -> float:
     """Save a line and return the seconds until a completion has a token of it. Raises SystemExit if none has in time."""
     files = sorted(tree.rglob("*.py"))
     later = files[number * len(files) // 97 % len(files) :]
-    file = next(each for each in later if file_filters.content_reason(each.read_bytes(), code=True) is None)  # no generated one
+    file = next(each for each in later if file_filters.find_content_reason(each.read_bytes(), code=True) is None)  # no generated one
     line = f"\nquorvix_{number}_{os.getpid()} = [{', '.join(map(str, range(30 + number, 50 + number)))}]\n"
     with file.open("a", encoding="utf-8") as out:
         out.write(line)

@@ -452,7 +452,7 @@ def test_files_that_cannot_be_watched_are_looked_through(tree: Path, monkeypatch
         if what[0] == "done":
             seen.set()
 
-    thread = threading.Thread(target=indexer_process.follow, args=(job, say), daemon=True)
+    thread = threading.Thread(target=indexer_process.follow_changes, args=(job, say), daemon=True)
     thread.start()
     (tree / "new.py").write_text("new = 1\n")
     assert seen.wait(WAIT_S)

@@ -197,13 +197,13 @@ def test_nothing_of_a_tree_is_run(armed: tuple[Path, Path], tmp_path: Path, monk
     write(tree, {"src/kept.py": "kept = 'changed'\n"})
     assert update(store).added == 1
     stop, ready = threading.Event(), threading.Event()
-    watching = threading.Thread(target=watch, args=(store,), kwargs={"stop": stop, "ready": lambda _: ready.set()})
+    watching = threading.Thread(target=watch, args=(store,), kwargs={"stop": stop, "on_ready": lambda _: ready.set()})
     watching.start()
     assert ready.wait(60)
     stop.set()
     watching.join(60)
     workspace.check_size(str(tree), 1000)
-    workspace.installed(str(tree), tmp_path / "cache", "print")
+    workspace.describe_packages(str(tree), tmp_path / "cache", "print")
     assert not ran.exists(), ran.read_text()
 
 
@@ -373,7 +373,7 @@ def test_links_are_not_watched_and_new_folders_are(tmp_path: Path) -> None:
     store, before = tmp_path / "store", n_watches()
     build([tmp_path / "tree"], store, BACKEND, "bytes")
     stop, ready, saved = threading.Event(), threading.Event(), threading.Semaphore(0)
-    more = {"stop": stop, "ready": lambda _: ready.set(), "say": lambda _: saved.release()}
+    more = {"stop": stop, "on_ready": lambda _: ready.set(), "on_outcome": lambda _: saved.release()}
     watching = threading.Thread(target=watch, args=(store,), kwargs=more)
     watching.start()
     try:
