@@ -52,14 +52,14 @@ def check(scheduler: Scheduler) -> None:
     assert sorted(slots + scheduler.slots) == list(range(len(tables.n_blocks_of)))
     assert all(s.slot < 0 and s.n_computed == 0 for s in scheduler.waiting)
     for seq in scheduler.running:
-        assert 0 <= seq.computed < seq.n_tokens
-        assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.computed >= tables.registered[seq.slot] * BLOCK
+        assert 0 <= seq.n_computed < seq.n_tokens
+        assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.n_computed >= tables.registered[seq.slot] * BLOCK
 
 
 def register(tables: BlockTables, seq: Sequence) -> None:
     if seq.block_hashes is not None:
         seq.block_hashes.extend(seq.tokens)
-        tables.register(seq.slot, seq.block_hashes.hashes[: seq.computed // BLOCK])
+        tables.register(seq.slot, seq.block_hashes.hashes[: seq.n_computed // BLOCK])
 
 
 @settings(max_examples=120, deadline=None)
@@ -90,12 +90,12 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
             assert work, "running sequences, and nothing to do"
         for w in work:
             seq = w.seq
-            assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.computed + w.n_rows
+            assert tables.n_blocks_of[seq.slot] * BLOCK >= seq.n_computed + w.n_rows
             if not w.samples:
-                seq.computed += w.n_rows
+                seq.n_computed += w.n_rows
                 register(tables, seq)
                 continue
-            first = seq.computed + w.n_rows
+            first = seq.n_computed + w.n_rows
             drafted = draw(0, 6)
             room = drafted if tables.reserve(seq.slot, seq.n_tokens + drafted) else 0
             taken = 0
@@ -103,13 +103,13 @@ def test_everything_finishes_and_nothing_leaks(seed: int, n_blocks: int, max_row
                 taken += 1
                 if seq.append(1, None):
                     break
-            seq.computed = first + taken - 1
+            seq.n_computed = first + taken - 1
             register(tables, seq)
             if seq.finished:
                 scheduler.remove(seq)
                 finished.append(seq)
             else:
-                tables.truncate_to(seq.slot, seq.computed)
+                tables.truncate_to(seq.slot, seq.n_computed)
             check(scheduler)
         if scheduler.running and draw(0, 30) == 0:
             gone = scheduler.running[draw(0, len(scheduler.running) - 1)]
@@ -130,7 +130,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     assert admitted == [old, young]
     assert preempted == []
     for w in work:
-        w.seq.computed = w.seq.n_tokens
+        w.seq.n_computed = w.seq.n_tokens
         w.seq.append(1, None)
     work, admitted, preempted = scheduler.schedule()  # old needs a third block
     assert [w.seq for w in work] == [old]
@@ -146,15 +146,15 @@ def test_a_sequence_starts_behind_what_is_known_of_it() -> None:
     first, second, third = (sequence(n, 20, shares=True) for n in (2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK))
     scheduler.add(first)
     scheduler.schedule()
-    first.computed = 2 * BLOCK
+    first.n_computed = 2 * BLOCK
     register(tables, first)
     scheduler.remove(first)
-    assert first.computed == 0
+    assert first.n_computed == 0
     assert tables.n_available == 6
     for seq, taken in ((second, 2 * BLOCK), (third, BLOCK)):  # of a text that is known as a whole, the last token is computed
         scheduler.add(seq)
         work, _, _ = scheduler.schedule()
-        assert seq.computed == seq.n_cached == taken
+        assert seq.n_computed == seq.n_cached == taken
         assert [w.n_rows for w in work if w.seq is seq] == [seq.n_tokens - taken]
     assert tables.tables[third.slot, 0] == tables.tables[second.slot, 0]
     assert (scheduler.prefix_queries, scheduler.prefix_hits, scheduler.cached_tokens) == (6 * BLOCK + 1, 3 * BLOCK, 3 * BLOCK)
