@@ -28,20 +28,26 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in sorted((ROOT / "docs").glob("*.md")) if path != GLOSSARY)]
 
 LIMITS = {  # a limit may only fall
-    "class names with two meanings": 48,
-    "file names with two meanings": 2,
-    "bare-word function names, percent": 56,
-    "bare-word function names that are no listed verb": 610,
-    "functions with more than 9 arguments": 71,
-    "modules over 500 lines": 11,
-    "docstrings that begin with a preposition": 365,
-    "function docstrings without a sentence": 1205,
-    "module constants explained below": 435,
-    "replaced words in docstrings": 175,
-    "replaced words in pages": 60,
-    "replaced names in code": 25,
+    "class names with two meanings": 16,
+    "file names with two meanings": 0,
+    "bare-word function names, percent": 45,
+    "bare-word function names that are no listed verb": 481,
+    "functions with more than 9 arguments": 68,
+    "modules over 500 lines": 7,
+    "docstrings that begin with a preposition": 238,
+    "function docstrings without a sentence": 909,
+    "module constants explained below": 296,
+    "replaced words in docstrings": 120,
+    "replaced words in pages": 0,
+    "replaced names in code": 5,
 }
 
+CLEAN_FOLDERS = (
+    "ngramspec/grammar/",
+    "ngramspec/kv_cache/",
+    "ngramspec/tokenizer/",
+    "tools/",
+)  # no docstring begins with a preposition here
 SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "base.py", "errors.py", "schemas.py", "routes.py"}  # the same thing in each package
 
 
@@ -307,6 +313,10 @@ COUNTED = {
 def test_a_rule_is_broken_no_more_often_than_before(what: str) -> None:
     places = COUNTED[what]()
     assert len(places) <= LIMITS[what], f"{what}: {len(places)}, at most {LIMITS[what]}\n  " + "\n  ".join(places)
+
+
+def test_folders_that_are_clean_stay_so() -> None:
+    assert not [place for place in prepositions() if place.startswith(CLEAN_FOLDERS)]
 
 
 def test_functions_are_called_by_verb_and_object() -> None:

@@ -131,7 +131,7 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.
     return Samples(*(np.concatenate(a) for a in zip(*parts, strict=True)))
 
 
-class Mix(torch.nn.Module):
+class DatastoreMix(torch.nn.Module):
     """The mix as `tree_builder.score_candidates` computes it, with a datastore."""
 
     def __init__(self, weights: tree_builder.Weights) -> None:
@@ -158,9 +158,9 @@ class Mix(torch.nn.Module):
         return (z * self.mix[sets]).sum(1) + self.bias[sets]
 
 
-def fit(samples: Samples, weights: tree_builder.Weights, epochs: int, size: int = 16384, rate: float = 0.02) -> Mix:
+def fit(samples: Samples, weights: tree_builder.Weights, epochs: int, size: int = 16384, rate: float = 0.02) -> DatastoreMix:
     """Fit by Adam with a rate that falls to zero."""
-    model, n = Mix(weights), len(samples.set)
+    model, n = DatastoreMix(weights), len(samples.set)
     steps = max(epochs * (n // size), 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.001, steps)
@@ -175,7 +175,7 @@ def fit(samples: Samples, weights: tree_builder.Weights, epochs: int, size: int 
     return model
 
 
-def to_weights(model: Mix, weights: tree_builder.Weights) -> tree_builder.Weights:
+def to_weights(model: DatastoreMix, weights: tree_builder.Weights) -> tree_builder.Weights:
     """Return the package's arrays. Those of other drafters are left as they are."""
     states, mix = weights.states.copy(), weights.mix.copy()
     states[features.EXTERNAL], states[features.EXTERNAL, 0] = model.own.detach().numpy(), 0.0
@@ -186,7 +186,7 @@ def to_weights(model: Mix, weights: tree_builder.Weights) -> tree_builder.Weight
 
 def losses(weights: tree_builder.Weights, samples: Samples, groups: np.ndarray) -> dict[str, float]:
     """Return the log loss per output position with a match in a datastore, by group of positions; groups [positions] str."""
-    model = Mix(weights)
+    model = DatastoreMix(weights)
     with torch.no_grad():
         model.mix.copy_(torch.from_numpy(weights.mix[:, : features.EXTERNAL + 1].astype(np.float32)))
         model.bias.copy_(torch.from_numpy(weights.mix[:, features.BIAS].astype(np.float32)))
