@@ -15,7 +15,7 @@ TURN_S = 0.5
 
 
 class InTurns:
-    """For the engines with these names. Thread-safe."""
+    """Turns of the engines with these names. Thread-safe."""
 
     def __init__(self, names: Iterable[str], turn_s: float = TURN_S) -> None:
         self._turn_s = turn_s

@@ -50,12 +50,12 @@ from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.proposer import Proposer
 
+# Fewest nodes of a source for its probabilities to be compared.
 LEAST_NODES = 200
-"""Of a source, that its probabilities are worth a comparison with."""
+# Factor of prompts, and least factor of those under way, with several requests at a time, as far as a file has them.
 WAVES = 3
-"""With several requests under way so many times the prompts, and at least so many times those under way, as far as a file has them."""
+# Passes in which a disturbed start is to be made up for.
 SETTLED = 200
-"""Passes in which a disturbed start is to be made up for."""
 
 
 @dataclass(slots=True)
@@ -64,14 +64,14 @@ class Runs:
 
     seconds: list[float] = field(default_factory=list)
     full: list[tuple[int, float]] = field(default_factory=list)
-    """Of each round, the tokens and the seconds while as many requests begin as end."""
+    """Tokens, of each round, and the seconds while as many requests begin as end."""
     host_ms: list[float] = field(default_factory=list)
-    """Of each step, what it took beyond its pass."""
+    """Time, of each step, that it took beyond its pass."""
     outputs: list[list[int]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
 
-class Contender:
+class LoadedEngine:
     """An engine with a way of drafting."""
 
     def __init__(self, name: str, engine: Engine) -> None:
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     log = common.ResultLog(args.log)
     disturbed = disturbed_cost(args) if args.disturbed else None
     with ExitStack() as stack:
-        contenders = [Contender(name, stack.enter_context(opened(name, args))) for name in names(args)]
+        contenders = [LoadedEngine(name, stack.enter_context(opened(name, args))) for name in names(args)]
         off, on = contenders[:2]
         sets = {path.stem: common.read_prompts(path, off.engine.tokenizer) for path in args.prompts}
         if args.random_prompts:
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    """Of the contenders."""
+    """Return the names of the contenders."""
     others = {"store": args.datastore, "unrelated": args.unrelated, "disturbed": args.disturbed}
     return ["off", "on", *(name for name, wanted in others.items() if wanted)]
 
@@ -211,12 +211,12 @@ def opened(name: str, args: argparse.Namespace) -> Engine:
 
 
 def max_seqs(args: argparse.Namespace) -> int:
-    """Of every engine."""
+    """Return the most sequences of every engine."""
     return max(64, *args.concurrency)
 
 
 def most_prompts(args: argparse.Namespace, concurrency: int) -> int:
-    """Of a set, in a cell with so many requests under way."""
+    """Return the most prompts of a set in a cell with so many requests under way."""
     return args.limit if concurrency == 1 else WAVES * max(args.limit, concurrency)
 
 
@@ -285,7 +285,7 @@ def busy() -> Iterator[None]:
             other.wait()
 
 
-def settle(contender: Contender, prompts: list[Prompt]) -> None:
+def settle(contender: LoadedEngine, prompts: list[Prompt]) -> None:
     """Let `SETTLED` passes with drafts teach it what they take."""
     engine = contender.engine
     engine.use(speculator=Proposer(vocab_size=engine.vocab_size))
@@ -303,7 +303,7 @@ class Cell:
     concurrency: int
 
 
-def cell(contenders: list[Contender], what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
     """A row of the JSON document."""
     params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
     runs = {each.name: Runs() for each in contenders}
@@ -342,15 +342,19 @@ def cell(contenders: list[Contender], what: Cell, temperature: float, args: argp
 
 
 def mixed(prompts: list[Prompt], concurrency: int) -> list[Prompt]:
-    """In an order in which as many as run at a time are like all of them: a file is sorted by what it asks for, and its parts take more or
-    less time without drafts, too."""
+    """Return prompts in an order in which as many as run at a time are like all of them.
+
+    A file is sorted by what it asks for, and its parts take more or less time without drafts, too.
+    """
     waves = max(len(prompts) // concurrency, 1) if concurrency > 1 else 1
     return [prompt for first in range(waves) for prompt in prompts[first::waves]]
 
 
 def steady(begun: list[float], concurrency: int, start: float, end: float) -> tuple[float, float]:
-    """From when as many texts have ended as run at a time, until the last one begins; all of the time where these are few. `begun`: when
-    each began, which behind the first ones is when another has ended."""
+    """Return the time from when as many texts have ended as run at a time until the last one begins, or all of the time if these are few.
+
+    `begun`: when each began, which after the first ones is when another has ended.
+    """
     first = 2 * concurrency - 1
     if concurrency == 1 or len(begun) < first + 1 + concurrency // 2:
         return start, end

@@ -172,7 +172,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decoding_s(runs: list[TimedRun]) -> float:
-    """From the first token to the last."""
+    """Return the seconds from the first token to the last."""
     return max(sum(run.seconds - run.prompt_s for run in runs), 1e-9)
 
 
@@ -190,7 +190,7 @@ def is_valid(schema: Any, text: str) -> bool:
 
 
 def mask_ms(engine: Engine, grammars: list[Any], outputs: list[list[int]]) -> dict[str, float]:
-    """Of all rows of all texts."""
+    """Measure all rows of all texts."""
     row, took = np.zeros(engine.vocab_size, np.float32), []
     for grammar, output in zip(grammars, outputs, strict=True):
         constraint = engine.compile_grammar(grammar)

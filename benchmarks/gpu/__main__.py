@@ -130,7 +130,7 @@ def share(text: str) -> list[str]:
 
 
 def serve(name: str, plan: Plan) -> None:
-    """In the part's own process: its figures as lines of JSON on standard output, on which nothing else may write."""
+    """Run a part in its own process: print its figures as lines of JSON on standard output, on which nothing else may write."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if plan.device.startswith("cuda"):

@@ -46,8 +46,8 @@ GENERATE: dict[str, dict[str, Any]] = {
 }
 """transformers' ways to generate; with a static cache on a GPU it compiles its forward by itself."""
 N_GENERATED, PROMPT_LENGTH = 6, 192
+# Passes in a profile.
 PROFILED = 5
-"""Passes in a profile."""
 
 Figures = dict[str, Any]
 Named = Iterator[tuple[str, Figures]]
@@ -63,19 +63,19 @@ class Plan:
     small: str = "random:SmolLM2-135M"
     code: str = "random:Qwen2.5-Coder-7B"
     tokenizer: str | None = None
-    """Of prompts and traces; None: the small model's own, and without one words."""
+    """Model whose tokenizer prompts and traces take; None: the small model's own, and without one words."""
     prompts: Path | None = None
     trace: Path | None = None
     context: int = 1024
     contexts: tuple[int, ...] = (128, 1024, 8192, 32768)
-    """Of a pass with one row; those that fit."""
+    """Tokens before a pass with one row; those that fit count."""
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     batches: tuple[int, ...] = (1, 8, 32)
     lengths: tuple[int, ...] = (2, 4, 8, 16)
     """Fixed lengths of drafts that the replay is compared with."""
     repeat: int = 30
     n_prompts: int = 240
-    """For identity on the small model; on the large one a quarter of it and four more."""
+    """Prompts for identity on the small model; on the large one a quarter of it and four more."""
     n_traces: int = 16
     """Replayed one at a time; for the largest batch a quarter as many groups."""
     max_tokens: int = 64
@@ -207,7 +207,7 @@ def host(plan: Plan) -> Named:
 
 
 def host_share(plan: Plan, write: Callable[..., Completion]) -> Figures:
-    """By the difference of a long and a short run, so that the prompt's pass and the start do not count."""
+    """Measure by the difference of a long and a short run, so that the prompt's pass and the start do not count."""
     few, many = plan.max_tokens // 4, plan.max_tokens
 
     def run(n: int) -> tuple[float, int]:

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import common
 
+# Shorter pauses between kernels are the device's own, from one node of a graph to the next; in longer ones it waits for the host.
 GAP_US = 10.0
-"""Shorter pauses between kernels are the device's own, from one node of a graph to the next; in longer ones it waits for the host."""
 
 
 class Kernel(NamedTuple):
@@ -64,7 +64,7 @@ def profiled(device: str, work: Callable[[], object]) -> list[Kernel]:
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
-    """For how long the device was at work, pauses up to GAP_US counted in."""
+    """Return for how long the device was at work, pauses up to GAP_US counted in."""
     total, end = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda k: k.start_us):
         begin = kernel.start_us if kernel.start_us > end + GAP_US else end

@@ -23,13 +23,13 @@ from ngramspec.datastore.build import build
 from ngramspec.datastore.corpus import CorpusOptions
 from ngramspec.datastore.reader import Datastore
 
+# By name: its source in words; its files, and of each the tasks that count, none for all of them.
 CATEGORIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("categories.toml").read_text(encoding="utf-8"))
-"""By name: its source in words; its files, and of each the tasks that count, none for all of them."""
+# One file of so many is not in the repository's datastore; of these are its prompts.
 HELD_OUT = 8
-"""One file of so many is not in the repository's datastore; of these are its prompts."""
 SEED = 0
+# As many times the prompts that are measured by the clock are followed without it.
 FOLLOWED = 4
-"""As many times the prompts that are measured by the clock are followed without it."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Category:
     limit: int
     """As many of them, the first ones, are measured by the clock."""
     predictions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    """By prompt, the text that its output will be much like, where the request has it."""
+    """Text, by prompt, that its output will be much like, where the request has it."""
     store: Datastore | None = None
 
     @property
@@ -51,8 +51,10 @@ class Category:
 
 
 def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: int) -> Category:
-    """At most `limit` prompts of at most `longest` tokens, FOLLOWED times as many to follow, in an order drawn once and for all. Raises
-    FileNotFoundError, ValueError."""
+    """Read at most `limit` prompts of at most `longest` tokens, FOLLOWED times as many to follow, in an order drawn once and for all.
+
+    Raises FileNotFoundError, ValueError.
+    """
     rows = []
     for file, tasks in CATEGORIES[name]["files"].items():
         some = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -97,7 +99,7 @@ def package_version(package: str) -> str:
 
 
 def heads(source: str) -> Iterator[tuple[int, str]]:
-    """For each top-level function with a docstring: its line, and it up to the docstring's end, behind the file's imports."""
+    """Yield for each top-level function with a docstring its line, and it up to the docstring's end, behind the file's imports."""
     lines = source.splitlines(keepends=True)
     body = ast.parse(source).body
     imports = "".join("".join(lines[n.lineno - 1 : n.end_lineno]) for n in body if isinstance(n, ast.Import | ast.ImportFrom))

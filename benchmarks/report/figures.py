@@ -1,4 +1,4 @@
-"""From measured cells to what the report says: rates, ratios, who is best where. Cells enter, plain rows leave; nothing is run."""
+"""Figures of the report from measured cells: rates, ratios, who is best where. Cells enter, plain rows leave; nothing is run."""
 
 from __future__ import annotations
 
@@ -147,15 +147,20 @@ def against_peers(cells: Sequence[Cell]) -> list[Row]:
 
 
 def fastest_peers(cells: Iterable[Cell], precision: str) -> dict[str, Row]:
-    """By category, the fastest of the peers with the same weights. llama.cpp has those of the file, which are those of `precision` int8."""
+    """Return, by category, the fastest of the peers with the same weights.
+
+    llama.cpp has those of the file, which are those of `precision` int8.
+    """
     others = () if precision == "int8" else LLAMA_LOOKUP
     peers = [row for row in rows_of(cells) if row["contender"] in NAMES and row["contender"] not in others]
     return {name: max(find(peers, category=name), key=lambda row: row["speedup"]) for name in {row["category"] for row in peers}}
 
 
 def reliability(cells: Iterable[Cell]) -> list[Row]:
-    """Of all drafters together, per temperature, source and level of probability: verified nodes, the sum of their probabilities, and how
-    many were accepted."""
+    """Return a row per temperature, source and level of probability, of all drafters together.
+
+    Verified nodes, the sum of their probabilities, and how many were accepted.
+    """
     found: dict[tuple[Any, ...], list[float]] = {}
     for cell in find(cells, contender=MERGED):
         for source, low, high, *counts in cell["reliability"]:
@@ -181,7 +186,10 @@ def rejection_rows(cells: Iterable[Cell]) -> list[Row]:
 
 
 def frontier(cells: Iterable[Cell]) -> list[Row]:
-    """At temperature 0, all categories together, for everybody who was in all of them: on the prompts that the curve was measured on."""
+    """Return rows at temperature 0 of everybody who was in all categories, all of these together.
+
+    The prompts are those that the curve was measured on.
+    """
     greedy = find(cells, temperature=0)
     n = len({cell["category"] for cell in greedy})
     rows = [row for row in pooled(greedy, CURVE_ROUNDS) if row["categories"] == n and "tokens_per_pass" in row]

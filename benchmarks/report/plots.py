@@ -19,8 +19,8 @@ from benchmarks.report.measure import CURVES, MERGED, STORE
 from benchmarks.report.text import TITLES
 
 GREY, OURS, OTHERS = "#808080", "#2f81f7", "#9a9a9a"
+# Colours of drafters.
 COLOURS = ("#e5534b", "#d29922", "#57ab5a", "#a371f7", "#39c5cf", "#db61a2", "#b08800", "#6e7681", "#8b5e3c", "#1f9e89")
-"""Of drafters."""
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "ngramspec",
     "svg.fonttype": "none",
@@ -29,8 +29,8 @@ STYLE: dict[str, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
 }
+# Fewest nodes of a dot of the reliability diagram.
 LEAST_NODES = 20
-"""Of a dot of the reliability diagram."""
 RATE = "tokens per second; plain decoding = 1"
 
 
@@ -152,6 +152,6 @@ def _draw_reliability(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, str]:
-    """Of the drafters alone, in every picture the same."""
+    """Return colours of the drafters alone, in every picture the same."""
     names = sorted({row["contender"] for row in rows if is_single(row["contender"])}, key=lambda name: (name == STORE, name))
     return dict(zip(names, COLOURS * len(names), strict=False))

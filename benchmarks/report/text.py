@@ -85,7 +85,7 @@ def kinds_of(rows: Sequence[Row]) -> list[tuple[float, str]]:
 
 
 def sums(rows: Sequence[Row], temperature: float, source: str) -> Row:
-    """Of all levels together."""
+    """Return the sums of all levels together."""
     some = find(rows, temperature=temperature, source=source)
     totals = {name: sum(row[name] for row in some) for name in ("nodes", "expected", "made")}
     return {"temperature": temperature, "source": source} | totals
