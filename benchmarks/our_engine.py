@@ -22,7 +22,7 @@ from ngramspec.backends.base import Runner
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span
-from ngramspec.speculative.base import Seen
+from ngramspec.speculative.base import PassTopK
 from ngramspec.speculative.budget.cost_model import CostModel, Load
 from ngramspec.speculative.ngram_table import LADDER, REACH
 from ngramspec.speculative.proposer import Proposer
@@ -159,7 +159,7 @@ class FixedLength(Proposer):
             trees.append(DraftTree(tokens, np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8)))
         return trees
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: PassTopK | None = None) -> None:
         super().observe(slots, accepted, paths, seen)
         for slot, tokens in zip(slots.tolist(), accepted, strict=True):
             self.texts[slot] = np.concatenate([self.texts[slot], tokens])

@@ -19,7 +19,7 @@ from benchmarks.our_engine import make_chain
 from benchmarks.recordings import RecordedText
 from ngramspec.datastore import Datastore
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.base import Seen, Text
+from ngramspec.speculative.base import PassTopK, Text
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 from ngramspec.speculative.proposer import ANSWERS, HISTORY, Proposer
 
@@ -82,7 +82,7 @@ class ReplayedProposer(Replayed):
                 root_logits=np.zeros(1, np.int32),
             )
             heard = np.array([[0, text[0], 0]], np.int64)
-            seen = Seen(heard, batch, self.top[0][rows].astype(np.int32), self.top[1][rows])
+            seen = PassTopK(heard, batch, self.top[0][rows].astype(np.int32), self.top[1][rows])
         for source in self.tree.sources[path].tolist():
             self.accepted_by_source[self.speculator.source_names[source]] += 1
         self.speculator.observe(self.slots, [new], [path], seen)

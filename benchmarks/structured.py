@@ -35,7 +35,7 @@ from benchmarks.our_engine import OurEngine, add_stats, describe_engine
 from benchmarks.peers import TimedRun
 from ngramspec import Engine, Grammar, SamplingParams
 from ngramspec.grammar.llguidance import Grammars
-from ngramspec.sampling.sampler import masked
+from ngramspec.sampling.sampler import apply_mask
 from ngramspec.speculative.proposer import Proposer
 from ngramspec.tokenizer.encode import Encoding
 
@@ -196,7 +196,7 @@ def mask_ms(engine: Engine, grammars: list[Any], outputs: list[list[int]]) -> di
         constraint = engine.compile_grammar(grammar)
         for token in output:
             start = time.perf_counter()
-            masked(row, constraint.mask())
+            apply_mask(row, constraint.mask())
             constraint.accept(token)
             took.append((time.perf_counter() - start) * 1e3)
     return percentiles(took)
@@ -243,12 +243,12 @@ def row_times(grammars: Grammars, size: int, seed: int, rows: int) -> list[float
     """Milliseconds of the thread's own time for each row, of texts that begin anew where they are whole."""
     random, row, took = np.random.default_rng(seed), np.zeros(size, np.float32), []
     compiled = [grammars.compile(Grammar.json_schema(schema)) for schema in (CALL, {"type": "object"})]
-    masked(row, compiled[0].mask())  # is compiled
+    apply_mask(row, compiled[0].mask())  # is compiled
     constraint = compiled[0].fork()
     while len(took) < rows:
         start = time.thread_time()
         mask = constraint.mask()
-        masked(row, mask)
+        apply_mask(row, mask)
         took.append((time.thread_time() - start) * 1e3)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: size - 1])
         if len(allowed) == 0 or random.random() < 0.01:

@@ -47,7 +47,7 @@ from numba import njit
 
 from benchmarks.common import describe_machine, print_document, print_table
 from ngramspec.speculative import features, ngram_table, proposer, tree_builder
-from ngramspec.speculative.feature_weights import cold_weights, save_weights
+from ngramspec.speculative.feature_weights import make_cold_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
 
 KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "noise", "recorded")
@@ -349,8 +349,8 @@ def losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
 
 
 def to_weights(model: Mix) -> tree_builder.Weights:
-    """Return the package's arrays; features of external drafters start from their plain meaning."""
-    weights = cold_weights()
+    """The package's arrays; what external drafters say starts from its plain meaning."""
+    weights = make_cold_weights()
     weights.states[: features.EXTERNAL] = model.states.detach().numpy()
     weights.states[: features.EXTERNAL, 0] = 0.0
     weights.mix[:, : features.EXTERNAL] = model.mix.detach().numpy()
@@ -473,7 +473,7 @@ def main() -> None:
     kinds = np.concatenate([np.full(len(t.output) + 1, KINDS.index(t.kind)) for t in held_out])
     n_out, spent = sum(len(t.output) for t in train), time.perf_counter() - started
     print(f"{len(code)} Python files, {len(prose)} texts -> {n_out} output tokens, {spent:.0f} s", flush=True)
-    weights = cold_weights()
+    weights = make_cold_weights()
     losses_by_turn: list[dict[str, float]] = []
     for turn in range(2):  # which tokens counted as predicted is itself evidence: the second turn sees it as the learned mix says
         seen = train if turn else [t for t in train if t.session % 2 == 0]

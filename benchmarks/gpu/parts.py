@@ -34,7 +34,7 @@ from ngramspec.models.random_weights import empty_model
 from ngramspec.models.shapes import PREFIX, read_shape
 from ngramspec.models.smollm2 import SMOLLM2_PACKAGE
 from ngramspec.outputs import Completion
-from ngramspec.speculative.base import Candidates, Text
+from ngramspec.speculative.base import Candidates, SequenceInfo
 from ngramspec.speculative.single import SingleDrafter
 
 STATIC, LOOKUP = {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 10}
@@ -264,7 +264,7 @@ class Foretold:
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         self.tokens[seq] = tokens
 
-    def attach(self, seq: int, text: Text) -> None:
+    def attach(self, seq: int, text: SequenceInfo) -> None:
         self.known[seq] = self.outputs.get(tuple(self.tokens[seq][: text.n_prompt].tolist()), ())
         self.at[seq] = len(self.tokens[seq]) - text.n_prompt
 

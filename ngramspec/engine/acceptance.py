@@ -17,7 +17,7 @@ from ngramspec.engine.sequence import Sequence
 from ngramspec.errors import InvalidInputError
 from ngramspec.outputs import TokenLogprob
 from ngramspec.sampling.batch import Span
-from ngramspec.sampling.rejection import lenient, reject
+from ngramspec.sampling.rejection import accept_leniently, reject
 from ngramspec.sampling.sampler import FRACTION_BITS, token_logprob, uniform_bits
 from ngramspec.sampling.verify import match_draft
 from ngramspec.sampling_params import SamplingParams
@@ -120,9 +120,9 @@ class RelaxedAcceptance(Acceptance):
             return uniform_bits(sampler.seed, sampler.index, n + depth, lane) / 2**FRACTION_BITS
 
         if seq.params.temperature == 0:
-            steps = lenient(seq.tree, lambda row: sampler.adjusted(rows[row], seq.n_output), self.lenience)
+            steps = accept_leniently(seq.tree, lambda row: sampler.adjust_logits(rows[row], seq.n_output), self.lenience)
         else:
-            steps = reject(seq.tree, lambda row: sampler.weights(rows[row], seq.n_output), uniform, self.lenience)
+            steps = reject(seq.tree, lambda row: sampler.compute_weights(rows[row], seq.n_output), uniform, self.lenience)
         row, top = 0, seq.params.logprobs
         for token, node in steps:
             yield token, node, None if top is None else token_logprob(rows[row], token, top)

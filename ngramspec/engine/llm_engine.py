@@ -28,12 +28,11 @@ from ngramspec.grammar.base import Constraint, Grammar
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import BLOCK, Beam, Completion, Delta, EngineStatus
-from ngramspec.papers.beam import BeamSearch
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
-from ngramspec.speculative.open_datastores import Store, check_store, named, open_store
+from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
 from ngramspec.speculative.proposer import Proposer
 from ngramspec.tokenizer.detokenizer import NoText, SpecialTokens, TextStream
 from ngramspec.tokenizer.encode import Prompt
@@ -74,7 +73,7 @@ class Engine:
         if config is not None and options:
             raise TypeError(f"give either a config or options, got both: {', '.join(options)}")
         self.config = config = config or EngineConfig(**options)
-        stores = {name: open_store(store) for name, store in named(datastore).items()}
+        stores = {name: open_store(store) for name, store in name_datastores(datastore).items()}
         if alone is not None and (drafters or stores):
             raise InvalidInputError("a drafter that drafts alone has neither other drafters nor datastores beside it")
         device = assembly.check_device(config)
@@ -167,7 +166,7 @@ class Engine:
 
         From any thread; returns when it is in force. Raises DatastoreError, InvalidInputError, TokenizerError, EngineClosedError.
         """
-        ((name, _),) = named({name: store}).items()
+        ((name, _),) = name_datastores({name: store}).items()
         opened = check_store(store, self._encoding, self.name)
         ready = self.speculator.index(opened)  # here: it can take seconds, in which passes go on
         self._thread.call(lambda: self._use_datastores(self._datastores | {name: opened}, ready))
@@ -397,6 +396,8 @@ class Engine:
         (KeyboardInterrupt) ends it before its next pass.
         Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError.
         """
+        from ngramspec.papers.beam import BeamSearch  # the methods of `papers` are loaded when they are asked for
+
         ids = self.encode(prompt)
         most = min(len(self.runner.pool.n_blocks_of), self.runner.max_rows)
         if not 1 <= width <= most:

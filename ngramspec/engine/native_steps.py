@@ -38,7 +38,7 @@ from ngramspec.engine.step_functions import (
 )
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
-from ngramspec.sampling.sampler import Draws, draws
+from ngramspec.sampling.sampler import DrawParams, make_draw_params
 from ngramspec.sampling.verify import DRAWN, FOLLOWED, match_drawn, match_picked
 from ngramspec.sequence_table import MAX_MS, MAX_NEW_TOKENS, MAX_STEPS, RUNNING, SEQUENCE, STEP_RECORD
 from ngramspec.speculative.base import NativeDrafting, Speculator
@@ -138,7 +138,7 @@ class NativeSteps:
         """Reserve KV positions for the trees to come, as far as the pool has them. That of each last token is there."""
         pool, n_nodes = self._runner.pool, self._speculator.spec_rows + BLOCK
         for seq in seqs:
-            pool.reserve_behind(seq.slot, seq.n_tokens, min(n_nodes, pool.max_blocks * BLOCK - seq.n_tokens))
+            pool.reserve_after(seq.slot, seq.n_tokens, min(n_nodes, pool.max_blocks * BLOCK - seq.n_tokens))
 
     def _begin(
         self, forward: NativeForward, table: np.ndarray, stops: np.ndarray, draws: tuple[np.ndarray, ...], drafting: NativeDrafting | None,
@@ -193,9 +193,9 @@ def _is_plain(rows: ScheduledRows) -> bool:
 
 
 def _draws_of(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:
-    """Return how the sequences above temperature 0 draw, as `Draws` has it."""
+    """Return how the sequences above temperature 0 draw, as `DrawParams` has it."""
     drawn = [seq for seq in seqs if not seq.sampler.greedy]
-    return tuple(draws([seq.sampler for seq in drawn], [seq.n_output for seq in drawn])) if drawn else _NO_DRAWS
+    return tuple(make_draw_params([seq.sampler for seq in drawn], [seq.n_output for seq in drawn])) if drawn else _NO_DRAWS
 
 
 def _given(
@@ -245,7 +245,7 @@ class LoopState(structref.StructRefProxy):
 
 _GIVEN = ("table", "stops", "draft_state", "drafting", "cost_ms", "block_tables", "n_blocks_of", "logits", "shape")
 # Tuples are handed over member by member: numba takes half a millisecond to look at one with names.
-_TUPLES = (*Draws._fields, *ExternalTrees._fields, *StatsTable._fields)
+_TUPLES = (*DrawParams._fields, *ExternalTrees._fields, *StatsTable._fields)
 _OF_CALL = ("which", "how", "new_tokens", "new_sources", "records", "step")
 _OF_PASS = ("n_drafting", "n_nodes", "probs", "sources", "tree_parents", "roots", "ends", "root_logits")
 _MOVES = ("move_slots", "move_starts", "move_ends", "move_positions")
@@ -317,7 +317,7 @@ def _prepare(t, p):
 def _accept(t, p):
     """Accept what the pass verified and commit it -> whether a step must not follow right away."""
     table, (spec_length, spec_rows, history, _, recycles) = t.table, t.drafting
-    drawn = Draws(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
+    drawn = DrawParams(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
     stats = StatsTable(t.counts, t.expected, t.columns)
     input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, t.tree_parents, t.roots, t.ends, t.root_logits, p.greedy
     B, n_keys, is_over = table.shape[0], 0, False
@@ -359,7 +359,7 @@ def _advance(t, p, stop):
 
 
 _IDS, _INTS, _FLOATS = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.float32)
-_NO_DRAWS = tuple(draws((), ()))
+_NO_DRAWS = tuple(make_draw_params((), ()))
 _UNSET = (
     *(_INTS, np.empty(0, np.int8), np.empty((0, 0), np.int32), np.empty((0, 0), np.uint8), np.empty(0, STEP_RECORD), 0),
     *(0, _INTS, _FLOATS, np.empty(0, np.uint8), _IDS, _IDS, _IDS, _IDS),

@@ -87,5 +87,5 @@ class Observers:
             known = tree.sources.tolist()
             for node in path.tolist():
                 stored = tree.store_positions is not None and tree.store_positions[node] >= 0
-                sources.append(self._speculator.source_of(tree, node) if stored else self._names[known[node]])
+                sources.append(self._speculator.get_source(tree, node) if stored else self._names[known[node]])
         sources += [None] * (len(accepted.tokens) - len(path))

@@ -142,7 +142,7 @@ class Sequence:
         """
         for n, token in enumerate(tokens.tolist(), 1):
             if token < 0:
-                raise self.sampler.unpicked(self.n_output)
+                raise self.sampler.explain_failure(self.n_output)
             if self.append(token, None if logprobs is None else logprobs[n - 1]):
                 return n
         return len(tokens)
@@ -158,7 +158,7 @@ class Sequence:
         self.choice.token_ids += new
         self.previous_token, self.last_token = [self.previous_token, self.last_token, *new][-2:]
         if state == UNPICKED:
-            raise self.sampler.unpicked(self.n_output)
+            raise self.sampler.explain_failure(self.n_output)
         if state != RUNNING:
             self._end(state)
 

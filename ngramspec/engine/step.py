@@ -24,7 +24,7 @@ from ngramspec.grammar import forced_tokens
 from ngramspec.outputs import DraftTree, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.verify import Match
-from ngramspec.speculative.base import Speculator, Text, make_seen
+from ngramspec.speculative.base import SequenceInfo, Speculator, make_pass_topk
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepPlan, StepTimer
@@ -190,7 +190,7 @@ class Core:
             tenant=seq.tenant,
             datastores=seq.datastores,
             temperature=seq.params.temperature,
-            text=Text(seq.sampler, seq.n_prompt, seq.limit),
+            text=SequenceInfo(seq.sampler, seq.n_prompt, seq.limit),
         )
 
     def _draft(self, rows: list[ScheduledRows]) -> None:
@@ -219,7 +219,7 @@ class Core:
             if seq.sampler.constraint is not None and tree.drawn_from is None and not seq.drafting_paused:
                 given, tree = tree, self._follow_grammar(seq, tree, plan, base, room)
                 room -= len(tree) - len(given)
-            n = pool.reserve_behind(seq.slot, seq.n_tokens, len(tree))  # a full pool: a smaller tree
+            n = pool.reserve_after(seq.slot, seq.n_tokens, len(tree))  # a full pool: a smaller tree
             seq.tree = tree.first(n) if n else None
 
     def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: StepPlan, base: int, room: int) -> DraftTree:
@@ -328,7 +328,7 @@ class Core:
         if going_on or heard:
             slots = np.array([each.seq.slot for each in going_on], np.int32)
             accepted_paths = [each.tokens for each in going_on], [_map_to_own_nodes(each) for each in going_on]
-            self.speculator.observe(slots, *accepted_paths, make_seen(heard, batch, output))
+            self.speculator.observe(slots, *accepted_paths, make_pass_topk(heard, batch, output))
         return changed
 
     def _keep(self, accepted: list[Accepted], output: Output) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from ngramspec.datastore.reader import Datastore
 from ngramspec.errors import HostVersionError, InvalidInputError
 from ngramspec.integrations.draft_session import warmup
-from ngramspec.speculative.open_datastores import Store, check_store, named, open_store
+from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
 from ngramspec.tokenizer.encode import Encoding, Prompt
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def open_stores(
     Raises InvalidInputError, DatastoreError, TokenizerMismatchError, TokenizerError.
     """
     encoding = Encoding(_wrapped(tokenizer), vocab_size)
-    stores = {name: check_store(open_store(store), encoding, model) for name, store in named(datastore).items()}
+    stores = {name: check_store(open_store(store), encoding, model) for name, store in name_datastores(datastore).items()}
     for name, store in stores.items():
         if (n := store.snapshot.manifest.vocab_size) > vocab_size:
             raise InvalidInputError(f"datastore {name!r} has token ids up to {n - 1}, and {model!r} knows those to {vocab_size - 1}")

@@ -267,7 +267,7 @@ class Guest:
         Before `observe`."""
         if key is None or key in self._texts:
             behind = np.asarray(before, np.int32), np.asarray(last, np.int32)
-            self._drafts.keep(*behind, np.asarray(tokens, np.int32), np.asarray(logits, np.float32))
+            self._drafts.record_topk(*behind, np.asarray(tokens, np.int32), np.asarray(logits, np.float32))
 
     def end(self, key: Hashable, *, finished: bool) -> Stats:
         """The text is over -> what drafts did for it. `finished`: its output speaks in the tenant's texts that begin from now on."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ngramspec.outputs import KEPT
-from ngramspec.sampling.topk import likeliest
+from ngramspec.sampling.topk import find_topk
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Watch:
         """On a device only begun; the samplers may write to the logits."""
         logits = logits[:, : self._vocab_size]
         if logits.device.type == "cpu":
-            return likeliest(logits.detach().float().numpy())
+            return find_topk(logits.detach().float().numpy())
         values, tokens = logits.topk(KEPT)
         return tokens.int(), values.float()
 

@@ -24,8 +24,8 @@ from ngramspec.grammar.base import Constraint
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Span, compute_depths, pack
-from ngramspec.sampling.sampler import NotFiniteError, masked
-from ngramspec.speculative.base import Seen, Speculator, make_seen
+from ngramspec.sampling.sampler import NotFiniteError, apply_mask
+from ngramspec.speculative.base import PassTopK, Speculator, make_pass_topk
 
 _FREE = np.ones(2)  # costs of rows that make every candidate worth its row
 NODES_PER_BEAM = 32  # nodes that drafts are chosen from
@@ -129,7 +129,7 @@ class BeamSearch:
         batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
         output = self.runner.forward(batch)
         heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
-        likely = make_seen(heard, batch, output) if self.speculator.needs_topk else None
+        likely = make_pass_topk(heard, batch, output) if self.speculator.needs_topk else None
         texts = self._search(output, spans)
         if not self.done:
             self._commit(output, texts, likely)
@@ -270,7 +270,7 @@ class BeamSearch:
         self._complete = not going or (full and (self.early_stopping or going[0].score / size <= self.ended[-1].score))
         return going
 
-    def _commit(self, output: Output, texts: list[_Hypothesis], likely: Seen | None) -> None:
+    def _commit(self, output: Output, texts: list[_Hypothesis], likely: PassTopK | None) -> None:
         """Make beams of the texts: the first that continues a beam keeps its lane, the others get those of beams that none continues."""
         backwards = list(enumerate(texts))[::-1]
         first = {h.beam: i for i, h in backwards}
@@ -346,7 +346,7 @@ def find_continuations(row: np.ndarray, n: int, mask: np.ndarray | None = None) 
     x -= top
     total = math.log(np.exp(x).sum())
     if mask is not None:
-        row = masked(row, mask)
+        row = apply_mask(row, mask)
     least = np.partition(row, -n)[-n] if n < len(row) else -np.inf
     tokens = np.flatnonzero((row >= least) & (row > -np.inf))
     tokens = tokens[np.argsort(-row[tokens], kind="stable")[:n]]

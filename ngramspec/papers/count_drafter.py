@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ngramspec.speculative.base import Candidates, Text
+from ngramspec.speculative.base import Candidates, SequenceInfo
 
 DRAFT_LANE = 1
 """Of `sampling.uniform_bits`: what draws the first draft for a position."""
@@ -63,7 +63,7 @@ class Counts:
         self.order, self.length = order, length
         self.vocab_size = 0
         self._models: dict[int, NgramModel] = {}
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, SequenceInfo] = {}
 
     def bind(self, runner: Any) -> None:
         self.vocab_size = runner.vocab_size
@@ -72,7 +72,7 @@ class Counts:
         self._models[seq] = NgramModel(self.order, self.vocab_size)
         self._models[seq].extend(tokens)
 
-    def attach(self, seq: int, text: Text) -> None:
+    def attach(self, seq: int, text: SequenceInfo) -> None:
         self._texts[seq] = text
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
@@ -85,7 +85,7 @@ class Counts:
         self._models.pop(seq, None)
         self._texts.pop(seq, None)
 
-    def _chain(self, model: NgramModel, text: Text, length: int) -> Candidates:
+    def _chain(self, model: NgramModel, text: SequenceInfo, length: int) -> Candidates:
         """`length` tokens; penalties count those that have been drawn."""
         sampler = text.sampler.fork()
         draws = self.draws and sampler.params.temperature > 0
@@ -95,11 +95,11 @@ class Counts:
             q = model.distribution(context)
             row = np.log(q).astype(np.float32)
             if draws:
-                weights = sampler.weights(row, first + i)
+                weights = sampler.compute_weights(row, first + i)
                 q = weights / weights.sum()
                 token = sampler.draw(weights, first + i, DRAFT_LANE)
             else:
-                token = int(sampler.adjusted(row, first + i).argmax())
+                token = int(sampler.adjust_logits(row, first + i).argmax())
             sampler.accept(token)
             context = np.append(context, np.int32(token))
             probs[i] = q[token]

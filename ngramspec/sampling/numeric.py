@@ -1,7 +1,7 @@
-"""Scalar building blocks of the numba kernels, with their rounding stated.
+"""Provide scalar building blocks of the numba kernels, with their rounding stated.
 
-Numbers in, numbers out. `fma` rounds once wherever it stands, `exp` is a fixed polynomial: vectorised or not, inlined or not, the
-bits are the same, which an optimiser free to contract or a vendor's libm would not promise.
+`fma` rounds once wherever it stands and `exp` is a fixed polynomial: vectorised or not, inlined or not, the bits are the same, which
+neither an optimiser that may contract nor a vendor's libm guarantees.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ C2, C3, C4, C5, C6, C7 = (
     _F(1.3981999507e-3),
     _F(1.9875691500e-4),
 )
+# The range that `exp` clamps its argument to.
 LOW, HIGH = _F(-87.0), _F(88.0)
-"""What `exp` clamps its argument to."""
 
 
 @intrinsic
 def fma(typing_context, a, b, c):
-    """a * b + c in one rounding."""
+    """Return a * b + c, rounded once."""
     return a(a, b, c), lambda context, builder, signature, args: builder.fma(*args)
 
 
 @intrinsic
 def float_of_bits(typing_context, bits):
+    """Return the float32 with these bits, an int32."""
+
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], context.get_value_type(types.float32))
 
@@ -44,7 +46,7 @@ def float_of_bits(typing_context, bits):
 
 @intrinsic
 def bits_of_float(typing_context, x):
-    """The bits of a float32 as an int32."""
+    """Return the bits of a float32 as an int32."""
 
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], context.get_value_type(types.int32))
@@ -54,7 +56,7 @@ def bits_of_float(typing_context, x):
 
 @njit(cache=True, nogil=True)
 def exp(x):
-    """e to the x, float32; x is clamped to [-87, 88], so that the result is normal and finite."""
+    """Return e to the x, float32; x is clamped to [-87, 88], so that the result is normal and finite."""
     x = min(max(x, LOW), HIGH)
     n = np.floor(fma(x, LOG2E, _HALF))
     r = fma(-n, LN2_LO, fma(-n, LN2_HI, x))

@@ -30,12 +30,14 @@ from ngramspec.outputs import KEPT, TokenLogprob
 from ngramspec.sampling.numeric import bits_of_float, exp
 from ngramspec.sampling_params import SamplingParams
 
+# The most likely token weighs 2**40. One that is e**-28 times as likely weighs nothing.
 WEIGHT_BITS = 40
-"""The most likely token weighs 2**40. One that is e**-28 times as likely weighs nothing."""
+# u and top-p are integers over 2**53, the numbers that a float64 holds exactly.
 FRACTION_BITS = 53
-"""u and top-p are integers over 2**53."""
+# Histogram by which top-k and top-p find their boundary without sorting: bins, and bins per unit of logits at temperature 1.
 _BINS = 4096
 _BIN_SCALE = np.float32(128.0)
+# Weights summed at once while the drawn token is searched.
 _STRIDE = 1024
 
 
@@ -62,33 +64,34 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @njit(cache=True, nogil=True)
 def _uniform_bits(seed, sample, position, lane):
-    """`uniform_bits` of uint64s."""
+    """Return what `uniform_bits` does, for arguments that are uint64."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b, _, _ = _philox(position & low, position >> half, sample, lane, seed & low, seed >> half)
     return np.int64((a >> np.uint64(5)) << np.uint64(26) | b >> np.uint64(6))
 
 
 def uniform_bits(seed: int, sample: int, position: int, lane: int = 0) -> int:
-    """u(seed, n, t) * 2**53: an integer in [0, 2**53), a function of its arguments alone. Lanes are independent of each other.
+    """Return u(seed, n, t) * 2**53: an integer in [0, 2**53), a function of its arguments alone. Lanes are independent of each other.
 
-    Lane 0 picks the token; lane 1 + 2 k draws the k-th draft for the position. Where drafts are accepted by rejection sampling, lane 2
+    Lane 0 picks the token; lane 1 + 2 k draws the k-th draft for the position. If drafts are accepted by rejection sampling, lane 2
     draws the token, and lane 4 + 2 k decides on the k-th draft.
     """
     return int(_uniform_bits(np.uint64(seed), np.uint64(sample), np.uint64(position), np.uint64(lane)))
 
 
-def share_bits(top_p: float) -> int:
-    """top-p * 2**53, an integer in [1, 2**53]; 2**53: all."""
+def encode_top_p(top_p: float) -> int:
+    """Return top-p * 2**53, an integer in [1, 2**53]; 2**53 keeps all tokens."""
     return max(1, int(top_p * 2.0**FRACTION_BITS))
 
 
-def least_weight(min_p: float) -> int:
-    """The weight of a token that is just likely enough for min-p."""
+def encode_min_p(min_p: float) -> int:
+    """Return the least weight that min-p lets through."""
     return math.ceil(min_p * 2.0**WEIGHT_BITS)
 
 
 @njit(cache=True, nogil=True)
-def _penalise(logits, in_prompt, counts, repetition, presence, frequency):
+def _apply_penalties(logits, in_prompt, counts, repetition, presence, frequency):
+    """Change logits [V] in place: repetition penalty for tokens of prompt and output, presence and frequency penalty for the output's."""
     for i in range(logits.shape[0]):
         n = counts[i]
         if n > 0 or in_prompt[i]:
@@ -98,8 +101,8 @@ def _penalise(logits, in_prompt, counts, repetition, presence, frequency):
 
 
 @njit(cache=True, nogil=True)
-def _part(total, fraction):
-    """floor(total * fraction / 2**53) for total < 2**62 and fraction <= 2**53, by halves of 32 bits."""
+def _scale_by_fraction(total, fraction):
+    """Return floor(total * fraction / 2**53) for total < 2**62 and fraction <= 2**53, by halves of 32 bits."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b = np.uint64(total), np.uint64(fraction)
     a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
@@ -108,7 +111,7 @@ def _part(total, fraction):
 
 
 @njit(cache=True, nogil=True)
-def _keep(logits, w, top, scale, most, mass):
+def _truncate_weights(logits, w, top, scale, most, mass):
     """Zero every weight but the first in the order (logit falling, id rising): `most` of them, or until their sum reaches `mass`.
 
     `scale` (bins per unit of logits) is such that what falls into the last bin weighs nothing.
@@ -147,10 +150,10 @@ def _keep(logits, w, top, scale, most, mass):
 
 
 @njit(cache=True, nogil=True)
-def _weights(logits, top, temperature, top_k, share, least):
-    """[V] int64, proportional to the distribution that is sampled; `top` is the greatest of the logits and weighs 2**40.
+def _compute_weights(logits, top, temperature, top_k, share, least):
+    """Return weights [V] int64, proportional to the distribution that is sampled; `top` is the greatest logit and weighs 2**40.
 
-    `share` and `least` as `share_bits` and `least_weight` have them.
+    `share` and `least` are what `encode_top_p` and `encode_min_p` return.
     """
     n = logits.shape[0]
     w = np.empty(n, np.int64)
@@ -160,9 +163,9 @@ def _weights(logits, top, temperature, top_k, share, least):
         w[i] = digits >> np.int64(min(np.int32(127) - (bits >> np.int32(23)), np.int32(63)))
     scale = _BIN_SCALE / temperature
     if 0 < top_k < n:
-        _keep(logits, w, top, scale, top_k, np.int64(2**62))
+        _truncate_weights(logits, w, top, scale, top_k, np.int64(2**62))
     if share < 2**FRACTION_BITS:
-        _keep(logits, w, top, scale, n, max(_part(w.sum(), share), 1))
+        _truncate_weights(logits, w, top, scale, n, max(_scale_by_fraction(w.sum(), share), 1))
     if least > 0:
         for i in range(n):
             if w[i] < least:
@@ -171,9 +174,9 @@ def _weights(logits, top, temperature, top_k, share, least):
 
 
 @njit(cache=True, nogil=True)
-def _draw(w, u):
-    """The token at which the running sum of weights, in the order of ids, passes u / 2**53 of the total."""
-    goal, i = _part(w.sum(), u), 0
+def _draw_index(w, u):
+    """Return the token at which the running sum of weights, in the order of ids, passes u / 2**53 of the total."""
+    goal, i = _scale_by_fraction(w.sum(), u), 0
     while i < w.shape[0]:
         here = w[i : i + _STRIDE].sum()
         if here > goal:
@@ -191,7 +194,7 @@ def _every_token_is_banned(position: int) -> InvalidInputError:
 
 
 class _Entries:
-    """A growing table [n] of ENTRY, and where each token's is."""
+    """A growing table [n] of ENTRY, and the row of each token in it."""
 
     def __init__(self, table: np.ndarray) -> None:
         self._rows, self._n = table, len(table)
@@ -202,7 +205,7 @@ class _Entries:
         return self._rows[: self._n]
 
     def count(self, token: int) -> None:
-        """The token was written once more."""
+        """Count one more occurrence of the token in the output."""
         row = self.row_of.setdefault(token, self._n)
         if row == self._n:
             if row == len(self._rows):
@@ -212,36 +215,36 @@ class _Entries:
         self._rows["count"][row] += 1
 
 
-class Draws(NamedTuple):
-    """How the tokens of sequences are drawn at temperatures above 0, an element each [B]."""
+class DrawParams(NamedTuple):
+    """Sampling parameters of sequences at temperatures above 0, one element for each [B]."""
 
     temperature: np.ndarray  # float32
     top_k: np.ndarray  # int64
-    share: np.ndarray  # int64, `share_bits` of top-p
-    least: np.ndarray  # int64, `least_weight` of min-p
+    share: np.ndarray  # int64, top-p as `encode_top_p` returns it
+    least: np.ndarray  # int64, min-p as `encode_min_p` returns it
     seed: np.ndarray  # uint64
     sample: np.ndarray  # uint64
     position: np.ndarray  # int64, of the next token in the output
 
 
 @njit(cache=True, nogil=True)
-def _pick(logits, top, temperature, top_k, share, least, seed, sample, position):
-    """The token drawn from logits [V] whose greatest is `top`."""
-    return _draw(_weights(logits, top, temperature, top_k, share, least), _uniform_bits(seed, sample, position, np.uint64(0)))
+def _draw_from_logits(logits, top, temperature, top_k, share, least, seed, sample, position):
+    """Draw a token from logits [V] whose greatest is `top`."""
+    return _draw_index(_compute_weights(logits, top, temperature, top_k, share, least), _uniform_bits(seed, sample, position, np.uint64(0)))
 
 
 @njit(cache=True, nogil=True)
-def pick(logits, top, draws, b, ahead):
-    """The token of sequence b, `ahead` positions behind its next one, drawn from logits [V] whose greatest is `top`."""
+def draw_token(logits, top, draws, b, ahead):
+    """Draw the token of sequence b, `ahead` positions after its next one, from logits [V] whose greatest is `top`."""
     position = np.uint64(draws.position[b] + ahead)
-    return _pick(
+    return _draw_from_logits(
         logits, top, draws.temperature[b], draws.top_k[b], draws.share[b], draws.least[b], draws.seed[b], draws.sample[b], position
     )
 
 
 @njit(cache=True, nogil=True)
-def masked(row, mask):
-    """A copy of logits row [V] float32 with -inf for every token that is not in the mask [W] uint32."""
+def apply_mask(row, mask):
+    """Return a copy of logits row [V] float32 with -inf for every token that is not in the mask [W] uint32."""
     n, out, none = row.shape[0], np.empty_like(row), np.float32(-np.inf)
     whole = min(mask.shape[0], n // 32)
     for w in range(whole):  # 32 tokens at once, whatever the word: it takes a seventh of the time of looking which there are
@@ -253,31 +256,31 @@ def masked(row, mask):
 
 
 def on_device(params: SamplingParams) -> bool:
-    """Whether a token is a function of the logits row, the seed and the position alone, and nothing else is asked for, so that all
-    sequences can be walked at once."""
-    return _plain(params) and params.logprobs is None
+    """Return whether tokens are a function of (logits row, seed, position) alone and no log-probabilities are wanted, so that all
+    sequences can be sampled in one call."""
+    return _is_plain(params) and params.logprobs is None
 
 
-def _plain(params: SamplingParams) -> bool:
-    """Nothing is done to logits."""
+def _is_plain(params: SamplingParams) -> bool:
+    """Return whether logits are left as they are."""
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    return _lists(params) and penalties == (1.0, 0.0, 0.0) and not params.logit_bias and params.min_tokens == 0
+    return _is_sparse(params) and penalties == (1.0, 0.0, 0.0) and not params.logit_bias and params.min_tokens == 0
 
 
-def _lists(params: SamplingParams) -> bool:
-    """What is done to logits is done to a few tokens, which a sampler can list, and a device's kernels draw from the rest."""
+def _is_sparse(params: SamplingParams) -> bool:
+    """Return whether only the logits of a few listed tokens are adjusted, so that a device can do it."""
     return params.grammar is None and params.allowed_token_ids is None and not params.bad_words
 
 
+# Adjustments of one token's logit: `bias` if it is flagged BIASED, then penalties by `count`, its occurrences in the output.
 ENTRY = np.dtype([("token", np.int32), ("bias", np.float32), ("count", np.int32), ("flags", np.int32)])
-"""What is done to one token's logit: `bias` where it is flagged so, then what penalties make of `count`, how often it was written."""
 
 
 class Sampler:
-    """Picks the tokens of one sequence; `accept` tells it each token that was appended."""
+    """Samples the tokens of one sequence. `accept` must be called with each token that is appended."""
 
+    # Flags of an entry: the bias is added; the token is a stop that `min_tokens` holds back; it is in the prompt.
     BIASED, HELD, PROMPT = 1, 2, 4
-    """Flags of an entry: the bias is added; the token is a stop that `min_tokens` holds back; it is in the prompt."""
 
     def __init__(
         self,
@@ -291,18 +294,17 @@ class Sampler:
         constraint: Constraint | None = None,
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`constraint`: where the text stands in the grammar of its parameters; the sampler's own. `bad_words`: of its parameters, as
-        token ids."""
+        """Prepare the adjustments. `constraint`: state of the parameters' grammar, which the sampler owns; `bad_words`: as token ids."""
         self.params, self.index, self.seed, self.constraint = params, index, seed, constraint
         self._vocab_size = vocab_size
         self.on_device, self.greedy = on_device(params), params.temperature == 0
-        self.by_entries = _lists(params) and params.logprobs is None
-        """All that is done to logits is done to the tokens of `entries`."""
-        self.scores_few = _plain(params) and params.logprobs is not None and params.logprobs <= KEPT
-        """Nothing is done to logits, and log-probabilities are wanted of no more than what passes tell anyway."""
+        self.by_entries = _is_sparse(params) and params.logprobs is None
+        """Whether `entries` lists all adjustments."""
+        self.scores_few = _is_plain(params) and params.logprobs is not None and params.logprobs <= KEPT
+        """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
         self._entries: _Entries | None = None  # made when somebody asks
         self._temperature = np.float32(params.temperature)
-        self.share, self.least = share_bits(params.top_p), least_weight(float(np.float32(params.min_p)))
+        self.share, self.least = encode_top_p(params.top_p), encode_min_p(float(np.float32(params.min_p)))
         self.ids = np.array([i for i in params.logit_bias if i < vocab_size], np.int64)
         self.bias = np.array([params.logit_bias[int(i)] for i in self.ids], np.float32)
         self.bias[self.bias <= -100] = -np.inf
@@ -318,7 +320,7 @@ class Sampler:
             self.counts = np.zeros(vocab_size, np.int32)
 
     def fork(self) -> Sampler:
-        """One in the same state, that may run ahead."""
+        """Return a copy in the same state, which may run ahead."""
         other = copy.copy(self)
         other._entries = None
         if self.penalised:
@@ -329,7 +331,7 @@ class Sampler:
 
     @property
     def is_plain(self) -> bool:
-        """Accepting a token changes nothing."""
+        """Whether accepting a token changes nothing."""
         return not self.penalised and self.constraint is None and not self._n_recent
 
     def accept(self, token: int) -> None:
@@ -343,10 +345,12 @@ class Sampler:
             self.constraint.accept(token)
 
     def entries(self, drafted: np.ndarray | None = None) -> np.ndarray:
-        """[n] of ENTRY, each token once: what `adjusted` does at the next position, where `by_entries`; `drafted` tokens [m] are among them
-        where penalties will count them."""
+        """Return what `adjust_logits` does at the next position, if `by_entries`: [n] of ENTRY, each token once.
+
+        `drafted` tokens [m] are among them if penalties will count them.
+        """
         if self._entries is None:
-            self._entries = self._all_entries()
+            self._entries = self._make_entries()
         known = self._entries
         if drafted is None or not self.penalised:
             return known.table
@@ -355,7 +359,7 @@ class Sampler:
         more["token"] = new
         return np.concatenate([known.table, more])
 
-    def _all_entries(self) -> _Entries:
+    def _make_entries(self) -> _Entries:
         p, none = self.params, np.empty(0, np.int64)
         held = self.held_back if p.min_tokens else none
         written = np.flatnonzero(self.counts) if self.penalised else none
@@ -370,15 +374,15 @@ class Sampler:
             table["count"] = self.counts[tokens]
         return _Entries(table)
 
-    def adjusted(self, row: np.ndarray, position: int) -> np.ndarray:
-        """The row [V] after the grammar, bias, bans and penalties; the row itself where there are none."""
+    def adjust_logits(self, row: np.ndarray, position: int) -> np.ndarray:
+        """Return the row [V] after grammar, bias, bans and penalties; the row itself if there are none."""
         banned = position < self.params.min_tokens and len(self.held_back)
         if not (banned or self.penalised or len(self.ids) or self.constraint or self.allowed is not None or self.bad_words):
             return row
         if self.constraint is None:
             row = row.copy()
         else:
-            row = masked(row, self.constraint.mask())
+            row = apply_mask(row, self.constraint.mask())
             ends = row[self.held_back]
         row[self.ids] += self.bias
         if self.allowed is not None:
@@ -394,7 +398,7 @@ class Sampler:
                 row[self.held_back] = ends
         if self.penalised:
             p = self.params
-            _penalise(
+            _apply_penalties(
                 row,
                 self.in_prompt,
                 self.counts,
@@ -404,14 +408,14 @@ class Sampler:
             )
         return row
 
-    def weights(self, row: np.ndarray, position: int) -> np.ndarray:
-        """[V] int64: what sampling at temperature > 0 draws from, up to a factor. Raises NotFiniteError."""
-        adjusted = self.adjusted(row, position)
-        top = adjusted[self._best(adjusted, position)]
-        weights: np.ndarray = _weights(adjusted, top, self._temperature, self.params.top_k, self.share, self.least)
+    def compute_weights(self, row: np.ndarray, position: int) -> np.ndarray:
+        """Return the weights [V] int64 that sampling at temperature > 0 draws from. Raises NotFiniteError."""
+        adjusted = self.adjust_logits(row, position)
+        top = adjusted[self._find_best(adjusted, position)]
+        weights: np.ndarray = _compute_weights(adjusted, top, self._temperature, self.params.top_k, self.share, self.least)
         return weights
 
-    def _best(self, adjusted: np.ndarray, position: int) -> int:
+    def _find_best(self, adjusted: np.ndarray, position: int) -> int:
         best = int(adjusted.argmax())  # not a number counts as the greatest
         if adjusted[best] == -np.inf and self.constraint is not None:
             raise GrammarError(
@@ -423,38 +427,38 @@ class Sampler:
             raise NotFiniteError(position)
         return best
 
-    def unpicked(self, position: int) -> NgramspecError:
-        """Why a device could pick no token from what `entries` leave of the logits."""
+    def explain_failure(self, position: int) -> NgramspecError:
+        """Return why a device could pick no token from the logits as `entries` adjust them."""
         banned = self.ids[self.bias == -np.inf]
         held = self.held_back if position < self.params.min_tokens else banned
         whole = len(banned) and len(np.union1d(banned, held)) == self._vocab_size
         return _every_token_is_banned(position) if whole else NotFiniteError(position)
 
     def draw(self, weights: np.ndarray, position: int, lane: int) -> int:
-        """A token drawn from weights [V] int64, by this lane's u."""
-        return int(_draw(weights, uniform_bits(self.seed, self.index, position, lane)))
+        """Draw a token from weights [V] int64 by this lane's u."""
+        return int(_draw_index(weights, uniform_bits(self.seed, self.index, position, lane)))
 
     def sample(self, row: np.ndarray, position: int) -> int:
-        """The token at output position `position` (0 is the first) from logits row [V] float32.
+        """Return the token at output position `position` (0 is the first) from logits row [V] float32.
 
-        Raises NotFiniteError where the logits' maximum is infinite, or one of them is not a number.
+        Raises NotFiniteError if the greatest logit is infinite or one is NaN.
         """
         if self.params.temperature == 0:
-            return self._best(self.adjusted(row, position), position)
-        return self.draw(self.weights(row, position), position, 0)
+            return self._find_best(self.adjust_logits(row, position), position)
+        return self.draw(self.compute_weights(row, position), position, 0)
 
 
-def draws(samplers: Sequence[Sampler], positions: Sequence[int]) -> Draws:
-    """Of samplers that adjust no logits, at positions in their outputs."""
+def make_draw_params(samplers: Sequence[Sampler], positions: Sequence[int]) -> DrawParams:
+    """Return the parameters of samplers that adjust no logits, at positions in their outputs."""
     floats = np.array([each.params.temperature for each in samplers], np.float32)
     rows = [(each.params.top_k, each.share, each.least, p) for each, p in zip(samplers, positions, strict=True)]
     top_k, share, least, position = np.array(rows, np.int64).reshape(-1, 4).T.copy()
     seed, sample = np.array([(each.seed, each.index) for each in samplers], np.uint64).reshape(-1, 2).T.copy()
-    return Draws(floats, top_k, share, least, seed, sample, position)
+    return DrawParams(floats, top_k, share, least, seed, sample, position)
 
 
 def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
-    """Log-probability of a token after logits row [V], and the n likeliest, under the model's own distribution, before any adjustment.
+    """Return the log-probability of a token in logits row [V], and the n most likely tokens, under the model's unadjusted distribution.
 
     Raises NotFiniteError.
     """
@@ -469,7 +473,7 @@ def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
 
 
 def warmup() -> None:
-    """Compile, or load from disk, everything here."""
+    """Compile the module's functions, or load them from disk."""
     params = SamplingParams(temperature=1.0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     sampler = Sampler(params, index=0, seed=0, prompt=np.zeros(1, np.int64), vocab_size=8, stop_ids=frozenset())
-    sampler.sample(masked(np.arange(8, dtype=np.float32), np.ones(1, np.uint32)), 0)
+    sampler.sample(apply_mask(np.arange(8, dtype=np.float32), np.ones(1, np.uint32)), 0)

@@ -17,8 +17,8 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Batch, Span, pack
-from ngramspec.sampling.sampler import Sampler, draws, pick
-from ngramspec.sampling.topk import ranked
+from ngramspec.sampling.sampler import Sampler, draw_token, make_draw_params
+from ngramspec.sampling.topk import rank_rows
 from ngramspec.sampling_params import SamplingParams
 
 
@@ -73,7 +73,9 @@ def match_batch(
     if DRAWN in how:
         which = [b for b, each in enumerate(how) if each == DRAWN]
         spans = [batch.spans[b] for b in which]
-        drawn = draws([span.sampler for span in spans if span.sampler], [span.start + len(span.tokens) - span.n_prompt for span in spans])
+        drawn = make_draw_params(
+            [span.sampler for span in spans if span.sampler], [span.start + len(span.tokens) - span.n_prompt for span in spans]
+        )
         match_drawn(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
     return [
         (tokens[root:end], nodes[root : end - 1]) if each else None
@@ -120,7 +122,7 @@ def match_drawn(which, input_ids, parents, roots, ends, root_logits, greedy, log
             best = greedy[row]
             token = np.int64(-1)
             if best >= 0:
-                token = np.int64(pick(np.ascontiguousarray(logits[row]), logits[row, best], draws, i, n))
+                token = np.int64(draw_token(np.ascontiguousarray(logits[row]), logits[row, best], draws, i, n))
             tokens[root + n] = token
             above, here = here, np.int64(-1)
             for r in range(above + 1, ends[b]):
@@ -143,5 +145,5 @@ def warmup() -> None:
         spans.append(Span(slot, np.zeros(1, np.int32), 0, tree, sampler=sampler, n_prompt=1))
     batch = pack(spans, tables)
     logits = np.zeros((len(batch.logits_rows), 8), np.float32)
-    match_batch(batch, ranked(logits)[0], logits)
+    match_batch(batch, rank_rows(logits)[0], logits)
     list(match_draft(tree, lambda row: row))

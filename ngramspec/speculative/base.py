@@ -1,6 +1,6 @@
-"""The contracts of drafting: `Speculator`, which the step asks, and `Drafter`, a source of drafts beside the n-gram tables.
+"""The contracts of drafting: `Speculator`, which the step calls, and `Drafter`, one more source of drafts beside the n-gram tables.
 
-Token ids enter as int32 arrays, trees leave as flat arrays. Neither knows a model; a bad draft costs time, never a token.
+Token ids enter as int32 arrays, trees leave as flat arrays. Neither knows a model. A bad draft costs time, never a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.outputs import DraftTree, Reliability
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.sampling.topk import likeliest
+from ngramspec.sampling.topk import find_topk
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Candidates:
 
 
 def is_sound(candidates: object, vocab_size: int) -> bool:
-    """Whether candidates can be used as far as their shape goes, whoever made them."""
+    """Return whether candidates of any origin are well-formed: arrays of one length, parents first, numbers in range."""
     try:
         tokens, parents, probs = (np.asarray(getattr(candidates, name)) for name in ("tokens", "parents", "probs"))
         n, drawn_from = len(tokens), getattr(candidates, "drawn_from", None)
@@ -47,50 +47,50 @@ def is_sound(candidates: object, vocab_size: int) -> bool:
 
 NO_TREE = DraftTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
 
-Running: TypeAlias = tuple[int, np.ndarray, frozenset[str] | None]
-"""Of a running sequence: slot, tokens [n] int32, names of the datastores to draft from or None for all."""
+# Slot, tokens [n] int32, and names of the datastores to draft from (None: all).
+RunningSequence: TypeAlias = tuple[int, np.ndarray, frozenset[str] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """What a drafter can know of a sequence beside its tokens."""
+class SequenceInfo:
+    """What a drafter may know of a sequence besides its tokens."""
 
     sampler: Sampler
-    """How the sequence's tokens are picked. A drafter runs ahead on a `fork` of it and leaves this one alone."""
+    """How the sequence's tokens are sampled. A drafter that runs ahead uses a `fork` of it."""
     n_prompt: int
     limit: int
     """Most tokens of prompt and output together."""
 
 
-class Seen(NamedTuple):
-    """What the model holds likely behind the last token of some of a pass's sequences, and behind every node of their trees."""
+class PassTopK(NamedTuple):
+    """The model's top-k after the last token of some of a pass's sequences, and after every node of their trees."""
 
-    heard: np.ndarray
-    """[H, 3] int64: of each sequence its slot (-1: it is over), the token before its last one (-1: none), its index in the batch."""
+    sequences: np.ndarray
+    """[H, 3] int64, per sequence: its slot (-1: it has ended), the token before its last one (-1: none), its index in the batch."""
     batch: Batch
-    """A sequence's rows are those from `batch.root_logits` on."""
+    """The pass. A sequence's rows begin at `batch.root_logits`."""
     tokens: np.ndarray
-    """[N, KEPT] int32: the likeliest of all rows whose logits were wanted, likeliest first …"""
+    """[N, KEPT] int32: the top tokens of all rows whose logits were wanted, most likely first."""
     logits: np.ndarray
-    """… with their logits [N, KEPT] float32."""
+    """[N, KEPT] float32: their logits."""
 
 
-def make_seen(heard: list[tuple[int, int, int]], batch: Batch, output: Any) -> Seen | None:
-    """Return the model's top-k after every row of these sequences, `heard` as in `Seen`; None for none.
+def make_pass_topk(sequences: list[tuple[int, int, int]], batch: Batch, output: Any) -> PassTopK | None:
+    """Return the model's top-k after every row of these sequences, `sequences` as in `PassTopK`; None for none.
 
     `output`: a `backends.base.Output`.
     """
-    if not heard:
+    if not sequences:
         return None
     n = len(batch.logits_rows)
-    tokens, logits = output.candidates(0, n) or likeliest(output.logits(0, n))
-    return Seen(np.array(heard, np.int64), batch, tokens, logits)
+    tokens, logits = output.candidates(0, n) or find_topk(output.logits(0, n))
+    return PassTopK(np.array(sequences, np.int64), batch, tokens, logits)
 
 
-def likely_of(seen: Seen | None) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Of each sequence that goes on: slot, number of rows, tokens [rows, KEPT]."""
+def iterate_topk(seen: PassTopK | None) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield (slot, number of rows, tokens [rows, KEPT]) for each sequence that continues."""
     if seen is not None:
-        for slot, _, b in seen.heard.tolist():
+        for slot, _, b in seen.sequences.tolist():
             first, n = int(seen.batch.root_logits[b]), int(seen.batch.ends[b] - seen.batch.roots[b])
             if slot >= 0:
                 yield slot, n, seen.tokens[first : first + n]
@@ -112,30 +112,29 @@ class NativeDrafting(NamedTuple):
 
 
 class Speculator:
-    """What the step drafts with: the mix of all sources, one drafter by itself, or, as it stands here, nothing.
+    """What the step drafts with: the proposer, which mixes all sources, a single drafter, or this class, which drafts nothing.
 
-    Slots are the step's, one per running sequence. Calls for one slot are ordered begin, (propose, observe)*, end. One caller, in the
-    thread that steps.
+    Calls for one slot are ordered begin, (propose, observe)*, end. Not thread-safe: one caller, in the thread that steps.
     """
 
     active = False
     """Whether it ever drafts."""
     source_names: list[str] = []  # noqa: RUF012  # nobody adds to it
-    """What `DraftTree.sources` counts."""
+    """Names by the numbers in `DraftTree.sources`."""
     spec_length = 0
-    """Deepest node."""
+    """Most levels of a tree."""
     spec_rows = 0
     """Most nodes of a tree."""
     needs_topk = False
-    """Wants to know what the model holds likely (`Seen`)."""
+    """Whether `observe` needs the model's top-k."""
     needs_hidden_states = False
-    """Wants the model's last hidden states (`on_hidden_states`)."""
+    """Whether `on_hidden_states` is to be called."""
 
     def bind(self, runner: Any) -> None:
-        """The `backends.base.Runner` that is drafted for, before any sequence begins. What it raises ends the engine."""
+        """Receive the `backends.base.Runner` that is drafted for, before any sequence begins. An exception ends the engine."""
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        """Whether sequences of so many tokens can begin now."""
+        """Return whether sequences of so many tokens can begin now."""
         return True
 
     def begin(
@@ -150,69 +149,71 @@ class Speculator:
         tenant: str | None = "",
         datastores: frozenset[str] | None = None,
         temperature: float = 0.0,
-        text: Text | None = None,
+        text: SequenceInfo | None = None,
     ) -> None:
-        """A sequence starts, or resumes after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
+        """Start a sequence, or resume it after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
 
-        `banned` tokens are never drafted; a stop may be drafted, but nothing behind it. `prediction` [n] int32 is the output that is
-        expected. Answers are shared within a `tenant`; None shares nothing. `datastores`: names of those to draft from, None: all.
-        Its tokens are drawn at `temperature`; 0: the likeliest ones.
+        `banned` tokens are never drafted; a stop may be drafted, but nothing after it. `prediction` [n] int32 is the predicted output.
+        The output cache is shared within a `tenant`; None shares nothing. `datastores`: names of those to draft from, None: all.
+        `temperature`: of sampling, 0 is greedy.
         """
 
     def is_unpredictable(self, slot: int) -> bool:
-        """Whether next to nothing of a sequence's latest tokens was foreseen, so that it need not be looked at in every pass."""
+        """Return whether so few of a sequence's latest tokens were predicted that it need not be drafted for in every pass."""
         return False
 
     def propose(
         self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
     ) -> list[DraftTree]:
-        """One tree per slot (possibly empty), together at most `max_nodes` nodes.
+        """Return one tree per slot (possibly empty), together at most `max_nodes` nodes.
 
         slots [B] int32; max_depth [B] int32, deepest useful node (0: no draft); cost_ms [R+1] float64, time of a pass with T rows at
-        index T; base_rows, the rows that the pass carries without drafts; price, what a millisecond is worth in tokens (0: what the pass
-        itself makes in it).
+        index T; base_rows, the rows of the pass without drafts; threshold, tokens per millisecond that a node must earn (0: the best
+        rate of the pass itself).
         """
         return [NO_TREE] * len(slots)
 
     def compiled(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
-        """What drafts for slots [B] int32 by itself until one of them has so many tokens more, instead of `propose` and `observe`; then
-        comes `advance`. None: no such thing, this time."""
+        """Return what compiled code needs to draft for slots [B] int32 by itself, instead of `propose` and `observe`, until one of them has
+        `n_tokens` more tokens; `advance` follows. None: not possible in this step."""
         return None
 
     def advance(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
-        """So many steps were made with `compiled`, and appended[b] [k] int32 to the sequences that go on, slots [B] int32."""
+        """Catch up with steps made by compiled code: it appended appended[b] [k] int32 to the sequences that continue, slots [B] int32."""
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
-        """The last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""
+        """Receive the last hidden states [n, H] float32 of the tokens at positions first, first + 1, …"""
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
-        """After acceptance: what was appended to each sequence, and which nodes of its last tree are on the accepted path.
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: PassTopK | None = None) -> None:
+        """Learn from a pass: what was appended to each sequence, and which nodes of its last tree were accepted.
 
-        accepted[b] [k] int32: path tokens, then the model's own next one, cut where the sequence ended; paths[b] [j] int32 in depth order,
-        -1 for a token that was not in its tree, but foreseen by the sequence's grammar.
-        A slot that was not proposed for learns nothing. `seen`: of sequences of the pass, those that it ended too.
+        accepted[b] [k] int32: the path's tokens, then the model's own next one, cut where the sequence ended; paths[b] [j] int32: nodes in
+        order of depth, -1 for a token that was not in the tree but forced by the sequence's grammar. A slot that was not proposed for
+        learns nothing. `seen` includes sequences that ended in the pass.
         """
 
     def end(self, slot: int) -> None:
-        """The slot's sequence is gone. Unknown or free slots are left alone."""
+        """Free the slot. Unknown or free slots are ignored."""
 
     def remember(self, answer: np.ndarray, tenant: str = "") -> None:
-        """A sequence has finished with this output [n] int32."""
+        """Add a finished sequence's output [n] int32 to the tenant's output cache."""
 
-    def source_of(self, tree: DraftTree, node: int) -> str:
-        """Who proposed a node, with file and line where it comes from a datastore."""
+    def get_source(self, tree: DraftTree, node: int) -> str:
+        """Return the name of a node's source, with file and line if it comes from a datastore."""
         return self.source_names[tree.sources[node]]
 
     def reliability(self) -> list[Reliability]:
-        """What nodes promised against what came of them, by source and level of probability, as far as it is counted. From any thread."""
+        """Return predicted against observed acceptance by source and level of probability. Callable from any thread."""
         return []
 
     def index(self, store: Datastore) -> list[VectorIndex]:
-        """What `use_datastores` would have to make for a store, made now. From any thread."""
+        """Build now what `use_datastores` would have to build for a store. Callable from any thread."""
         return []
 
-    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[VectorIndex] | None = None) -> None:
-        """Draft from these datastores from now on, for running sequences too. `ready`: their indices, where they have been made.
+    def use_datastores(
+        self, stores: Mapping[str, Datastore], running: Iterable[RunningSequence], ready: list[VectorIndex] | None = None
+    ) -> None:
+        """Draft from these datastores from now on, for running sequences too. `ready`: their indices, if `index` has built them.
 
         Raises ValueError.
         """
@@ -220,69 +221,69 @@ class Speculator:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """One more source. Its trees are evidence: the mix decides how far its probabilities are believed.
+    """One more source of drafts. Its trees are features: the proposer calibrates its probabilities.
 
-    `seq` is the slot that the engine gave the sequence; calls for one sequence are ordered begin, (propose, observe)*, end, where an
-    observe may come without its propose: a drafter that does not pay for its time rests, and is tried again now and then.
-    An exception from any of these switches the drafter off for good (logged once) and fails no request.
+    `seq` is the sequence's slot. Calls for one sequence are ordered begin, (propose, observe)*, end. `observe` may come without `propose`:
+    a drafter that does not pay for its time is asked less often.
+    An exception switches the drafter off for good (logged once) and fails no request.
     """
 
     name: str
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
-        """A sequence starts with these committed tokens [n] int32."""
+        """Start a sequence with these committed tokens [n] int32."""
 
     def propose(self, seqs: Sequence[int], budget: int) -> Sequence[Candidates]:
-        """One candidate tree per sequence, each of at most `budget` nodes; empty where it knows nothing."""
+        """Return one tree per sequence, each of at most `budget` nodes, possibly empty."""
         ...
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
-        """`accepted` [k] int32 was appended to the sequence; `rejected` [j] int32 are this drafter's tokens that the model did not take."""
+        """Learn that `accepted` [k] int32 was appended, and that this drafter's tokens `rejected` [j] int32 were not accepted."""
 
     def end(self, seq: int) -> None:
-        """The sequence is gone; free what belongs to it."""
+        """Free what belongs to the sequence."""
 
 
 @runtime_checkable
 class NeedsModel(Protocol):
-    """A drafter that computes with the model that it drafts for."""
+    """A drafter that uses the target model."""
 
     def bind(self, runner: Any) -> None:
-        """The engine's `runner.Runner`, once, before any sequence begins and in the thread that steps. What it raises ends the engine."""
+        """Receive the engine's `Runner` once, before any sequence begins, in the thread that steps. An exception ends the engine."""
 
 
 @runtime_checkable
 class NeedsText(Protocol):
-    """A drafter that draws as the request itself does, or that counts with the text's end."""
+    """A drafter that samples as the request does, or that needs to know where the sequence ends."""
 
-    def attach(self, seq: int, text: Text) -> None:
-        """After every `begin`."""
+    def attach(self, seq: int, text: SequenceInfo) -> None:
+        """Receive what is known of the sequence, after every `begin`."""
 
 
 @runtime_checkable
 class NeedsKvRoom(Protocol):
-    """A drafter that keeps keys and values of its own: a sequence waits until there is room for it here, too."""
+    """A drafter with a KV cache of its own: a sequence waits until there is room for it here, too."""
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        """Whether sequences of so many tokens can begin, beside those that have. One that could never be held is not to wait."""
+        """Return whether sequences of so many tokens can begin besides the running ones; True for one that would never fit."""
         ...
 
 
 @runtime_checkable
 class CanDraw(Protocol):
-    """A drafter whose tokens can be draws from a distribution q, for rejection sampling, or its certain guesses."""
+    """A drafter that can sample its tokens from a distribution q, for rejection sampling."""
 
     draws: bool
-    """Above temperature 0, draw and say from what. Set before `bind`."""
+    """Whether to sample above temperature 0, and return q in `Candidates.drawn_from`. Set before `bind`."""
 
 
 @runtime_checkable
 class NeedsTopK(Protocol):
-    """A drafter that learns from what the model holds likely."""
+    """A drafter that learns from the model's top-k."""
 
     def on_topk(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
-        """Before `observe`: the model's most likely tokens [1 + N, KEPT] int32, likeliest first, behind the last known token and behind
-        each of the N nodes of the tree that this sequence had in the pass; -1 where there are no more."""
+        """Receive the model's top tokens [1 + N, KEPT] int32, most likely first, after the last known token and after each of the N nodes
+        of the tree that the sequence had in the pass; -1 if there are no more. Called before `observe`."""
 
 
 @runtime_checkable
@@ -290,5 +291,5 @@ class NeedsHiddenStates(Protocol):
     """A drafter that reads the model's last hidden states, as its language-model head sees them."""
 
     def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
-        """States [n, H] float32 of the committed tokens at positions first, first + 1, …: of prompts in pieces, of each pass before its
-        `observe`. Those of tokens whose keys and values came from the prefix cache are not computed, and never heard of."""
+        """Receive the states [n, H] float32 of the committed tokens at positions first, first + 1, …: chunk by chunk for prompts, before
+        `observe` for each pass. States of tokens from the prefix cache are not computed."""

@@ -1,9 +1,8 @@
-"""Drafts from suffix datastores: what followed this context in the user's repository, and which of its files are like the request.
+"""Draft from suffix datastores: what followed this context in the user's repository, and which of its files are like the request.
 
-Committed tokens go in; one flat tree per sequence comes out, each node with a code for how sure the store is and the place that it was
-read from. It opens no store and knows no weights: `ngramspec.datastore` looks up, the mix decides what a code is worth. A store that has
-changed on disk is picked up between two steps; one that has become unreadable keeps its last generation. Stores have LF for every line
-end: a sequence with CRLF is looked up with LF, and its drafts are written with CRLF.
+Committed tokens go in; one flat tree per sequence comes out, each node with a code for the store's confidence and its position there. It
+opens no store and knows no weights. A store that has changed on disk is picked up between two steps; one that has become unreadable keeps
+its last generation. Stores have LF line ends: a sequence with CRLF is looked up with LF, and its drafts are written with CRLF.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from ngramspec.speculative.features import MAX_CODE
 log = logging.getLogger(__name__)
 
 NAME = "datastore"
+# Longest context in tokens that is looked up.
 MAX_MATCH = 64
+# Seconds between two checks for a newer generation of the stores, one `stat` each.
 REFRESH_S = 0.25
-"""How often the stores are asked for a newer generation: one `stat` each."""
 
 _LENGTHS = np.searchsorted(np.array((3, 4, 5, 7, 9, 13, 19, 32, 64)), np.arange(65), side="right").astype(np.int64)  # 10 levels
 _SHARES = np.array((0.08, 0.25, 0.5, 0.75, 0.95, 1.0))  # 7 levels
@@ -51,8 +51,8 @@ class Drafts(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _codes(start, parents, counts, match, lengths, shares, levels, out):
-    """How sure: levels of the match with the path to the node, of its share among its siblings, of how many occurrences there are."""
+def _encode_codes(start, parents, counts, match, lengths, shares, levels, out):
+    """Write the confidence codes: levels of the match length with the path to the node, its share among its siblings, its count."""
     depth = np.zeros(len(parents), np.int64)
     total = np.zeros(len(parents) + 1, np.int64)
     for b in range(len(start) - 1):
@@ -72,8 +72,8 @@ def _codes(start, parents, counts, match, lengths, shares, levels, out):
 
 
 @njit(cache=True, nogil=True)
-def _append(recent, fresh, slots, start, tokens):
-    """Put new tokens in front of what each slot remembers, newest first."""
+def _push_recent(recent, fresh, slots, start, tokens):
+    """Push new tokens to the front of each slot's recent tokens, newest first."""
     M = recent.shape[1]
     for b in range(len(slots)):
         slot, n = slots[b], start[b + 1] - start[b]
@@ -86,38 +86,38 @@ def _append(recent, fresh, slots, start, tokens):
 
 
 def _find_line_ends(store: Datastore, found: Future[LineEnds | None]) -> None:
-    """Make what translates line ends for a store's tokenizer."""
+    """Build the translator of line ends for a store's tokenizer."""
     try:
         found.set_result(LineEnds(load_encoder(Path(store.path), store.snapshot.manifest)))
-    except Exception as error:  # whatever it is: CRLF is looked up as it is then
+    except Exception as error:  # CRLF is then looked up as it is
         log.warning("datastore %s: its line ends cannot be translated: %s", store.path, error)
         found.set_result(None)
 
 
 class SuffixDrafter:
-    """The stores' drafts for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
+    """Drafts from datastores for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
 
     def __init__(
         self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[VectorIndex] | None = None
     ) -> None:
-        """`similar`: with the files that are like a request, where a store has their vectors; their index is made now, unless `ready`.
+        """Open for these stores. `similar`: also retrieve files like a request, if a store has vectors; `ready`: their indices, if built.
 
         Raises ValueError for more than 63 stores.
         """
         self._similar = similar
         self.follows_changes = True
-        """Whether newer generations of the stores are taken up, by the clock."""
+        """Whether newer generations of the stores are picked up."""
         self._router: SimilarFiles | None = None
         self._matcher = Matcher([], max_seqs, max_match=MAX_MATCH)
-        self._may: dict[int, frozenset[str] | None] = {}
+        self._allowed: dict[int, frozenset[str] | None] = {}
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
         self._fresh = np.full(max_seqs, -1, np.int32)
-        self._unheard: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._asked_s = time.monotonic()
+        self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._refreshed_s = time.monotonic()
         self._unreadable: set[str] = set()
         self._crlf = np.zeros(max_seqs, bool)
         self.line_ends: Future[LineEnds | None] | None = None
-        """Made in a thread of its own with the first store: a second for a large vocabulary. Sequences that begin earlier do without."""
+        """Built in a thread with the first store (1 s for a large vocabulary). Sequences that begin earlier do without."""
         if similar and ready is None:
             ready = build_indices([store.snapshot for store in stores.values()])
         self.use(stores, ready or ())
@@ -127,78 +127,78 @@ class SuffixDrafter:
         self._matcher.reset([store.snapshot for store in stores.values()])
         self.stores = dict(stores)
         self._unreadable &= self.stores.keys()
-        self._changed(ready)
+        self._follow_snapshots(ready)
         if self.stores and self.line_ends is None:
             self.line_ends = Future()
             store = next(iter(self.stores.values()))
             threading.Thread(target=_find_line_ends, args=(store, self.line_ends), name="ngramspec-line-ends", daemon=True).start()
 
-    def _changed(self, ready: Sequence[VectorIndex] = ()) -> None:
-        """The matcher has other snapshots: so has the router, and what a sequence may use stands elsewhere."""
-        for slot, may in self._may.items():
-            self._matcher.begin(slot, self._bits(may))
+    def _follow_snapshots(self, ready: Sequence[VectorIndex] = ()) -> None:
+        """Give the matcher's new snapshots to the router, and recompute which of them each sequence may use."""
+        for slot, allowed in self._allowed.items():
+            self._matcher.begin(slot, self._make_store_mask(allowed))
         snapshots = self._matcher.snapshots
         if self._router is not None:
             self._router.reset(snapshots, ready)
         elif self._similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
             self._router = SimilarFiles(snapshots, ready)
 
-    def _bits(self, names: frozenset[str] | None) -> int:
+    def _make_store_mask(self, names: frozenset[str] | None) -> int:
         return ALL_STORES if names is None else sum(1 << i for i, name in enumerate(self.stores) if name in names)
 
-    def begin(self, slot: int, tokens: np.ndarray, may: frozenset[str] | None = None) -> None:
-        """A sequence starts with these committed tokens [n] int32; it may use the stores of these names, None: all."""
+    def begin(self, slot: int, tokens: np.ndarray, allowed: frozenset[str] | None = None) -> None:
+        """Start a sequence with these committed tokens [n] int32. It uses the stores of these names, None: all."""
         latest = tokens[-MAX_MATCH:][::-1]
         self.refresh()
-        self._hear()
+        self._apply_pending()
         self._recent[slot] = -1
         self._recent[slot, : len(latest)] = latest
         self._fresh[slot] = -1
-        self._may[slot] = may
-        self._crlf[slot] = self._with_crlf(tokens) is not None
-        self._matcher.begin(slot, self._bits(may))
+        self._allowed[slot] = allowed
+        self._crlf[slot] = self._get_crlf_translator(tokens) is not None
+        self._matcher.begin(slot, self._make_store_mask(allowed))
 
-    def similar(self, prompt: np.ndarray, may: frozenset[str] | None = None) -> np.ndarray | None:
-        """Tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None where there are none."""
+    def find_similar(self, prompt: np.ndarray, allowed: frozenset[str] | None = None) -> np.ndarray | None:
+        """Return tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None if there are none."""
         if self._router is None:
             return None
-        line_ends = self._with_crlf(prompt)
+        line_ends = self._get_crlf_translator(prompt)
         try:
             if line_ends is None:
-                return self._router.find_similar(prompt, stores=self._bits(may))
-            return line_ends.to_crlf(self._router.find_similar(line_ends.to_lf(prompt)[0], stores=self._bits(may)))
+                return self._router.find_similar(prompt, stores=self._make_store_mask(allowed))
+            return line_ends.to_crlf(self._router.find_similar(line_ends.to_lf(prompt)[0], stores=self._make_store_mask(allowed)))
         except DatastoreError as error:
             log.error("similar files: %s; requests go without", error)
             self._router, self._similar = None, False
             return None
 
     def propose(self, slots: np.ndarray) -> Drafts:
-        """slots [B] int32."""
+        """Return the drafts for slots [B] int32."""
         self.refresh()
-        self._hear()
+        self._apply_pending()
         contexts, fresh = self._recent[slots], self._fresh[slots]
-        line_ends = self._line_ends() if self._crlf[slots].any() else None
+        line_ends = self._get_line_ends() if self._crlf[slots].any() else None
         kinds = None if line_ends is None else self._put_lf(line_ends, slots, contexts, fresh)
         trees = self._matcher.propose(slots, contexts, fresh)
         self._fresh[slots] = 0
         codes = np.empty(len(trees.tokens), np.int16)
-        _codes(trees.start, trees.parents, trees.counts, trees.match, _LENGTHS, _SHARES, _COUNTS, codes)
+        _encode_codes(trees.start, trees.parents, trees.counts, trees.match, _LENGTHS, _SHARES, _COUNTS, codes)
         if line_ends is None or kinds is None:
             return Drafts(trees.start, trees.tokens, trees.parents, codes, trees.place)
         made = line_ends.translate_trees(trees.start, trees.tokens, trees.parents, kinds)
         return Drafts(made.start, made.tokens, made.parents, codes[made.origins], trees.place[made.origins])
 
-    def _line_ends(self) -> LineEnds | None:
+    def _get_line_ends(self) -> LineEnds | None:
         return self.line_ends.result() if self.line_ends is not None and self.line_ends.done() else None
 
-    def _with_crlf(self, tokens: np.ndarray) -> LineEnds | None:
-        """What translates a text [n] int32, if it has CRLF."""
-        line_ends = self._line_ends()
+    def _get_crlf_translator(self, tokens: np.ndarray) -> LineEnds | None:
+        """Return the translator of line ends if tokens [n] int32 have CRLF."""
+        line_ends = self._get_line_ends()
         return line_ends if line_ends is not None and line_ends.is_crlf(tokens) else None
 
     def _put_lf(self, line_ends: LineEnds, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> np.ndarray:
-        """Put LF for CRLF in the contexts [B, MAX_MATCH], newest token first, of sequences that have it. They are searched for anew: what
-        was appended may have changed the tokens before it. Returns what they go on from [B] int8, see `LineEnds.translate_trees`."""
+        """Replace CRLF by LF in the contexts [B, MAX_MATCH], newest token first, of sequences that have it. Their match starts anew, since
+        what was appended may change the tokens before it. Return what they continue from [B] int8, see `LineEnds.translate`."""
         kinds = np.full(len(slots), LF, np.int8)
         for b in np.flatnonzero(self._crlf[slots]).tolist():
             context = contexts[b]
@@ -210,26 +210,26 @@ class SuffixDrafter:
         return kinds
 
     def observe(self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray) -> None:
-        """tokens [N] int32 were appended, those of sequence b at start[b] .. start[b + 1]."""
-        self._unheard.append((slots, start, tokens.copy()))
-        if len(self._unheard) == MAX_MATCH:
-            self._hear()
+        """Record appended tokens [N] int32, those of sequence b at start[b] .. start[b + 1]."""
+        self._pending.append((slots, start, tokens.copy()))
+        if len(self._pending) == MAX_MATCH:
+            self._apply_pending()
 
-    def _hear(self) -> None:
-        """Take up what was appended: together where nothing was asked in between, which costs a fraction of one by one."""
-        for slots, start, tokens in self._unheard:
-            _append(self._recent, self._fresh, slots, start, tokens)
-        self._unheard.clear()
+    def _apply_pending(self) -> None:
+        """Push the recorded tokens: many steps at once cost a fraction of one by one."""
+        for slots, start, tokens in self._pending:
+            _push_recent(self._recent, self._fresh, slots, start, tokens)
+        self._pending.clear()
 
     def end(self, slot: int) -> None:
-        self._may.pop(slot, None)
+        self._allowed.pop(slot, None)
         self._matcher.end(slot)
 
     def refresh(self) -> None:
-        """Look up in the newest generations from now on; asks the disk at most every REFRESH_S."""
-        if not self.follows_changes or (now := time.monotonic()) - self._asked_s < REFRESH_S:
+        """Switch to the newest generations; checks the disk at most every REFRESH_S."""
+        if not self.follows_changes or (now := time.monotonic()) - self._refreshed_s < REFRESH_S:
             return
-        self._asked_s = now
+        self._refreshed_s = now
         changed = False
         for name, store in self.stores.items():
             try:
@@ -241,10 +241,10 @@ class SuffixDrafter:
                     log.error("datastore %s: %s; its generation %d stays in use", store.path, error, store.generation)
         if changed:
             self._matcher.reset([store.snapshot for store in self.stores.values()])
-            self._changed()
+            self._follow_snapshots()
 
     def locate(self, place: int) -> str:
-        """path:line of a place of the latest drafts."""
+        """Return path:line of a position of the latest drafts, "" if it cannot be read."""
         try:
             where = self._matcher.locate(place)
         except (DatastoreError, ValueError):  # a damaged body

@@ -1,4 +1,4 @@
-"""The weights of the mix: those that know nothing, those that are shipped, and how they are stored. Arrays in, arrays out."""
+"""Make, load and save the weights of the tree builder: arrays in, arrays out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from ngramspec.speculative import features, ngram_table
 from ngramspec.speculative.tree_builder import Weights
 
+# The shipped weights, learned by tools/learn_mix.py and tools/learn_store.py.
 WEIGHTS = Path(__file__).with_name("feature_weights.npz")
-"""Those that are shipped."""
 
 
-def cold_weights() -> Weights:
-    """Weights that know nothing but the meaning of a count: what learning starts from."""
+def make_cold_weights() -> Weights:
+    """Return weights that know only what a count means: what learning starts from."""
     states = np.zeros((features.GROUPS, features.STATES), np.float32)
     context_groups = [*range(features.ORDERS), features.GAP]
     for visits in range(1, ngram_table.REACH + 1):
@@ -40,8 +40,8 @@ def cold_weights() -> Weights:
 
 
 def load_weights(path: Path | str = WEIGHTS) -> Weights:
-    """Weights written by `save_weights`. Raises ValueError where the file does not fit this version's shapes."""
-    cold = cold_weights()
+    """Load weights written by `save_weights`. Raises ValueError if the file does not fit this version's shapes."""
+    cold = make_cold_weights()
     with np.load(path, allow_pickle=False) as file:
         read = Weights(*(np.ascontiguousarray(file[name], np.float32) for name in Weights._fields))
     for name, a, b in zip(Weights._fields, read, cold, strict=True):
@@ -51,4 +51,5 @@ def load_weights(path: Path | str = WEIGHTS) -> Weights:
 
 
 def save_weights(path: Path | str, weights: Weights) -> None:
+    """Save weights as float16."""
     np.savez_compressed(path, allow_pickle=False, **{name: a.astype(np.float16) for name, a in zip(Weights._fields, weights, strict=True)})

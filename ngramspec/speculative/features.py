@@ -1,21 +1,20 @@
-"""The evidence for each token that could come next.
+"""Extract the features of each token that could come next at a node of a draft tree. Knows no weights, probabilities or costs.
 
-Tables, recycled candidates and external trees enter, states of candidates leave. Knows no weights, probabilities or costs.
-
-At a node of a draft tree every *group* of evidence judges every candidate token by a small number, its state (0: it is silent):
+N-gram tables, recycled candidates and external trees enter; states of candidates leave. Every *group* of features describes every candidate
+token by a small integer, its state (0: the group says nothing):
 
     orders        one group per context length: in which of the context's latest events the token followed
     COPY          whether it is the token at the position that the text is being copied from, and how well copying goes
-    HIT_RATE      how well the text was predicted of late, and the candidate's rank
+    HIT_RATE      how well the sequence was predicted lately, and the candidate's rank
     AGE           how far back the longest match was last seen
     GAP           as the orders, for the context that skips the latest token
-    OUTPUT_CACHE  as the orders and GAP, in the tables of earlier requests' outputs
-    PREDICTED     as COPY, in the output that the client expects
-    RECYCLED      rank and distance among the model's own candidates when it last stood behind this token; behind these two tokens
-    others        one group per external drafter: its own code for how sure it is
+    OUTPUT_CACHE  as the orders and GAP, in the tables of the tenant's earlier outputs
+    PREDICTED     as COPY, in the predicted output
+    RECYCLED      rank and distance in the target's top-k after the latest token, when it last occurred; the same for the latest two tokens
+    EXTERNAL      one group per external drafter: its own code for its confidence
 
-`extract_features` collects the candidates below one node and writes their states; the node's *set* says which weights judge them: by the
-longest match, by who has it, by whether the copied position agrees with it, and by how well the text was predicted of late.
+`extract_features` collects the candidates below one node and writes their states. The node's *set* selects the mixing weights: by the
+longest match, by which tables have it, by whether the copied position agrees with it, and by how well the sequence was predicted lately.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from ngramspec.outputs import KEPT
 from ngramspec.speculative.ngram_table import GAP_REACH, LADDER, LENGTH, REACH, START, look_up, look_up_gap
 
 DATASTORE = 0  # the external drafter whose weights are shipped
-MAX_DRAFTERS = 4
+MAX_DRAFTERS = 4  # external ones
 ORDERS = len(LADDER)
 COPY = ORDERS  # the group of the copied position
-HIT_RATE = COPY + 1  # how well the text was predicted of late
+HIT_RATE = COPY + 1  # how well the sequence was predicted lately
 AGE = HIT_RATE + 1  # how far back the longest match was last seen
 GAP = AGE + 1
 OUTPUT_CACHE = GAP + 1  # the first of as many groups as ORDERS, and the gapped one
@@ -47,33 +46,32 @@ HIT_RATE_CLASSES = 5
 SETS = 3 * (ORDERS + 1) * HIT_RATE_CLASSES * 9
 MEMORY = 48  # outcomes that `hit_history` remembers
 _FULL = 1 << MEMORY
-MAX_CANDIDATES = 8
-"""Candidates per node."""
+MAX_CANDIDATES = 8  # per node; 12 measured no better (benchmarks/NOTES.md)
+# Nats: bounds of the levels of a recycled candidate's distance to the most likely one. What is further off is not kept.
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
 _GAPS = np.array(GAPS, np.float32)
-"""Bounds in nats of the levels of a recycled candidate's distance to the most likely one. What is further off is not kept."""
-MAX_CODE = 255
+MAX_CODE = 255  # of an external drafter
 
 
 class Nodes(NamedTuple):
-    """Every slot's tree: row slot * R is the root, the R - 1 rows after it its nodes. Written by `grow`, read by `settle`."""
+    """All slots' trees: row slot * R is the root, the R - 1 rows after it are its nodes. Written by `build_trees`, read by `update`."""
 
     token: np.ndarray  # [S * R] int32
     parent: np.ndarray  # [S * R] int32, row number of the parent within the slot; 0 is the root
     depth: np.ndarray  # [S * R] int32
     prob: np.ndarray  # [S * R] float64, of the whole path
     source: np.ndarray  # [S * R] uint8
-    cursor: np.ndarray  # [S * R, 6] int64, what `follow_text` keeps at this node: of the text being copied, of the predicted output
+    cursor: np.ndarray  # [S * R, 6] int64, the state of `follow_text` at this node, in the text being copied and in the predicted output
     hit_history: np.ndarray  # [S * R] int64, a bit per latest token, newest lowest: it was the most likely candidate
     top: np.ndarray  # [S * R] int32, the most likely candidate
     external: np.ndarray  # [S * R, MAX_DRAFTERS] int32, the same path in each external tree: -1 its root, -2 it is not there
     set: np.ndarray  # [S * R] int32, weight set
-    n: np.ndarray  # [S * R] int32, candidates below this node; -1: never looked
+    n: np.ndarray  # [S * R] int32, candidates below this node; -1: not scored
     cand_token: np.ndarray  # [S * R * MAX_CANDIDATES] int32
     cand_raw: np.ndarray  # [S * R * MAX_CANDIDATES] float64, probability as mixed
     cand_prob: np.ndarray  # [S * R * MAX_CANDIDATES] float64, as corrected (`calibration`); siblings sum to at most 1
-    cand_source: np.ndarray  # [S * R * MAX_CANDIDATES] uint8, who speaks up most for it
-    cand_state: np.ndarray  # [S * R * MAX_CANDIDATES, GROUPS] int16, 0: the group is silent
+    cand_source: np.ndarray  # [S * R * MAX_CANDIDATES] uint8, the source with the largest contribution
+    cand_state: np.ndarray  # [S * R * MAX_CANDIDATES, GROUPS] int16, 0: the group says nothing
 
 
 class ExternalTrees(NamedTuple):
@@ -82,11 +80,11 @@ class ExternalTrees(NamedTuple):
     start: np.ndarray  # [B * D + 1] int64: tree (b, d) is start[b * D + d] .. start[b * D + d + 1]
     tokens: np.ndarray  # [N] int32
     parents: np.ndarray  # [N] int32
-    codes: np.ndarray  # [N] int16, how sure the drafter is, in its own terms: 0 .. MAX_CODE
+    codes: np.ndarray  # [N] int16, the drafter's confidence, in its own terms: 0 .. MAX_CODE
 
 
 class Recycled(NamedTuple):
-    """The model's own most likely tokens behind a token (and behind two), as they were when it was last there. Empty arrays: not kept."""
+    """The target's top-k after a token (and after two), from the last time that it was computed. Empty arrays: not kept."""
 
     tokens: np.ndarray  # [V, KEPT] int32, by the latest token; -1: none
     gaps: np.ndarray  # [V, KEPT] uint8, level of the distance to the most likely one (of the first: to the second)
@@ -96,7 +94,7 @@ class Recycled(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch of one look at a node, so that nothing is allocated there."""
+    """Buffers for scoring one node, so that nothing is allocated there."""
 
     recent: np.ndarray  # [LADDER[-1]] int32, newest first
     heads: np.ndarray  # [2 * (ORDERS + 1)] int64: the sequence's own tables, then the output cache's
@@ -109,6 +107,7 @@ class Scratch(NamedTuple):
 
 
 def new_scratch() -> Scratch:
+    """Return buffers for one caller."""
     n = 2 * (ORDERS + 1)
     heads, totals, runs, visits = (np.zeros(n, np.int64) for _ in range(4))
     recent, codes = np.zeros(LADDER[-1], np.int32), np.zeros((MAX_DRAFTERS, MAX_CANDIDATES), np.int64)
@@ -118,7 +117,7 @@ def new_scratch() -> Scratch:
 
 
 def new_recycled(vocab_size: int, pairs: int) -> Recycled:
-    """Room for every token and for `pairs` (a power of two) pairs of tokens; 0 and 0: nothing is kept."""
+    """Return room for every token and for `pairs` (a power of two) pairs of tokens; 0 and 0 keep nothing."""
     return Recycled(
         np.full((vocab_size, KEPT), -1, np.int32),
         np.zeros((vocab_size, KEPT), np.uint8),
@@ -129,7 +128,7 @@ def new_recycled(vocab_size: int, pairs: int) -> Recycled:
 
 
 def find_proposing_states() -> np.ndarray:
-    """[GROUPS, STATES] bool: a group in this state has proposed the token, and does not only judge what another one proposed."""
+    """Return [GROUPS, STATES] bool: whether a group in this state has proposed the token, rather than judging another group's."""
     state = np.arange(STATES)
     proposes = np.zeros((GROUPS, STATES), np.bool_)
     counted = [*range(ORDERS), GAP, *range(OUTPUT_CACHE, PREDICTED)]
@@ -141,6 +140,7 @@ def find_proposing_states() -> np.ndarray:
 
 
 def _make_levels(bounds: tuple[int, ...], n: int) -> np.ndarray:
+    """Return the level of each of 0 .. n - 1 between these bounds."""
     return np.searchsorted(np.array(bounds), np.arange(n), side="right").astype(np.int64)
 
 
@@ -151,7 +151,7 @@ _HIT_RATE_LEVELS = _make_levels((1, 4, 7, 10, 13, 16), 17)  # 7 levels
 
 @njit(cache=True, nogil=True, inline="always")
 def _count_bits(x):
-    """Set bits of a number below 2**62."""
+    """Count the set bits of a number below 2**62."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -169,7 +169,7 @@ def push_hit(hit_history, right):
 
 @njit(cache=True, nogil=True, inline="always")
 def _count_known(hit_history):
-    """How many outcomes are known: the index of the leading one."""
+    """Return how many outcomes are known: the index of the leading one."""
     n = 0
     for step in (32, 16, 8, 4, 2, 1):
         if hit_history >> (n + step):
@@ -179,7 +179,7 @@ def _count_known(hit_history):
 
 @njit(cache=True, nogil=True, inline="always")
 def _hit_rate_class(hit_history):
-    """0: too early to say, 1 .. 4: few to nearly all of the latest tokens were predicted."""
+    """Return 0 if too few outcomes are known; 1 .. 4: few to nearly all of the latest tokens were predicted."""
     if hit_history < 256:
         return 0
     right, known = _count_bits(hit_history) - 1, _count_known(hit_history)
@@ -188,7 +188,7 @@ def _hit_rate_class(hit_history):
 
 @njit(cache=True, nogil=True, inline="always")
 def _hit_rate_level(hit_history):
-    """0 .. 7, from the latest 16 outcomes; 0: none yet."""
+    """Return a level of the hit rate, 1 .. 8, over the latest 16 outcomes; 0: none yet."""
     if hit_history < 2:
         return 0
     if hit_history >= 0x10000:
@@ -198,7 +198,7 @@ def _hit_rate_level(hit_history):
 
 @njit(cache=True, nogil=True, inline="always")
 def _context_state(seen, visits, run):
-    """State of a candidate in one context: in which of the latest events it followed (a bit each, newest lowest), behind a leading one."""
+    """Return a candidate's state in one context: a bit per latest event, newest lowest, set if it followed, after a leading one."""
     if seen == 0:
         return (2 << REACH) + 2 * visits + (run >= visits)
     if run >= REACH and seen & 1:
@@ -208,7 +208,7 @@ def _context_state(seen, visits, run):
 
 @njit(cache=True, nogil=True, inline="always")
 def _find_candidate(nodes, q, n, token):
-    """Index of the token among the n candidates from row q on; n if it is not there. The caller adds it where there is room."""
+    """Return the index of the token among the n candidates from row q on, n if it is not there. The caller adds it if there is room."""
     j = 0
     while j < n and nodes.cand_token[q + j] != token:
         j += 1
@@ -217,7 +217,7 @@ def _find_candidate(nodes, q, n, token):
 
 @njit(cache=True, nogil=True, inline="always")
 def _read_recent(state, seq, nodes, r, first, recent):
-    """The text before the children of node r, newest first -> how much of it there is."""
+    """Write the tokens before the children of node r, newest first; return how many."""
     tokens, mask, n, node = seq.tokens, len(seq.tokens) - 1, 0, r - first
     longest = max(seq.contexts[len(seq.contexts) - 1], GAP_REACH) if len(seq.contexts) else 0
     while node and n < longest:
@@ -232,7 +232,7 @@ def _read_recent(state, seq, nodes, r, first, recent):
 
 @njit(cache=True, nogil=True, inline="always")
 def _find_copied(state, seq, nodes, r, m, scratch):
-    """Where node r copies from: on from the position being followed, or, if a longer context matches, its occurrence nearest ahead."""
+    """Return the token that node r copies: at the position being followed, or, if a longer context matches, at its nearest occurrence."""
     at, matched, mask = nodes.cursor[r, 0], nodes.cursor[r, 1], len(seq.tokens) - 1
     if m and seq.contexts[m - 1] > matched:
         p, best = scratch.heads[m - 1], np.int64(1) << 60
@@ -251,7 +251,7 @@ def _find_copied(state, seq, nodes, r, m, scratch):
 
 @njit(cache=True, nogil=True, inline="always")
 def _add_external(nodes, r, n, external, tree, n_drafters, scratch):
-    """Add the external trees' children of node r to its n candidates -> the new n. Fills work.codes, -1 where a drafter is silent."""
+    """Add the external trees' children of node r to its n candidates and return the new n. Fills scratch.codes (-1: not proposed)."""
     q = r * MAX_CANDIDATES
     for d in range(n_drafters):
         for j in range(MAX_CANDIDATES):
@@ -272,19 +272,19 @@ def _add_external(nodes, r, n, external, tree, n_drafters, scratch):
 
 @njit(cache=True, nogil=True, inline="always")
 def pair_key(a, b):
-    """Of two neighbouring tokens, the later one last."""
+    """Return the key of two neighbouring tokens, the later one last."""
     return (np.int64(a) << 32) | np.int64(b)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def pair_row(key, n):
-    """Where a table of n (a power of two) rows keeps a pair."""
+    """Return the row of a pair in a table of n (a power of two) rows."""
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)) & (n - 1)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def _add_recycled(nodes, q, n, tokens, gaps, states):
-    """Add a row of recycled candidates -> the new n. states [MAX_CANDIDATES]: 1 for candidates that are not in it."""
+    """Add a row of recycled candidates; return the new n. states [MAX_CANDIDATES]: 1 for candidates that are not in it."""
     for j in range(MAX_CANDIDATES):
         states[j] = 1
     for rank in range(KEPT):
@@ -300,9 +300,9 @@ def _add_recycled(nodes, q, n, tokens, gaps, states):
 
 @njit(cache=True, nogil=True, inline="always")
 def _count_events(seq, nodes, q, n, k, at, alike_longer, scratch):
-    """In which of the latest events of one context each candidate followed; its tokens become candidates -> the new n."""
+    """Record in which of the latest events of one context each candidate followed; add its tokens as candidates; return the new n."""
     heads, totals, runs, visits, seen = scratch.heads, scratch.totals, scratch.runs, scratch.visits, scratch.seen
-    if alike_longer and totals[at] == totals[at + 1]:  # the same events as the longer context's
+    if alike_longer and totals[at] == totals[at + 1]:  # the same events as the longer context
         visits[at] = visits[at + 1]
         for j in range(MAX_CANDIDATES):
             seen[at * MAX_CANDIDATES + j] = seen[at * MAX_CANDIDATES + MAX_CANDIDATES + j]
@@ -315,7 +315,7 @@ def _count_events(seq, nodes, q, n, k, at, alike_longer, scratch):
     alike = runs[at] >= v
     for i in range(1 if alike else v):
         token = tokens[p & mask]
-        if token >= 0:  # not the end of an answer
+        if token >= 0:  # not the end of a cached output
             j = _find_candidate(nodes, q, n, token)
             if j < MAX_CANDIDATES:
                 if j == n:
@@ -327,9 +327,11 @@ def _count_events(seq, nodes, q, n, k, at, alike_longer, scratch):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def extract_features(state, seq, cached_state, cached, foreseen, recycled, nodes, r, first, external, tree, n_drafters, scratch):
-    """Collect candidates below node r and every group's judgement of them. `first` is the root's row, `tree` the first external tree;
-    `cached` the tables of earlier outputs, `foreseen` [N] int32 the predicted output.
+def extract_features(state, seq, cached_state, cached, prediction, recycled, nodes, r, first, external, tree, n_drafters, scratch):
+    """Collect the candidates below node r and every group's state of them.
+
+    `first` is the root's row, `tree` the first external tree, `cached` the tables of earlier outputs, `prediction` [N] int32 the predicted
+    output.
     """
     tokens, mask, K, q = seq.tokens, len(seq.tokens) - 1, len(seq.contexts) + 1, r * MAX_CANDIDATES
     heads, totals, runs, visits, seen = scratch.heads, scratch.totals, scratch.runs, scratch.visits, scratch.seen
@@ -342,8 +344,8 @@ def extract_features(state, seq, cached_state, cached, foreseen, recycled, nodes
         nodes.cand_token[q] = copied
         n = 1
     expected = np.int64(-1)
-    if 0 <= nodes.cursor[r, 3] < len(foreseen):
-        expected = np.int64(foreseen[nodes.cursor[r, 3]])
+    if 0 <= nodes.cursor[r, 3] < len(prediction):
+        expected = np.int64(prediction[nodes.cursor[r, 3]])
         j = _find_candidate(nodes, q, n, expected)
         nodes.cand_token[q + j] = expected
         n = max(n, j + 1)
@@ -413,7 +415,7 @@ def extract_features(state, seq, cached_state, cached, foreseen, recycled, nodes
 
 @njit(cache=True, nogil=True)
 def record_topk(recycled, before, last, tokens, values):
-    """Remember the model's most likely tokens [KEPT] behind `last` (and behind `before`, `last`), with their logits, most likely first."""
+    """Keep the target's top tokens [KEPT] after `last` (and after `before`, `last`), with their logits, most likely first."""
     key = pair_key(before, last)
     s = pair_row(key, len(recycled.keys)) if before >= 0 and len(recycled.keys) else np.int64(-1)
     if s >= 0:
@@ -440,13 +442,13 @@ def record_topk_rows(recycled, before, last, tokens, logits):
 
 
 @njit(cache=True, nogil=True)
-def record_batch_topk(recycled, heard, input_ids, parents, roots, ends, root_logits, tokens, logits):
-    """`record_topk` for the last tokens and all nodes of sequences `heard` [B, 3], as `base.Seen` has them, of a batch with
-    these arrays. A row that has fewer than KEPT finite logits is left out."""
-    for i in range(heard.shape[0]):
-        b = heard[i, 2]
+def record_batch_topk(recycled, sequences, input_ids, parents, roots, ends, root_logits, tokens, logits):
+    """Call `record_topk` for the last tokens and all nodes of `sequences` [B, 3], as in `base.PassTopK`, of a batch with these arrays. Rows
+    with fewer than KEPT finite logits are skipped."""
+    for i in range(sequences.shape[0]):
+        b = sequences[i, 2]
         for j in range(ends[b] - roots[b]):
             at, row = roots[b] + j, root_logits[b] + j
             if logits[row, KEPT - 1] > -np.inf:
-                before = np.int64(input_ids[parents[at]]) if j else heard[i, 1]
+                before = np.int64(input_ids[parents[at]]) if j else sequences[i, 1]
                 record_topk(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row])

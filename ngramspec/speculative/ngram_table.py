@@ -1,8 +1,8 @@
-"""N-gram tables of one sequence: context hash -> which tokens followed it. Knows no probabilities and no trees; all of it is compiled.
+"""Store the n-gram tables of one sequence: context hash -> which tokens followed it. Knows no probabilities and no trees; all compiled.
 
-The *event* at position i says "token i followed its contexts". A context of n tokens is keyed by the 64-bit FNV-1a of those
-tokens, newest first and each as four little-endian bytes, so that one pass over the last `LADDER[-1]` tokens yields the keys of
-all orders. The last `history` events are in the tables, older ones are exactly forgotten.
+The *event* at position i says "token i followed its contexts". A context of n tokens is keyed by the 64-bit FNV-1a of those tokens, newest
+first and each as four little-endian bytes, so that one pass over the last `LADDER[-1]` tokens yields the keys of all orders. The last
+`history` events are in the tables; older ones are forgotten exactly.
 
 Memory per sequence, one buffer, plain arrays:
 
@@ -10,10 +10,10 @@ Memory per sequence, one buffer, plain arrays:
     tokens  [cap] int32        ring of the last tokens
     links   [cap, K] int32     per event and order: the previous event of the same context
 
-`head` is the latest event of the context, `total` how many there are, `run` how many latest ones agree on the token. So a context
-that always continued alike is read from one entry; others are counted by walking at most `REACH` links back: recent text counts,
-no context is expensive however many continuations it has, and forgetting an event is one decrement. Every event of a longer context
-is one of its shorter ones too: a miss at one order ends the look-up, and equal totals mean equal counts.
+`head` is the latest event of the context, `total` their number, `run` how many of the latest ones agree on the token. A context that always
+continued alike is read from one entry; others are counted by following at most `REACH` links back. So recent text counts, no context is
+expensive however many continuations it has, and forgetting an event is one decrement. Every event of a longer context is also one of its
+shorter ones: a miss at one order ends the look-up, and equal totals mean equal counts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from numba import carray
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.numba_intrinsics import pointer
 
+# Context lengths in tokens; order n of the literature has a context of n - 1.
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-"""Context lengths in tokens; order n of the literature has a context of n - 1."""
+# The greatest `run` that is counted.
 LONG_RUN = 64
-"""`run` is not counted further."""
+# Latest events of a context that are counted.
 REACH = 8
-"""Latest events of a context that are counted."""
-
+# The gapped context: tokens 2 and 3 back, whatever the latest one is. It carries structure over a renamed identifier.
 GAP_REACH = 3
-"""The gapped context: tokens 2 and 3 back, whatever the latest one is. It carries structure over a renamed identifier."""
 
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
@@ -55,11 +54,11 @@ _8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
     TEMPERATURE,
     STATE_COLUMNS,
 ) = range(13, 22)
-"""Address and length of the predicted output, the position in it, tokens agreed and missed there; the row of the shared output cache;
-how many tokens of similar files stand before the text."""
+# … address and length of the predicted output, the position in it, tokens matched and missed there; the row of the shared output cache;
+# how many tokens of similar files stand before the sequence; its temperature in thousandths
 
+# Tokens around the copied position in which copying may resume after a mismatch.
 SCAN_AHEAD, SCAN_BACK = 24, 8
-"""How far around the position being copied a departed text is looked for again."""
 
 
 class TableView(NamedTuple):
@@ -73,13 +72,13 @@ class TableView(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def unowned_view(a):
-    """The same array without its reference count, whose atomic updates at every call cost more than the work itself."""
+    """Return the same array without a reference count, whose atomic updates at every call cost more than the work itself."""
     return carray(pointer(np.int64(a.ctypes.data)), a.shape, a.dtype)
 
 
 @njit(cache=True, nogil=True)
 def view_arrays(state, contexts):
-    """The arrays behind one row of the state. Safe while the owner (`proposer`) holds the buffer that the row points into."""
+    """Return the arrays that one row of the state points to. Safe while the owner (`proposer`) holds their buffer."""
     table = carray(pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
     tokens = carray(pointer(state[TOKENS]), state[CAP], np.int32)
     links = carray(pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
@@ -88,7 +87,7 @@ def view_arrays(state, contexts):
 
 @njit(cache=True, nogil=True, inline="always")
 def _fnv_token(h, token):
-    """64-bit FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv/) of a token's four bytes, continuing from `h`."""
+    """Continue the 64-bit FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv/) `h` with a token's four bytes."""
     x = np.uint64(token)
     h = (h ^ (x & _BYTE)) * FNV_PRIME
     h = (h ^ ((x >> _8) & _BYTE)) * FNV_PRIME
@@ -103,7 +102,7 @@ def _home_entry(key, shift):
 
 @njit(cache=True, nogil=True, inline="always")
 def _find_entry(table, shift, key):
-    """Index of the entry with this key, or of the empty one where it would go."""
+    """Return the index of the entry with this key, or of the empty one where it would go."""
     mask = (len(table) >> 1) - 1
     s = _home_entry(key, shift)
     while table[2 * s] != key and table[2 * s] != _ZERO:
@@ -141,7 +140,7 @@ def _gap_key(a, b):
 
 @njit(cache=True, nogil=True, inline="always")
 def _event_keys(seq, position, keys):
-    """Keys of the contexts that end just before `position`, the gapped one last -> how many of the ladder's have one."""
+    """Write the keys of the contexts that end just before `position`, the gapped one last; return how many of the ladder have one."""
     mask, K = len(seq.tokens) - 1, len(seq.contexts)
     if position >= GAP_REACH:
         keys[K] = _gap_key(seq.tokens[(position - 2) & mask], seq.tokens[(position - 3) & mask])
@@ -198,7 +197,7 @@ def _forget_event(state, seq, position, keys):
 
 @njit(cache=True, nogil=True)
 def has_room_for(state, contexts, history, n):
-    """Whether n more tokens go in without a larger buffer."""
+    """Return whether n more tokens fit without a larger buffer."""
     size = 1 << (64 - state[SHIFT])
     ring = min(state[LENGTH] + n, history + LADDER[-1] + n)
     return ring <= state[CAP] and state[ENTRIES] + n * (len(contexts) + 1) <= size - (size >> 2)
@@ -218,7 +217,7 @@ def push_token(state, seq, token, history, keys):
 
 @njit(cache=True, nogil=True)
 def fill_tables(state, contexts, tokens, history):
-    """Fill an empty sequence: the last `history` events and the tokens that their contexts need. tokens [n] int32."""
+    """Fill empty tables with the last `history` events of tokens [n] int32, and the tokens that their contexts need."""
     seq = view_arrays(state, contexts)
     keys = np.empty(len(contexts) + 1, np.uint64)
     n = len(tokens)
@@ -231,7 +230,7 @@ def fill_tables(state, contexts, tokens, history):
 
 @njit(cache=True, nogil=True)
 def append_tokens(state, contexts, tokens, history):
-    """Append tokens [n] int32 for which there is room."""
+    """Append tokens [n] int32. The caller has made room (`has_room_for`)."""
     seq = view_arrays(state, contexts)
     keys = np.empty(len(contexts) + 1, np.uint64)
     for token in tokens:
@@ -240,7 +239,7 @@ def append_tokens(state, contexts, tokens, history):
 
 @njit(cache=True, nogil=True)
 def copy_tables(old, new, contexts):
-    """Copy a sequence into a larger, zeroed buffer."""
+    """Copy a sequence's tables into a larger, zeroed buffer."""
     a, b = view_arrays(old, contexts), view_arrays(new, contexts)
     K = len(contexts) + 1
     for s in range(0, len(a.table), 2):
@@ -264,9 +263,9 @@ def _read_entry(table, s, heads, totals, runs, k):
 
 @njit(cache=True, nogil=True, inline="always")
 def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, runs):
-    """Entries of the contexts that end in `recent` (newest first), in a sequence's tables and in another's -> how many orders each knows.
+    """Look the contexts that end in `recent` (newest first) up in a sequence's tables and another's; return how many orders each has.
 
-    Shortest context first; the other's entries stand `len(contexts) + 1` further on, behind that of the gapped context.
+    Entries are written shortest context first; the other's begin at `len(contexts) + 1`, after the gapped context.
     """
     h, n, K = FNV_OFFSET, 0, len(seq.contexts)
     mine, theirs = 0, 0
@@ -292,6 +291,7 @@ def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, run
 
 @njit(cache=True, nogil=True, inline="always")
 def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
+    """Look the gapped context up; write its entry at k; return whether there is one."""
     if n_recent < GAP_REACH or len(seq.contexts) == 0:
         return False
     s = _find_entry(seq.table, state[SHIFT], _gap_key(recent[1], recent[2]))
@@ -301,11 +301,11 @@ def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
 
 @njit(cache=True, nogil=True)
 def follow_text(tokens, mask, oldest, length, at, matched, misses, token):
-    """Advance the position that the text is being copied from by one token -> (at, matched, misses).
+    """Advance the copied position by one token; return (at, matched, misses).
 
-    `tokens` [mask + 1] is a ring that holds positions oldest .. length - 1. `at` is the position whose token is expected next (-1:
-    nowhere), `matched` how many tokens in a row agreed, `misses` a bit per token, newest lowest. After a departure the token is looked
-    for around the position, so that copying resumes behind an edit.
+    `tokens` [mask + 1] is a ring that holds positions oldest .. length - 1. `at` is the position whose token is expected next (-1: none),
+    `matched` how many tokens in a row agreed, `misses` a bit per token, newest lowest. After a mismatch the token is searched around the
+    position, so that copying resumes after an edit.
     """
     if at < 0:
         return at, matched, misses
@@ -322,14 +322,15 @@ def follow_text(tokens, mask, oldest, length, at, matched, misses, token):
 
 @njit(cache=True, nogil=True)
 def view_prediction(state):
-    """The predicted output [n] int32 of a sequence, as an array."""
+    """Return the predicted output [n] int32 of a sequence."""
     return carray(pointer(state[PREDICTION_ADDRESS]), state[PREDICTION_LENGTH], np.int32)
 
 
 @njit(cache=True, nogil=True)
 def find_resumption(tokens, at, recent, n):
-    """Where a predicted output goes on after it was lost: behind the position nearest to `at` (what lies ahead counts as nearer) at which
-    the latest n tokens stand -> position, -1 if nowhere. recent [>= n] newest first; tokens [N].
+    """Return the position after the occurrence of the latest n tokens nearest to `at` (those ahead count as nearer), or -1.
+
+    recent [>= n] newest first; tokens [N].
     """
     best, where = np.int64(1) << 60, np.int64(-1)
     for i in range(n, len(tokens) + 1):

@@ -1,6 +1,6 @@
-"""The datastores that an engine is given: what they are called, and that they are the model's own.
+"""Open the datastores that an engine is given, under names, and check that they were made with the model's tokenizer.
 
-Folders or open stores enter, open and checked ones leave, by name. Knows nothing of how drafts come from them.
+Folders or open stores enter; open, checked ones leave, by name. Knows nothing of drafting.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ngramspec.tokenizer.encode import Encoding
 Store: TypeAlias = str | os.PathLike[str] | Datastore
 
 
-def named(datastore: Store | Sequence[Store] | Mapping[str, Store]) -> dict[str, Store]:
-    """Those that have no name are called as their folders are, with a number behind it where that is taken. Raises InvalidInputError."""
+def name_datastores(datastore: Store | Sequence[Store] | Mapping[str, Store]) -> dict[str, Store]:
+    """Name each datastore: by its folder, with a number appended if the name is taken, unless a name is given. Raises InvalidInputError."""
     if isinstance(datastore, Mapping):
         if wrong := [name for name in datastore if not (isinstance(name, str) and name)]:
             raise InvalidInputError(f"a datastore's name must be a text that is not empty, got {wrong[0]!r}")
@@ -33,13 +33,15 @@ def named(datastore: Store | Sequence[Store] | Mapping[str, Store]) -> dict[str,
 
 
 def open_store(store: Store) -> Datastore:
-    """Raises DatastoreError."""
+    """Open a store that is not open yet. Raises DatastoreError."""
     return store if isinstance(store, Datastore) else Datastore.open(store)
 
 
 def check_store(store: Store, encoding: Encoding, model: str) -> Datastore:
-    """The store, opened. Raises DatastoreError, TokenizerMismatchError where it was made with another tokenizer than that of the `model`,
-    TokenizerError."""
+    """Open a store and check its tokenizer.
+
+    Raises DatastoreError, TokenizerError, and TokenizerMismatchError if it was made with another tokenizer than the `model`'s.
+    """
     fingerprint = encoding.fingerprint
     opened = open_store(store)
     opened.check_tokenizer(fingerprint, model)

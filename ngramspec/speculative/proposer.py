@@ -1,4 +1,4 @@
-"""The engine's one entry to drafting: owns the buffers of every sequence, the weights and the other drafters; decides nothing.
+"""The engine's entry to drafting: owns the buffers of every sequence, the weights and the other drafters.
 
 Committed tokens come in (`begin`, `observe`), draft trees go out (`propose`), each step in one compiled call for the whole batch.
 """
@@ -22,7 +22,7 @@ from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LE
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import KEPT, DraftTree, Reliability
 from ngramspec.sampling.batch import Span, concatenate, pack
-from ngramspec.sampling.topk import likeliest
+from ngramspec.sampling.topk import find_topk
 from ngramspec.sequence_table import MAX_NEW_TOKENS
 from ngramspec.speculative import features, ngram_table, tree_builder
 from ngramspec.speculative.base import (
@@ -35,26 +35,28 @@ from ngramspec.speculative.base import (
     NeedsModel,
     NeedsText,
     NeedsTopK,
-    Running,
-    Seen,
+    PassTopK,
+    RunningSequence,
+    SequenceInfo,
     Speculator,
-    Text,
     is_sound,
-    likely_of,
+    iterate_topk,
 )
 from ngramspec.speculative.budget.backoff import DatastoreSchedule, DrafterBackoff, is_unpredictable
 from ngramspec.speculative.calibration import list_reliability, new_calibration
 from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
 from ngramspec.speculative.datastore_drafter import Drafts, SuffixDrafter
-from ngramspec.speculative.feature_weights import WEIGHTS, cold_weights, load_weights
+from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, make_cold_weights
 from ngramspec.speculative.features import ExternalTrees, Nodes
 from ngramspec.speculative.tree_builder import NO_PROPOSER, DraftState, SourceMap, TokenBans, Weights
 
 log = logging.getLogger(__name__)
+# Tenants that have an output cache; the least recently used one gives way.
 TENANTS = 16
+# Rows of the table of token pairs, a power of two.
 PAIRS = 1 << 16
+# Online learning rates of mix and states.
 RATES = (0.02, 0.05)
-"""Online learning rates of mix and states."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -66,12 +68,11 @@ def _power_of_two(n: int) -> int:
 class Proposer(Speculator):
     """Draft trees for up to `max_seqs` sequences at a time. Not thread-safe: one caller, the engine's loop.
 
-    `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they remember, `answers` the latest tokens
-    of finished answers that a tenant's sequences share (0: none), `recycle` whether the model's own candidates are kept, `similar` whether
-    the files of a datastore that are most like a request are drafted from;
-    a tree has at most `spec_rows` nodes and `spec_length` levels. `source_names[tree.sources[i]]` says who proposed node i.
-    `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their probabilities, and are asked
-    while what they bring pays for their time (`pace`).
+    `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they hold, `answers` the size of a tenant's
+    output cache in tokens (0: none), `recycle` whether the target's top-k is kept, `similar` whether the files of a datastore that are most
+    like a request are drafted from. A tree has at most `spec_rows` nodes and `spec_length` levels. `source_names[tree.sources[i]]` names
+    the source of node i. `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their
+    probabilities, and are asked while they pay for their time (`budget.backoff`).
     """
 
     active = True
@@ -108,23 +109,23 @@ class Proposer(Speculator):
                 raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
         self.vocab_size, self.history, self.spec_length, self.spec_rows = vocab_size, history, spec_length, spec_rows
         self.chains = False
-        """Trees without branches, for who can verify nothing else: none of the budget goes to siblings. May change from step to step."""
+        """Whether to draft chains, for hosts that cannot verify trees. May change from step to step."""
         self.datastore, self.similar = datastore, similar
         self._schedule = DatastoreSchedule(max_seqs)
         self.drafters: list[Drafter | None] = list(drafters)
         self._backoffs = [DrafterBackoff() for _ in drafters]
         self._asked: list[int] = []
-        """The drafters that were asked in this step, and in `_pass_ms` what its pass takes."""
+        """The drafters asked in this step. `_pass_ms`: predicted milliseconds of its pass."""
         self._pass_ms = 0.0
         self.source_names = [*SOURCES, DATASTORE, *(d.name for d in drafters)]
         self._calibration = new_calibration()
         self._rates = np.array(rates, np.float64)
-        self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else cold_weights()
+        self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else make_cold_weights()
         self._contexts = np.array([n for n in ngram_table.LADDER if n < max_order and use_ngram], np.int32)
-        self._own = _Tables(max_seqs, history, len(self._contexts))
+        self._own = _TablePool(max_seqs, history, len(self._contexts))
         self._states, self._buffers = self._own.states, self._own.buffers
-        self._output_cache = _Tables(1 + (TENANTS if answers else 0), max(answers, 16), len(self._contexts))
-        self._output_cache.allocate(0, cap=2, entries=1)  # the tables of a tenant that knows nothing
+        self._output_cache = _TablePool(1 + (TENANTS if answers else 0), max(answers, 16), len(self._contexts))
+        self._output_cache.allocate(0, cap=2, entries=1)  # empty tables, for sequences without a tenant
         self._tenants: dict[str, int] = {}
         self._predictions: dict[int, np.ndarray] = {}
         self._recycled_here = recycle and use_ngram
@@ -132,10 +133,10 @@ class Proposer(Speculator):
         self._topk_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsTopK)]
         self._state_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsHiddenStates)]
         self.needs_topk = self._recycled_here or bool(self._topk_readers)
-        """Wants to know what the model holds likely."""
+        """Whether `observe` needs the target's top-k."""
         self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
         self.needs_hidden_states = bool(self._state_readers)
-        """Wants hidden states (`on_hidden_states`)."""
+        """Whether `on_hidden_states` is to be called."""
         self._recycled = features.new_recycled(vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         rows = max_seqs * (spec_rows + 1)
@@ -173,7 +174,7 @@ class Proposer(Speculator):
                 drafter.bind(runner)
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        return all(self._ask(d, "has_room", n_tokens) is not False for d in self._kv_keepers)
+        return all(self._call_drafter(d, "has_room", n_tokens) is not False for d in self._kv_keepers)
 
     def begin(
         self,
@@ -187,7 +188,7 @@ class Proposer(Speculator):
         tenant: str | None = "",
         datastores: frozenset[str] | None = None,
         temperature: float = 0.0,
-        text: Text | None = None,
+        text: SequenceInfo | None = None,
     ) -> None:
         if self._buffers[slot] is not None:
             self.end(slot)
@@ -197,7 +198,7 @@ class Proposer(Speculator):
         if self.datastore is not None:  # older than the sequence's own text, and so weaker
             self.datastore.begin(slot, tokens, datastores)
             worth = self._schedule.begin(slot)
-            similar = self.datastore.similar(tokens[: len(tokens) - n_output], datastores) if worth else None
+            similar = self.datastore.find_similar(tokens[: len(tokens) - n_output], datastores) if worth else None
             room = self.history + ngram_table.LADDER[-1] - len(kept)
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])
@@ -213,10 +214,10 @@ class Proposer(Speculator):
             math.ceil(1000 * min(temperature, 1000)),
         )
         if prediction is not None and len(prediction):
-            self._predictions[slot] = foreseen = np.ascontiguousarray(prediction, np.int32)
+            self._predictions[slot] = predicted = np.ascontiguousarray(prediction, np.int32)
             state[ngram_table.PREDICTION_ADDRESS], state[ngram_table.PREDICTION_LENGTH], state[ngram_table.PREDICTION_AT] = (
-                foreseen.ctypes.data,
-                len(foreseen),
+                predicted.ctypes.data,
+                len(predicted),
                 0,
             )
             if n_output:
@@ -230,17 +231,17 @@ class Proposer(Speculator):
         self._bans.n[slot] = len(codes)
         self._bans.codes[slot, : len(codes)] = codes
         for d in range(len(self.drafters)):
-            self._ask(d, "begin", slot, tokens)
+            self._call_drafter(d, "begin", slot, tokens)
         for d in self._readers if text is not None else ():
-            self._ask(d, "attach", slot, text)
+            self._call_drafter(d, "attach", slot, text)
 
     def propose(
         self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
     ) -> list[DraftTree]:
-        """The nodes that pay for their time."""
+        """Return trees of the nodes that pay for their time."""
         slots = np.ascontiguousarray(slots, np.int32)
-        stored = self._look_up(self.datastore, slots, max_depth, threshold) if self.datastore is not None else None
-        external, n_drafters = self._external(slots, max_depth, max_nodes, stored)
+        stored = self._search_datastore(self.datastore, slots, max_depth, threshold) if self.datastore is not None else None
+        external, n_drafters = self._collect_external(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = tree_builder.build_trees(
             self._draft_state,
             slots,
@@ -257,23 +258,23 @@ class Proposer(Speculator):
         cuts = start.tolist()
         trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
         if stored is not None and len(stored.tokens):
-            self._set_places(slots, trees, stored)
+            self._set_store_positions(slots, trees, stored)
         self._pass_ms = float(cost_ms[min(base_rows + cuts[-1], len(cost_ms) - 1)])
         if n_drafters > 1:
             self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
         return trees
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: PassTopK | None = None) -> None:
         slots = np.ascontiguousarray(slots, np.int32)
         rows = _NOTHING_SEEN
         if seen is not None and self._recycled_here:
             batch = seen.batch
             rows = (
-                seen.heard, batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits, seen.tokens, seen.logits,
+                seen.sequences, batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits, seen.tokens, seen.logits,
             )  # fmt: skip
         for d in self._topk_readers:
-            for slot, n, likely in likely_of(seen):
-                self._ask(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), likely)
+            for slot, n, likely in iterate_topk(seen):
+                self._call_drafter(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), likely)
         new_start, new = _concatenate(accepted)
         path_start, path = _concatenate(paths)
         b = 0
@@ -284,9 +285,9 @@ class Proposer(Speculator):
             self._own.enlarge(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
         if self.datastore is not None:
             self.datastore.observe(slots, new_start, new)
-            self._settle_turns(slots, path_start, path)
+            self._record_datastore_gains(slots, path_start, path)
         if self.drafters:
-            self._tell_drafters(slots.tolist(), accepted, [path[path >= 0] for path in paths], len(new))
+            self._observe_drafters(slots.tolist(), accepted, [path[path >= 0] for path in paths], len(new))
 
     def end(self, slot: int) -> None:
         if self._buffers[slot] is None:
@@ -298,12 +299,12 @@ class Proposer(Speculator):
             self.datastore.end(slot)
         self._schedule.end(slot)  # also where the stores have gone since it began
         for d in range(len(self.drafters)):
-            self._ask(d, "end", slot)
+            self._call_drafter(d, "end", slot)
 
     def remember(self, answer: np.ndarray, tenant: str = "") -> None:
-        """A sequence has finished with this output [n] int32: from now on it speaks in all of the tenant's sequences that begin.
+        """Add a finished sequence's output [n] int32 to the tenant's output cache, which sequences that begin from now on use.
 
-        At most `answers` tokens are kept, and the tenants that were not heard of for longest are forgotten.
+        The cache holds the latest `answers` tokens. If there are too many tenants, the least recently used one's is dropped.
         """
         if len(self._output_cache.buffers) == 1 or len(self._contexts) == 0:
             return
@@ -317,7 +318,7 @@ class Proposer(Speculator):
             row = free[0]
             self._output_cache.allocate(row, cap=1024, entries=1024 * (len(self._contexts) + 1))
         self._tenants[tenant] = row
-        answer = np.append(np.asarray(answer, np.int32), np.int32(-1))  # -1: contexts do not reach from one answer into the next
+        answer = np.append(np.asarray(answer, np.int32), np.int32(-1))  # -1: contexts do not reach from one output into the next
         answer = answer[-self._output_cache.history :]
         if not ngram_table.has_room_for(self._output_cache.states[row], self._contexts, self._output_cache.history, len(answer)):
             self._output_cache.enlarge(row, len(answer), self._contexts)
@@ -341,18 +342,18 @@ class Proposer(Speculator):
             self._schedule.skip_steps(n_steps)
             self.datastore.observe(slots, *_concatenate(appended))
 
-    def keep(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """What the model holds likely behind `last` [n] int32, each of which follows `before` [n] int32 (-1: nothing), whoever's they are:
-        tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first."""
+    def record_topk(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """Keep the target's top tokens [n, KEPT] int32 and logits [n, KEPT] float32, most likely first, after tokens `last` [n] int32,
+        each of which follows `before` [n] int32 (-1: nothing)."""
         if self._recycled_here:
             features.record_topk_rows(self._recycled, before, last, tokens, logits)
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         for d in self._state_readers:
-            self._ask(d, "on_hidden_states", slot, first, states)
+            self._call_drafter(d, "on_hidden_states", slot, first, states)
 
-    def source_of(self, tree: DraftTree, node: int) -> str:
-        name = super().source_of(tree, node)
+    def get_source(self, tree: DraftTree, node: int) -> str:
+        name = super().get_source(tree, node)
         if name != DATASTORE or tree.store_positions is None or tree.store_positions[node] < 0 or self.datastore is None:
             return name
         return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
@@ -363,7 +364,9 @@ class Proposer(Speculator):
     def index(self, store: Datastore) -> list[VectorIndex]:
         return build_indices([store.snapshot]) if self.similar else []
 
-    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[VectorIndex] | None = None) -> None:
+    def use_datastores(
+        self, stores: Mapping[str, Datastore], running: Iterable[RunningSequence], ready: list[VectorIndex] | None = None
+    ) -> None:
         if not stores:
             self.datastore = None
         elif self.datastore is not None:
@@ -375,8 +378,8 @@ class Proposer(Speculator):
                 self._schedule.begin(slot)
             self.datastore = drafter
 
-    def _look_up(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, threshold: float) -> Drafts | None:
-        """What the datastore has for those of the slots [B] whose turn it is, and nothing for the others; None where it is nobody's."""
+    def _search_datastore(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, threshold: float) -> Drafts | None:
+        """Return the datastore's drafts for the slots [B] that are to be searched for in this step; None if there are none."""
         turn = self._schedule.choose(slots, np.asarray(max_depth) > 0, threshold)
         if turn is None:
             return None
@@ -387,8 +390,8 @@ class Proposer(Speculator):
         start[1:][turn] = np.diff(drafts.start)
         return drafts._replace(start=np.cumsum(start))
 
-    def _settle_turns(self, slots: np.ndarray, path_start: np.ndarray, path: np.ndarray) -> None:
-        """Tell what the datastore's answers brought: accepted nodes for which it, or a file that is like the request, vouched most."""
+    def _record_datastore_gains(self, slots: np.ndarray, path_start: np.ndarray, path: np.ndarray) -> None:
+        """Record what the datastore brought: accepted nodes whose source it is, or a similar file."""
         turn = self._schedule.get_asked(slots)
         if turn is None or not turn.any():
             return
@@ -397,8 +400,8 @@ class Proposer(Speculator):
         its = (path >= 0) & (self._nodes.source[slots[of] * R + 1 + path] >= len(SOURCES) - 1)
         self._schedule.record_gains(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
 
-    def _ask(self, d: int, what: str, *args: object) -> object:
-        """Call drafter d; one that raises is switched off."""
+    def _call_drafter(self, d: int, what: str, *args: object) -> object:
+        """Call a method of drafter d, and switch it off if that raises."""
         drafter = self.drafters[d]
         if drafter is None:
             return None
@@ -409,8 +412,8 @@ class Proposer(Speculator):
             self.drafters[d] = None
             return None
 
-    def _external(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[ExternalTrees, int]:
-        """All trees that come from outside the tables, sequence by sequence, and how many each sequence has (0 if there are none)."""
+    def _collect_external(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[ExternalTrees, int]:
+        """Return all trees that come from outside the tables, sequence by sequence, and how many each sequence has (0: none)."""
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
         self._n_external = 1 + len(self.drafters) if active else int(stored is not None)
         if not active:
@@ -422,29 +425,29 @@ class Proposer(Speculator):
         if stored is not None:
             for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
                 trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
-        asked = np.flatnonzero(max_depth > 0).tolist()  # the others rest, or are at their end
+        asked = np.flatnonzero(max_depth > 0).tolist()  # the others are in a cooldown, or at their end
         self._asked = [d for d in active if asked and self._backoffs[d].should_ask()]
         for d in self._asked:
             started = time.perf_counter()
-            answer = self._ask(d, "propose", [seqs[b] for b in asked], budget)
+            answer = self._call_drafter(d, "propose", [seqs[b] for b in asked], budget)
             self._backoffs[d].ms += (time.perf_counter() - started) * 1e3
             for b, tree in zip(asked, answer if isinstance(answer, (list, tuple)) else (), strict=False):
-                if self._sound(d, tree):
-                    trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _codes(tree)
+                if self._check_tree(d, tree):
+                    trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _encode_probs(tree)
         bounds = np.zeros(len(trees) + 1, np.int64)
         bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in trees])
         return ExternalTrees(bounds, *(np.concatenate(parts) for parts in zip(*trees, strict=True))), D
 
-    def _set_places(self, slots: np.ndarray, trees: list[DraftTree], stored: Drafts) -> None:
-        """Tell the nodes that the datastore has too where it has them."""
+    def _set_store_positions(self, slots: np.ndarray, trees: list[DraftTree], stored: Drafts) -> None:
+        """Set the store positions of the nodes that the datastore has, too."""
         R = len(self._nodes.token) // len(self._states)
         for b, (slot, tree) in enumerate(zip(slots.tolist(), trees, strict=True)):
             node = self._nodes.external[slot * R + 1 : slot * R + 1 + len(tree), features.DATASTORE]
             if stored.start[b + 1] > stored.start[b]:
                 tree.store_positions = np.where(node >= 0, stored.positions[stored.start[b] + np.maximum(node, 0)], -1)
 
-    def _sound(self, d: int, tree: Candidates) -> bool:
-        """Whether an external tree can be trusted as far as its shape goes; if not, its drafter is switched off."""
+    def _check_tree(self, d: int, tree: Candidates) -> bool:
+        """Return whether an external tree is well-formed; if not, switch its drafter off."""
         if ok := is_sound(tree, self.vocab_size):
             return ok
         if self.drafters[d] is not None:
@@ -452,36 +455,37 @@ class Proposer(Speculator):
             self.drafters[d] = None
         return False
 
-    def _tell_drafters(self, slots: list[int], accepted: list[np.ndarray], paths: list[np.ndarray], n_new: int) -> None:
-        """What became of their drafts, and how many tokens the pass has made."""
+    def _observe_drafters(self, slots: list[int], accepted: list[np.ndarray], paths: list[np.ndarray], n_new: int) -> None:
+        """Record what the asked drafters brought, and call `observe` of all drafters."""
         for d in self._asked:
-            gained = sum(int(self._drafted(slot, d)[path].sum()) for slot, path in zip(slots, paths, strict=True))
+            gained = sum(int(self._find_drafted(slot, d)[path].sum()) for slot, path in zip(slots, paths, strict=True))
             self._backoffs[d].record_step(gained, n_new, self._pass_ms)
         for d, drafter in enumerate(self.drafters):
             if drafter is not None:
                 for slot, tokens, path in zip(slots, accepted, paths, strict=True):
-                    self._ask(d, "observe", slot, np.asarray(tokens, np.int32), self._rejected(slot, d, path))
+                    self._call_drafter(d, "observe", slot, np.asarray(tokens, np.int32), self._find_rejected(slot, d, path))
         self._asked = []
         self._last_trees.clear()
 
-    def _rejected(self, slot: int, d: int, path: np.ndarray) -> np.ndarray:
-        mine = self._drafted(slot, d)
+    def _find_rejected(self, slot: int, d: int, path: np.ndarray) -> np.ndarray:
+        """Return the tokens of drafter d's nodes that are not on the accepted path."""
+        mine = self._find_drafted(slot, d)
         mine[np.asarray(path, np.int64)] = False
         return self._last_trees.get(slot, NO_TREE).tokens[mine]
 
-    def _drafted(self, slot: int, d: int) -> np.ndarray:
-        """Which nodes of a slot's last tree are drafter d's: [N] bool."""
+    def _find_drafted(self, slot: int, d: int) -> np.ndarray:
+        """Return which nodes of a slot's last tree are drafter d's: [N] bool."""
         return self._last_trees.get(slot, NO_TREE).sources == len(SOURCES) + 1 + d
 
 
-def _codes(tree: Candidates) -> np.ndarray:
-    """[N] int16: what the drafter gives a node under the condition of its parent, in equal steps."""
+def _encode_probs(tree: Candidates) -> np.ndarray:
+    """Return codes [N] int16: the drafter's probability of each node given its parent, in equal steps."""
     probs, parents = np.asarray(tree.probs, np.float32), np.asarray(tree.parents, np.int32)
     above = np.where(parents >= 0, probs[parents], np.float32(1.0)) if len(probs) else probs
     return (np.clip(probs / np.maximum(above, 1e-9), 0.0, 1.0) * features.MAX_CODE).astype(np.int16)
 
 
-class _Tables:
+class _TablePool:
     """N-gram tables of several sequences, each a row of states and the buffer that it points into."""
 
     def __init__(self, n: int, history: int, n_contexts: int) -> None:
@@ -490,7 +494,7 @@ class _Tables:
         self.history, self.n_links = history, n_contexts + 1
 
     def allocate(self, row: int, cap: int, entries: int) -> None:
-        """A fresh zeroed buffer with room for `cap` tokens and so many table entries; the state row starts over."""
+        """Allocate a zeroed buffer for `cap` tokens and `entries` table entries, and reset the row's state."""
         cap, size = _power_of_two(cap), _power_of_two(entries + (entries >> 1) + 4)
         buffer = np.zeros(2 * size + 8 + (cap * (self.n_links + 1) + 1) // 2, np.uint64)
         address = (buffer.ctypes.data + 63) & ~63
@@ -508,9 +512,9 @@ class _Tables:
         self.buffers[row] = buffer
 
     def enlarge(self, row: int, n: int, contexts: np.ndarray) -> None:
-        """Room for n tokens more."""
-        old, keep = self.states[row].copy(), self.buffers[row]
-        assert keep is not None, f"slot {row} was never begun"
+        """Make room for n more tokens."""
+        old, record_topk = self.states[row].copy(), self.buffers[row]
+        assert record_topk is not None, f"slot {row} was never begun"
         length = min(int(old[ngram_table.LENGTH]), self.history + ngram_table.LADDER[-1]) + n
         entries = int(old[ngram_table.ENTRIES]) + n * self.n_links
         self.allocate(row, cap=length + length // 8, entries=entries + entries // 8)
@@ -561,16 +565,16 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def idle() -> NativeDrafting:
-    """For sequences without drafts."""
-    proposer = Proposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=cold_weights())
+    """Return what compiled code needs for sequences without drafts."""
+    proposer = Proposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=make_cold_weights())
     drafting = proposer.compiled(np.empty(0, np.int32), 0)
     assert drafting is not None
     return drafting
 
 
 def warmup() -> None:
-    """Compile, or load from the cache on disk, everything that a step needs. Safe to call from another thread."""
-    proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=cold_weights())
+    """Compile everything that a step needs, or load it from disk. Safe to call from another thread."""
+    proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=make_cold_weights())
     slots, cost = np.zeros(1, np.int32), np.ones(8)
     tables = BlockTables(1, 1, 16)
     tables.reserve(0, 2)
@@ -578,7 +582,7 @@ def warmup() -> None:
     proposer.remember(np.array([1, 2, 3], np.int32))
     proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
     trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)
-    seen = Seen(np.array([[0, -1, 0]]), batch, *likeliest(np.zeros((1, 16), np.float32)))
+    seen = PassTopK(np.array([[0, -1, 0]]), batch, *find_topk(np.zeros((1, 16), np.float32)))
     proposer.observe(slots, [np.full(40, 3, np.int32)], [np.arange(min(len(trees[0]), 1), dtype=np.int32)], seen)
     proposer.observe(slots, [np.full(400, 3, np.int32)], [_NO_TOKENS])
     proposer.end(0)

@@ -1,7 +1,7 @@
-"""One drafter by itself: its trees as it gives them, in the place of `proposer.Proposer`, without a mix and without a budget by cost.
+"""Draft with one drafter alone, its trees as it returns them: without mixing, calibration or a budget by cost.
 
-For the drafters of the literature, which say themselves how much they draft, and for drafts that are accepted by rejection sampling,
-which needs the distribution that each token was drawn from. Knows no model.
+For drafters of the literature, which decide themselves how much they draft, and for drafts accepted by rejection sampling, which needs the
+distribution that each token was drawn from. Knows no model.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ngramspec.speculative.base import (
     NeedsModel,
     NeedsText,
     NeedsTopK,
-    Running,
-    Seen,
+    PassTopK,
+    RunningSequence,
+    SequenceInfo,
     Speculator,
-    Text,
     is_sound,
-    likely_of,
+    iterate_topk,
 )
 
 log = logging.getLogger(__name__)
 
 
 class SingleDrafter(Speculator):
-    """A drafter that raises is switched off: nothing is drafted any more."""
+    """Drafts with one drafter; if it raises it is switched off, and nothing is drafted any more."""
 
     active = True
 
     def __init__(self, drafter: Drafter, *, vocab_size: int, spec_length: int, spec_rows: int, draws: bool = False) -> None:
-        """A tree is cut to `spec_rows` nodes and `spec_length` levels. `draws`: its tokens shall be draws, if it can."""
+        """Cut trees to `spec_rows` nodes and `spec_length` levels. `draws`: have the drafter sample its tokens, if it can."""
         self.vocab_size, self.spec_length, self.spec_rows = vocab_size, spec_length, spec_rows
         self.drafter: Drafter | None = drafter
         self.source_names = [drafter.name]
@@ -57,31 +57,31 @@ class SingleDrafter(Speculator):
             self.drafter.bind(runner)
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        return not isinstance(self.drafter, NeedsKvRoom) or self._ask("has_room", n_tokens) is not False
+        return not isinstance(self.drafter, NeedsKvRoom) or self._call_drafter("has_room", n_tokens) is not False
 
-    def begin(self, slot: int, tokens: np.ndarray, *, text: Text | None = None, **_: Any) -> None:
+    def begin(self, slot: int, tokens: np.ndarray, *, text: SequenceInfo | None = None, **_: Any) -> None:
         self._begun.add(slot)
-        self._ask("begin", slot, tokens)
+        self._call_drafter("begin", slot, tokens)
         if text is not None and isinstance(self.drafter, NeedsText):
-            self._ask("attach", slot, text)
+            self._call_drafter("attach", slot, text)
 
     def propose(
         self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
     ) -> list[DraftTree]:
-        """All trees have the same room; what a row costs counts for nothing."""
+        """Return the drafter's trees. All have the same room; costs are ignored."""
         seqs, room = slots.tolist(), min(self.spec_rows, max(max_nodes, 0) // len(slots))
-        answer = self._ask("propose", seqs, room) or [_NOTHING] * len(seqs)
+        answer = self._call_drafter("propose", seqs, room) or [_NOTHING] * len(seqs)
         if len(answer) != len(seqs) or not all(is_sound(candidates, self.vocab_size) for candidates in answer):
             log.error("drafter %r gave a malformed tree and is switched off", self.source_names[0])
             self.drafter, answer = None, [_NOTHING] * len(seqs)
         trees = [
-            self._tree(candidates, min(int(depth), self.spec_length), room) for candidates, depth in zip(answer, max_depth, strict=True)
+            self._cut_tree(candidates, min(int(depth), self.spec_length), room) for candidates, depth in zip(answer, max_depth, strict=True)
         ]
         self._trees = dict(zip(seqs, trees, strict=True))
         return trees
 
-    def _tree(self, candidates: Candidates, max_depth: int, room: int) -> DraftTree:
-        """The nodes that are not too deep, as far as there is room."""
+    def _cut_tree(self, candidates: Candidates, max_depth: int, room: int) -> DraftTree:
+        """Return the nodes up to `max_depth`, as far as there is room."""
         depth = np.zeros(len(candidates), np.int64)
         for i, parent in enumerate(candidates.parents.tolist()):
             depth[i] = 1 + (depth[parent] if parent >= 0 else 0)
@@ -97,28 +97,30 @@ class SingleDrafter(Speculator):
         )
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
-        self._ask("on_hidden_states", slot, first, states)
+        self._call_drafter("on_hidden_states", slot, first, states)
 
-    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Seen | None = None) -> None:
-        for slot, n, likely in likely_of(seen):
-            self._ask("on_topk", slot, self._trees.get(slot, NO_TREE).first(n - 1), likely)
+    def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: PassTopK | None = None) -> None:
+        for slot, n, likely in iterate_topk(seen):
+            self._call_drafter("on_topk", slot, self._trees.get(slot, NO_TREE).first(n - 1), likely)
         for slot, tokens, path in zip(slots.tolist(), accepted, paths, strict=True):
             tree = self._trees.get(slot)
             rejected = np.empty(0, np.int32) if tree is None else np.delete(tree.tokens, path[path >= 0])
-            self._ask("observe", slot, tokens, rejected)
+            self._call_drafter("observe", slot, tokens, rejected)
         self._trees = {}
 
     def end(self, slot: int) -> None:
         if slot in self._begun:
             self._begun.remove(slot)
-            self._ask("end", slot)
+            self._call_drafter("end", slot)
 
-    def use_datastores(self, stores: Mapping[str, Datastore], running: Iterable[Running], ready: list[VectorIndex] | None = None) -> None:
-        """Raises ValueError where there are any."""
+    def use_datastores(
+        self, stores: Mapping[str, Datastore], running: Iterable[RunningSequence], ready: list[VectorIndex] | None = None
+    ) -> None:
+        """Raise ValueError if there are any."""
         if stores:
             raise ValueError(f"{self.source_names[0]} drafts alone, without datastores")
 
-    def _ask(self, what: str, *args: object) -> Any:
+    def _call_drafter(self, what: str, *args: object) -> Any:
         if self.drafter is None:
             return None
         try:

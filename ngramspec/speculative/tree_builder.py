@@ -1,14 +1,14 @@
-"""One draft tree per sequence from all evidence, grown over the whole batch at once, all in compiled code. Knows states, weights and costs.
+"""Build one draft tree per sequence from all candidates, best first over the whole batch. Compiled; knows states, weights and costs.
 
-The learned log-odds of each group's state (`evidence`) are the inputs of a logistic regression, whose factors are one weight set per
-longest match and per how well the text was predicted of late, as context-mixing compressors do it (Mahoney, "Adaptive Weighing of Context
-Models for Lossless Data Compression", 2005). Both keep learning online from every node that the model has judged, from shipped weights.
-What the mix says is corrected by what became of the same source's promises here (`calibration`).
+The learned log-odds of each group's state (`features`) are the inputs of a logistic regression. It has one weight set per longest match and
+per recent hit rate, as context-mixing compressors do (Mahoney, "Adaptive Weighing of Context Models for Lossless Data Compression", 2005).
+Log-odds and weights start from the shipped ones and go on learning online from every node that the model has verified. `calibration`
+corrects the result by the observed acceptance of the same source.
 
-`build_trees` grows the trees best-first by path probability with one heap for the batch, until `budget` says that no later node can pay.
-`update` takes the model's verdict: it learns, counts what the sources promised, and appends the accepted tokens to the tables.
+`build_trees` adds nodes in order of path probability, from one heap for the batch, until `marginal_cost` says that no later node can pay.
+`update` takes the verified path: it learns, counts what the sources predicted, and appends the accepted tokens to the tables.
 
-All state is arrays that the caller owns (`proposer`), several at a time in a NamedTuple; nothing is allocated per node.
+All state is arrays that the caller owns (`proposer`), grouped in NamedTuples; nothing is allocated per node.
 """
 
 from __future__ import annotations
@@ -58,38 +58,34 @@ from ngramspec.speculative.ngram_table import (
 from ngramspec.speculative.ngram_table import OUTPUT_CACHE_ROW as OUTPUT_CACHE_ROW
 from ngramspec.speculative.ngram_table import PREDICTION_LENGTH as PREDICTION_LENGTH
 
+# In `SourceMap`: the group says nothing in this state, or only judges another group's candidate.
 NO_PROPOSER = 255
-"""Of `SourceMap`: the group is silent, or only judges."""
+# Tokens by which the position in a predicted output is found again.
 RESYNC_TOKENS = 3
-"""Tokens by which a predicted output that was lost is found again."""
+# Path probability below which no node is scored, whatever a row costs.
 MIN_PATH_PROB = 0.002
-"""Path probability below which no node is worth looking at, whatever a row costs."""
-
-
+# Positive log-odds are divided by 1 + TEMPERATURE_SPREAD * temperature. Measured with SmolLM2 on three sets of prompts at 0.8: of
+# candidates predicted at 0.88, 0.80 were sampled (0.85 were the argmax); at 0.97, 0.92 (0.945).
 TEMPERATURE_SPREAD = 0.31
-"""What temperature takes from confidence: log-odds above 0 are divided by 1 + SPREAD * temperature. At 0.8, of what came with 0.88 of the
-probability 0.80 was drawn where 0.85 was the model's likeliest, of 0.97 0.92 and 0.945 (SmolLM2 on three sets of prompts)."""
 
 
 class Weights(NamedTuple):
-    """All that is learned. Shared by every sequence of a proposer; no token is in it."""
+    """All learned numbers. Shared by every sequence of a proposer; no token is in them."""
 
     states: np.ndarray  # [GROUPS, STATES] float32, log-odds that a candidate in this state is right
     mix: np.ndarray  # [SETS, GROUPS + 1] float32, factors of the groups' log-odds, then the bias
 
 
 class SourceMap(NamedTuple):
-    """Numbers of the sources whose evidence the groups are."""
+    """The source that each group's states are attributed to."""
 
-    of_state: np.ndarray  # [GROUPS, STATES] uint8, who proposes a candidate in this state, or NOBODY
-    own: int
-    """The sequence's own text …"""
-    similar: int
-    """… and where that is copied from similar files."""
+    of_state: np.ndarray  # [GROUPS, STATES] uint8, the source that proposes a candidate in this state, or NO_PROPOSER
+    own: int  # the source of the sequence's own text
+    similar: int  # the source of similar files, which stand before it
 
 
 class TokenBans(NamedTuple):
-    """Tokens that end a branch. Per slot sorted: 2 * token, plus 1 if it is banned rather than a stop."""
+    """Tokens that end a branch, sorted per slot: 2 * token, plus 1 if it is banned rather than a stop."""
 
     n: np.ndarray  # [S] int64
     codes: np.ndarray  # [S, G] int64
@@ -113,7 +109,7 @@ structref.define_proxy(DraftState, DraftStateType, list(_DRAFT_STATE_FIELDS))
 
 @njit(cache=True, nogil=True)
 def _view_arrays(draft_state):
-    """All without reference counts: valid while the caller holds the originals."""
+    """Return the arrays without reference counts: valid while the caller holds the originals."""
     nodes, scratch, calibration, weights = draft_state.nodes, draft_state.scratch, draft_state.calibration, draft_state.weights
     nodes = Nodes(
         unowned_view(nodes.token),
@@ -152,7 +148,7 @@ def _view_arrays(draft_state):
 def score_candidates(
     state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, calibration, source_map, scratch
 ):
-    """Fill the candidates of node r with probabilities and with who speaks up most for them."""
+    """Write the probability of each candidate of node r, and the source that contributes most to it."""
     extract_features(
         state, seq, cached_state, cached, view_prediction(state), recycled, nodes, r, first, external, tree, n_drafters, scratch
     )
@@ -161,13 +157,13 @@ def score_candidates(
     kind, spread = min(state[TEMPERATURE], 1), 1.0 + TEMPERATURE_SPREAD * min(state[TEMPERATURE] / 1000, 1.5)
     total, best = 0.0, -1.0
     for c in range(q, q + n):
-        dot, loudest, who = np.float64(weights.mix[w, BIAS]), np.float32(-1e9), source_map.own
+        dot, largest, who = np.float64(weights.mix[w, BIAS]), np.float32(-1e9), source_map.own
         for g in range(EXTERNAL + n_drafters):
             s = nodes.cand_state[c, g]
-            voice = weights.mix[w, g] * weights.states[g, s]
-            dot += voice
-            if voice > loudest and source_map.of_state[g, s] != NO_PROPOSER:
-                loudest, who = voice, np.int64(source_map.of_state[g, s])
+            term = weights.mix[w, g] * weights.states[g, s]
+            dot += term
+            if term > largest and source_map.of_state[g, s] != NO_PROPOSER:
+                largest, who = term, np.int64(source_map.of_state[g, s])
         if who == source_map.own and copied == nodes.cand_token[c]:
             who = source_map.similar
         raw = 1.0 / (1.0 + math.exp(-min(max(dot, -9.0), 9.0) / (spread if dot > 0.0 else 1.0)))
@@ -185,9 +181,9 @@ def score_candidates(
 
 @njit(cache=True, nogil=True, inline="always")
 def _learn_from_node(nodes, r, truth, kind, n_drafters, weights, rates, calibration):
-    """The model has judged node r of a text of this kind: `truth` follows it.
+    """Learn that `truth` follows node r: one step down the gradient of the log loss, with rates of mix and states.
 
-    One step down the gradient of the log loss; rates of mix and states.
+    kind: 0 greedy, 1 sampled.
     """
     w = nodes.set[r]
     for c in range(r * MAX_CANDIDATES, r * MAX_CANDIDATES + nodes.n[r]):
@@ -233,7 +229,7 @@ def _sift_down(keys, refs, n):
 
 @njit(cache=True, nogil=True)
 def _find_ban(bans, slot, token):
-    """0: free, 1: a stop, 2: banned."""
+    """Return 0 if a token is free, 1 if it is a stop, 2 if it is banned."""
     lo, hi = 0, bans.n[slot]
     while lo < hi:
         mid = (lo + hi) >> 1
@@ -248,7 +244,7 @@ def _find_ban(bans, slot, token):
 
 @njit(cache=True, nogil=True, inline="always")
 def _push_children(nodes, r, bans, slot, chains, keys, refs, size):
-    """Put the children of node r on the heap, of a chain the likeliest one -> its new size."""
+    """Push the children of node r onto the heap, for a chain only the most likely one; return the heap's new size."""
     first = size
     for j in range(nodes.n[r]):
         c = r * MAX_CANDIDATES + j
@@ -267,23 +263,23 @@ def _push_children(nodes, r, bans, slot, chains, keys, refs, size):
 
 @njit(cache=True, nogil=True, inline="always")
 def follow_copy(state, seq, at, matched, misses, token):
-    """`ngram.follow_text` in the sequence's own text."""
+    """Call `follow_text` for the sequence's own text."""
     mask = len(seq.tokens) - 1
     return follow_text(seq.tokens, mask, max(state[LENGTH] - mask, 0), state[LENGTH], at, matched, misses, token)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def follow_prediction(state, at, matched, misses, token):
-    """`ngram.follow_text` in the predicted output."""
+    """Call `follow_text` for the predicted output."""
     if at < 0:
         return at, matched, misses
-    foreseen = view_prediction(state)
-    return follow_text(foreseen, np.int64(-1), np.int64(0), np.int64(len(foreseen)), at, matched, misses, token)
+    prediction = view_prediction(state)
+    return follow_text(prediction, np.int64(-1), np.int64(0), np.int64(len(prediction)), at, matched, misses, token)
 
 
 @njit(cache=True, nogil=True)
 def resync_prediction(state, seq, recent):
-    """Find the position in the predicted output again where it was lost. recent [>= RESYNC_TOKENS] int32 is scratch."""
+    """Find the position in the predicted output again if it was lost. recent [>= RESYNC_TOKENS] int32 is a buffer."""
     if state[PREDICTION_LENGTH] == 0 or state[PREDICTION_MATCHED] >= RESYNC_TOKENS or state[LENGTH] < RESYNC_TOKENS:
         return
     for i in range(RESYNC_TOKENS):
@@ -295,7 +291,7 @@ def resync_prediction(state, seq, recent):
 
 @njit(cache=True, nogil=True)
 def follow_output(state, output):
-    """Find the position in the predicted output after these tokens [n] int32 of output."""
+    """Advance the position in the predicted output by these tokens [n] int32 of output."""
     for token in output:
         state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES] = follow_prediction(
             state, state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES], token
@@ -304,10 +300,10 @@ def follow_output(state, output):
 
 @njit(cache=True, nogil=True)
 def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, threshold, spec_length, chains, external, n_drafters):
-    """Draft for every slot -> (start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8).
+    """Draft for every slot: return start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8.
 
-    Tree b is start[b] .. start[b + 1]; parents count from its own first node. `threshold`: tokens per millisecond, 0: what the pass makes.
-    `chains`: no node has a sibling.
+    Tree b is start[b] .. start[b + 1]; parents count from its own first node. `threshold`: tokens per millisecond that a node must earn,
+    0: the pass's own best rate. `chains`: no node has a sibling.
     """
     states, contexts, nodes, weights, scratch, calibration = _view_arrays(draft_state)
     output_caches, source_map = unowned_view(draft_state.output_caches), draft_state.source_map
@@ -429,7 +425,7 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, th
 
 @njit(cache=True, nogil=True)
 def find_full_table(states, slots, contexts, history, n):
-    """The first b whose slot has no room for n more tokens in its tables, or B."""
+    """Return the first b whose slot has no room for n more tokens in its tables, or B."""
     for b in range(len(slots)):
         if not has_room_for(states[slots[b]], contexts, history, n):
             return b
@@ -439,18 +435,18 @@ def find_full_table(states, slots, contexts, history, n):
 @njit(cache=True, nogil=True)
 def update(
     draft_state, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters,
-    heard, input_ids, parents, roots, ends, root_logits, likely, logits,
+    sequences, input_ids, parents, roots, ends, root_logits, likely, logits,
 ):  # fmt: skip
-    """Learn from the judged nodes and append the accepted tokens, from batch index `begin_at` on; before the first, `record_batch_topk`.
+    """Learn from the verified nodes and append the accepted tokens, from batch index `begin_at` on; before the first, `record_batch_topk`.
 
-    -> the batch index whose buffer must grow first (call again from there), or B when all is done.
+    Return the batch index whose buffer must grow first (call again from there), or B when all is done.
     """
     states, contexts, nodes, weights, scratch, calibration = _view_arrays(draft_state)
     rates = unowned_view(draft_state.rates)
     R = len(nodes.token) // len(states)
     keys = np.empty(len(contexts), np.uint64)
     if begin_at == 0:
-        record_batch_topk(draft_state.recycled, heard, input_ids, parents, roots, ends, root_logits, likely, logits)
+        record_batch_topk(draft_state.recycled, sequences, input_ids, parents, roots, ends, root_logits, likely, logits)
     for b in range(begin_at, len(slots)):
         slot = slots[b]
         state, first, n = states[slot], slot * R, new_start[b + 1] - new_start[b]

@@ -136,8 +136,8 @@ def test_similar_files_have_the_requests_line_ends(tmp_path: Path) -> None:
         drafter = SuffixDrafter({"store": store}, 1)
         assert drafter.line_ends is not None
         drafter.line_ends.result(60)
-        plain = drafter.similar(ids_of(encoder, TEXTS[0][:3000]))
-        with_crlf = drafter.similar(ids_of(encoder, crlf(TEXTS[0][:3000])))
+        plain = drafter.find_similar(ids_of(encoder, TEXTS[0][:3000]))
+        with_crlf = drafter.find_similar(ids_of(encoder, crlf(TEXTS[0][:3000])))
     assert plain is not None
     assert with_crlf is not None
     text = encoder.decode(plain[plain >= 0].tolist())

@@ -24,7 +24,7 @@ from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.compiler_pool import GrammarCompilerPool
 from ngramspec.grammar.compiling import make_matcher
 from ngramspec.outputs import DraftTree
-from ngramspec.sampling.sampler import masked
+from ngramspec.sampling.sampler import apply_mask
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.tokenizer.encode import Encoding
 
@@ -306,7 +306,7 @@ def test_masked(n: int, allowed: set[int], words: int) -> None:
         if token < 32 * words:
             mask[token // 32] |= np.uint32(1 << token % 32)
     expected = [float(t) if t in allowed and t < 32 * words else -np.inf for t in range(n)]
-    assert masked(row, mask).tolist() == expected
+    assert apply_mask(row, mask).tolist() == expected
     assert row.tolist() == list(range(n))
 
 

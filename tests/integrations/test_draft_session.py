@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ngramspec import InvalidInputError
 from ngramspec.integrations.draft_session import Guest
-from ngramspec.sampling.topk import likeliest
+from ngramspec.sampling.topk import find_topk
 
 VOCAB = 50
 
@@ -241,7 +241,7 @@ def test_the_models_own_candidates_are_drafted():
     rows = np.zeros((1, VOCAB), np.float32)
     rows[0, 9], rows[0, 8] = 30.0, 5.0
     for _ in range(3):
-        host.keep("a", np.array([1]), np.array([2]), *likeliest(rows))
+        host.keep("a", np.array([1]), np.array([2]), *find_topk(rows))
     host.begin("a", [5, 1, 2])
     assert host.recycles
     assert host.chains(["a"], [1], 1) == [[9]]

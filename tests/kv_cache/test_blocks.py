@@ -82,7 +82,7 @@ class Prefixes(RuleBasedStateMachine):
     def write(self, slot: int, first: int, values: list[object]) -> None:
         for position, value in enumerate(values, first):
             block, offset = (int(x[0]) for x in self.tables.locate(slot, np.array([position])))
-            assert block not in self.tables._known.values(), "a registered block is written"
+            assert block not in self.tables.block_of.values(), "a registered block is written"
             self.written[block, offset] = value
 
     @precondition(lambda self: len(self.texts) < SEQS)
@@ -92,8 +92,8 @@ class Prefixes(RuleBasedStateMachine):
         text = Text(salt, letters, n)
         self.before |= dict(zip(text.block_hashes.hashes, [None, *text.block_hashes.hashes], strict=False))
         hashes = text.block_hashes.hashes[: (n - 1) // BLOCK]
-        known = next((i for i, name in enumerate(hashes) if name not in self.tables._known), len(hashes))
-        idle = sum(self.tables._known[name] in self.tables.cached for name in hashes[:known])
+        known = next((i for i, name in enumerate(hashes) if name not in self.tables.block_of), len(hashes))
+        idle = sum(self.tables.block_of[name] in self.tables.cached for name in hashes[:known])
         fits = -(-n // BLOCK) - known <= self.tables.n_available - idle
         taken = self.tables.admit(slot, hashes, n)
         assert taken == (known if fits else -1)
@@ -136,7 +136,7 @@ class Prefixes(RuleBasedStateMachine):
 
     @invariant()
     def what_continues_a_block_goes_first(self) -> None:
-        known = self.tables._known
+        known = self.tables.block_of
         assert all(self.before[name] is None or self.before[name] in known for name in known)
 
 
@@ -152,14 +152,14 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     tables = BlockTables(5, 2, 5 * BLOCK)
     a, b = (BlockHashes("", np.repeat(np.array(letters, np.int32), BLOCK)).hashes for letters in ([1, 2], [3, 4, 5]))
     for hashes in (a, b, a):
-        assert tables.admit(0, hashes, len(hashes) * BLOCK) == (len(hashes) if hashes[0] in tables._known else 0)
+        assert tables.admit(0, hashes, len(hashes) * BLOCK) == (len(hashes) if hashes[0] in tables.block_of else 0)
         tables.register(0, hashes)
         tables.release(0)
     assert len(tables.free) == 0
     assert tables.reserve(0, 3 * BLOCK)  # all of b, though a was there first
-    assert set(tables._known) == set(a)
+    assert set(tables.block_of) == set(a)
     assert tables.reserve(1, BLOCK)  # the end of a
-    assert set(tables._known) == {a[0]}
+    assert set(tables.block_of) == {a[0]}
     tables.check_integrity()
 
 

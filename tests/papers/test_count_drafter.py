@@ -11,7 +11,7 @@ from scipy.stats import chi2
 from ngramspec.papers.count_drafter import Counts, NgramModel
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative.base import CanDraw, Drafter, NeedsModel, NeedsText, Text
+from ngramspec.speculative.base import CanDraw, Drafter, NeedsModel, NeedsText, SequenceInfo
 
 V = 8
 TEXT = np.array([0, 1, 2, 0, 1, 3, 0, 1, 2, 4], np.int32)
@@ -30,7 +30,7 @@ def drafter(order: int, params: SamplingParams, *, seed: int = 0, length: int = 
     counts.draws = draws
     counts.bind(SimpleNamespace(vocab_size=V))
     counts.begin(3, TEXT)
-    counts.attach(3, Text(Sampler(params, index=0, seed=seed, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset()), 8, 100))
+    counts.attach(3, SequenceInfo(Sampler(params, index=0, seed=seed, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset()), 8, 100))
     return counts
 
 
@@ -84,7 +84,7 @@ def test_q_is_what_the_request_would_sample_from() -> None:
     sampler = Sampler(params, index=0, seed=0, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset())
     row = np.log(model(1).distribution(TEXT)).astype(np.float32)
     for position, (token, q) in enumerate(zip(chain.tokens.tolist(), chain.drawn_from, strict=True), 2):
-        weights = sampler.weights(row, position)
+        weights = sampler.compute_weights(row, position)
         assert (q == weights / weights.sum()).all()
         assert np.count_nonzero(q) == 3
         assert token == sampler.draw(weights, position, 1)

@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import chi2
 
 from ngramspec.outputs import DraftTree
-from ngramspec.sampling.rejection import lenient, reject
+from ngramspec.sampling.rejection import accept_leniently, reject
 from ngramspec.sampling.sampler import Sampler, uniform_bits
 from ngramspec.sampling_params import SamplingParams
 
@@ -225,8 +225,8 @@ def test_greedy_lenience_takes_the_likeliest_child_that_is_near_enough() -> None
     root, after = np.log(np.array([[0.4, 0.12, 0.24, 0.24], [0.1, 0.2, 0.3, 0.4]], np.float32))
     drafted = tree([1, 3, 2, 2, 0], [-1, -1, -1, 2, 2])
     rows: dict[int, np.ndarray] = {0: root, 3: after, 4: root}  # after node 2, and after its child
-    assert list(lenient(drafted, rows.__getitem__, 0.59)) == [(2, 2), (2, 3), (0, -1)]  # of 2 and 3 at the root, the lower id
-    assert list(lenient(drafted, rows.__getitem__, 0.61)) == [(0, -1)]
-    assert list(lenient(tree([1], [-1]), rows.__getitem__, 0.31)) == [(0, -1)]
-    assert list(lenient(tree([1, 1], [-1, -1]), {0: root, 1: after}.__getitem__, 0.29)) == [(1, 0), (3, -1)]
-    assert list(lenient(None, rows.__getitem__, 0.1)) == [(0, -1)]
+    assert list(accept_leniently(drafted, rows.__getitem__, 0.59)) == [(2, 2), (2, 3), (0, -1)]  # of 2 and 3 at the root, the lower id
+    assert list(accept_leniently(drafted, rows.__getitem__, 0.61)) == [(0, -1)]
+    assert list(accept_leniently(tree([1], [-1]), rows.__getitem__, 0.31)) == [(0, -1)]
+    assert list(accept_leniently(tree([1, 1], [-1, -1]), {0: root, 1: after}.__getitem__, 0.29)) == [(1, 0), (3, -1)]
+    assert list(accept_leniently(None, rows.__getitem__, 0.1)) == [(0, -1)]

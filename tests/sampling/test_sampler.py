@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
 from ngramspec.sampling.numeric import exp
-from ngramspec.sampling.sampler import NotFiniteError, Sampler, _draw, _part, _philox, on_device, share_bits, token_logprob, uniform_bits
+from ngramspec.sampling.sampler import (
+    NotFiniteError,
+    Sampler,
+    _draw_index,
+    _philox,
+    _scale_by_fraction,
+    encode_top_p,
+    on_device,
+    token_logprob,
+    uniform_bits,
+)
 from ngramspec.sampling_params import SamplingParams
 
 V = 50
@@ -84,7 +94,7 @@ def test_sampled_distribution(params: dict[str, Any]) -> None:
 @given(seed=st.integers(0, 1000), k=st.integers(1, V + 5), scale=st.sampled_from([0.0, 0.01, 3.0, 200.0]))
 def test_top_k_keeps_exactly_the_first_k(seed: int, k: int, scale: float) -> None:
     logits = np.round(row(seed, scale), 1)  # with ties
-    kept = np.flatnonzero(sampler(temperature=5.0, top_k=k).weights(logits, 0))
+    kept = np.flatnonzero(sampler(temperature=5.0, top_k=k).compute_weights(logits, 0))
     x = (logits.astype(np.float64) - logits.max()) / 5
     expected = [i for i in np.lexsort((np.arange(V), -logits))[:k] if np.exp(x[i]) * 2**40 > 1]  # less likely ones weigh nothing
     assert sorted(expected) == kept.tolist()
@@ -105,17 +115,17 @@ def test_weights_are_the_sorted_definition_in_integers(
     """Against Python's own integers, and the pick by a plain running sum: exactly, with ties and banned tokens."""
     logits = np.round(row(seed, 1.0 if flat else 4.0), 1)
     logits[seed % V] = -np.inf
-    whole = sampler(temperature=temperature).weights(logits, 0).tolist()
+    whole = sampler(temperature=temperature).compute_weights(logits, 0).tolist()
     exact = np.exp((logits.astype(np.float64) - logits.max()) / np.float64(np.float32(temperature))) * 2**40
     assert np.allclose(whole, exact, rtol=1e-5, atol=1)
     held, total = 0, sum(whole[i] for i in sorted(range(V), key=lambda i: (-logits[i], i))[: top_k or V])
     expected = [0] * V
     for i in sorted(range(V), key=lambda i: (-logits[i], i))[: top_k or V]:
-        if held < max(1, total * share_bits(top_p) >> 53):
+        if held < max(1, total * encode_top_p(top_p) >> 53):
             held += whole[i]
             expected[i] = whole[i] if whole[i] >= min_p * 2**40 else 0
     chooser = sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, index=1)
-    assert chooser.weights(logits, 0).tolist() == expected
+    assert chooser.compute_weights(logits, 0).tolist() == expected
     goal = sum(expected) * uniform_bits(seed, 1, 7) >> 53
     token = next(i for i in range(V) if sum(expected[: i + 1]) > goal)
     assert chooser.sample(logits, 7) == token
@@ -123,13 +133,13 @@ def test_weights_are_the_sorted_definition_in_integers(
 
 @given(st.integers(0, 2**62 - 1), st.integers(0, 2**53))
 def test_part_is_exact(total: int, fraction: int) -> None:
-    assert _part(total, fraction) == total * fraction >> 53
+    assert _scale_by_fraction(total, fraction) == total * fraction >> 53
 
 
 @given(st.lists(st.sampled_from([0, 1, 5, 2**40]), min_size=1, max_size=3000).filter(any), st.integers(0, 2**53 - 1))
 def test_draw_is_the_inverse_of_the_running_sum(weights: list[int], u: int) -> None:
     goal, running = sum(weights) * u >> 53, np.cumsum(weights)
-    assert _draw(np.array(weights, np.int64), u) == np.flatnonzero(running > goal)[0]
+    assert _draw_index(np.array(weights, np.int64), u) == np.flatnonzero(running > goal)[0]
 
 
 def test_top_p_of_one_token() -> None:
@@ -143,7 +153,7 @@ def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
         chooser.accept(token)
     logits = np.full(V, 4.0, np.float32)
     logits[1] = -4.0
-    adjusted = chooser.adjusted(logits, 3)
+    adjusted = chooser.adjust_logits(logits, 3)
     assert adjusted[:5].tolist() == [4.0, -8.0, 2.0 - 0.75, 2.0 - 1.0, 4.0]
     assert logits[2] == 4.0
 

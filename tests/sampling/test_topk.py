@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ngramspec.outputs import KEPT
-from ngramspec.sampling.topk import likeliest, ranked
+from ngramspec.sampling.topk import find_topk, rank_rows
 
 
 def expected(row: np.ndarray, n: int) -> tuple[list[int], list[float]]:
@@ -43,7 +43,7 @@ KINDS = ("plain", "ties", "rising", "not numbers", "few", "infinite", "zeros")
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_the_first_of_the_sorted_row(kind: str, vocab_size: int) -> None:
     logits = rows(kind, vocab_size)
-    tokens, values = likeliest(logits)
+    tokens, values = find_topk(logits)
     for i, row in enumerate(logits):
         assert (tokens[i].tolist(), values[i].tolist()) == expected(row, KEPT)
 
@@ -51,7 +51,7 @@ def test_they_are_the_first_of_the_sorted_row(kind: str, vocab_size: int) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_greedy_choice_is_numpys_where_it_is_finite(kind: str) -> None:
     logits = rows(kind, 300)
-    greedy, best, _ = ranked(logits, 1)
+    greedy, best, _ = rank_rows(logits, 1)
     for i, row in enumerate(logits):
         at = int(row.argmax())
         assert greedy[i] == (at if np.isfinite(row[at]) else -1)

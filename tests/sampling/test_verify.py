@@ -9,7 +9,7 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, compute_depths, pack
 from ngramspec.sampling.sampler import NotFiniteError, Sampler
-from ngramspec.sampling.topk import ranked
+from ngramspec.sampling.topk import rank_rows
 from ngramspec.sampling.verify import match_batch, match_draft
 from ngramspec.sampling_params import SamplingParams
 
@@ -119,7 +119,7 @@ def test_all_sequences_at_once_are_walked_as_each_by_itself(seed: int, on_device
     logits = (rng.standard_normal((len(batch.logits_rows), V)) * 3).astype(np.float32)
     for bad in (np.nan, np.inf):
         logits[rng.random(len(logits)) < 0.05, rng.integers(V)] = bad
-    greedy = ranked(logits, 1)[0]
+    greedy = rank_rows(logits, 1)[0]
     if on_device:  # all rows of sequences that can be served hold what these pick
         for span in spans:
             if span.sampler is not None:

@@ -26,7 +26,7 @@ from ngramspec.backends.cpu.matmul import BLOCKS, CODES_AT, PANEL_BYTES, PANELS,
 from ngramspec.backends.cpu.threads import call, counters, done, take, wait
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.batch import Batch
-from ngramspec.sampling.topk import NOBODY, insert, look, settle
+from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
 Q, K, V, OUT, GATE, UP, DOWN = range(7)
@@ -381,7 +381,7 @@ def _head_part(state, part, thread, m, tables, n_threads, n_rows, x, codes, reco
         )  # fmt: skip
         a, b = first * WIDTH, min(end * WIDTH, vocab_size)
         for r in range(n_rows):
-            fine[thread, r] &= look(logits[r, a:b], a, tokens[thread, r], values[thread, r])
+            fine[thread, r] &= scan_logits(logits[r, a:b], a, tokens[thread, r], values[thread, r])
         done(state, part)
     wait(state, part, total)
 
@@ -395,7 +395,7 @@ def _best_of_all(best):
             fine[0, r] &= fine[t, r]
             for j in range(tokens.shape[2]):
                 insert(tokens[t, r, j], values[t, r, j], tokens[0, r], values[0, r])
-        greedy[r] = settle(fine[0, r], tokens[0, r], values[0, r])
+        greedy[r] = finish_row(fine[0, r], tokens[0, r], values[0, r])
 
 
 @njit(cache=True, nogil=True)
@@ -427,7 +427,7 @@ def compute(threads, model, p):
     """A pass."""
     state, first, last, embed, weights, pool, batch, work, logits, states, best = _laid_out(model, p)
     _, tokens, values, fine, _ = best
-    tokens[:], values[:], fine[:] = NOBODY, -np.inf, True
+    tokens[:], values[:], fine[:] = EMPTY, -np.inf, True
     for thread in prange(threads):
         _work(np.int64(thread), threads, state, first, last, embed, weights, pool, batch, work, logits, states, best)
     _best_of_all(best)

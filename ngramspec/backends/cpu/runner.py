@@ -47,7 +47,7 @@ from ngramspec.models.reference import (
 )
 from ngramspec.models.tensor_source import TensorSource
 from ngramspec.sampling.batch import Batch, Span, pack
-from ngramspec.sampling.topk import ranked
+from ngramspec.sampling.topk import rank_rows
 
 TOLERANCE, HALVES = 2e-3, 5e-3
 """Largest difference from what transformers computes, over its size, that counts as rounding; and with keys and values of 16 bits, of which
@@ -271,7 +271,7 @@ class CpuRunner(LlamaRunner):
         finally:
             if whole is not None:
                 base.layers = whole
-        computed = ForwardOutput(logits, self._states, *ranked(logits, self._n_best))
+        computed = ForwardOutput(logits, self._states, *rank_rows(logits, self._n_best))
         return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:

@@ -433,7 +433,7 @@ class CudaRunner(Runner):
 
         def fits(n_seqs: int) -> bool:
             n = -(-bucket.rows // n_seqs)
-            return n_seqs * -(-n // self.rows_per_item) <= bucket.items and n_seqs * self.pool.blocks_for(n) <= self.pool.n_available
+            return n_seqs * -(-n // self.rows_per_item) <= bucket.items and n_seqs * self.pool.count_blocks(n) <= self.pool.n_available
 
         n_seqs = next((n for n in range(min(bucket.items, len(self.pool.n_blocks_of)), 0, -1) if fits(n)), 0)
         slots, spans = list[int](), list[Span]()

@@ -61,7 +61,7 @@ class CudaPool(BlockTables):
         return super().admit(slot, hashes, n_slots)
 
     def reserve(self, slot: int, n_slots: int) -> bool:
-        if self.blocks_for(n_slots) > self.n_blocks_of[slot]:
+        if self.count_blocks(n_slots) > self.n_blocks_of[slot]:
             self._stale.add(slot)
         return super().reserve(slot, n_slots)
 

@@ -19,8 +19,8 @@ from ngramspec.backends.cuda.sampling_math import (
     LAST_ID,
     LOWEST,
     PIVOTS,
+    encode_min_p,
     key_of,
-    least_weight,
     load,
     logit_of,
     peak_of,
@@ -130,7 +130,7 @@ def _sums(
                 for j in tl.static_range(PIVOTS):
                     tl.store(at + j, tl.sum(tl.where(key >= pivot(top, t, tl.full((), j, tl.int32)), counted, 0), axis=0))
             else:
-                tl.store(at, tl.sum(tl.where(weight >= least_weight(tl.load(min_p + row)), weight, 0), axis=0))
+                tl.store(at, tl.sum(tl.where(weight >= encode_min_p(tl.load(min_p + row)), weight, 0), axis=0))
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _finish(
         token = tl.full((), -1, tl.int32)
     elif t > 0:
         row_logits = logits + row.to(tl.int64) * stride
-        least = least_weight(tl.load(min_p + row))
+        least = encode_min_p(tl.load(min_p + row))
         u = uniform(seed, sample, position, row)
         k, p = tl.load(top_k + row), tl.load(top_p + row)
         if (k > 0) | (p < 1.0):

@@ -1,4 +1,4 @@
-"""Logit bias, the stops that `min_tokens` holds back, and penalties on a CUDA device: what `Sampler.adjusted` does to a row.
+"""Logit bias, the stops that `min_tokens` holds back, and penalties on a CUDA device: what `Sampler.adjust_logits` does to a row.
 
 Samplers' entries (tokens, each once, and what is done to them) go in, logits are changed in place before tokens are picked from them. An
 entry knows how often its token is in the text so far; how often it is in the draft above a row is counted there. Lists that are longer

@@ -92,14 +92,14 @@ def halfway(lo, hi):
 
 
 @triton.jit
-def least_weight(min_p):
+def encode_min_p(min_p):
     """The weight of a token that is just likely enough."""
     return tl.ceil(min_p * _WEIGHT).to(tl.int64)
 
 
 @triton.jit
 def share_of(top_p):
-    """`ngramspec.sampling.sampler.share_bits`."""
+    """`ngramspec.sampling.sampler.encode_top_p`."""
     return tl.maximum((top_p * _WHOLE).to(tl.int64), 1)
 
 

@@ -1,11 +1,10 @@
-"""What a step of the engine takes: measured at load, corrected by every step, and how well it was foretold.
+"""Predict the milliseconds of a step from its rows, sequences and keys. Measured at load, corrected by every step.
 
-Rows, sequences, keys and milliseconds go in, a table of milliseconds per row count comes out. Knows nothing of what the rows are.
-
-The time of a step is a curve over its rows, plus so much for every sequence beyond the first, for every sequence that a draft is looked
-for, and for every thousand keys that attention reads beyond those of the measurement. The curve's knots and the three factors are the
-state of a Kalman filter (Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960): a step corrects what it speaks of
-and what is like it, each as far as it was uncertain, so that dear steps with many rows do not make those with few look dear.
+Knows nothing of what the rows are. The time of a step is a curve over its rows, plus a time for every sequence beyond the first, for every
+sequence that a draft is searched for, and for every thousand keys that attention reads beyond those of the measurement. The curve's knots
+and the three factors are the state of a Kalman filter (Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960): a step
+corrects the knots near its row count, each as far as it was uncertain, so that expensive steps with many rows do not make those with few
+look expensive.
 """
 
 from __future__ import annotations
@@ -18,29 +17,34 @@ import numpy as np
 
 from ngramspec.datastore.code_cache import njit
 
+# Chosen on the simulated devices of tests/speculative/test_step_timer.py, which are wrong at first, drift and are disturbed; checked by
+# tests/speculative/test_cost_model.py.
+
+# Share of a step's time: one standard deviation of single steps.
 NOISE = 0.06
-"""Of a step's time, one standard deviation: how far it is off what it takes on the average."""
+# Standard deviations of the measured curve, as shares of it: of all of it, and of each knot by itself; and the doublings of rows over which
+# knots are correlated by 1/e.
 _LEVEL, _LOCAL, _REACH = 0.3, 0.1, 1.5
-"""Standard deviations of the curve as it was measured, as shares of it: of all of it, and of each knot by itself, where knots that are
-`_REACH` doublings of rows apart go together by 1/e."""
+# Standard deviations of the factors of sequences, of searched sequences and of thousands of keys, as shares of the time of one row.
 _FACTORS = (0.006, 0.003, 0.005)
-"""Standard deviations of the factors of sequences, of those looked at and of keys, as shares of the time of one row."""
+# Share of the initial uncertainty that every step adds back, since old steps count less; and the steps after which that is only the knots'
+# own uncertainty: a change of the whole curve shows in every step.
 _DRIFT, _YOUNG = 0.002, 64
-"""Share of the first uncertainty that comes back with every step, since what was long ago counts less. After so many steps only that of the
-knots by themselves: if everything takes longer, all steps say so."""
+# Standard deviations at which a step's surprise is clipped, if slow (it may have been disturbed) and if fast (it cannot have been); and the
+# clipped steps of one sign after which the curve itself is in doubt.
 _HIGH, _LOW, _STREAK = 1.5, 4.0, 3
-"""Standard deviations that a step's surprise counts for at the most: a slow one may have been disturbed, a fast one cannot. After so many
-of them in a row, all of one sign, the curve itself is in doubt."""
+# Standard deviation, as a share, of a knot from the curve's initial shape at today's level: row counts that do not occur are believed to be
+# no more expensive than that. Otherwise disturbances of similar steps would add up there, and never be corrected, since what looks
+# expensive is not tried; what looks too cheap is tried, and corrected.
 _SHAPE = 0.5
-"""Standard deviation, as a share, of a knot from what the curve's first shape says at the level of today: what no step speaks of is
-believed to be no dearer than that. What disturbances did to its like for a while would else add up there, unseen for good since it looks
-dear; what looks too cheap is tried, and seen."""
+# Standard deviation, as a share, that a step adds to each knot that it is not near, for at most so many steps, when knots contradict each
+# other: if the machine was slow for a while in which few row counts occurred, the latest measurements hold.
 _STALE, _STALE_STEPS = 0.1, 4
-"""Standard deviation, as a share, that a step adds to each knot that it does not speak of, for so many steps, where knots contradict each
-other: if a machine was slow for a while in which few row counts were seen, what was seen last holds."""
+# Share of the time of one row that each further row adds at least.
 _LEAST_SLOPE = 2e-4
-"""Of the time of one row: what each row adds at the least."""
+# Steps between two fits of the convex curve, and sweeps of a fit.
 _REFRESH, _SWEEPS = 8, 60
+# Weight of earlier steps in `summarize_predictions`, per step with so many rows.
 _FADE = 0.998
 
 
@@ -49,22 +53,22 @@ class Load(NamedTuple):
 
     rows: int
     n_seqs: int = 1
-    keys: int = 0
-    """Read by attention: the sum of the lengths of its sequences' texts. 0: as when the curve was measured."""
-    looked: int = 0
-    """Sequences that a draft was looked for."""
+    keys: int = 0  # that attention reads: the sum of the sequences' lengths; 0: as in the measurement
+    looked: int = 0  # sequences that a draft was searched for
 
 
 class CostModel:
-    """The curve over a few row counts, interpolated between them and continued in a straight line behind them. It rises with every row, and
-    each row adds no less than the one before: what is read is read anyway, and arithmetic adds to it. Where a measurement is a staircase,
-    the steps are noise, or kernels that a wider one would have replaced."""
+    """A convex curve over a few row counts, interpolated between them and extended in a straight line, and three factors.
+
+    It rises with every row, and each row adds no less than the one before: weights are read anyway, and arithmetic adds to that. If a
+    measurement is a staircase, its steps are noise, or kernels that a wider one would have replaced.
+    """
 
     def __init__(
         self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned_ms: Sequence[float] = ()
     ) -> None:
-        """`times_ms` of steps with `counts` rows of one sequence of `keys` tokens. What was disturbed while it was measured took longer:
-        the curve begins as the greatest convex one below, and is put right by the steps; `learned_ms`: as earlier ones left it."""
+        """Begin with `times_ms` of steps with `counts` rows of one sequence of `keys` tokens. Disturbed measurements took longer, so the
+        curve begins as the greatest convex one below. `learned_ms`: the curve as an earlier engine left it."""
         self.counts = np.array(counts, np.float64)
         self.max_rows, self.keys, self.n_seen = max_rows, keys, 0
         self._shape = _lower_hull(self.counts, np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1])
@@ -79,16 +83,16 @@ class CostModel:
         self._cov = self._first * size[:, None] * size[None, :]
         self._streak = np.zeros(1, np.int64)
         self._age = np.zeros(n)
-        """Steps since one spoke of the knot."""
+        """[n]: steps since one was near the knot."""
         self._predictions = np.zeros((max_rows + 1, 3))
-        """By rows: steps, their milliseconds as foretold, as measured. Old ones fade."""
+        """By rows: fading sums of steps, their predicted and their measured milliseconds."""
         self._force = np.zeros(max(n - 1, 0))
         self._table = self._tabulate(sweeps=2000)
         self._extra_factors: list[float] = self._state[-3:].tolist()
 
     @property
     def times(self) -> np.ndarray:
-        """[n] float64: milliseconds at `counts`, as they are believed now."""
+        """[n] float64: milliseconds at `counts`, as estimated now."""
         return self._state[: len(self.counts)].copy()
 
     @property
@@ -97,15 +101,15 @@ class CostModel:
         return self._table
 
     def get_curve(self, load: Load) -> np.ndarray:
-        """`table` for what a step carries beside its rows."""
+        """Return `table` for a step with this load beside its rows."""
         return self._table + self._get_extra_ms(load)
 
     def predict(self, load: Load) -> float:
-        """Milliseconds of a step."""
+        """Return the predicted milliseconds of a step."""
         return float(self._table[min(load.rows, self.max_rows)]) + self._get_extra_ms(load)
 
     def observe(self, load: Load, ms: float) -> None:
-        """A step without a part of a prompt took `ms` milliseconds."""
+        """Learn that a step without a part of a prompt took `ms` milliseconds."""
         rows = load.rows
         if not 1 <= rows <= self.max_rows:
             return
@@ -122,7 +126,7 @@ class CostModel:
             self._table = self._tabulate(sweeps=_SWEEPS)
 
     def summarize_predictions(self) -> dict[int, tuple[int, float, float]]:
-        """By rows: how many steps lately, their mean milliseconds as foretold and as measured."""
+        """Return by rows: the number of recent steps, their mean predicted and mean measured milliseconds."""
         return {
             int(rows): (round(float(n)), float(expected / n), float(took / n))
             for rows, (n, expected, took) in enumerate(self._predictions)
@@ -133,7 +137,7 @@ class CostModel:
         return float(load.n_seqs - 1), float(load.looked), (load.keys - self.keys) / 1000 if load.keys else 0.0
 
     def _get_extra_ms(self, load: Load) -> float:
-        """Milliseconds beside the curve's."""
+        """Return the milliseconds beside the curve's."""
         others, looked, thousands = self._get_factors(load)
         per_sequence, per_look, per_thousand = self._extra_factors
         return max(per_sequence * others + per_look * looked + per_thousand * thousands, -float(self._table[1]) / 2)
@@ -154,7 +158,7 @@ class CostModel:
 
 @njit(cache=True, nogil=True)
 def _lower_hull(x, y):
-    """Greatest convex function below the points, at the points -> [n] float64."""
+    """Return the greatest convex function below the points, at the points: [n] float64."""
     n = len(x)
     corners = np.empty(n, np.int64)
     k = 0
@@ -170,9 +174,11 @@ def _lower_hull(x, y):
 
 @njit(cache=True, nogil=True)
 def _fit_convex(x, y, variances, least, force, sweeps):
-    """The convex curve, rising by `least` per x or more, that is nearest to y [n] at x in squares weighted by their certainty: Hildreth,
-    "A Quadratic Programming Procedure" (1957), sweeps over the constraints (the first slope, then each corner). `force` [n - 1] is how much
-    each pushes: zeros, or those of a like curve."""
+    """Return the convex curve, rising by `least` per x or more, nearest to y [n] at x in squares weighted by certainty.
+
+    Hildreth, "A Quadratic Programming Procedure" (1957), sweeps over the constraints (the first slope, then each corner). `force` [n - 1]
+    holds their multipliers: zeros, or those of a similar curve.
+    """
     n, out = len(x), y.copy()
     for sweep in range(sweeps + 1):
         for j in range(n - 1):
@@ -180,7 +186,7 @@ def _fit_convex(x, y, variances, least, force, sweeps):
             a, b = 0.0, 1.0 / (x[j + 1] - x[j])
             if j:
                 a = 1.0 / (x[j] - x[i])
-            more = force[j]  # at first, what it is known to push
+            more = force[j]  # the first sweep applies the given multipliers
             if sweep:
                 lacks = (0.0 if j else least) - b * (out[j + 1] - out[j]) + a * (out[j] - out[i])
                 own = a * a * variances[i] + (a + b) * (a + b) * variances[j] + b * b * variances[j + 1]
@@ -189,14 +195,14 @@ def _fit_convex(x, y, variances, least, force, sweeps):
             out[i] += variances[i] * a * more
             out[j] -= variances[j] * (a + b) * more
             out[j + 1] += variances[j + 1] * b * more
-    for j in range(n - 1):  # what so many sweeps have left over: no row is ever free
+    for j in range(n - 1):  # what the sweeps have left over: no row is ever free
         out[j + 1] = max(out[j + 1], out[j] + least * (x[j + 1] - x[j]))
     return out
 
 
 @njit(cache=True, nogil=True)
 def _weigh_knots(counts, rows, x):
-    """The curve at `rows` is x [n + 3] times the state."""
+    """Write x [n + 3], so that the curve at `rows` is x times the state."""
     if len(counts) == 1:
         x[0] = 1.0
         return
@@ -207,7 +213,7 @@ def _weigh_knots(counts, rows, x):
 
 @njit(cache=True, nogil=True)
 def _dot_product(a, b):
-    """numba would ask scipy for `@`, which a base installation does not have."""
+    """Multiply vectors: numba needs scipy for `@`, which a base installation does not have."""
     total = 0.0
     for i in range(len(a)):
         total += a[i] * b[i]
@@ -216,7 +222,7 @@ def _dot_product(a, b):
 
 @njit(cache=True, nogil=True)
 def _correct(counts, shape, state, cov, doubt, streak, age, told, knot, rows, others, looked, thousands, foretold_ms, ms):
-    """Both steps of the filter, and `told` [3], in place."""
+    """Apply both steps of the filter, and update `told` [3], in place."""
     for i, x in enumerate((1.0, foretold_ms, ms)):
         told[i] = _FADE * told[i] + x
     _update(counts, state, cov, doubt, streak, age, float(rows), others, looked, thousands, ms)
@@ -225,8 +231,11 @@ def _correct(counts, shape, state, cov, doubt, streak, age, told, knot, rows, ot
 
 @njit(cache=True, nogil=True)
 def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousands, ms):
-    """One step of the filter, in place. `doubt` [n, n]: what comes back of uncertainty, as shares of times; `streak` [1]: surprises of one
-    sign; `age` [n - 3]: steps since one spoke of each knot."""
+    """Apply a measurement to the filter, in place.
+
+    `doubt` [n, n]: the uncertainty added back, as shares of times; `streak` [1]: clipped surprises of one sign; `age` [n - 3]: steps since
+    one was near each knot.
+    """
     n = len(state)
     x = np.zeros(n)
     _weigh_knots(counts, rows, x)
@@ -258,13 +267,13 @@ def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousa
     for i in range(n):
         for j in range(n):
             cov[i, j] -= towards[i] * towards[j] / variance
-    for i in range(n):  # what is lost by rounding
+    for i in range(n):  # lost by rounding
         cov[i, i] = max(cov[i, i], 1e-12)
 
 
 @njit(cache=True, nogil=True)
 def _cap_knot(shape, state, cov, knot):
-    """One step of the filter, in place: `knot` is no dearer than its share of the first shape [n]."""
+    """Apply the constraint that `knot` is no more expensive than its share of the initial shape [n], in place."""
     level, weights = 0.0, 0.0
     for i in range(len(shape)):
         weight = 1.0 / (cov[i, i] / (state[i] * state[i]) + _LOCAL * _LOCAL)
@@ -282,5 +291,5 @@ def _cap_knot(shape, state, cov, knot):
 
 
 def warmup() -> None:
-    """Compile, or load from disk, everything here: the first request's eighth step would wait for it."""
+    """Compile the module's functions, or load them from disk: the eighth step of the first request would wait for it."""
     CostModel((1, 2), (1.0, 1.1), 2).observe(Load(1), 1.0)

@@ -17,7 +17,7 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.base import Candidates, Text
+from ngramspec.speculative.base import Candidates, SequenceInfo
 
 LENGTH = 5
 
@@ -29,7 +29,7 @@ class Chains:
     request's own sampler would take from these logits, by the same u, and the rest begin with the likeliest other tokens.
     """
 
-    def __init__(self, text: Text, n_tokens: int, depth: int, branches: int, draws: bool) -> None:
+    def __init__(self, text: SequenceInfo, n_tokens: int, depth: int, branches: int, draws: bool) -> None:
         self.depth, self.level, self.branches = depth, 0, branches
         self.draws = draws and text.sampler.params.temperature > 0
         self._text, self._position = text, n_tokens - text.n_prompt
@@ -86,11 +86,11 @@ class Chains:
     def _choose(self, sampler: Sampler, row: np.ndarray, position: int, chain: int) -> tuple[int, np.ndarray]:
         """The token that a chain takes after logits row [V], and the distribution [V] that it comes from."""
         if sampler.params.temperature == 0:
-            adjusted = sampler.adjusted(row, position)
+            adjusted = sampler.adjust_logits(row, position)
             token = int(adjusted.argmax())
             weights = np.exp(adjusted - adjusted[token])
         else:
-            weights = sampler.weights(row, position)
+            weights = sampler.compute_weights(row, position)
             token = sampler.draw(weights, position, 1 + 2 * chain if self.draws else 0)
         return token, weights / weights.sum()
 
@@ -113,7 +113,7 @@ class Known:
     tokens: np.ndarray  # [n] int32, committed
     computed: int = 0
     """Of these, tokens whose keys and values are in the drafter's pool."""
-    text: Text | None = None
+    text: SequenceInfo | None = None
     written: bool = False
     """The model has written a token: its prompt is computed, and drafts do not keep the first token waiting."""
     chains: Chains | None = None
@@ -144,7 +144,7 @@ class Stepwise(ABC):
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         self._known[seq] = Known(tokens.copy())
 
-    def attach(self, seq: int, text: Text) -> None:
+    def attach(self, seq: int, text: SequenceInfo) -> None:
         self._known[seq].text = text
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:

@@ -29,7 +29,7 @@ from ngramspec.models.loader import load_model, open_model
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
-from ngramspec.sampling.topk import ranked
+from ngramspec.sampling.topk import rank_rows
 
 LLAMA_KIND = ("llama", "mistral", "qwen2", "qwen3")
 TOKENS = (np.arange(60) * 37 % 290).astype(np.int32)
@@ -366,7 +366,7 @@ def test_the_likeliest_tokens_come_out_of_the_pass(bind: Bind, precision: str, t
 
     def check() -> None:
         found = output()
-        greedy, tokens, values = ranked(found.logits(0, 50))
+        greedy, tokens, values = rank_rows(found.logits(0, 50))
         assert (found._computed.greedy == greedy).all()
         got = found.candidates(3, 50)
         assert got is not None

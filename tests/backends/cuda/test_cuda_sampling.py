@@ -13,7 +13,7 @@ from ngramspec.backends.cuda import gpu_sampler
 from ngramspec.backends.cuda.gpu_sampler import Sampling, Workspace
 from ngramspec.outputs import KEPT, DraftTree
 from ngramspec.sampling.sampler import NotFiniteError, Sampler, token_logprob
-from ngramspec.sampling.topk import likeliest as likeliest_of
+from ngramspec.sampling.topk import find_topk as likeliest_of
 from ngramspec.sampling.verify import match_draft
 from ngramspec.sampling_params import SamplingParams
 
@@ -95,11 +95,11 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
     ]
     positions = rng.integers(0, 2**31 - 1, n)
     out = torch.full((n,), -7, dtype=torch.int32, device=device)
-    likeliest = torch.full((n, K), -7, dtype=torch.int32, device=device), torch.zeros(n, K, device=device)
+    find_topk = torch.full((n, K), -7, dtype=torch.int32, device=device), torch.zeros(n, K, device=device)
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         workspace = Workspace(n + 1, V, device, k=K, **sizes)
         scores = torch.full((n,), -7.0, device=device), torch.full((n,), -7.0, dtype=torch.float64, device=device)
-        gpu_sampler.sample(torch.from_numpy(rows).to(device), arrays(samplers, positions, device), out, workspace, likeliest, scores)
+        gpu_sampler.sample(torch.from_numpy(rows).to(device), arrays(samplers, positions, device), out, workspace, find_topk, scores)
         tokens, logits = likeliest_of(rows)
     for i, sampler in enumerate(samplers):
         try:
@@ -114,8 +114,8 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
             assert chosen == rows[i, expected]
             assert chosen - norm == pytest.approx(token_logprob(rows[i], expected, 0).logprob, rel=1e-9, abs=1e-9 * max(abs(chosen), 1))
     numbers = ~np.isnan(rows).any(axis=1)
-    assert (likeliest[0].cpu().numpy()[numbers] == tokens[numbers]).all()
-    assert (likeliest[1].cpu().numpy()[numbers] == logits[numbers]).all()
+    assert (find_topk[0].cpu().numpy()[numbers] == tokens[numbers]).all()
+    assert (find_topk[1].cpu().numpy()[numbers] == logits[numbers]).all()
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "-".join(map(str, s.values())) or "default")

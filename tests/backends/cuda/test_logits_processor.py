@@ -105,7 +105,7 @@ def test_rows_are_the_hosts(block: int, some: bool, device: str) -> None:
                 for token in path:
                     ahead.accept(token)
                 position = int(batch.positions[row]) + 1 - span.n_prompt
-                expected = ahead.adjusted(rows[row].copy(), position)
+                expected = ahead.adjust_logits(rows[row].copy(), position)
                 assert found[row].tobytes() == expected.tobytes(), (list(KINDS)[s], row - root)
         for row in set(found) - {r for s in range(len(spans)) for r in range(int(batch.roots[s]), int(batch.ends[s]))}:
             assert found[row].tobytes() == rows[row].tobytes(), "a row of a prompt"
