@@ -22,15 +22,15 @@ from ngramspec.tokenizer.encode import Encoding, Prompt
 
 log = logging.getLogger(__name__)
 
+# If this environment variable is 1, untested versions of a host are tried.
 ANYWAY = "NGRAMSPEC_UNTESTED_HOSTS"
-"""Set to 1, this variable has a guest try a host's version that nobody tested."""
 
+# Seconds after which compilation is logged; loading compiled code takes less.
 SILENT_S = 5.0
-"""Loading what was compiled before takes less."""
 
 
 def compile_drafting() -> None:
-    """`warmup`; where that takes longer than loading what was compiled before, the log says what is waited for."""
+    """Call `warmup`, and log what is waited for if it takes longer than loading compiled code."""
     timer = threading.Timer(
         SILENT_S, log.warning, ["ngramspec compiles what drafts need, which takes minutes on the first start and is then kept on disk"]
     )
@@ -43,7 +43,7 @@ def compile_drafting() -> None:
 
 
 def check_version(host: str, version: str, tested: tuple[str, str]) -> None:
-    """`tested`: the first and the last version that were; between them by their numbers, any third number. Raises HostVersionError."""
+    """Raise HostVersionError unless `version` lies between the first and the last `tested` one; the third number is ignored."""
     first, last = (_numbers(each)[:2] for each in tested)
     if not first <= _numbers(version)[:2] <= last and os.environ.get(ANYWAY) != "1":
         raise HostVersionError(
@@ -75,14 +75,14 @@ def open_stores(
 
 
 def prediction_ids(prediction: Prompt | None, tokenizer: Any, vocab_size: int) -> np.ndarray | None:
-    """[n] int32 of a prediction, text or token ids. Raises InvalidInputError, TokenizerError."""
+    """Return the token ids [n] int32 of a prediction, text or token ids. Raises InvalidInputError, TokenizerError."""
     if prediction is None:
         return None
     return Encoding(tokenizer, vocab_size).encode(prediction, "prediction", add_special_tokens=False)
 
 
 class _Backend:
-    """A tokenizer of the `tokenizers` library in the place of transformers' own."""
+    """A tokenizer of the `tokenizers` library, wrapped to look like one of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.backend_tokenizer = tokenizer

@@ -29,13 +29,13 @@ from ngramspec.tokenizer.encode import Prompt
 
 TESTED = ("0.3.36", "0.3.36")
 DEPTH = 16
+# Initial estimate of a row's time as a share of a step: llama.cpp on a CPU of few cores, with weights of 4 bits.
 SLOPE = 0.4
-"""What a row is believed to take at first, as a share of a step: llama.cpp on a CPU of few cores, with weights of 4 bits."""
 _TEXT = "text"
 
 
 class Draft:
-    """Drafts for one `Llama`. Like it, for one thread."""
+    """Drafts for one `Llama`. Not thread-safe, like `Llama`."""
 
     def __init__(
         self,
@@ -47,17 +47,19 @@ class Draft:
         steady: bool = False,
         slope: float = SLOPE,
     ) -> None:
-        """`datastore`: folders or open stores, made with `tokenizer`, the model's own as transformers has it, or one of the `tokenizers`
-        library; it is also what a prediction that is a text needs. `depth`: longest draft; `answers`: tokens of finished answers that are
-        remembered; `steady`: look at no time; `slope`: what a row is believed to take at first.
+        """Prepare drafts of at most `depth` tokens.
 
-        Raises HostVersionError. What else is wrong is told at the first call, when the model is known.
+        `datastore`: folders or open stores, made with `tokenizer`, which is the model's own from transformers or the `tokenizers` library
+        and is also needed for predictions that are text. `answers`: size of the output cache in tokens; `steady`: ignore timings;
+        `slope`: initial estimate of a row's time as a share of a step.
+
+        Raises HostVersionError. Other errors are raised at the first call, when the model is known.
         """
         self._host = importlib.import_module("llama_cpp")
         check_version("llama-cpp-python", self._host.__version__, TESTED)
         compile_drafting()
         self._settings: dict[str, Any] = {"depth": depth, "answers": answers, "steady": steady, "slope": slope}
-        Guest(vocab_size=1, max_seqs=1, **self._settings)  # what is wrong with them is told here
+        Guest(vocab_size=1, max_seqs=1, **self._settings)  # raises what is wrong with them
         self._tokenizer, self._datastore = tokenizer, datastore
         self._guest: Guest | None = None
         self._llama: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
@@ -84,24 +86,24 @@ class Draft:
         llama.draft_model = self
 
     def _set_batch(self, set_batch: Callable[..., None], *, batch: Sequence[int], n_past: int, logits_all: bool) -> None:
-        """What `Llama.eval` is to compute: where all behind the first token are drafts, all rows are sampled from."""
+        """Call `Llama`'s own `set_batch`, with logits of all rows if all tokens after the first are drafts."""
         n = len(batch) - 1
         drafted = 0 < n <= len(self._chain) and list(batch[1:]) == self._chain[:n]
         set_batch(batch=batch, n_past=n_past, logits_all=logits_all or drafted)
 
     def predict(self, prediction: Prompt | None) -> None:
-        """What the next text is expected to be, text or token ids; None: nothing. Raises TokenizerError."""
+        """Set the predicted output of the next text, as text or token ids; None: none. Raises TokenizerError."""
         if isinstance(prediction, str):
             prediction = prediction_ids(prediction, self._tokenizer, 2**31 - 1).tolist()  # type: ignore[union-attr]
         self._prediction = prediction
 
     def finish(self) -> None:
-        """The text is over, and an answer that may come again; else it is when another begins."""
+        """End the text and add its output to the output cache; otherwise this happens when another text begins."""
         if self._guest is not None:
             self._guest.end(_TEXT, finished=True)
 
     def __call__(self, input_ids: np.ndarray, /, **kwargs: Any) -> np.ndarray:
-        """input_ids [n] intc: the text; its last token is not computed yet -> [k] intc, what may follow."""
+        """Return the draft [k] intc after input_ids [n] intc, whose last token is not computed yet."""
         now = time.perf_counter()
         llama: Any = sys._getframe(1).f_locals.get("self")
         if self._guest is None or llama is not self._llama():

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
+# Bytes of the largest body that is read whole; a larger one is forwarded as it comes.
 LARGEST = 64 << 20
-"""Bytes of a body that is read whole; a larger one goes on as it comes."""
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -48,7 +48,7 @@ class PredictionMiddleware:
 
 
 def with_hint(body: bytes) -> bytes | None:
-    """The body with its prediction among `vllm_xargs`; None where it has none. One of another form than OpenAI's is left to the server."""
+    """Return the body with its prediction moved to `vllm_xargs`, None if it has none. Other forms than OpenAI's are left to the server."""
     if b'"prediction"' not in body:
         return None
     try:
@@ -65,7 +65,7 @@ def with_hint(body: bytes) -> bytes | None:
 
 
 def _text(prediction: Any) -> str | None:
-    """Of {"type": "content", "content": text, or parts with text}."""
+    """Return the text of {"type": "content", "content": text, or parts with text}, None for anything else."""
     content = prediction.get("content") if isinstance(prediction, dict) and prediction.get("type") == "content" else None
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]

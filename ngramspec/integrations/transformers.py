@@ -30,16 +30,16 @@ from ngramspec.outputs import KEPT, Stats
 from ngramspec.speculative.open_datastores import Store
 from ngramspec.tokenizer.encode import Prompt
 
+# The first and the last version that the tests ran with.
 TESTED = ("5.19", "5.24")
-"""The first and the last version that the tests ran with."""
 DEPTH = 20
 _DEVICE_SLOPE = 0.005
+# Concurrent calls of `generate`, in threads, for one model.
 _MAX_SEQS = 16
-"""Calls of `generate` that run at a time, in threads, for one model."""
 
 
 class Assistant:
-    """What drafts for one model, in all calls of `generate`. Thread-safe."""
+    """Drafts for one model, in all calls of `generate`. Thread-safe."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Assistant:
             self.guest.took(rows, ms, has_prompt=has_prompt)
 
     def keep(self, key: object, last: Sequence[int], rows: torch.Tensor) -> None:
-        """rows [n, V]: the model's logits behind `last` [1 + n], but for its first, which stands before them."""
+        """Keep the top-k of logits rows [n, V] after the tokens `last` [1 + n], but for its first, which precedes them."""
         logits, tokens = rows.float().topk(KEPT, dim=-1)
         with self._lock:
             self.guest.keep(
@@ -143,7 +143,7 @@ _making = threading.Lock()
 
 
 def assistant(model: Any, **settings: Any) -> Assistant:
-    """What drafts for a model: made where there is none, or anew where `settings` of `Assistant` are given.
+    """Return the assistant of a model: a new one if there is none, or if `settings` of `Assistant` are given.
 
     Raises HostVersionError, InvalidInputError, UnsupportedModelError.
     """
@@ -169,8 +169,10 @@ def generate(
     speculation: bool = True,
     **model_kwargs: Any,
 ) -> Any:
-    """What transformers calls. `prediction`, text or token ids: the output that is expected; `datastore`: folders or open stores to draft
-    from, made with the model's tokenizer; answers are shared within a `tenant`, None: with nobody; `speculation` False: plain decoding.
+    """Generate with drafts; transformers calls this as `custom_generate`.
+
+    `prediction`: the predicted output, text or token ids; `datastore`: folders or open stores to draft from, made with the model's
+    tokenizer; the output cache is shared within a `tenant`, None: with nobody; `speculation` False: plain decoding.
 
     Returns what `model.generate` would. Raises InvalidInputError, UnsupportedModelError, HostVersionError, TokenizerError, DatastoreError,
     TokenizerMismatchError.
@@ -247,10 +249,10 @@ class _Assisted:
 
 
 class _Candidates(CandidateGenerator):
-    """Our chains, as transformers asks for them; what it accepted comes back before the next."""
+    """Our chains, as a candidate generator of transformers."""
 
     def __init__(self, helper: Assistant, key: object, known: list[int], max_length: int, *, keeps: bool) -> None:
-        """`known`: the text's tokens; `keeps`: the scores that are told are the model's own logits."""
+        """Draft after the `known` tokens. `keeps`: the scores received are the model's own logits."""
         self._helper, self._key, self._keeps, self._max_length = helper, key, keeps, max_length
         self.known, self.chain = known, list[int]()
         self._asked_s: float | None = None
@@ -315,13 +317,13 @@ class _Rows:
         return torch.full_like(scores, -torch.inf).scatter_(1, picked, 0.0)
 
     def scores(self, n: int) -> tuple[torch.Tensor, ...] | None:
-        """Of the first n tokens of the output, where somebody asked for them."""
+        """Return the scores of the first n tokens of the output, None if they are not wanted."""
         self._n_known = n
         return tuple(self._scores[:n]) if self._records else None
 
 
 class _Ends:
-    """Stopping criteria, asked behind every token: a text ends, and is streamed, as if tokens had come one by one."""
+    """Stopping criteria checked after every token: a text ends, and is streamed, as if tokens had come one by one."""
 
     def __init__(self, criteria: Any, streamer: Any, n_prompt: int) -> None:
         self._criteria, self._streamer, self._n_prompt = criteria, streamer, n_prompt
@@ -342,7 +344,7 @@ class _Ends:
         return done
 
     def cut(self, result: Any) -> Any:
-        """What came behind the text's end goes."""
+        """Cut what was generated after the text's end."""
         if isinstance(result, torch.Tensor):
             return result[:, : self._n]
         n_output, n_more = self._n - self._n_prompt, result.sequences.shape[1] - self._n
@@ -358,7 +360,7 @@ class _Ends:
 
 
 class _Silent:
-    """In the place of a streamer, which `_Ends` writes to."""
+    """A streamer that drops everything: `_Ends` writes to the real one."""
 
     def put(self, value: torch.Tensor) -> None:
         pass
@@ -368,7 +370,7 @@ class _Silent:
 
 
 def _stops(config: Any) -> list[int]:
-    """Token ids that end a text."""
+    """Return the token ids that end a text."""
     ids: Collection[int] | int | None = config.eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else [int(each) for each in ids]
 
@@ -378,6 +380,6 @@ def _place(store: Store) -> str:
 
 
 def _streamer_of_caller() -> Any:
-    """transformers hands no streamer on to a `custom_generate` (5.23 and before): it is a variable of the `generate` that called ours."""
+    """Return the streamer of the `generate` that called ours: transformers does not pass it to `custom_generate` (5.23 and before)."""
     frame = sys._getframe(2)
     return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" and "generation_mode" in frame.f_locals else None

@@ -32,15 +32,15 @@ from ngramspec.outputs import Stats
 log = logging.getLogger(__name__)
 
 TESTED = ("0.32", "0.33")
+# Environment variable with a JSON object of settings, read if `additional_config` has none under "ngramspec".
 SETTINGS = "NGRAMSPEC_VLLM"
-"""A JSON object with `settings`, where `additional_config` has none under "ngramspec"."""
+# Steps for which a mirrored text may be absent before it counts as finished.
 PATIENCE = 32
-"""Steps for which a mirrored text may be away before it counts as finished."""
+# Steps that vLLM may make without asking for drafts before a text that has grown counts as another one.
 MISSED = 8
-"""Steps that vLLM may keep to itself before a text that has grown is another one."""
 _DEVICE_SLOPE = 0.005
+# Parts of the names that configurations give to layers with a recurrent state.
 _RECURRENT = ("linear", "mamba", "conv", "recurrent", "delta", "ssm", "rwkv", "kda", "lightning", "retention", "hybrid")
-"""Parts of the names that configurations give to layers with a recurrent state."""
 _KINDS: dict[str, tuple[type, ...]] = {
     "datastore": (str, list, dict),
     "tokenizer": (str,),
@@ -52,7 +52,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class _Seat(NamedTuple):
-    """Where a request that the runner names was seen last."""
+    """The row and the object of a request when the runner last named it."""
 
     row: int
     request: Any
@@ -136,8 +136,11 @@ class Proposer:
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray, *_: Any, **__: Any
     ) -> list[list[int]]:
-        """A draft for each row of the batch, an empty one where none pays. sampled_token_ids: what the step gave each row, nothing where it
-        computed a part of a prompt; num_tokens_no_spec [R]: the rows' lengths with it; token_ids_cpu [R, L] int32: their texts."""
+        """Return a draft for each row of the batch, empty if none pays.
+
+        sampled_token_ids: the step's new tokens per row, none if it computed a part of a prompt; num_tokens_no_spec [R]: the rows' lengths
+        with them; token_ids_cpu [R, L] int32: their tokens.
+        """
         if not self.failed:
             try:
                 return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
@@ -182,7 +185,7 @@ class Proposer:
     def _keep(
         self, likely: Likely, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
     ) -> None:
-        """What the model holds likely behind each row's last known token and behind its draft's."""
+        """Keep the model's top-k after each row's last known token and after its draft's."""
         n_new = np.array([len(sampled) for sampled in sampled_token_ids])
         n = len(n_new)
         known = num_tokens_no_spec[:n] - n_new
@@ -214,7 +217,7 @@ class Proposer:
         return drafts
 
     def _begin(self, key: Hashable, text: np.ndarray, n_output: int, known: bool) -> None:
-        """A text that is new, or that came back otherwise than it went."""
+        """Begin a text that is new, or that came back changed."""
         hints: dict[str, Any] = {}
         if known:
             request = self._runner.requests[key]
@@ -228,15 +231,17 @@ class Proposer:
     # ------------------------------------------------------------------ whose row it is
 
     def _batch(self, token_ids_cpu: np.ndarray) -> Any:
-        """The runner's batch, if it is the one that is asked for: else rows are mirrored."""
+        """Return the runner's batch if drafts are asked for it, else None: rows are then mirrored."""
         batch = getattr(self._runner, "input_batch", None)
         if batch is not None and getattr(batch, "token_ids_cpu", None) is token_ids_cpu:
             return batch
         return None
 
     def _appended(self, row: int, key: Hashable, text: np.ndarray, n_new: int) -> np.ndarray | None:
-        """The new tokens of a request that sits where it sat and grew by what the step gave it: its end alone is compared. None: anything
-        else, and the whole text must be."""
+        """Return the new tokens of a request that kept its row and grew by the step's tokens, of which only the end is compared.
+
+        None: anything else, so that the whole text must be compared.
+        """
         seat, request = self._seats.get(key), self._runner.requests[key]
         if seat is not None and seat.row == row and seat.request is request:
             more = self.guest.appended(key, text, n_new)
@@ -260,7 +265,7 @@ class Proposer:
             self._silent &= requests.keys()
 
     def _mirrors(self, rows: list[int], texts: list[np.ndarray]) -> list[Hashable]:
-        """Whose text each row has: that of the mirror at its place if it goes on from there, else of any that it goes on from."""
+        """Return the mirror that each row's text continues: the one at its row if possible, else any."""
         most = MISSED * (self.depth + 1)
         keys: list[Hashable | None] = []
         taken: set[Hashable] = set()
@@ -283,7 +288,7 @@ class Proposer:
         return keys
 
     def _found(self, text: np.ndarray, taken: set[Hashable], most: int) -> Hashable:
-        """The mirror that knows most of this text, or a new one."""
+        """Return the longest mirror that this text continues, or a new one."""
         free = [key for key in self.guest if key not in taken and self.guest.follows(key, text, most) is not None]
         if free:
             return max(free, key=self.guest.length)
@@ -293,7 +298,7 @@ class Proposer:
     # ------------------------------------------------------------------ hints
 
     def _hints(self, params: Any) -> dict[str, Any]:
-        """What a request says of its drafts, and what ends them."""
+        """Return the arguments of `begin` that a request's parameters give."""
         hints: dict[str, Any] = {
             "stops": sorted(getattr(params, "all_stop_token_ids", None) or getattr(params, "stop_token_ids", None) or ()),
             "temperature": float(getattr(params, "temperature", None) or 0.0),
@@ -330,7 +335,7 @@ class Proposer:
 
 
 def stats(worker: Any) -> Stats:
-    """`llm.collective_rpc(ngramspec.integrations.vllm.stats)`: what drafts did in each worker."""
+    """Return a worker's draft statistics, for `llm.collective_rpc(ngramspec.integrations.vllm.stats)`."""
     return worker.model_runner.drafter.stats
 
 
@@ -355,7 +360,7 @@ def _check_state(model_config: Any) -> None:
 
 
 def _settings(vllm_config: Any) -> dict[str, Any]:
-    """From `additional_config={"ngramspec": {...}}`, else from the environment. Raises InvalidInputError."""
+    """Read settings from `additional_config={"ngramspec": {...}}`, else from the environment. Raises InvalidInputError."""
     config = getattr(vllm_config, "additional_config", None)
     settings = config.get("ngramspec") if isinstance(config, dict) else None
     if settings is None:

@@ -21,30 +21,30 @@ log = logging.getLogger(__name__)
 
 
 class Likely(NamedTuple):
-    """Of a pass over B rows of the batch, whose logits have R rows."""
+    """The model's top-k in a pass over B rows of the batch, whose logits have R rows."""
 
     lengths: np.ndarray
-    """[B] int64: of each its logits' rows, 1 + those of its draft."""
+    """[B] int64: the logits rows of each, 1 + those of its draft."""
     drafted: np.ndarray
     """[R - B] int32: the drafts, one after the other."""
     tokens: np.ndarray
-    """[R, KEPT] int32, likeliest first …"""
+    """[R, KEPT] int32, most likely first."""
     logits: np.ndarray
-    """… with their logits [R, KEPT] float32."""
+    """[R, KEPT] float32: their logits."""
 
 
 class Watch:
-    """On the samplers of a runner."""
+    """Hooks on the samplers of a runner that see its logits."""
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
-        """Raises AttributeError where it has none."""
+        """Register the hooks. Raises AttributeError if the runner has no samplers."""
         self._vocab_size = vocab_size
         self._last: tuple[Any, Any, Any] | None = None
         samplers = (runner.sampler, self._sampling), (runner.rejection_sampler, self._verifying)
         self._hooks = [sampler.register_forward_pre_hook(look, with_kwargs=True) for sampler, look in samplers]
 
     def take(self) -> Likely | None:
-        """Of the last pass; once."""
+        """Return the top-k of the last pass once, None if there is none."""
         last, self._last = self._last, None
         if last is None:
             return None
@@ -67,7 +67,7 @@ class Watch:
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """What goes wrong here ends no request: nothing is looked at any more."""
+        """Remove the hooks after an exception, so that it ends no request."""
         try:
             yield
         except Exception:
@@ -77,7 +77,7 @@ class Watch:
             log.exception("what the model holds likely cannot be seen, and is not drafted any more")
 
     def _best(self, logits: Any) -> tuple[Any, Any]:
-        """On a device only begun; the samplers may write to the logits."""
+        """Return top tokens and logits, asynchronously on a device; the samplers may write to the logits afterwards."""
         logits = logits[:, : self._vocab_size]
         if logits.device.type == "cpu":
             return find_topk(logits.detach().float().numpy())

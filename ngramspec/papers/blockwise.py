@@ -3,7 +3,7 @@
 After Stern et al., "Blockwise Parallel Decoding for Deep Autoregressive Models" (2018), section 6: a feed-forward layer takes the state [H]
 to k · D hidden units, rectified, and these to k · H outputs; each output, with the state added, goes through the model's own projection.
 Output i, from 0, predicts the token i + 1 places behind the state's own. The first is the model's next token, which the pass itself gives;
-the others' likeliest tokens are a chain.
+the others' top tokens are a chain.
 
 The authors published no weights outside their training framework. Read here: a folder with config.json (`block_size` k, `hidden_size` D)
 and blockwise.safetensors: `hidden.weight` [k·D, H], `hidden.bias` [k·D], `output.weight` [k·H, k·D], `output.bias` [k·H].
@@ -22,8 +22,8 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.papers.heads import Heads, check_shapes, read_checkpoint
 from ngramspec.papers.shape import best_first
 
+# Assumed probability that an output's top token is the model's, given that those before it were.
 CHANCE = 0.6
-"""Assumed that an output's likeliest token is the model's, where those before it were."""
 
 
 class Blockwise(Heads):
@@ -45,14 +45,14 @@ class Blockwise(Heads):
         self.shape = best_first([[CHANCE]] * (self.block - 1), self.block - 1)
 
     def bind(self, runner: Any) -> None:
-        """Raises UnsupportedModelError where the layer is not of this model's sizes."""
+        """Check the layer's sizes against the model's. Raises UnsupportedModelError."""
         self._lm_head = runner.model.get_output_embeddings()
         size, units = self.block * self._lm_head.in_features, self.block * self.units
         expected = {"hidden.weight": (units, self._lm_head.in_features), "hidden.bias": (units,)}
         check_shapes(self.where, self.tensors, expected | {"output.weight": (size, units), "output.bias": (size,)})
 
     @torch.inference_mode()
-    def likeliest(self, states: np.ndarray, n_heads: int) -> np.ndarray:
+    def find_top_tokens(self, states: np.ndarray, n_heads: int) -> np.ndarray:
         x, t = torch.from_numpy(states), self.tensors
         inside = F.relu(F.linear(x, t["hidden.weight"], t["hidden.bias"]))
         outputs = F.linear(inside, t["output.weight"], t["output.bias"]).unflatten(1, (self.block, -1)) + x[:, None]

@@ -1,6 +1,6 @@
-"""N-gram models of the request's own text as drafters that have a distribution q: unigram, bigram, and longer ones with back-off.
+"""Draft from n-gram models of the request's own text, which have a distribution q: unigram, bigram, and longer ones with back-off.
 
-From the committed tokens it makes a chain: the likeliest one, or one that is drawn from q under the request's own sampling parameters,
+The committed tokens give a chain: the most likely one, or one that is drawn from q under the request's own sampling parameters,
 each node with its q, so that it can be accepted by rejection sampling (`ngramspec.sampling.rejection`). Knows no model.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from ngramspec.speculative.base import Candidates, SequenceInfo
 
+# The lane of `sampler.uniform_bits` that draws the first draft for a position.
 DRAFT_LANE = 1
-"""Of `sampling.uniform_bits`: what draws the first draft for a position."""
 
 
 class NgramModel:
@@ -33,8 +33,8 @@ class NgramModel:
     def extend(self, tokens: np.ndarray) -> None:
         self.tokens = np.append(self.tokens, tokens)
 
-    def distribution(self, context: np.ndarray) -> np.ndarray:
-        """q after the tokens `context` [n], of which the last order - 1 count: [V] float64."""
+    def get_distribution(self, context: np.ndarray) -> np.ndarray:
+        """Return q [V] float64 after the tokens `context` [n], of which the last order - 1 count."""
         q = np.full(self.vocab_size, 1 / self.vocab_size)
         behind = np.arange(len(self.tokens))  # where the text goes on after the context of n tokens
         for n in range(min(self.order, len(context) + 1)):
@@ -53,7 +53,7 @@ class Counts:
     """The drafter: `length` tokens in a chain from an n-gram model of each sequence's text (Leviathan et al., 2023, section 3.6)."""
 
     draws = False
-    """Above temperature 0, draw the chain. Else it is the likeliest one, a certain guess without q."""
+    """Whether to draw the chain above temperature 0. Otherwise it is the most likely one, without q."""
 
     def __init__(self, order: int = 2, length: int = 4) -> None:
         """Raises ValueError."""
@@ -76,7 +76,7 @@ class Counts:
         self._texts[seq] = text
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
-        return [self._chain(self._models[seq], self._texts[seq], min(budget, self.length)) for seq in seqs]
+        return [self._draft_chain(self._models[seq], self._texts[seq], min(budget, self.length)) for seq in seqs]
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
         self._models[seq].extend(accepted)
@@ -85,14 +85,14 @@ class Counts:
         self._models.pop(seq, None)
         self._texts.pop(seq, None)
 
-    def _chain(self, model: NgramModel, text: SequenceInfo, length: int) -> Candidates:
-        """`length` tokens; penalties count those that have been drawn."""
+    def _draft_chain(self, model: NgramModel, text: SequenceInfo, length: int) -> Candidates:
+        """Draft `length` tokens; penalties count the drafted ones."""
         sampler = text.sampler.fork()
         draws = self.draws and sampler.params.temperature > 0
         context, first = model.tokens[-self.order :], len(model.tokens) - text.n_prompt
         probs, drawn_from = np.empty(length, np.float32), []
         for i in range(length):
-            q = model.distribution(context)
+            q = model.get_distribution(context)
             row = np.log(q).astype(np.float32)
             if draws:
                 weights = sampler.compute_weights(row, first + i)

@@ -2,9 +2,9 @@
 
 After Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024): from the state at position t and the token
 at t + 1 the layer predicts the state at t + 1, which the head turns into the token at t + 2; for the next step the prediction stands in for
-the state. The tree grows as in "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024): the likeliest nodes of a
-level are continued, and the likeliest of all are the draft. Keys and values are kept for states that the model itself computed; those of
-drafts are dropped.
+the state. The tree grows as in "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024): the most likely nodes
+of a level are continued, and the most likely of all are the draft. Keys and values are kept for states that the model itself computed;
+those of drafts are dropped.
 
 Reads the published format of EAGLE-1 and -2: a folder with config.json (a Llama's, with one layer) and model.safetensors or
 pytorch_model.bin. EAGLE-3 reads states of three layers, and is refused.
@@ -27,8 +27,8 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.papers.heads import NOTHING, check_shapes, read_checkpoint
 from ngramspec.speculative.base import Candidates
 
+# Prefixes of tensor names that only EAGLE-3 has.
 EAGLE_3 = ("d2t", "t2d", "midlayer.", "lm_head.", "norm.")
-"""How names of tensors begin that only EAGLE-3 has."""
 
 
 class _Text:
@@ -98,7 +98,7 @@ class _Layer(nn.Module):
 
 
 class Eagle:
-    """Drafts with the layer in the folder `path`: `depth` levels, `top` nodes of each continued, the likeliest `nodes` of all drafted.
+    """Drafts with the layer in the folder `path`: `depth` levels, `top` nodes of each continued, the most likely `nodes` of all drafted.
 
     The defaults are EAGLE-2's for models of 7B.
     """
@@ -145,7 +145,7 @@ class Eagle:
 
     @torch.inference_mode()
     def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
-        """Of a prompt the layer reads every piece at once."""
+        """Read new states; those of a prompt chunk by chunk."""
         text = self._texts[seq]
         if text.n == 0 and not text.waiting:
             text.first = first
@@ -169,7 +169,7 @@ class Eagle:
         return [trees.get(seq, NOTHING) for seq in seqs]
 
     def _read(self, texts: list[_Text]) -> None:
-        """Have the layer read the states behind which a token is known."""
+        """Have the layer read the states after which a token is known."""
         rows = []
         for text in texts:
             position = text.first + text.n
@@ -227,7 +227,7 @@ class Eagle:
 
 
 def _tree(tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, kept: np.ndarray) -> Candidates:
-    """The kept nodes [m] of all [n]."""
+    """Return the kept nodes [m] of all [n]."""
     new = np.full(len(tokens) + 1, -1, np.int32)  # the last: the root's
     new[kept] = np.arange(len(kept))
     return Candidates(tokens[kept].astype(np.int32), new[parents[kept]], np.exp(scores[kept]))

@@ -26,16 +26,15 @@ from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 from ngramspec.papers.shape import Shape, best_first
 from ngramspec.speculative.base import Candidates
 
+# Assumed probability that the first head's candidate of each rank is the model's token, and its factor per further head.
 RANKS = (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)
-"""Assumed chance that the first head's candidate of each rank is the model's token."""
 FADING = 0.8
-"""Assumed share of it that is left with every further head."""
 
 
 def read_checkpoint(folder: str | Path, files: Sequence[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """config.json and, in float32, the tensors of the first of these files that is there.
+    """Read config.json and, as float32, the tensors of the first of these files that exists.
 
-    Raises ModelNotFoundError where one of the two is not there, UnsupportedModelError where it cannot be read.
+    Raises ModelNotFoundError if one of the two does not exist, UnsupportedModelError if it cannot be read.
     """
     folder = Path(folder)
     weights = next((folder / name for name in files if (folder / name).is_file()), None)
@@ -65,7 +64,7 @@ def check_shapes(where: str, tensors: Mapping[str, torch.Tensor], expected: Mapp
 
 
 class Heads(ABC):
-    """Drafts of one shape from the state behind the token before the last one, which is the latest that a pass has computed."""
+    """Drafts of a fixed shape from the state of the token before the last one, the latest that a pass has computed."""
 
     shape: Shape
     """Which ranks of which head are nodes."""
@@ -74,8 +73,8 @@ class Heads(ABC):
         self._states: dict[int, np.ndarray] = {}  # [H], of the token before the last one
 
     @abstractmethod
-    def likeliest(self, states: np.ndarray, n_heads: int) -> np.ndarray:
-        """Behind states [n, H]: the first heads' most likely tokens [n, n_heads, ranks] int32, likeliest first."""
+    def find_top_tokens(self, states: np.ndarray, n_heads: int) -> np.ndarray:
+        """Return the first heads' top tokens [n, n_heads, ranks] int32 after states [n, H], most likely first."""
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         self._states.pop(seq, None)
@@ -88,12 +87,12 @@ class Heads(ABC):
         known = [seq for seq in seqs if seq in self._states]
         if not known or not len(parents):
             return [NOTHING] * len(seqs)
-        likely = self.likeliest(np.stack([self._states[seq] for seq in known]), int(depths.max()) + 1)
+        likely = self.find_top_tokens(np.stack([self._states[seq] for seq in known]), int(depths.max()) + 1)
         trees = {seq: Candidates(tokens[depths, ranks], parents, probs) for seq, tokens in zip(known, likely, strict=True)}
         return [trees.get(seq, NOTHING) for seq in seqs]
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:  # noqa: B027  # none of them does more
-        """It needs the hidden states alone."""
+        """Do nothing: only hidden states are needed."""
 
     def end(self, seq: int) -> None:
         self._states.pop(seq, None)
@@ -124,7 +123,7 @@ class Medusa(Heads):
         self.top = top
 
     def bind(self, runner: Any) -> None:
-        """Raises UnsupportedModelError where the heads are not of this model's sizes."""
+        """Check the heads' sizes against the model's. Raises UnsupportedModelError."""
         self._lm_head = runner.model.get_output_embeddings()
         hidden = self._lm_head.in_features
         expected: dict[str, tuple[int, ...]] = {}
@@ -136,7 +135,7 @@ class Medusa(Heads):
         check_shapes(self.where, self.tensors, expected)
 
     @torch.inference_mode()
-    def likeliest(self, states: np.ndarray, n_heads: int) -> np.ndarray:
+    def find_top_tokens(self, states: np.ndarray, n_heads: int) -> np.ndarray:
         found = []
         for i in range(n_heads):
             x = torch.from_numpy(states)

@@ -20,11 +20,11 @@ import numpy as np
 from ngramspec.outputs import DraftTree
 from ngramspec.speculative.base import Candidates
 
+# Latest tokens for which a sequence's pool keeps n-grams.
 POOL = 4096
-"""Tokens for which a sequence's pool keeps n-grams, the latest ones."""
 
+# Assumed probability that the model accepts a node of a guess, or of the window alone, given its parent.
 GUESSED, AHEAD = 0.5, 0.1
-"""Assumed chance that the model takes a node of a guess, or of the window alone, where it took the parent: for the merged tree."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Text:
     """What followed a token, the latest first; the latest token last."""
 
     def paths(self) -> Iterator[list[int]]:
-        """Per column the tokens behind the last known one, to the column's deepest."""
+        """Yield per column the tokens after the last known one, to the column's deepest."""
         yield self.columns[0]
         level_0 = []
         for column in self.columns[1:]:
@@ -58,7 +58,7 @@ class Lookahead:
     name = "lookahead"
 
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7, *, from_text: bool = False, seed: int = 0) -> None:
-        """`from_text`: the n-grams of prompt and output enter the pool, too. Raises ValueError."""
+        """Start with a random window. `from_text`: the n-grams of prompt and output enter the pool, too. Raises ValueError."""
         if window < 1 or ngram < 2 or guesses < 1:
             raise ValueError(f"lookahead takes a window from 1, n-grams from 2 and guesses from 1, got {window}, {ngram}, {guesses}")
         self.window, self.ngram, self.guesses, self.from_text = window, ngram, guesses, from_text

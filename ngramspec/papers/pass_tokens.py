@@ -19,8 +19,8 @@ import numpy as np
 from ngramspec.outputs import DraftTree
 from ngramspec.speculative.base import Candidates
 
+# Assumed probability that the model accepts a token of the draft, and the factor of a look-ahead token.
 GUESSED, AHEAD = 0.5, 0.1
-"""Assumed chance that the model takes a token of the draft, and, for the merged tree, what a look-ahead token is worth to it."""
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class _Text:
     """A sequence."""
 
     draft: list[int] = field(default_factory=list)
-    """What follows its last token, as far as it was foreseen."""
+    """The predicted tokens after its last one."""
     children: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Of the last pass: the node with this parent and this token."""
+    """The nodes of the last pass by (parent, token)."""
     picked: list[int] = field(default_factory=list)
-    """What the model picked behind the root and behind every node; -1: nothing."""
+    """What the model picked after the root and after every node; -1: nothing."""
 
 
 class ParallelTokens:
@@ -54,7 +54,7 @@ class ParallelTokens:
         return [self._tree(self._texts[seq].draft, budget) for seq in seqs]
 
     def _tree(self, draft: list[int], budget: int) -> Candidates:
-        """The draft, then look-ahead tokens behind the last known token and behind each of its own, nearest first."""
+        """Return the draft, then look-ahead tokens after the last known token and after each of the draft's, nearest first."""
         draft = draft[: budget // 2]
         nodes: list[tuple[int, int, float]] = [(node - 1, token, GUESSED ** (node + 1)) for node, token in enumerate(draft)]
         taken = {(parent, token) for parent, token, _ in nodes}

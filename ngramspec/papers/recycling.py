@@ -16,8 +16,8 @@ from ngramspec.outputs import KEPT, DraftTree
 from ngramspec.papers.shape import best_first
 from ngramspec.speculative.base import Candidates
 
+# Probability that the model accepts the candidate of each rank, counted over 2,000 tokens of SmolLM2-135M on Spec-Bench and HumanEval.
 RANKS = (0.38, 0.065, 0.05, 0.03, 0.025, 0.02, 0.02, 0.015)
-"""Chance that the model takes the candidate of each rank: counted over 2,000 tokens of SmolLM2-135M on Spec-Bench and humaneval."""
 
 
 class TokenRecycling:
@@ -31,7 +31,7 @@ class TokenRecycling:
             raise ValueError(f"token recycling takes nodes and depth from 1, got {nodes}, {depth}")
         self.shape = best_first([RANKS] * depth, nodes)
         self.matrix = np.empty((0, KEPT), np.int32)
-        """[V, KEPT], likeliest first; -1: none."""
+        """[V, KEPT], most likely first; -1: none."""
         self._last: dict[int, int] = {}
 
     def bind(self, runner: Any) -> None:
@@ -58,7 +58,7 @@ class TokenRecycling:
         return trees
 
     def on_topk(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
-        """Of a token that stands several times in the tree, the last one counts."""
+        """Store the top-k after each token; if a token occurs several times in the tree, its last occurrence counts."""
         self.matrix[np.append(np.int32(self._last[seq]), tree.tokens)] = tokens
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:

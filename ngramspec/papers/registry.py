@@ -1,4 +1,4 @@
-"""Drafters by name: `NAME` or `NAME:ARGUMENT`, as command lines and settings have them, become `Drafter`s for `Engine`.
+"""Make drafters by name: `NAME` or `NAME:ARGUMENT`, as in command lines and settings, becomes a `Drafter` for `Engine`.
 
 Knows every drafter's name and the form of its argument, and imports what a drafter needs when it is asked for.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ngramspec.speculative.base import Drafter
 
 
-def _model(argument: str) -> Drafter:
+def _make_model(argument: str) -> Drafter:
     from ngramspec.speculative.trained.draft_model import DraftModel
 
     if not argument:
@@ -18,7 +18,7 @@ def _model(argument: str) -> Drafter:
     return DraftModel(argument)
 
 
-def _layers(argument: str) -> Drafter:
+def _make_layers(argument: str) -> Drafter:
     from ngramspec.speculative.trained.draft_layers import DraftLayers
 
     if not argument.isdecimal():
@@ -26,74 +26,75 @@ def _layers(argument: str) -> Drafter:
     return DraftLayers(int(argument))
 
 
-def _lookahead(argument: str) -> Drafter:
+def _make_lookahead(argument: str) -> Drafter:
     from ngramspec.papers.lookahead import Lookahead
 
-    return Lookahead(*_numbers("lookahead", argument, 3))
+    return Lookahead(*_parse_numbers("lookahead", argument, 3))
 
 
-def _recycling(argument: str) -> Drafter:
+def _make_recycling(argument: str) -> Drafter:
     from ngramspec.papers.recycling import TokenRecycling
 
-    return TokenRecycling(*_numbers("recycling", argument, 1))
+    return TokenRecycling(*_parse_numbers("recycling", argument, 1))
 
 
-def _medusa(argument: str) -> Drafter:
+def _make_medusa(argument: str) -> Drafter:
     from ngramspec.papers.heads import Medusa
 
-    return Medusa(_folder("medusa", argument))
+    return Medusa(_check_folder("medusa", argument))
 
 
-def _blockwise(argument: str) -> Drafter:
+def _make_blockwise(argument: str) -> Drafter:
     from ngramspec.papers.blockwise import Blockwise
 
-    return Blockwise(_folder("blockwise", argument))
+    return Blockwise(_check_folder("blockwise", argument))
 
 
-def _pass(argument: str) -> Drafter:
+def _make_pass(argument: str) -> Drafter:
     from ngramspec.papers.pass_tokens import ParallelTokens
 
     if not argument:
         raise ValueError("the drafter pass needs the ids of the model's look-ahead tokens, as in pass:49152,49153")
-    return ParallelTokens(_numbers("pass", argument, 64))
+    return ParallelTokens(_parse_numbers("pass", argument, 64))
 
 
-def _eagle(argument: str) -> Drafter:
+def _make_eagle(argument: str) -> Drafter:
     from ngramspec.papers.eagle import Eagle
 
-    return Eagle(_folder("eagle", argument))
+    return Eagle(_check_folder("eagle", argument))
 
 
-def _counts(argument: str) -> Drafter:
+def _make_counts(argument: str) -> Drafter:
     from ngramspec.papers.count_drafter import Counts
 
-    return Counts(*_numbers("counts", argument, 2))
+    return Counts(*_parse_numbers("counts", argument, 2))
 
 
-def _numbers(name: str, argument: str, most: int) -> list[int]:
+def _parse_numbers(name: str, argument: str, most: int) -> list[int]:
     parts = argument.split(",") if argument else []
     if len(parts) > most or not all(part.isdecimal() for part in parts):
         raise ValueError(f"the drafter {name} takes up to {most} numbers with commas between, got {argument!r}")
     return [int(part) for part in parts]
 
 
-def _folder(name: str, argument: str) -> str:
+def _check_folder(name: str, argument: str) -> str:
     if not argument:
         raise ValueError(f"the drafter {name} needs the folder of its heads, as in {name}:path/to/folder")
     return argument
 
 
 _MAKERS: dict[str, Callable[[str], Drafter]] = {
-    "lookahead": _lookahead,
-    "recycling": _recycling,
-    "medusa": _medusa,
-    "blockwise": _blockwise,
-    "pass": _pass,
-    "eagle": _eagle,
-    "model": _model,
-    "layers": _layers,
-    "counts": _counts,
+    "lookahead": _make_lookahead,
+    "recycling": _make_recycling,
+    "medusa": _make_medusa,
+    "blockwise": _make_blockwise,
+    "pass": _make_pass,
+    "eagle": _make_eagle,
+    "model": _make_model,
+    "layers": _make_layers,
+    "counts": _make_counts,
 }
+# Drafters and the meaning of their arguments.
 NAMES: dict[str, str] = {
     "lookahead": "lookahead:W,N,G, n-grams from Jacobi iteration: window, n-gram size, guesses (7,5,7)",
     "recycling": "recycling:NODES, the model's own candidates behind each token (80)",
@@ -105,11 +106,10 @@ NAMES: dict[str, str] = {
     "layers": "layers:L, the first L layers of the model itself",
     "counts": "counts:ORDER,LENGTH, an n-gram model of the text, with a distribution to draw from (2,4)",
 }
-"""What there is, and what its argument means."""
 
 
 def make_drafter(text: str) -> Drafter:
-    """Raises ValueError for an unknown name or an argument that the drafter does not take."""
+    """Make a drafter. Raises ValueError for an unknown name or an argument that the drafter does not take."""
     name, _, argument = text.partition(":")
     if name not in _MAKERS:
         raise ValueError(f"there is no drafter {name!r}; there are {'; '.join(NAMES.values())}")

@@ -1,4 +1,4 @@
-"""The shape of a static draft tree: which ranks of which levels are worth a node, from assumed chances. Knows no tokens."""
+"""Choose the shape of a static draft tree: which ranks of which levels get a node, from assumed probabilities. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Shape(NamedTuple):
 
     parents: np.ndarray  # [N] int32; -1: the root
     depths: np.ndarray  # [N] int32, from 0
-    ranks: np.ndarray  # [N] int32, 0: the likeliest token
+    ranks: np.ndarray  # [N] int32, 0: the top token
     probs: np.ndarray  # [N] float32, chance that the model takes the whole path to the node
 
 
 def best_first(chances: Sequence[Sequence[float]], nodes: int) -> Shape:
-    """The likeliest tree of `nodes` nodes, 1 or more, or of all there are.
+    """Return the most likely tree of `nodes` nodes, 1 or more, or of all there are.
 
-    chances[d][r]: the chance that the model takes the candidate of rank r at depth d where it took the parent, independent of the path;
+    chances[d][r]: the probability that the model accepts the candidate of rank r at depth d given its parent, independent of the path;
     it falls with the rank. (So Cai et al., "Medusa", 2024, section 2.3.3, choose theirs.)
     """
     found: list[tuple[int, int, int, float]] = []

@@ -31,7 +31,7 @@ class Guess(Counts):
         for seq in seqs:
             model, text = self._models[seq], self._texts[seq]
             sampler, position = text.sampler.fork(), len(model.tokens) - text.n_prompt
-            token = sampler.sample(np.log(model.distribution(model.tokens)).astype(np.float32), position)
+            token = sampler.sample(np.log(model.get_distribution(model.tokens)).astype(np.float32), position)
             guesses.append(Candidates(np.array([token], np.int32), np.array([-1], np.int32), np.ones(1, np.float32)))
         return guesses
 

@@ -36,14 +36,14 @@ def drafter(order: int, params: SamplingParams, *, seed: int = 0, length: int = 
 
 def test_unigram_and_bigram_by_hand() -> None:
     unigram = (np.array([3, 3, 2, 1, 1, 0, 0, 0]) + 5 / 8) / (10 + 5)
-    assert model(1).distribution(TEXT) == pytest.approx(unigram)
+    assert model(1).get_distribution(TEXT) == pytest.approx(unigram)
     after_one = (np.array([0, 0, 2, 1, 0, 0, 0, 0]) + 2 * unigram) / (3 + 2)
-    assert model(2).distribution(np.array([0, 1])) == pytest.approx(after_one)
-    assert model(3).distribution(np.array([1])) == pytest.approx(after_one)  # the context is no longer
-    assert model(3).distribution(np.array([0, 1])) == pytest.approx((np.array([0, 0, 2, 1, 0, 0, 0, 0]) + 2 * after_one) / 5)
-    assert model(3).distribution(np.array([3, 1])) == pytest.approx(after_one)  # 3 1 has not occurred
-    assert model(2).distribution(np.array([4])) == pytest.approx(unigram)  # nothing has come after 4 yet
-    assert NgramModel(2, V).distribution(TEXT) == pytest.approx(np.full(V, 1 / V))
+    assert model(2).get_distribution(np.array([0, 1])) == pytest.approx(after_one)
+    assert model(3).get_distribution(np.array([1])) == pytest.approx(after_one)  # the context is no longer
+    assert model(3).get_distribution(np.array([0, 1])) == pytest.approx((np.array([0, 0, 2, 1, 0, 0, 0, 0]) + 2 * after_one) / 5)
+    assert model(3).get_distribution(np.array([3, 1])) == pytest.approx(after_one)  # 3 1 has not occurred
+    assert model(2).get_distribution(np.array([4])) == pytest.approx(unigram)  # nothing has come after 4 yet
+    assert NgramModel(2, V).get_distribution(TEXT) == pytest.approx(np.full(V, 1 / V))
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 6])
@@ -52,7 +52,7 @@ def test_every_token_is_possible_and_the_sum_is_one(order: int) -> None:
     made = NgramModel(order, V)
     for n in range(0, 300, 7):
         made.extend(text[n : n + 7])
-        q = made.distribution(made.tokens)
+        q = made.get_distribution(made.tokens)
         assert q.sum() == pytest.approx(1, abs=1e-12)
         assert q.min() > 0
 
@@ -66,11 +66,11 @@ def test_a_chain_is_drawn_from_the_distribution_it_claims() -> None:
         seen[tuple(chain.tokens)] += 1
     assert chain.parents.tolist() == [-1, 0]
     assert chain.drawn_from is not None
-    q = [made.distribution(TEXT), made.distribution(chain.tokens[:1])]
+    q = [made.get_distribution(TEXT), made.distribution(chain.tokens[:1])]
     assert chain.drawn_from[0] == pytest.approx(q[0], rel=1e-5)
     assert chain.drawn_from[1] == pytest.approx(q[1], rel=1e-5)
     assert chain.probs == pytest.approx(np.cumprod([q[0][chain.tokens[0]], q[1][chain.tokens[1]]]), rel=1e-5)
-    expected = n * q[0][:, None] * np.array([made.distribution(np.array([x])) for x in range(V)])
+    expected = n * q[0][:, None] * np.array([made.get_distribution(np.array([x])) for x in range(V)])
     assert expected.min() > 5
     assert ((seen - expected) ** 2 / expected).sum() < chi2.ppf(0.99, V * V - 1)
 
@@ -82,7 +82,7 @@ def test_q_is_what_the_request_would_sample_from() -> None:
     (chain,) = counts.propose([3], 4)
     assert chain.drawn_from is not None
     sampler = Sampler(params, index=0, seed=0, prompt=TEXT[:8], vocab_size=V, stop_ids=frozenset())
-    row = np.log(model(1).distribution(TEXT)).astype(np.float32)
+    row = np.log(model(1).get_distribution(TEXT)).astype(np.float32)
     for position, (token, q) in enumerate(zip(chain.tokens.tolist(), chain.drawn_from, strict=True), 2):
         weights = sampler.compute_weights(row, position)
         assert (q == weights / weights.sum()).all()

@@ -23,14 +23,14 @@ from ngramspec.speculative.trained.stepwise import LENGTH, Known, Stepwise
 
 
 class DraftModel(Stepwise):
-    """`length` tokens deep; `branches` above 1: so many chains side by side, verified as a tree."""
+    """Drafts `length` tokens with a smaller model; with `branches` above 1, several chains that are verified as one tree."""
 
     name = "model"
 
     def __init__(self, model: str | PreTrainedModel, *, tokenizer: Any = None, length: int = LENGTH, branches: int = 1) -> None:
-        """`model`: as `Engine` takes it, on the device and in the dtype of the one that it drafts for; loaded when the engine starts.
+        """Take a model as `Engine` does, on the device and in the dtype of the target; a name is loaded when the engine starts.
 
-        `tokenizer`: that of a loaded model, to be compared; without one, only what the models themselves state is. Raises ValueError.
+        `tokenizer`: of a loaded model, compared with the target's; without one, only what the models state is. Raises ValueError.
         """
         super().__init__(length, branches)
         self.model, self.tokenizer = model, tokenizer
@@ -38,7 +38,7 @@ class DraftModel(Stepwise):
         self._target: Runner | None = None
 
     def bind(self, runner: Runner) -> None:
-        """Load the model and compare it. Raises what `loading.load_model` and runners raise, UnsupportedModelError where the two differ."""
+        """Load the model and compare it. Raises what `loading.load_model` and runners raise, UnsupportedModelError if the two differ."""
         if self._target is runner:
             return
         if isinstance(self.model, str):
@@ -74,10 +74,7 @@ class DraftModel(Stepwise):
 
 
 def check_alike(target: Runner, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
-    """Whether a model can draft for the target: token for token the same vocabulary, the same ends of text, no shorter texts.
-
-    Raises UnsupportedModelError.
-    """
+    """Raise UnsupportedModelError unless a model can draft for the target: the same vocabulary, the same end tokens, no shorter context."""
 
     def differ(what: str, ours: object, theirs: object) -> UnsupportedModelError:
         return UnsupportedModelError(f"{name} cannot draft for {type(target.model).__name__}: {what} differ, {ours} against {theirs}")
@@ -102,7 +99,7 @@ def check_alike(target: Runner, model: PreTrainedModel, tokenizer: Any, name: st
 
 
 def _make_runner(model: PreTrainedModel, target: Runner, length: int) -> Runner:
-    """On the target's device, with the target's slots; its pool has room for as many tokens as memory allows, the target's at most."""
+    """Make a runner on the target's device, with its slots and room for as many tokens as memory allows, the target's at most."""
     pool = target.pool
     max_len, max_seqs, max_rows = pool.max_blocks * BLOCK, len(pool.n_blocks_of), target.max_rows
     if isinstance(target, CpuRunner):

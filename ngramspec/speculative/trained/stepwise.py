@@ -23,10 +23,10 @@ LENGTH = 5
 
 
 class Chains:
-    """One sequence's draft in the making, level by level: chains that begin behind its last token.
+    """One sequence's unfinished draft: chains that begin after its last token and grow level by level.
 
     Drawn chains are independent of each other and may be alike (SpecInfer, Miao et al., 2024). Of the others, the first takes what the
-    request's own sampler would take from these logits, by the same u, and the rest begin with the likeliest other tokens.
+    request's own sampler would take from these logits, by the same u, and the rest begin with the next most likely tokens.
     """
 
     def __init__(self, text: SequenceInfo, n_tokens: int, depth: int, branches: int, draws: bool) -> None:
@@ -56,7 +56,7 @@ class Chains:
         return Candidates(tokens, parents, probs, self._shares if self.draws else None)
 
     def grow(self, rows: np.ndarray) -> None:
-        """One level more from the logits [n_rows, V] behind the ends of the chains."""
+        """Add a level from the logits [n_rows, V] after the ends of the chains."""
         position = self._position + self.level
         if self.level == 0:
             chosen = self._begin(rows[0], position)
@@ -84,7 +84,7 @@ class Chains:
         return [(each, shares) for each in [token, *others[: self.branches - 1]]]
 
     def _choose(self, sampler: Sampler, row: np.ndarray, position: int, chain: int) -> tuple[int, np.ndarray]:
-        """The token that a chain takes after logits row [V], and the distribution [V] that it comes from."""
+        """Return the token that a chain takes after logits row [V], and the distribution [V] that it comes from."""
         if sampler.params.temperature == 0:
             adjusted = sampler.adjust_logits(row, position)
             token = int(adjusted.argmax())
@@ -95,7 +95,7 @@ class Chains:
         return token, weights / weights.sum()
 
     def path(self, tokens: np.ndarray) -> list[int]:
-        """The nodes that carry the first of these tokens [n], as far as passes have computed them: all but the last level."""
+        """Return the nodes that carry the first of these tokens [n], as far as passes have computed them: all but the last level."""
         path: list[int] = []
         computed, node = range(len(self._tokens) - self.n_rows), -1
         for token in tokens.tolist():
@@ -112,7 +112,7 @@ class Known:
 
     tokens: np.ndarray  # [n] int32, committed
     computed: int = 0
-    """Of these, tokens whose keys and values are in the drafter's pool."""
+    """How many of them have keys and values in the drafter's pool."""
     text: SequenceInfo | None = None
     written: bool = False
     """The model has written a token: its prompt is computed, and drafts do not keep the first token waiting."""
@@ -121,13 +121,13 @@ class Known:
 
 
 class Stepwise(ABC):
-    """What drafters have in common that compute one token after the other. A sequence's slot in their pool is the engine's."""
+    """Base of drafters that compute one token after the other. A sequence has the same slot in their pool as in the engine."""
 
     name: str
     draws = False
 
     def __init__(self, length: int, branches: int) -> None:
-        """`length` tokens deep, `branches` chains side by side. Raises ValueError."""
+        """Draft `branches` chains of `length` tokens. Raises ValueError."""
         for what, value in (("length", length), ("branches", branches)):
             if value < 1:
                 raise ValueError(f"{what} of a draft must be 1 or more, got {value}")
@@ -167,7 +167,7 @@ class Stepwise(ABC):
         return [empty if (chains := self._known[seq].chains) is None else chains.candidates for seq in seqs]
 
     def _depth(self, seq: int, known: Known, budget: int) -> int:
-        """Levels to draft, with room for the keys and values of all but the last; 0: none."""
+        """Return how many levels to draft, with room for the keys and values of all but the last; 0: none."""
         n, text = len(known.tokens), known.text
         if text is None or not known.written:
             return 0
@@ -189,7 +189,7 @@ class Stepwise(ABC):
             self._forward(pack(spans, self._pool, self._rows_per_item)).logits(0, 0)
 
     def _next(self, seq: int, known: Known) -> Span | None:
-        """The rows that the next level of a draft grows from, None: it is as deep as it shall be."""
+        """Return the rows that the next level of a draft grows from, None if it is deep enough."""
         chains, n = known.chains, len(known.tokens)
         assert chains is not None
         if chains.level == chains.depth:
