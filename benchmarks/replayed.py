@@ -19,7 +19,7 @@ from benchmarks.our_engine import make_chain
 from benchmarks.recordings import RecordedText
 from ngramspec.datastore import Datastore
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.base import PassTopK, Text
+from ngramspec.speculative.base import PassTopK, SequenceInfo
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 from ngramspec.speculative.proposer import ANSWERS, HISTORY, Proposer
 
@@ -57,7 +57,7 @@ class ReplayedProposer(Replayed):
         if self.params is not None:
             V, stops = self.speculator.vocab_size, frozenset(self.stops)
             sampler = Sampler(self.params, index=0, seed=0, prompt=prompt, vocab_size=V, stop_ids=stops)
-            text = Text(sampler, len(prompt), len(self.text))
+            text = SequenceInfo(sampler, len(prompt), len(self.text))
         prediction = np.array(trace.prediction, np.int32) if self.predicted and trace.prediction else None
         self.speculator.begin(0, prompt, stops=self.stops, prediction=prediction, text=text)
 
