@@ -28,18 +28,18 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in sorted((ROOT / "docs").glob("*.md")) if path != GLOSSARY)]
 
 LIMITS = {  # a limit may only fall
-    "class names with two meanings": 16,
+    "class names with two meanings": 11,
     "file names with two meanings": 0,
-    "bare-word function names, percent": 45,
-    "bare-word function names that are no listed verb": 481,
+    "bare-word function names, percent": 37,
+    "bare-word function names that are no listed verb": 395,
     "functions with more than 9 arguments": 68,
-    "modules over 500 lines": 7,
-    "docstrings that begin with a preposition": 238,
-    "function docstrings without a sentence": 909,
-    "module constants explained below": 296,
-    "replaced words in docstrings": 120,
+    "modules over 500 lines": 6,
+    "docstrings that begin with a preposition": 149,
+    "function docstrings without a sentence": 682,
+    "module constants explained below": 218,
+    "replaced words in docstrings": 107,
     "replaced words in pages": 0,
-    "replaced names in code": 5,
+    "replaced names in code": 3,
 }
 
 CLEAN_FOLDERS = (
