@@ -1,4 +1,4 @@
-"""From what a request says to the token ids of its prompt; text in messages and tools never becomes a control token.
+"""Turn what a request says into the token ids of its prompt; text in messages and tools never becomes a control token.
 
 Texts, messages and tools enter, lists of ids leave. Control tokens are all that the tokenizer's vocabulary was extended with, special or
 not; in a chat they come from the template alone, and in a text to be continued from the text itself, if it is to be parsed. Knows the

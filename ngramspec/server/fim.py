@@ -16,7 +16,7 @@ from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.server.chat_template import before_text
 
 PREFIX_SHARE = 0.75
-"""Of the room for both, what the text before the cursor gets when neither it nor the text after it fits."""
+"""The share of the room for both that the text before the cursor gets when neither it nor the text after it fits."""
 STRIDES = 16
 """What is cut off is a multiple of a sixteenth of the room. Cut by single tokens, a long file's prompt would begin one token later at
 every keystroke, and nothing of it could come from the prefix cache."""
@@ -88,7 +88,7 @@ FORMATS = (
     Format("codestral", "[PREFIX]", "[SUFFIX]", None, suffix_first=True, bos=True, heading="+++++ {path}\n"),
     Format("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
-"""In the order in which they are tried: formats that share tokens go from the one that needs most to the one that needs least."""
+"""All formats in the order in which they are tried: those that share tokens go from the one that needs most to the one that needs least."""
 
 
 class Fim:

@@ -114,9 +114,9 @@ class NamedSchema(StrictModel):
 class ResponseFormat(StrictModel):
     type: str
     json_schema: NamedSchema | None = None
-    """With type json_schema."""
+    """Used with type json_schema."""
     given_schema: Schema | None = Field(None, alias="schema")
-    """With type json_object, as llama.cpp has it."""
+    """Used with type json_object, as llama.cpp has it."""
 
 
 class StructuredOutputs(StrictModel):
@@ -160,7 +160,7 @@ class GenerationFields(StrictModel):
     guided_choice: Choices | None = None
     guided_grammar: Source | None = None
     grammar: Source | None = None
-    """In llama.cpp's notation."""
+    """A grammar in llama.cpp's notation."""
     json_schema: Schema | Source | None = None
 
     @model_validator(mode="before")

@@ -59,7 +59,7 @@ HALF_CLOSED_S = (0.01, 0.01, 0.2)
 """After so long without an answer, a client that has shut its side down is asked whether it is there; when that is looked at, and how
 often then."""
 LINGER_S = 3
-"""For responses that are being written when the server stops."""
+"""Seconds that responses which are being written have when the server stops."""
 
 
 ENOUGH_DESCRIPTORS = 1 << 16  # beyond this no more are asked for: containers set hard limits of 2**30

@@ -48,7 +48,7 @@ class Limits(BaseModel):
     header_bytes: int = Field(default=32 << 10, ge=1024, le=128 << 10)
     """All header lines together."""
     depth: int = Field(default=64, ge=4, le=128)
-    """Of JSON."""
+    """Levels of nested JSON."""
     prompt_tokens: int | None = Field(default=None, ge=1)
     """None: what the model takes."""
     output_tokens: int = Field(default=1 << 18, ge=1)
@@ -56,7 +56,7 @@ class Limits(BaseModel):
     logprobs: int = Field(default=20, ge=0, le=100)
     stops: int = Field(default=64, ge=1, le=64)
     stop_chars: int = Field(default=1000, ge=1)
-    """Of one stop string."""
+    """Characters of one stop string."""
     bias: int = Field(default=1024, ge=0, le=1 << 14)
     """Entries of `logit_bias`."""
 

@@ -180,7 +180,7 @@ class _Output:
         return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
     def _end(self, status: str = "completed") -> Iterator[Event]:
-        """Of the last item, if it has not ended."""
+        """End the last item, if it has not ended."""
         if not self.items or self.items[-1]["status"] != "in_progress":
             return
         item = self.items[-1]

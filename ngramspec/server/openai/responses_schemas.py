@@ -205,7 +205,7 @@ def _text(content: str | list[Text], where: str) -> str:
 
 @contextlib.contextmanager
 def in_its_words() -> Iterator[None]:
-    """Within it, an ApiError names fields as this route has them, and not as chats do."""
+    """Rename fields in ApiErrors raised inside it to what this route calls them, from what chats do."""
     try:
         yield
     except ApiError as error:

@@ -66,9 +66,9 @@ class Message(StrictModel):
     role: str
     content: str | Items[Part] | None = None
     tool_calls: Annotated[Items[ToolCalled], Field(max_length=MAX_TOOLS)] | None = None
-    """Of the assistant; then there may be no content."""
+    """The assistant's calls; then there may be no content."""
     tool_call_id: str | None = None
-    """Of a tool: which call this is the result of."""
+    """The call that a tool's message is the result of."""
     name: str | None = None
     function_call: Any = None
 
