@@ -43,7 +43,7 @@ def store(tmp_path: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch) -> 
     """Two documents, of which the second holds the first half of what the model writes. How often a store is asked does not depend on
     how long a pass of this machine takes."""
     monkeypatch.setattr(SpeculationThreshold, "get_threshold", lambda *_: 0.0)
-    monkeypatch.setattr(store_tokens, "fingerprint", lambda tokenizer: tiny_store.FINGERPRINT)
+    monkeypatch.setattr(store_tokens, "compute_fingerprint", lambda tokenizer: tiny_store.FINGERPRINT)
     monkeypatch.setattr(datastore_drafter, "REFRESH_S", 0.0)
     tiny_store.write_store(tmp_path / "store", [[[1, 2, 3, 4], [*PROMPT[-4:], *truth[:30]]]], tiny.VOCAB)
     return tmp_path / "store"
@@ -70,7 +70,7 @@ def test_a_datastore_drafts_and_says_where_from(store: Path, truth: list[int]) -
     for i, source in enumerate(done.draft_sources[:30]):
         if source is not None and source.startswith("datastore:"):
             assert source == f"datastore:1/é.py:{lines[4 + i]}"
-    runs = screen.verbatim(done.draft_sources)
+    runs = screen.find_verbatim_runs(done.draft_sources)
     assert runs[0][0].startswith("1/é.py:")
     assert sum(n for _, n in runs) == by(done, "datastore")
 
@@ -99,7 +99,7 @@ def test_several_stores_at_once(store: Path, tmp_path: Path, truth: list[int]) -
 
 
 def test_a_store_of_another_tokenizer_is_refused_with_both_names(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_tokens, "fingerprint", lambda tokenizer: "0" * 64)
+    monkeypatch.setattr(store_tokens, "compute_fingerprint", lambda tokenizer: "0" * 64)
     with pytest.raises(TokenizerMismatchError, match=r"'tiny'.*'LlamaForCausalLM'"):
         build(datastore=store)
     with pytest.raises(DatastoreNotFoundError):
