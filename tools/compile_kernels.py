@@ -30,13 +30,13 @@ from ngramspec.backends.cuda import (
     rope_kv,
     row_invariant_linear,
 )
-from ngramspec.backends.cuda.attention_schedule import Sharing
-from ngramspec.backends.cuda.device import Limits
+from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
+from ngramspec.backends.cuda.device import DeviceLimits
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
-from ngramspec.backends.cuda.graph_inputs import Bucket, Inputs
-from ngramspec.backends.cuda.model import Plan, Stack
-from ngramspec.backends.cuda.packed import PackedEmbedding
-from ngramspec.backends.cuda.quantised import FORMATS, UNIT, Packed, QuantisedProduct
+from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
+from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder
+from ngramspec.backends.cuda.packed import CudaPackedEmbedding
+from ngramspec.backends.cuda.quantised import FORMATS, UNIT, CudaPackedWeight, CudaQuantisedProduct
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.shapes import SHAPES, read_shape
 from ngramspec.outputs import KEPT
@@ -114,24 +114,24 @@ class Launches:
 def noted(capability: int) -> Iterator[dict[Variant, None]]:
     """Note kernels instead of launching them, as for a device of this capability."""
     found: dict[Variant, None] = {}
-    limits = Limits(PROCESSORS[capability], SHARED_LIMIT[capability], capability // 10)
+    limits = DeviceLimits(PROCESSORS[capability], SHARED_LIMIT[capability], capability // 10)
     with ExitStack() as stack:
         for module, names in LAUNCHED.items():
             for name in names:
                 stack.enter_context(patch.object(module, name, Launches(getattr(module, name), found)))
         for module in (paged_attention, row_invariant_linear):
-            stack.enter_context(patch.object(module, "limits", lambda device: limits))
+            stack.enter_context(patch.object(module, "get_limits", lambda device: limits))
         yield found
 
 
-def empty_packed(blocks: str, n_out: int, n_in: int) -> Packed:
+def empty_packed(blocks: str, n_out: int, n_in: int) -> CudaPackedWeight:
     """Make a weight without memory; in Q5_0 if its rows are not whole super-blocks, as llama.cpp quantises it."""
     fmt, meta = FORMATS[blocks if n_in % (FORMATS[blocks].columns or 1) == 0 else "Q5_0"], torch.device("meta")
     units = -(-n_in // UNIT)
     codes = torch.empty(units, n_out, UNIT if fmt.bits == 8 else UNIT // 2, dtype=torch.uint8, device=meta)
     words = torch.empty(units, fmt.n_words, n_out, dtype=torch.int32, device=meta)
     supers = torch.empty(n_in // fmt.columns, n_out, dtype=torch.int32, device=meta) if fmt.columns else None
-    return Packed(fmt, n_out, n_in, n_out, codes, words, supers)
+    return CudaPackedWeight(fmt, n_out, n_in, n_out, codes, words, supers)
 
 
 def variants(
@@ -144,26 +144,26 @@ def variants(
         text: Any = model.config.get_text_config()
         n_sms = PROCESSORS[capability]
 
-        def make(weight: Any, bias: torch.Tensor | None) -> row_invariant_linear.Product:
+        def make(weight: Any, bias: torch.Tensor | None) -> row_invariant_linear.CudaProduct:
             if blocks == "none":
-                return row_invariant_linear.Product(weight, bias, n_sms)
-            return QuantisedProduct([empty_packed(blocks, *weight.shape)], bias, dtype, n_sms)
+                return row_invariant_linear.CudaProduct(weight, bias, n_sms)
+            return CudaQuantisedProduct([empty_packed(blocks, *weight.shape)], bias, dtype, n_sms)
 
-        stack = Stack(model, make, max_len)
+        stack = CudaDecoder(model, make, max_len)
         if blocks != "none":
-            stack.embedding = PackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
+            stack.embedding = CudaPackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
         shape = int(text.num_key_value_heads), stack.head_dim
         pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
         per_item = paged_attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
-        space = paged_attention.Workspace.make(1, per_item, stack.n_heads, *shape, meta)
-        changed = logits_processor.Adjusting(meta)
+        space = paged_attention.AttentionWorkspace.make(1, per_item, stack.n_heads, *shape, meta)
+        changed = logits_processor.PenaltyEntries(meta)
         for n in rows:
-            inputs = Inputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy, Sharing(n_sms, 1), changed)
+            inputs = GraphInputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy, AttentionSchedule(n_sms, 1), changed)
             logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]
-            stack(inputs.ids, inputs.rows, None, Plan(per_item, space), logits)
+            stack(inputs.ids, inputs.rows, None, AttentionLaunch(per_item, space), logits)
             tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))
             logits_processor.adjust(logits, None, changed.entries, inputs.device)
-            work = gpu_sampler.Workspace(n, logits.shape[1], meta, k=KEPT)
+            work = gpu_sampler.SamplerWorkspace(n, logits.shape[1], meta, k=KEPT)
             scores = torch.empty(n, device=meta), torch.empty(n, dtype=torch.float64, device=meta)
             sampled = gpu_sampler.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values), scores)
             d = inputs.device

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 
 from ngramspec.backends.base import Runner
-from ngramspec.backends.cpu.llama_runner import LlamaRunner, needed_bytes
+from ngramspec.backends.cpu.llama_runner import LlamaRunner, count_packed_bytes
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
@@ -136,7 +136,7 @@ def _bind(
     kept, found = None, None
     if isinstance(model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
         settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
-        kept = start_cache.kept_of(model, settings, cache_dir())
+        kept = start_cache.find_start_record(model, settings, cache_dir())
         found = kept.read() if kept else None
     again = _again(found, kept, tokenizer, config, device, progress) if found and kept and not modules else None
     runner, about = again or _first_time(model, tokenizer, config, device, progress)
@@ -178,10 +178,10 @@ def _longest(config: EngineConfig, trained: int) -> int:
 
 
 def _again(
-    found: dict[str, Any], kept: start_cache.Kept, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
+    found: dict[str, Any], kept: start_cache.StartRecord, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
 ) -> tuple[LlamaRunner, _About] | None:
     """A model that an earlier start has checked, from its file and what was kept; None where that is not enough."""
-    if (opened := start_cache.reopen(kept.file, tokenizer, cache_dir())) is None:
+    if (opened := start_cache.reopen_model(kept.file, tokenizer, cache_dir())) is None:
         return None
     source = to_q8_source(opened.source) if config.quantize == "q8_0" else opened.source
     try:
@@ -190,7 +190,7 @@ def _again(
     except (KeyError, TypeError, ValueError):
         return None
     about = _About(opened.name, opened.tokenizer, opened.eos_token_ids, int(opened.config.get("max_position_embeddings") or 4096))
-    check_memory(needed_bytes(source, plain=False), "cpu", about.name)
+    check_memory(count_packed_bytes(source, plain=False), "cpu", about.name)
 
     def make_model() -> PreTrainedModel:
         from ngramspec.models.loader import open_model
@@ -208,7 +208,7 @@ def _first_time(
     """A model by transformers' modules, which are then replaced."""
     import torch
 
-    from ngramspec.models.loader import LoadedModel, eos_token_ids, load_model, open_model, quiet
+    from ngramspec.models.loader import LoadedModel, eos_token_ids, load_model, open_model, silence_transformers
 
     torch.set_num_threads(device.threads)
     loaded: LoadedModel
@@ -225,7 +225,7 @@ def _first_time(
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
     about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained)
-    with quiet():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them
+    with silence_transformers():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them
         return _runner(loaded, config, device, _longest(config, trained), progress), about
 
 
@@ -238,7 +238,7 @@ def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, lon
 
         source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
         plain = not device.exact
-        check_memory(needed_bytes(source, plain), "cpu", loaded.name)
+        check_memory(count_packed_bytes(source, plain), "cpu", loaded.name)
         runner = CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress))
         native_steps.compile_steps(runner)
         return runner

@@ -1,4 +1,4 @@
-"""Finding and reading models: names, GGUF and safetensors files, tokenizers' vocabularies, weights as tensors.
+"""Find and read models: names, GGUF and safetensors files, tokenizers' vocabularies, weights as tensors.
 
-A name becomes a model in evaluation mode with its tokenizer (`loader`). It knows no backends, requests or drafts.
+`loader` turns a name into a model in evaluation mode with its tokenizer. The room knows no backends, requests or drafts.
 """

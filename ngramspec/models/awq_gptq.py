@@ -23,22 +23,20 @@ from ngramspec.models.safetensors import SafetensorsEntry
 from ngramspec.models.tensor_source import StoredTensor, WeightFile, dequantise
 
 METHODS = ("awq", "gptq")
-BLOCK = 32
-"""Weights that share a scale in GGML's kinds."""
-_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Which four bits of an int32 have the code of each of eight outputs."""
+BLOCK = 32  # Weights that share a scale in GGML's quant blocks.
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # Which four bits of an int32 hold the code of each of eight outputs.
 
 
 def read_groups(tensors: Mapping[str, SafetensorsEntry], quantised: Mapping[str, Any], spec: str) -> dict[str, StoredTensor]:
-    """The quantised matrices of a folder by the names of the parameters that they stand for.
+    """Return the quantised matrices of a folder by the names of the parameters that they stand for.
 
-    Raises UnsupportedModelError for a layout that is not read, ModelNotFoundError where a file ends before its tensors.
+    Raises UnsupportedModelError for an unsupported layout, ModelNotFoundError if a file ends before its tensors.
     """
-    layout = _layout(quantised, spec)
+    layout = _read_layout(quantised, spec)
     latest = _Latest()
     ends = ".qweight"
     return {
-        f"{name.removesuffix(ends)}.weight": _grouped(name.removesuffix(ends), tensors, layout, latest, spec)
+        f"{name.removesuffix(ends)}.weight": _make_grouped_tensor(name.removesuffix(ends), tensors, layout, latest, spec)
         for name in tensors
         if name.endswith(ends)
     }
@@ -46,41 +44,42 @@ def read_groups(tensors: Mapping[str, SafetensorsEntry], quantised: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """How codes lie in int32s."""
+    """Layout of codes and zeros in int32s."""
 
     bits: int
     along_inputs: bool
-    """Codes of one int32 follow each other along the inputs (GPTQ) and not along the outputs (AWQ). Zeros always do along the outputs."""
+    """Whether the codes of one int32 follow each other along the inputs (GPTQ), not along the outputs (AWQ). Zeros always lie along the
+    outputs."""
     order: np.ndarray
-    """Which `bits` bits of an int32 have the zero, and with AWQ the code, of each output that shares it."""
+    """Which `bits` bits of an int32 hold the zero, and with AWQ the code, of each output that shares it."""
     added: int
-    """To what is stored of a zero."""
+    """Added to a stored zero."""
 
     @property
     def shared(self) -> int:
         return 32 // self.bits
 
-    def apart(self, packed: np.ndarray) -> np.ndarray:
-        """[n, m] int32 → [n, m · shared] uint8, along the outputs."""
+    def unpack_zeros(self, packed: np.ndarray) -> np.ndarray:
+        """Unpack [n, m] int32 to [n, m · shared] uint8, along the outputs."""
         shifts = (self.bits * self.order).astype(np.uint32)
         return (packed.view(np.uint32)[:, :, None] >> shifts & ((1 << self.bits) - 1)).astype(np.uint8).reshape(len(packed), -1)
 
-    def codes(self, packed: np.ndarray, first: int, end: int) -> np.ndarray:
-        """Those of outputs first to end [K, end - first] uint8."""
+    def unpack_codes(self, packed: np.ndarray, first: int, end: int) -> np.ndarray:
+        """Unpack the codes of outputs first to end: [K, end - first] uint8."""
         if self.along_inputs:
             shifts = np.arange(0, 32, self.bits, dtype=np.uint32)[:, None]
             part = np.ascontiguousarray(packed[:, first:end]).view(np.uint32)
             return (part[:, None, :] >> shifts & ((1 << self.bits) - 1)).astype(np.uint8).reshape(-1, end - first)
         start = first // self.shared
         part = np.ascontiguousarray(packed[:, start : -(-end // self.shared)])
-        return self.apart(part)[:, first - start * self.shared : end - start * self.shared]
+        return self.unpack_zeros(part)[:, first - start * self.shared : end - start * self.shared]
 
     def zeros(self, packed: np.ndarray) -> np.ndarray:
-        """[groups, N] uint8. They wrap: 0 minus one is the largest."""
-        return self.apart(packed) + np.uint8(self.added) & np.uint8((1 << self.bits) - 1)
+        """Unpack zeros [groups, N] uint8. They wrap: 0 minus one is the largest."""
+        return self.unpack_zeros(packed) + np.uint8(self.added) & np.uint8((1 << self.bits) - 1)
 
 
-def _layout(quantised: Mapping[str, Any], spec: str) -> GroupLayout:
+def _read_layout(quantised: Mapping[str, Any], spec: str) -> GroupLayout:
     method, bits = quantised["quant_method"], quantised.get("bits", quantised.get("w_bit"))
 
     def check(field: str, value: Any, accepted: tuple[Any, ...]) -> None:
@@ -101,14 +100,14 @@ def _layout(quantised: Mapping[str, Any], spec: str) -> GroupLayout:
 
 
 class _Latest:
-    """Tensors read whole. The latest large one is kept, since its rows are asked for a few at a time."""
+    """Reads whole tensors and keeps the latest large one, since its rows are asked for a few at a time."""
 
     def __init__(self) -> None:
         self._files: dict[Path, WeightFile] = {}
         self._kept: tuple[SafetensorsEntry, np.ndarray] | None = None
 
     def read(self, tensor: SafetensorsEntry) -> np.ndarray:
-        """int32 or float32. Raises ModelNotFoundError where the file ends before."""
+        """Read a tensor as int32 or float32. Raises ModelNotFoundError if the file ends before it."""
         if self._kept is not None and self._kept[0] == tensor:
             return self._kept[1]
         if tensor.path not in self._files:
@@ -125,7 +124,7 @@ class _Latest:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedTensor(StoredTensor):
-    """One matrix [N, K]."""
+    """A quantised matrix [N, K] whose rows are converted when they are read."""
 
     layout: GroupLayout
     latest: _Latest
@@ -133,11 +132,11 @@ class GroupedTensor(StoredTensor):
     zeros: np.ndarray
     """[N, groups] uint8"""
     scales: np.ndarray
-    """[N, groups] float16; float32 where the kind is F32"""
+    """[N, groups] float16; float32 if the kind is F32"""
 
     def rows(self, first: int, end: int) -> np.ndarray:
         assert 0 <= first <= end <= self.n_rows
-        codes = self.layout.codes(self.latest.keep(self.qweight), first, end).T.astype(np.int16)
+        codes = self.layout.unpack_codes(self.latest.keep(self.qweight), first, end).T.astype(np.int16)
         n, k = codes.shape
         zeros, scales = self.zeros[first:end], self.scales[first:end]
         groups, blocks = zeros.shape[1], k // BLOCK
@@ -154,8 +153,10 @@ class GroupedTensor(StoredTensor):
         return np.concatenate([each, *fifth, low | high], 2).reshape(n, self.row_bytes)
 
 
-def _grouped(name: str, tensors: Mapping[str, SafetensorsEntry], layout: GroupLayout, latest: _Latest, spec: str) -> GroupedTensor:
-    """Raises as `read_groups` does."""
+def _make_grouped_tensor(
+    name: str, tensors: Mapping[str, SafetensorsEntry], layout: GroupLayout, latest: _Latest, spec: str
+) -> GroupedTensor:
+    """Check the tensors of one matrix and choose its kind. Raises as `read_groups` does."""
 
     def refuse(why: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{spec}: {name} {why}; accepted: the same model as a GGUF file, or with weights as they were trained")

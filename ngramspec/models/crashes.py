@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FORGOTTEN_S = 86400
-"""Age after which an empty file belongs to a process that was killed."""
+FORGOTTEN_S = 86400  # Seconds: an empty record of this age belongs to a process that was killed.
 
 
 @contextlib.contextmanager
 def watch_start(folder: Path, clear: Callable[[], None]) -> Iterator[None]:
-    """Record a crash of what is done within in `folder`; call `clear` first if an earlier start crashed, unless that had cleared as well.
+    """Record a crash of the code within this context in `folder`; call `clear` first if an earlier start crashed and had not cleared.
 
     Nothing is recorded if the folder cannot be written, or if faulthandler is in use already.
     """
@@ -51,7 +50,7 @@ def watch_start(folder: Path, clear: Callable[[], None]) -> Iterator[None]:
 
 
 def _records(folder: Path) -> list[Path]:
-    """The files of other starts; those that were forgotten are removed."""
+    """Return the files of other starts; remove those that were forgotten."""
     found = []
     with contextlib.suppress(OSError):
         for path in [*folder.glob("*.start"), *folder.glob("*.cleared")]:

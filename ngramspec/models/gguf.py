@@ -1,8 +1,8 @@
-"""The headers of GGUF files: what a model is, and where its tensors lie.
+"""Read the headers of GGUF files: what a model is, and where its tensors lie.
 
-`read` takes the path of a file, or of any part of a split one, and leaves metadata and a directory in which every tensor has a known type,
-a plausible shape and a place of its own within its file; anything else is a typed error. Arrays (vocabularies, mostly) are passed over.
-`skeleton` writes a header of chosen keys for other programs to read. Nothing here knows what the tensors mean.
+`read` takes the path of a file, or of any part of a split one, and returns metadata and a directory in which every tensor has a known type,
+a plausible shape and a place of its own within its file; anything else is a typed error. Arrays (mostly vocabularies) are skipped.
+`make_skeleton` writes a header of chosen keys for other programs to read. Nothing here knows what the tensors mean.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -25,8 +25,7 @@ _NAMES = (
     "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS "
     "I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4 NVFP4 Q1_0"
 )
-TYPES = {number: name for number, name in enumerate(_NAMES.split()) if name != "-"}
-"""GGML's number of a type → its name."""
+TYPES = {number: name for number, name in enumerate(_NAMES.split()) if name != "-"}  # GGML's names of types by their numbers.
 
 _NOT_READ = {
     "Q8_1": (32, 40), "Q8_K": (256, 292), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ3_XXS": (256, 98), "IQ1_S": (256, 50),
@@ -37,10 +36,10 @@ _BLOCKS = KINDS | _NOT_READ
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Bytes to read in search of the header's end, one size after the other: vocabularies of 50,000 tokens take 2 MB.
 _HEADER_SIZES = (1 << 21, 1 << 23, 1 << 25, 1 << 27)
-"""Bytes in which a header is looked for, one after the other: vocabularies of 50,000 tokens take 2 MB."""
+# Bounds of memory, since each entry becomes an object; the largest models have some 100 keys and 2,000 tensors.
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 18
-"""Each takes memory of its own once it is read; the largest models have some 100 keys and 2,000 tensors."""
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 _u32 = struct.Struct("<I")
@@ -51,12 +50,12 @@ _u64 = struct.Struct("<Q")
 class GgufTensor:
     name: str
     kind: str
-    """GGML's name of its type; not every one is among `stored.KINDS`."""
+    """GGML's name of its type; not every type is among `tensor_source.KINDS`."""
     shape: tuple[int, ...]
-    """Slowest dimension first, as numpy has it."""
+    """Slowest dimension first, as in numpy."""
     path: Path
     offset: int
-    """From the beginning of the file."""
+    """Bytes from the beginning of the file."""
     n_bytes: int
 
 
@@ -71,7 +70,7 @@ class GgufHeader:
     """Where a key and its value lie in `raw`."""
     tensors: tuple[GgufTensor, ...]
     raw: bytes
-    """The header itself."""
+    """The header's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Gguf:
     """A model in one file or several."""
 
     headers: tuple[GgufHeader, ...]
-    """Of the parts in their order; the first has the metadata."""
+    """Headers of the parts in their order; the first has the metadata."""
     tensors: dict[str, GgufTensor]
 
     @property
@@ -88,7 +87,7 @@ class Gguf:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, and without the number of the part."""
+        """The file's name without its suffix and without the number of the part."""
         part = _PART.fullmatch(self.path.name)
         return part["stem"] if part and len(self.headers) > 1 else self.path.stem
 
@@ -102,11 +101,11 @@ class Gguf:
 
     @property
     def n_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.n_bytes for tensor in self.tensors.values())
 
-    def key(self) -> dict[str, Any]:
-        """What tells these files from others, and from themselves before a change, without reading their weights."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what identifies these files and their current state without reading their weights."""
         parts = []
         for header in self.headers:
             status = header.path.stat()
@@ -115,19 +114,18 @@ class Gguf:
 
 
 class _TooShortError(Exception):
-    """The bytes at hand end within the header."""
+    """The bytes read so far end within the header."""
 
 
 def read(path: Path) -> Gguf:
     """Read the header of a file, and of all parts of a split one.
 
-    Raises ModelNotFoundError where a file is damaged, no GGUF, or a part is missing; UnsupportedModelError for a type of tensors that is
-    not known.
+    Raises ModelNotFoundError if a file is damaged, no GGUF, or a part is missing; UnsupportedModelError for an unknown type of tensors.
     """
     header = read_header(path)
     n_parts = header.metadata.get("split.count", 1)
     if not isinstance(n_parts, int) or n_parts <= 1:
-        return _join((header,))
+        return _join_parts((header,))
     part = _PART.fullmatch(path.name)
     if part is None or int(part["count"]) != n_parts:
         raise ModelNotFoundError(f"{path} is one of {n_parts} parts; accepted: names that end in -00001-of-{n_parts:05}.gguf, as they were")
@@ -140,21 +138,21 @@ def read(path: Path) -> Gguf:
         found = tuple(headers[i].metadata.get(key) for key in ("split.no", "split.count"))
         if found != (i, n_parts):
             raise ModelNotFoundError(f"{other} is not part {i} of {n_parts} that its name says: split.no, split.count are {found}")
-    return _join(tuple(headers))
+    return _join_parts(tuple(headers))
 
 
-def _join(headers: tuple[GgufHeader, ...]) -> Gguf:
+def _join_parts(headers: tuple[GgufHeader, ...]) -> Gguf:
     tensors = {}
     for header in headers:
         for tensor in header.tensors:
             if tensor.name in tensors:
-                raise _damaged(header.path, f"tensor {tensor.name!r} is there twice")
+                raise _damage_error(header.path, f"tensor {tensor.name!r} is there twice")
             tensors[tensor.name] = tensor
     return Gguf(headers, tensors)
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of one file, checked. Raises as `read` does."""
+    """Read and check the header of one file. Raises as `read` does."""
     try:
         with path.open("rb") as file:
             size, raw = path.stat().st_size, b""
@@ -164,22 +162,22 @@ def read_header(path: Path) -> GgufHeader:
                     return _parse(path, raw, size)
                 except _TooShortError:
                     if n >= size:
-                        raise _damaged(path, f"it ends after {size} bytes, within its header") from None
+                        raise _damage_error(path, f"it ends after {size} bytes, within its header") from None
     except OSError as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
-    raise _damaged(path, f"its header has more than {_HEADER_SIZES[-1]} bytes")
+    raise _damage_error(path, f"its header has more than {_HEADER_SIZES[-1]} bytes")
 
 
 def array_length(header: GgufHeader, key: str) -> int:
-    """How many values the array of a key has; 0 for a single value."""
+    """Return the number of values of a key's array; 0 for a single value."""
     if header.metadata[key] is not None:
         return 0
     (count,) = _u64.unpack_from(header.raw, header.spans[key][0] + 8 + len(key.encode()) + 4 + 4)
     return int(count)
 
 
-def skeleton(gguf: Gguf, keep: Callable[[str], bool]) -> bytes:
-    """A GGUF file with general.alignment, the metadata that `keep` says by key, and the same names of tensors, each a single number."""
+def make_skeleton(gguf: Gguf, keep: Callable[[str], bool]) -> bytes:
+    """Write a GGUF file with general.alignment, the metadata keys that `keep` accepts, and the same tensor names with one number each."""
     header = gguf.headers[0]
     keys = [header.raw[start:end] for key, (start, end) in header.spans.items() if key == "general.alignment" or keep(key)]
     table = [struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1, 0, 0) for name in map(str.encode, gguf.tensors)]
@@ -189,7 +187,7 @@ def skeleton(gguf: Gguf, keep: Callable[[str], bool]) -> bytes:
 
 
 def read_array(gguf: Gguf, key: str) -> list[Any]:
-    """The strings or numbers of an array in the metadata; none if there is no such array."""
+    """Return the strings or numbers of an array in the metadata; an empty list if there is no such array."""
     header = gguf.headers[0]
     if key not in header.spans or header.metadata[key] is not None:
         return []
@@ -201,76 +199,78 @@ def read_array(gguf: Gguf, key: str) -> list[Any]:
         return list(struct.unpack_from(f"<{count}{_SCALARS[item]}", raw, at))
     values = []
     for _ in range(count):
-        value, at = _string(raw, at)
+        value, at = _read_string(raw, at)
         values.append(value)
     return values
 
 
-def _damaged(path: Path, why: str) -> ModelNotFoundError:
+def _damage_error(path: Path, why: str) -> ModelNotFoundError:
     return ModelNotFoundError(f"{path} is not a whole GGUF file: {why}")
 
 
 def _parse(path: Path, raw: bytes, size: int) -> GgufHeader:
     if raw[:4] != b"GGUF":
-        raise _damaged(path, "it does not begin with GGUF")
+        raise _damage_error(path, "it does not begin with GGUF")
     try:
         return _parse_fields(path, raw, size)
     except (struct.error, OverflowError) as error:
         raise _TooShortError from error
     except UnicodeDecodeError as error:
-        raise _damaged(path, f"a name or text in its header is not UTF-8: {error}") from error
+        raise _damage_error(path, f"a name or text in its header is not UTF-8: {error}") from error
 
 
 def _parse_fields(path: Path, raw: bytes, size: int) -> GgufHeader:
     version, n_tensors, n_keys = struct.unpack_from("<IQQ", raw, 4)
     if version not in (2, 3):
-        raise _damaged(path, f"version {version}; 2 and 3 are read, in little endian")
+        raise _damage_error(path, f"version {version}; 2 and 3 are read, in little endian")
     if n_keys * 13 + n_tensors * 33 > size:
-        raise _damaged(path, f"it has {size} bytes, too few for {n_keys} keys and {n_tensors} tensors")
+        raise _damage_error(path, f"it has {size} bytes, too few for {n_keys} keys and {n_tensors} tensors")
     if n_keys > _MOST_KEYS or n_tensors > _MOST_TENSORS:
-        raise _damaged(path, f"it has {n_keys} keys and {n_tensors} tensors; accepted: up to {_MOST_KEYS} and {_MOST_TENSORS}")
+        raise _damage_error(path, f"it has {n_keys} keys and {n_tensors} tensors; accepted: up to {_MOST_KEYS} and {_MOST_TENSORS}")
     metadata: dict[str, Any] = {}
     spans: dict[str, tuple[int, int]] = {}
     at = 24
     for _ in range(n_keys):
         start = at
-        key, at = _string(raw, at)
+        key, at = _read_string(raw, at)
         if key in metadata:
-            raise _damaged(path, f"key {key[:80]!r} is there twice")
+            raise _damage_error(path, f"key {key[:80]!r} is there twice")
         (kind,) = _u32.unpack_from(raw, at)
-        metadata[key], at = _value(path, raw, at + 4, kind, key, size)
+        metadata[key], at = _read_value(path, raw, at + 4, kind, key, size)
         spans[key] = (start, at)
     table = []
     for _ in range(n_tensors):
-        name, at = _string(raw, at)
+        name, at = _read_string(raw, at)
         (n_dims,) = _u32.unpack_from(raw, at)
         if not 1 <= n_dims <= 4:
-            raise _damaged(path, f"tensor {name[:80]!r} has {n_dims} dimensions; accepted: 1 to 4")
+            raise _damage_error(path, f"tensor {name[:80]!r} has {n_dims} dimensions; accepted: 1 to 4")
         dims = struct.unpack_from(f"<{n_dims}Q", raw, at + 4)
         number, offset = struct.unpack_from("<IQ", raw, at + 4 + 8 * n_dims)
         table.append((name, dims[::-1], number, offset))
         at += 16 + 8 * n_dims
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise _damaged(path, f"general.alignment is {alignment!r}; accepted: powers of two")
+        raise _damage_error(path, f"general.alignment is {alignment!r}; accepted: powers of two")
     start = at + -at % alignment
-    tensors = tuple(_tensor(path, start, alignment, size, *entry) for entry in table)
+    tensors = tuple(_parse_tensor(path, start, alignment, size, *entry) for entry in table)
     _check_places(path, tensors)
     return GgufHeader(path, metadata, spans, tensors, raw[:at])
 
 
-def _tensor(path: Path, start: int, alignment: int, size: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
+def _parse_tensor(
+    path: Path, start: int, alignment: int, size: int, name: str, shape: tuple[int, ...], number: int, offset: int
+) -> GgufTensor:
     told = f"tensor {name[:80]!r}"
     if (kind := TYPES.get(number)) is None:
         raise UnsupportedModelError(f"{path}: {told} has type {number}, which is not known; known: {', '.join(TYPES.values())}")
     per_block, block_bytes = _BLOCKS[kind]
     if min(shape) < 1 or shape[-1] % per_block:
-        raise _damaged(path, f"{told} is {list(shape)} in {kind}; accepted: rows of whole blocks of {per_block}")
+        raise _damage_error(path, f"{told} is {list(shape)} in {kind}; accepted: rows of whole blocks of {per_block}")
     n_bytes = math.prod(shape) // per_block * block_bytes
     if offset % alignment:
-        raise _damaged(path, f"{told} lies at {offset}, which is no multiple of {alignment}")
+        raise _damage_error(path, f"{told} lies at {offset}, which is no multiple of {alignment}")
     if start + offset + n_bytes > size:
-        raise _damaged(path, f"it ends after {size} bytes, before {told}, which takes {n_bytes} from {start + offset}")
+        raise _damage_error(path, f"it ends after {size} bytes, before {told}, which takes {n_bytes} from {start + offset}")
     return GgufTensor(name, kind, shape, path, start + offset, n_bytes)
 
 
@@ -278,11 +278,11 @@ def _check_places(path: Path, tensors: tuple[GgufTensor, ...]) -> None:
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end:
-            raise _damaged(path, f"tensor {tensor.name[:80]!r} lies over another")
+            raise _damage_error(path, f"tensor {tensor.name[:80]!r} lies over another")
         end = tensor.offset + tensor.n_bytes
 
 
-def _string(raw: bytes, at: int) -> tuple[str, int]:
+def _read_string(raw: bytes, at: int) -> tuple[str, int]:
     (length,) = _u64.unpack_from(raw, at)
     end = at + 8 + length
     if end > len(raw):
@@ -290,20 +290,20 @@ def _string(raw: bytes, at: int) -> tuple[str, int]:
     return raw[at + 8 : end].decode(), end
 
 
-def _value(path: Path, raw: bytes, at: int, kind: int, key: str, size: int) -> tuple[Any, int]:
-    """A value and where it ends."""
+def _read_value(path: Path, raw: bytes, at: int, kind: int, key: str, size: int) -> tuple[Any, int]:
+    """Read a value; return it and where it ends."""
     if kind == _STRING:
-        return _string(raw, at)
+        return _read_string(raw, at)
     if kind in _SCALARS:
         layout = "<" + _SCALARS[kind]
         return struct.unpack_from(layout, raw, at)[0], at + struct.calcsize(layout)
     if kind != _ARRAY:
-        raise _damaged(path, f"{key[:80]!r} has a value of type {kind}")
+        raise _damage_error(path, f"{key[:80]!r} has a value of type {kind}")
     item, count = struct.unpack_from("<IQ", raw, at)
     at += 12
     n_bytes = struct.calcsize("<" + _SCALARS[item]) if item in _SCALARS else 8
     if (item not in _SCALARS and item != _STRING) or count * n_bytes > size:
-        raise _damaged(path, f"{key[:80]!r} is an array of {count} values of type {item}")
+        raise _damage_error(path, f"{key[:80]!r} is an array of {count} values of type {item}")
     if item == _STRING:
         length_at = _u64.unpack_from
         for _ in range(count):

@@ -1,6 +1,6 @@
 """Ask transformers once what it knows of a GGUF file's architecture: its config, its tokenizer, and which tensor is which parameter.
 
-`derive` writes a small folder in the form of a model folder without weights. Its `NAMES` file holds, for every parameter, the tensor it
+`derive` writes a small folder in the form of a model folder without weights. Its `TENSOR_NAMES` holds, for every parameter, the tensor it
 comes from and the rule between the two. The rules are found by running transformers' own processors on test numbers; a processor that does
 anything else is refused. `find_parameters` reads the result back for the weights in the file. The module does not know where the folder
 lies.
@@ -24,20 +24,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ngramspec.errors import NgramspecError, TokenizerError, UnsupportedModelError
 from ngramspec.models import header_limits, vocabulary
-from ngramspec.models.gguf import Gguf, GgufTensor, array_length, skeleton
-from ngramspec.models.kept import NAMES, ROPE_FACTORS, RULES, plain_of, stored_of
+from ngramspec.models.gguf import Gguf, GgufTensor, array_length, make_skeleton
 from ngramspec.models.random_weights import empty_model
+from ngramspec.models.start_cache import ROPE_FACTORS, RULES, TENSOR_NAMES, apply_rule, locate_tensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource, WeightFile, interleaved_rows
 
+# Most values of an array that is no vocabulary: the arrays that a config needs have one value per layer. transformers takes 700 bytes for
+# each.
 _LONGEST = 4096
-"""Most values of an array that is no vocabulary: those that a config needs have one a layer. transformers takes 700 bytes for each."""
+# Most values of a vocabulary's arrays, such as merges: _VOCABULARY, or _PER_TOKEN per row of the largest matrix. Llama 3 has 2.2 merges
+# per token.
 _VOCABULARY, _PER_TOKEN = 1 << 18, 4
-"""Most values of a vocabulary's arrays, such as merges: so many, or for each row of the largest matrix. Llama 3 has 2.2 merges
-for a token."""
 
 
 def derive(gguf: Gguf, folder: Path) -> None:
-    """Write config.json, generation_config.json, the tokenizer's files and NAMES into an existing folder.
+    """Write config.json, generation_config.json, the tokenizer's files and TENSOR_NAMES into an existing folder.
 
     Raises UnsupportedModelError for an architecture that transformers does not read from GGUF, TokenizerError, OSError.
     """
@@ -45,22 +46,22 @@ def derive(gguf: Gguf, folder: Path) -> None:
         config = _read_config(gguf, Path(scratch))
         tokenizer = _read_tokenizer(gguf, Path(scratch))
     model = empty_model(config, torch.float32)
-    names = _names(gguf, config, model)
+    names = _map_names(gguf, config, model)
     generation: Any = model.generation_config
     generation.eos_token_id = sorted(vocabulary.end_token_ids_of(gguf))
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / NAMES).write_text(json.dumps(names))
+    (folder / TENSOR_NAMES).write_text(json.dumps(names))
 
 
 def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorSource:
-    """Where the parameters of a model on the "meta" device are in the file, by a folder that `derive` wrote.
+    """Locate the parameters of a model on the "meta" device in the file, by a folder that `derive` wrote.
 
-    The angles of rotary embeddings, which the model has already, are scaled where the file says so. Raises UnsupportedModelError where file
-    and config disagree, or for a type of tensor that is not read.
+    The angles of rotary embeddings, which the model has already, are scaled if the file says so. Raises UnsupportedModelError if file and
+    config disagree, or for an unsupported type of tensor.
     """
-    names: dict[str, tuple[str, str, int]] = json.loads((folder / NAMES).read_bytes())
+    names: dict[str, tuple[str, str, int]] = json.loads((folder / TENSOR_NAMES).read_bytes())
     files = {header.path: WeightFile(header.path) for header in gguf.headers}
     stored: dict[str, StoredTensor] = {}
     aliases: dict[Any, list[str]] = {}
@@ -72,13 +73,13 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
             lacking.append(known_as[0])
             continue
         source, rule, heads = found[0]
-        one = stored_of(gguf, files, gguf.tensors[source], tuple(parameter.shape), rule, heads)
+        one = apply_rule(gguf, files, gguf.tensors[source], tuple(parameter.shape), rule, heads)
         stored |= dict.fromkeys(known_as, one)
     if lacking:
         raise UnsupportedModelError(f"{gguf.path}: it lacks {len(lacking)} tensors of {type(model).__name__}, such as {lacking[0]}")
     used = {source for source, _, _ in names.values()}
     if ROPE_FACTORS in gguf.tensors:
-        _scale_angles(model, plain_of(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
+        _scale_angles(model, locate_tensor(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
         used.add(ROPE_FACTORS)
     if unused := sorted(gguf.tensors.keys() - used):
         raise UnsupportedModelError(
@@ -105,18 +106,18 @@ def _read_config(gguf: Gguf, scratch: Path) -> dict[str, Any]:
     path = scratch / "config.gguf"
     plain = {key for key, value in gguf.metadata.items() if value is not None or not key.startswith("tokenizer.")}
     long = {key for key in plain if array_length(gguf.headers[0], key) > _LONGEST}
-    path.write_bytes(skeleton(gguf, (plain - long - {"general.name"}).__contains__))
-    with _told(gguf, "GGUF models"):
+    path.write_bytes(make_skeleton(gguf, (plain - long - {"general.name"}).__contains__))
+    with _translate_errors(gguf, "GGUF models"):
         config: dict[str, Any] = load_gguf_checkpoint(str(path))["config"]
         if "vocab_size" not in config:
             config["vocab_size"] = gguf.tensors["token_embd.weight"].shape[0]
         _check_sizes(gguf, config)
         header_limits.check_sizes(config, str(gguf.path), [tensor.shape for tensor in gguf.tensors.values()])
-        return config | _left_out(gguf, config)
+        return config | _read_missing_config(gguf, config)
 
 
 def _check_sizes(gguf: Gguf, config: dict[str, Any]) -> None:
-    """A model is made of these before its tensors are looked at."""
+    """Check the sizes that the model is made of, before its tensors are looked at."""
     widest = max((n for tensor in gguf.tensors.values() for n in tensor.shape), default=0)
     layers = ("num_hidden_layers", "n_layer", "num_layers")
     sizes = ("hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "vocab_size")
@@ -125,8 +126,8 @@ def _check_sizes(gguf: Gguf, config: dict[str, Any]) -> None:
             raise UnsupportedModelError(f"{gguf.path}: {key} is {config[key]!r} by its metadata; accepted: 1 to {most}, by its tensors")
 
 
-def _left_out(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
-    """What the metadata says of the computation and transformers does not read."""
+def _read_missing_config(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the metadata says about the computation and transformers does not read."""
 
     def stated(key: str) -> Any:
         return gguf.metadata.get(f"{gguf.architecture}.{key}")
@@ -155,7 +156,7 @@ def _left_out(gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
-    """The tokenizer that a GGUF file carries; it makes the ids that llama.cpp makes."""
+    """Read the tokenizer that a GGUF file carries; it produces the ids that llama.cpp produces."""
     most = max(_VOCABULARY, _PER_TOKEN * max((t.shape[0] for t in gguf.tensors.values() if len(t.shape) > 1), default=0))
     lengths = {key: array_length(gguf.headers[0], key) for key in gguf.metadata}
     for key, length in lengths.items():
@@ -164,7 +165,7 @@ def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
     if gguf.metadata.get("tokenizer.ggml.model") == "gpt2":
         return vocabulary.byte_pair_tokenizer(gguf)
     path = scratch / "tokenizer.gguf"
-    path.write_bytes(skeleton(gguf, lambda key: lengths.get(key, 0) <= (most if key.startswith("tokenizer.") else _LONGEST)))
+    path.write_bytes(make_skeleton(gguf, lambda key: lengths.get(key, 0) <= (most if key.startswith("tokenizer.") else _LONGEST)))
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file=path.name, local_files_only=True)
     except Exception as error:
@@ -179,8 +180,10 @@ def _read_tokenizer(gguf: Gguf, scratch: Path) -> Any:
 
 @dataclass(frozen=True)
 class _Named:
-    """A model as far as its names go. transformers looks for a module's names in all modules within, which takes seconds, to find a model
-    that was converted without its head."""
+    """A model reduced to its names.
+
+    transformers looks for a module's names in all modules within, to find a model that was converted without its head, which takes seconds.
+    """
 
     model: torch.nn.Module
     children: list[tuple[str, Any]]
@@ -196,15 +199,15 @@ class _Named:
         return self.children
 
 
-def _names(gguf: Gguf, config: dict[str, Any], model: PreTrainedModel) -> dict[str, tuple[str, str, int]]:
-    """Parameter → its tensor, the rule between the two, and the heads of a rule that has some."""
+def _map_names(gguf: Gguf, config: dict[str, Any], model: PreTrainedModel) -> dict[str, tuple[str, str, int]]:
+    """Map each parameter to its tensor, the rule between the two, and the heads of an interleaving rule."""
     if stacked := next((tensor.name for tensor in gguf.tensors.values() if len(tensor.shape) > 2), None):
         raise UnsupportedModelError(
             f"{gguf.path}: {stacked} has more than two dimensions: mixtures of experts are not read from GGUF; their safetensors may load"
         )
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-    with _told(gguf, "GGUF models"):
+    with _translate_errors(gguf, "GGUF models"):
         processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config=config)
         parameter_of = get_gguf_hf_weights_map(_Named(model, [(model.base_model_prefix, _Named(model.base_model, []))]), processor)
     heads = [n for n in (config.get("num_attention_heads"), config.get("num_key_value_heads")) if isinstance(n, int) and n > 0]
@@ -215,19 +218,19 @@ def _names(gguf: Gguf, config: dict[str, Any], model: PreTrainedModel) -> dict[s
             continue
         alike = (re.sub(r"\d+", "", tensor.name), tensor.shape)
         if alike not in known:
-            known[alike] = _rule(gguf, processor, tensor, heads)
+            known[alike] = _find_rule(gguf, processor, tensor, heads)
         names[name] = (tensor.name, *known[alike])
     return names
 
 
-def _rule(gguf: Gguf, processor: Any, tensor: GgufTensor, heads: list[int]) -> tuple[str, int]:
-    """What transformers' processor does to a tensor, told by what it does to the numbers of its rows and of its columns."""
+def _find_rule(gguf: Gguf, processor: Any, tensor: GgufTensor, heads: list[int]) -> tuple[str, int]:
+    """Find what transformers' processor does to a tensor by what it does to the numbers of its rows and of its columns."""
     probes = [
         np.broadcast_to(np.arange(n, dtype=np.float32).reshape([-1 if i == axis else 1 for i in range(len(tensor.shape))]), tensor.shape)
         for axis, n in enumerate(tensor.shape)
     ]
     made = []
-    with _told(gguf, f"{tensor.name} of GGUF models"):
+    with _translate_errors(gguf, f"{tensor.name} of GGUF models"):
         for probe in probes:
             aside: dict[str, Any] = {"tensors": {}}
             result = processor.process(weights=probe, name=tensor.name, tensor_key_mapping={}, parsed_parameters=aside)
@@ -247,8 +250,8 @@ def _rule(gguf: Gguf, processor: Any, tensor: GgufTensor, heads: list[int]) -> t
 
 
 @contextlib.contextmanager
-def _told(gguf: Gguf, what: str) -> Iterator[None]:
-    """Whatever transformers raises for what it does not know becomes an UnsupportedModelError."""
+def _translate_errors(gguf: Gguf, what: str) -> Iterator[None]:
+    """Turn whatever transformers raises for unknown files into an UnsupportedModelError."""
     try:
         yield
     except NgramspecError:

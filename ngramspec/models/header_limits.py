@@ -1,7 +1,7 @@
-"""What a model's files may ask for, checked before anything is opened, parsed or made of them.
+"""Check what a model's files ask for before anything is opened, parsed or made of them.
 
-A folder, a JSON file or a config enters; a typed error leaves if it asks for more than its tensors can account for. The module does not
-know architectures: it knows what keys of configs are called.
+The functions take a folder, a JSON file or a config and raise a typed error if it asks for more than its tensors can account for. The
+module does not know architectures: it knows the names of configuration keys.
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ from typing import Any
 
 from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 
+# Most bytes of a config, and of any other file that is parsed whole; the largest tokenizers take some 35 MB.
 CONFIG_BYTES, TEXT_BYTES = 1 << 24, 1 << 28
-"""Most bytes of a config, and of any other file that is parsed as a whole; the largest tokenizers take some 35 MB."""
+# Most layers, experts and the like if no tensors bound them, and most values of a list; the deepest models have some 130 layers, and the
+# widest layers 512 experts.
 MOST_LAYERS = 4096
-"""Layers, experts and the like, if no tensors bound them, and values of a list; the deepest models have some 130 layers, and the widest
-512 experts in one."""
-MOST_POSITIONS = 1 << 25
-"""Longest text that a config may name; the longest today is 10 million tokens."""
+MOST_POSITIONS = 1 << 25  # Most tokens of context that a config may name; the largest today is 10 million.
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"}
+# Keys whose value cannot exceed the largest dimension of a tensor.
 _SIZES = {
     "hidden_size", "n_embd", "d_model", "embedding_size", "intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size",
     "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads", "head_dim", "vocab_size", "n_positions",
 }  # fmt: skip
-"""Keys whose value is at most a dimension of some tensor."""
+# Substrings of keys that count modules which are made one by one.
 _MANY = ("layers", "expert", "labels", "modules", "blocks", "codebooks", "groups")
-"""Parts of keys that name a number of things that are made one by one."""
+# Suffixes of keys that are widths of such modules; widths of parts that a model does not have may exceed every tensor.
 _WIDTHS = ("_size", "_dim", "_rank")
-"""Ends of keys that name a width of such things; those of parts that a model does not have may be wider than any tensor."""
 _SHARES = {"partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"}
-_ACCOUNT = 32
-"""Weights that one number of a packed tensor may hold."""
+_ACCOUNT = 32  # Most weights that one number of a packed tensor may hold.
 
 
 def check_files(folder: Path, spec: str) -> None:
@@ -74,13 +72,12 @@ def read_object(path: Path, spec: str) -> dict[str, Any]:
 
 
 def _special_float(found: dict[str, Any]) -> Any:
-    """transformers writes {"__float__": "Infinity"} for numbers that JSON has not."""
+    """Read {"__float__": "Infinity"}, which transformers writes for numbers that JSON lacks."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]] | None = None) -> None:
-    """Raise UnsupportedModelError if a config names more layers than there are tensors, more of anything than the widest tensor has, or
-    numbers that no model has.
+    """Raise UnsupportedModelError for a config with more layers than tensors, sizes above the widest tensor's, or absurd numbers.
 
     `shapes`: of all tensors; None: there are none, as for random weights.
     """
@@ -108,14 +105,14 @@ def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]]
 
 
 def _numbers(found: Any) -> Iterator[tuple[str, int | float]]:
-    """Every number of a config, with the key that it or the list around it has."""
+    """Yield every number of a config, with the key that it or the list around it has."""
     for key, value in _values(found):
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield key, value
 
 
 def _values(found: Any) -> Iterator[tuple[str, Any]]:
-    """Every value of a config, lists and objects among them, with the key that it or the list around it has."""
+    """Yield every value of a config, lists and objects among them, with the key that it or the list around it has."""
     left = [("", found)]
     while left:
         key, value = left.pop()

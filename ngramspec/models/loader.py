@@ -1,9 +1,8 @@
-"""Finding and opening a model: from a name to a model without weights, the source of its weights, and its tokenizer.
+"""Find and open a model: from a name to a model without weights, the source of its weights, and its tokenizer.
 
 A name is a folder, a `.gguf` file, a hub repository or the shorthand `smollm2`. The kind of model, its config and the directory of its
-weights are checked before a weight is read; `load_model` reads them all as well. A model's own code is never run and nothing is unpickled.
-`random:NAME` is a model of that shape without a file (`random_weights`). What replaces its attention and linear layers is the runner's
-business.
+weights are checked before a weight is read; `load_model` also reads them all. A model's own code is never run and nothing is unpickled.
+`random:NAME` is a model of that shape without a file (`random_weights`). Replacing its attention and linear layers is left to the runner.
 """
 
 from __future__ import annotations
@@ -29,41 +28,42 @@ from ngramspec.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from ngramspec.models import awq_gptq, gguf, gguf_hf_mapping, header_limits, kept, random_weights, safetensors, vocabulary
-from ngramspec.models.gguf_cache import Progress, derived, remove_converted
+from ngramspec.models import awq_gptq, gguf, gguf_hf_mapping, header_limits, random_weights, safetensors, start_cache, vocabulary
 from ngramspec.models.memory import check_memory
 from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
 from ngramspec.models.parameters import fill, make_params_source
 from ngramspec.models.random_weights import empty_model, parameter_bytes
 from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import read_shape
+from ngramspec.models.start_cache import Progress, get_derived_folder, remove_converted
 from ngramspec.models.tensor_source import TensorSource, to_q8_source
 from ngramspec.tokenizer.encode import get_added_tokens
 
-DEQUANTISED = ("fp8", "mxfp4")
-"""Ways of quantising that transformers takes back while it loads, without another package."""
+DEQUANTISED = ("fp8", "mxfp4")  # Quantisation methods that transformers dequantises while it loads, without another package.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model in evaluation mode, without gradients, and what is needed to talk to it."""
+    """A model in evaluation mode, without gradients, with what is needed to use it."""
 
     model: PreTrainedModel
     tokenizer: Any
-    """transformers' own kind, a PreTrainedTokenizerBase; None: there is none, and prompts are token ids."""
+    """transformers' PreTrainedTokenizerBase; None: there is none, and prompts are token ids."""
     name: str
     eos_token_ids: tuple[int, ...]
-    """Ids that end a text, by what the model's files state and by the names of its control tokens (`vocabulary.end_token_ids`)."""
+    """Ids that end a text, by the model's files and the names of its control tokens (`vocabulary.end_token_ids`)."""
 
 
 @dataclass(slots=True)
 class OpenModel(LoadedModel):
-    """The same before its weights are read: parameters are on the "meta" device, buffers are real. Models whose weights are nowhere as
-    they are (random ones, those that transformers converts) have them already."""
+    """A model before its weights are read: parameters are on the "meta" device, buffers are real.
+
+    Models whose weights are in no file in their final form (random ones, those that transformers converts) have them already.
+    """
 
     source: TensorSource
-    """The parameters' weights."""
+    """Source of the parameters' weights."""
 
 
 def open_model(
@@ -76,8 +76,8 @@ def open_model(
 ) -> OpenModel:
     """Open the model that `spec` names (see `names.ACCEPTED`), with `tokenizer` or else its own; random weights have none of their own.
 
-    What is derived from a GGUF file (config, tokenizer) is kept in `cache_dir` (default: `datastore.cache_dir`). `quantize`, None or
-    "q8_0": the source makes 8-bit blocks of matrices that are not in blocks.
+    What is derived from a GGUF file (config, tokenizer) is cached in `cache_dir` (default: `datastore.cache_dir`). `quantize`, None or
+    "q8_0": quantise matrices that are not in quant blocks to 8-bit blocks.
 
     Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError; InvalidInputError for `quantize`.
     """
@@ -90,10 +90,10 @@ def open_model(
 
 
 class PackedForm(NamedTuple):
-    """How weights are kept otherwise than as tensors of a dtype."""
+    """A way to keep weights other than as tensors of a dtype."""
 
     saved_bytes: Callable[[PreTrainedModel, TensorSource, torch.dtype], int]
-    """By how much less the weights of an empty model will take than as tensors."""
+    """Returns by how many bytes the weights of an empty model get smaller than as tensors."""
     replace: Callable[[PreTrainedModel, TensorSource, torch.dtype, str], None]
     """Gives the empty model modules that keep their weights, on a device."""
 
@@ -108,7 +108,7 @@ def load_model(
     cache_dir: Path | None = None,
     keep: PackedForm | None = None,
 ) -> LoadedModel:
-    """The same with all weights in a dtype on a device, but for those that `keep` keeps otherwise. Raises as `open_model` does."""
+    """Load a model with all weights in a dtype on a device, except those that `keep` keeps otherwise. Raises as `open_model` does."""
     progress = progress or _no_progress
     opened = _open(spec, dtype, device, tokenizer, progress, cache_dir or default_cache_dir())
     model = opened.model
@@ -116,7 +116,7 @@ def load_model(
         needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
         check_memory(needed - (keep.saved_bytes(model, opened.source, dtype) if keep else 0), device, spec)
         progress(f"loading {spec}: weights")
-        with _memory(spec, device):
+        with _translate_memory_errors(spec, device):
             if keep:
                 keep.replace(model, opened.source, dtype, device)
             fill(model, opened.source, dtype, device)
@@ -124,22 +124,25 @@ def load_model(
 
 
 def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model that `spec` names, without its weights. Raises as `open_model` does."""
-    with quiet(), contextlib.ExitStack() as stack:
+    """Load the tokenizer of the model that `spec` names, without its weights. Raises as `open_model` does."""
+    with silence_transformers(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             raise TokenizerError(f"{spec}: a model of random weights has no tokenizer; accepted: another model's, as a tokenizer= argument")
         path = resolve(spec)
         if isinstance(path, str):
             path = download(path, HUB_TOKENIZER)
         if path.is_file():
-            path = derived(gguf.read(path), gguf_hf_mapping.derive, cache_dir or default_cache_dir(), _no_progress, stack)
+            path = get_derived_folder(gguf.read(path), gguf_hf_mapping.derive, cache_dir or default_cache_dir(), _no_progress, stack)
         header_limits.check_files(path, spec)
         return _read_tokenizer(path, spec)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Ids that end a text of a model that came from no GGUF file: those that generation config, config and tokenizer state, and control
-    tokens whose names say so, as in llama.cpp. A word of the vocabulary ends no text here: Qwen's </s> is HTML to transformers."""
+    """Return the ids that end a text of a model that came from no GGUF file.
+
+    These are the ids that generation config, config and tokenizer state, and control tokens whose names say so, as in llama.cpp. Plain
+    words of the vocabulary end no text here: Qwen's </s> is HTML to transformers.
+    """
     stated: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
@@ -153,8 +156,8 @@ def _no_progress(message: str) -> None:
 
 
 def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: Progress, cache_dir: Path) -> OpenModel:
-    """`dtype`, `device`: of models that have weights already."""
-    with quiet(), contextlib.ExitStack() as stack:
+    """Open a model; `dtype` and `device` apply to models that have weights already."""
+    with silence_transformers(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             model = _random_model(spec, dtype, device, progress)
             return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), make_params_source(model))
@@ -165,7 +168,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         folder = path
         if file:
             remove_converted(cache_dir, progress)
-            folder = derived(file, gguf_hf_mapping.derive, cache_dir, progress, stack)
+            folder = get_derived_folder(file, gguf_hf_mapping.derive, cache_dir, progress, stack)
         header_limits.check_files(folder, spec)
         config = header_limits.read_object(folder / "config.json", spec)
         _check_kind(config, spec)
@@ -192,7 +195,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             source = make_params_source(model)
         elif (folder / "generation_config.json").is_file():
             model.generation_config = _read_generation_config(folder, spec)
-        ends = kept.end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)
+        ends = start_cache.read_end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)
     model = model.eval().requires_grad_(False)
     return OpenModel(model, tokenizer, file.name if file else spec, ends, source)
 
@@ -204,7 +207,7 @@ def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress
     model = empty_model(config, dtype)
     check_memory(parameter_bytes(model), device, spec)
     progress(f"loading {spec}: random weights")
-    with _memory(spec, device):
+    with _translate_memory_errors(spec, device):
         return random_weights.fill(model, device)
 
 
@@ -244,7 +247,7 @@ def _check_kind(config: dict[str, Any], spec: str) -> None:
 
 
 def _weight_bytes(tensors: dict[str, safetensors.SafetensorsEntry], quantised: bool, dtype: torch.dtype) -> int:
-    """Bytes of the weights once transformers has loaded them."""
+    """Return the bytes of the weights once transformers has loaded them."""
     return sum(t.n_bytes if quantised or "F" not in t.dtype else math.prod(t.shape) * dtype.itemsize for t in tensors.values())
 
 
@@ -252,8 +255,8 @@ def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
     try:
-        if (folder / kept.NAMES).is_file():
-            return kept.read_tokenizer(folder)
+        if (folder / start_cache.TENSOR_NAMES).is_file():
+            return start_cache.read_tokenizer(folder)
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Tokenizer libraries raise bare Exceptions for damaged files.
@@ -267,7 +270,7 @@ def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> P
     model: PreTrainedModel
     info: dict[str, Any]
     try:
-        with _memory(spec, device):
+        with _translate_memory_errors(spec, device):
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -290,8 +293,8 @@ def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> P
 
 
 @contextlib.contextmanager
-def _memory(spec: str, device: str) -> Iterator[None]:
-    """Whatever torch raises when memory runs out becomes an OutOfMemoryError."""
+def _translate_memory_errors(spec: str, device: str) -> Iterator[None]:
+    """Turn whatever torch raises when memory runs out into an OutOfMemoryError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -301,8 +304,8 @@ def _memory(spec: str, device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """transformers' bars and warnings off, then as they were."""
+def silence_transformers() -> Iterator[None]:
+    """Switch transformers' progress bars and warnings off within this context."""
     log = transformers.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls in every layer, whatever the device.
+"""Provide the attention function that transformers calls in every layer, whatever the device.
 
 It passes query, key and value on to the `AttentionPass` that the runner gave the model as the keyword argument `ngramspec`, and refuses
 arguments that would change the result. It does not know how keys and values are stored, nor which rows see which.
@@ -13,8 +13,7 @@ from transformers import AttentionInterface
 
 from ngramspec.errors import UnsupportedModelError
 
-NAME = "ngramspec"
-"""The name under which transformers has this attention."""
+NAME = "ngramspec"  # Name under which this attention is registered with transformers.
 
 
 class AttentionPass(Protocol):
@@ -23,12 +22,12 @@ class AttentionPass(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
     ) -> torch.Tensor:
-        """q [T, H, D], k and v [T, Hk, D] → [T, H, D]. `window` and `softcap` of 0 mean none."""
+        """Compute attention of q [T, H, D] over k and v [T, Hk, D] and earlier keys: [T, H, D]. `window` and `softcap` of 0 mean none."""
         ...
 
 
 class ShapeProbe:
-    """Stands in for a pass and records the shape of every layer's keys, since configurations cannot be relied on."""
+    """A stand-in for a pass that records the shape of every layer's keys, since configurations cannot be relied on."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int]] = {}
@@ -40,10 +39,10 @@ class ShapeProbe:
         return torch.zeros_like(q)
 
 
+# Arguments that models pass to every attention function and that change nothing here.
 HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "cache_position", "is_causal", "layer_idx"}
 )
-"""Arguments that models hand to every attention function and that change nothing here."""
 
 
 def forward(
@@ -59,7 +58,7 @@ def forward(
     ngramspec: AttentionPass | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer: query [1, H, T, D], key and value [1, Hk, T, D]; returns [1, T, H, D].
+    """Pass a layer's query [1, H, T, D], key and value [1, Hk, T, D] to the `AttentionPass`; return [1, T, H, D].
 
     Raises UnsupportedModelError for an argument that would change the mathematics.
     """

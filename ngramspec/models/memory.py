@@ -10,7 +10,7 @@ from ngramspec.errors import OutOfMemoryError
 
 
 def available_memory(device: str = "cpu") -> int | None:
-    """Bytes that can be allocated now on the device, or None where the platform does not say."""
+    """Return the bytes that can be allocated now on the device, or None if the platform does not tell."""
     if device.startswith("cuda"):
         import torch
 

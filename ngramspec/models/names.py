@@ -1,7 +1,7 @@
-"""What the name of a model means: a folder, a GGUF file, a hub repository, the shorthand smollm2, or random weights in some shape.
+"""Resolve the name of a model: a folder, a GGUF file, a hub repository, the shorthand smollm2, or random weights in some shape.
 
-A name enters; a path leaves, or the name of a repository, or a typed error. Nothing here imports torch or transformers, so that a wrong
-name is refused at once.
+A name becomes a path, the name of a repository, or a typed error. Nothing here imports torch or transformers, so that a wrong name is
+refused at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HUB_MODEL = [*HUB_TOKENIZER, "*.safetensors"]
 
 
 def check_name(spec: str) -> None:
-    """Find what a name means and read its config or header. Raises ModelNotFoundError, or UnsupportedModelError for a GGUF file's type."""
+    """Resolve a name and read its config or header. Raises ModelNotFoundError, or UnsupportedModelError for a GGUF file's type."""
     if spec.startswith(RANDOM):
         read_shape(spec)
         return
@@ -40,7 +40,7 @@ def check_name(spec: str) -> None:
 
 
 def resolve(spec: str) -> Path | str:
-    """A folder or GGUF file as a path, a hub repository as its name."""
+    """Return a folder or GGUF file as a path, a hub repository as its name."""
     if spec == "smollm2":
         return smollm2_gguf()
     path = Path(spec).expanduser()

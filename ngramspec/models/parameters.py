@@ -1,4 +1,4 @@
-"""A model's parameters in memory: as a source of weights (`stored`), and given to an empty model from one.
+"""Treat a model's parameters in memory as a source of weights (`tensor_source`), and fill an empty model from one.
 
 Knows transformers' models, not where weights lie.
 """
@@ -21,7 +21,7 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTensor(StoredTensor):
-    """A parameter that a model already has."""
+    """A parameter that a model has in memory."""
 
     tensor: torch.Tensor
 
@@ -31,7 +31,7 @@ class MemoryTensor(StoredTensor):
 
 
 class ParamsSource(TensorSource):
-    """The parameters that a model has in memory, as they are when they are asked for."""
+    """Source of the parameters that a model has in memory, as they are when they are read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -53,8 +53,7 @@ class ParamsSource(TensorSource):
 
 
 def make_params_source(model: PreTrainedModel) -> TensorSource:
-    """The parameters of a model that is in memory. Asking for one that is neither float32, float16 nor bfloat16 raises
-    UnsupportedModelError."""
+    """Make a source of a model's parameters. Reading one that is not float32, float16 or bfloat16 raises UnsupportedModelError."""
     return ParamsSource(model)
 
 
@@ -62,8 +61,8 @@ def make_params_source(model: PreTrainedModel) -> TensorSource:
 def fill(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Give a model on the "meta" device its parameters in a dtype on a device, and evaluation mode; tied parameters stay tied.
 
-    At most one tensor in `dtype`, and a few million weights in float32, lie in memory beside those that are done.
-    Raises ModelNotFoundError where a file ends too soon, torch.OutOfMemoryError.
+    Besides the finished ones, at most one tensor in `dtype` and a few million weights in float32 lie in memory. Raises ModelNotFoundError
+    if a file ends too soon, torch.OutOfMemoryError.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():

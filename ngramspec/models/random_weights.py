@@ -1,8 +1,8 @@
-"""Models of a known shape with random weights, for measuring what a pass costs where the real weights are not at hand.
+"""Make models of a known shape with random weights, for measuring what a pass costs if the real weights are not at hand.
 
-A config enters; a transformers model leaves, made where it will run: no copy of it ever lies on the host. What it
-writes means nothing, but it is not noise either: activations keep their size through the layers, attention picks a few keys out of
-many, and logits are as peaked as a trained model's, so that tokens vary with the text and greedy text repeats now and then.
+A config becomes a transformers model, made on its device: no copy of it ever lies on the host. Its output means nothing, but it is not
+noise either: activations keep their size through the layers, attention picks a few keys out of many, and logits are as peaked as a trained
+model's, so that tokens vary with the text and greedy text repeats now and then.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ngramspec.errors import UnsupportedModelError
 
-LOGIT_STD = 4.0
-"""Standard deviation of the logits."""
+LOGIT_STD = 4.0  # Standard deviation of the logits.
+# Standard deviation of attention scores: with 1, hundreds of keys would be averaged and the context would hardly matter.
 QUERY_STD = 3.0
-"""That of attention scores: with 1, hundreds of keys would be averaged away, and the text before would hardly count."""
 _BIAS_STD = 0.1
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config with parameters on the "meta" device, which take no memory. Raises UnsupportedModelError."""
+    """Make the model of a config with parameters on the "meta" device, which take no memory. Raises UnsupportedModelError."""
     rest = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "dtype", "torch_dtype")}
     try:
         # Buffers are small, and hold the angles of rotary embeddings. Parameters that take no memory need no values.
@@ -50,7 +49,7 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parameter_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a model's parameters, tied ones counted once."""
+    """Return the bytes of a model's parameters, tied ones counted once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 

@@ -1,10 +1,10 @@
-"""What transformers computes, layer by layer, for whoever stands in for its modules to compare with.
+"""Trace what transformers computes, layer by layer, so that a backend that replaces its modules can be compared.
 
-`kinds_of_layers` says which layers differ in more than their weights, `texts_to_compare` at which positions a model may behave differently,
-`trace` records what goes into and comes out of layers and their parts in one pass, and `difference` compares two traces. In a replayed
-trace every layer and every part is given what the first one saw, so that rounding does not accumulate from one to the next and a router of
-experts decides on the same numbers. `Reference` is transformers' model with float32 weights in one layer at a time. How the other side
-computes is not known here.
+`kinds_of_layers` finds the layers that differ in more than their weights, `texts_to_compare` the positions at which a model may behave
+differently, `trace` records the inputs and outputs of layers and their parts in one pass, and `difference` compares two traces. In a
+replayed trace every layer and part gets the input that the first trace recorded, so that rounding does not accumulate and a router of
+experts decides on the same numbers. `Reference` is transformers' model with float32 weights in one layer at a time. The module does not
+know how the other side computes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.tensor_source import TensorSource
 
-WORDS = 64
-"""Words of the vocabulary that a `Reference` has."""
-TEXT, FAR_TEXT = 24, 8
-"""Tokens of the text at position 0, and of those further out and behind a window's end."""
+WORDS = 64  # Size of a `Reference`'s vocabulary.
+TEXT, FAR_TEXT = 24, 8  # Tokens of the check text at position 0, and of those further out and after a window's end.
+# Most multiplications and additions of one layer for a text longer than its window (a few seconds); a text that needs more is left out.
 MOST_OPERATIONS = 3e11
-"""Multiplications and additions that one layer may take for a text that is longer than its window: a few seconds. Beyond, that text is left
-out."""
+# Substrings of configuration keys whose integers are positions or counts of positions.
 _NAMES = ("position", "window", "chunk", "floor_scale", "context_len", "block_len")
-"""Parts of the names of integers in a configuration that are positions or numbers of positions."""
 
 
 # ------------------------------------------------------------------ what differs
 
 
 def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder layers: the model's first list of modules that is as long as it has layers. Raises UnsupportedModelError."""
+    """Return the decoder layers: the model's first module list of the configured length. Raises UnsupportedModelError."""
     n = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     for module in model.base_model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == n:
@@ -48,14 +45,14 @@ def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def kinds_of_layers(model: PreTrainedModel) -> list[int]:
-    """The first layer of each kind.
+    """Return the first layer of each kind.
 
     Two layers are of one kind if their modules have the same classes, shapes of parameters and values of every attribute that is a number,
     a string, a truth value, None or a sequence of these, and if the configuration's lists with one entry per layer name the same for both.
     An attribute that is every layer's own index makes no kind.
     """
     layers = layers_of(model)
-    described = [dict(_description(layer)) for layer in layers]
+    described = [dict(_describe_layer(layer)) for layer in layers]
     for name in list(described[0]):
         if [each.get(name) for each in described] in (list(range(len(layers))), list(range(1, len(layers) + 1))):
             for each in described:
@@ -68,7 +65,7 @@ def kinds_of_layers(model: PreTrainedModel) -> list[int]:
     return list(found.values())
 
 
-def _description(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
+def _describe_layer(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in layer.named_modules():
         yield f"{path} class", type(module).__qualname__
         yield f"{path} parameters", str([(name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None])
@@ -100,20 +97,21 @@ class CheckText:
 
 
 def texts_to_compare(model: PreTrainedModel, max_len: int) -> list[CheckText]:
-    """A short text from position 0 on; shorter ones across every position that the configuration names, behind it, and up to the last
-    position; one longer than each window in which some layer computes, if texts of `max_len` tokens are."""
+    """Return the texts to compare: a short one from position 0 on; shorter ones across and after every position that the configuration
+    names, and up to the last position; one longer than each window, if texts of `max_len` tokens are.
+    """
     config = model.config.get_text_config()
     words = min(WORDS, config.vocab_size)
     last = int(getattr(config, "max_position_embeddings", 0) or max_len)
     named = sorted({n for n in _named_positions(config.to_dict()) if n > 1})
     starts = {last - FAR_TEXT, *(n - FAR_TEXT // 2 for n in named), *(n + FAR_TEXT for n in named)}
-    texts = [_text(words, 0, min(TEXT, last))]
-    texts += [_text(words, start, FAR_TEXT) for start in sorted(starts) if 0 < start <= last - FAR_TEXT]
+    texts = [_make_text(words, 0, min(TEXT, last))]
+    texts += [_make_text(words, start, FAR_TEXT) for start in sorted(starts) if 0 < start <= last - FAR_TEXT]
     longer = [n + FAR_TEXT for n in named if TEXT < n + FAR_TEXT <= min(max_len, last)]
-    return texts + [_text(words, 0, n) for n in longer if 2 * n * _layer_size(model) <= MOST_OPERATIONS]
+    return texts + [_make_text(words, 0, n) for n in longer if 2 * n * _layer_size(model) <= MOST_OPERATIONS]
 
 
-def _text(words: int, start: int, n: int) -> CheckText:
+def _make_text(words: int, start: int, n: int) -> CheckText:
     return CheckText((np.arange(n, dtype=np.int64) * 31 % words).astype(np.int32), start)
 
 
@@ -127,7 +125,7 @@ def _named_positions(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _layer_size(model: PreTrainedModel) -> int:
-    """Parameters of the largest layer."""
+    """Return the number of parameters of the largest layer."""
     return max(sum(p.numel() for p in layer.parameters()) for layer in layers_of(model))
 
 
@@ -136,10 +134,10 @@ def _layer_size(model: PreTrainedModel) -> int:
 
 @dataclass(slots=True)
 class Trace:
-    """What one pass over n rows computed: of layer 3 under "3", of its part `mlp` under "3.mlp"."""
+    """What one pass over n rows computed: layer 3 has the key "3", its part `mlp` the key "3.mlp"."""
 
     layers: list[int]
-    """Those that were computed; the others passed their input on."""
+    """Layers that were computed; the others passed their input on."""
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """[n, H] each"""
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -156,7 +154,7 @@ def trace(
 ) -> Trace:  # fmt: skip
     """Compute these layers between embedding and head; the others pass their input on, as `gives_tuple` says.
 
-    ids, positions: [n] int64. `replayed`: its layers and parts get the inputs that they had there. `inputs`: for the model.
+    ids, positions: [n] int64. `replayed`: layers and parts get the inputs recorded there. `inputs`: further arguments of the model.
     """
     found = Trace(list(layers), gives_tuple=gives_tuple)
     handles = []
@@ -164,7 +162,7 @@ def trace(
         if i not in found.layers:
             continue
         for name, module in ((str(i), layer), *((f"{i}.{part}", child) for part, child in layer.named_children())):
-            before, after = _recorder(found, name, len(ids), replayed)
+            before, after = _make_hooks(found, name, len(ids), replayed)
             handles += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
     with _passed_on(model, found):
         try:
@@ -176,7 +174,7 @@ def trace(
     return found
 
 
-def _recorder(found: Trace, name: str, n: int, replayed: Trace | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _make_hooks(found: Trace, name: str, n: int, replayed: Trace | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def is_rows(value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (1, n)
 
@@ -206,7 +204,7 @@ def _recorder(found: Trace, name: str, n: int, replayed: Trace | None) -> tuple[
 
 @contextmanager
 def _passed_on(model: PreTrainedModel, found: Trace) -> Iterator[None]:
-    """Layers that are not computed return their input."""
+    """Have layers that are not computed return their input."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -223,8 +221,8 @@ def _passed_on(model: PreTrainedModel, found: Trace) -> Iterator[None]:
             del layer.forward
 
 
-def difference(expected: Trace, got: Trace) -> float:
-    """The largest difference of a row, over the largest number of that row; of layers, over the largest number that the layer added."""
+def measure_difference(expected: Trace, got: Trace) -> float:
+    """Return the largest difference of a row relative to the row's largest number, or for layers to the largest that the layer added."""
     worst = 0.0
     for name, output in expected.outputs.items():
         if name not in got.outputs:
@@ -232,25 +230,25 @@ def difference(expected: Trace, got: Trace) -> float:
         added = output
         if "." not in name and (given := expected.inputs.get(name)) is not None and given.shape == output.shape:
             added = output - given
-        worst = max(worst, _difference(output, got.outputs[name], added))
-    return max(worst, _difference(expected.logits, got.logits, expected.logits))
+        worst = max(worst, _measure_difference(output, got.outputs[name], added))
+    return max(worst, _measure_difference(expected.logits, got.logits, expected.logits))
 
 
-def _difference(expected: torch.Tensor, got: torch.Tensor, size_of: torch.Tensor) -> float:
+def _measure_difference(expected: torch.Tensor, got: torch.Tensor, size_of: torch.Tensor) -> float:
     sizes = size_of.abs().amax(-1)
     sizes = torch.maximum(sizes, 1e-4 * expected.abs().amax(-1))  # what a sum of float32 numbers loses
     sizes = torch.maximum(sizes, 1e-3 * sizes.max()).clamp(min=1e-6)
     return float(((got - expected).abs().amax(-1) / sizes).nan_to_num(nan=torch.inf).max())
 
 
-def rows_of(trace_: Trace, rows: slice) -> Trace:
-    """The same of some of its rows."""
+def select_rows(trace_: Trace, rows: slice) -> Trace:
+    """Select some rows of a trace."""
     inputs, outputs = ({name: x[rows] for name, x in each.items()} for each in (trace_.inputs, trace_.outputs))
     return Trace(trace_.layers, inputs, outputs, trace_.logits[rows], trace_.gives_tuple)
 
 
-def behind_mates(trace_: Trace, n: int) -> Trace:
-    """The same with its first n rows before them once more, as those of another sequence."""
+def prepend_mates(trace_: Trace, n: int) -> Trace:
+    """Repeat the first n rows in front, as those of another sequence."""
     inputs = {name: torch.cat([x[:n], x]) for name, x in trace_.inputs.items()}
     return Trace(trace_.layers, inputs, gives_tuple=trace_.gives_tuple)
 
@@ -258,18 +256,18 @@ def behind_mates(trace_: Trace, n: int) -> Trace:
 # ------------------------------------------------------------------ transformers' own
 
 
-def _eager(module: torch.nn.Module) -> Callable[..., Any]:
+def _get_eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return own or AttentionInterface()["sdpa"]
 
 
 def _attend_16_bits(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The family's own attention over keys and values of 16 bits."""
-    return _eager(module)(module, query, key.half().float(), value.half().float(), *args, **kwargs)
+    """Call the family's own attention with keys and values rounded to 16 bits."""
+    return _get_eager_attention(module)(module, query, key.half().float(), value.half().float(), *args, **kwargs)
 
 
+# transformers' own attention, by the type of keys and values.
 ATTENTION = {"float32": "eager", "float16": "ngramspec_reference_float16"}
-"""transformers' own attention, by the type of keys and values."""
 AttentionInterface.register(ATTENTION["float16"], _attend_16_bits)
 AttentionMaskInterface.register(ATTENTION["float16"], eager_mask)
 
@@ -280,10 +278,10 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 class Reference:
-    """transformers' model with the first WORDS words, all its layers, and weights in one of them at a time, float32."""
+    """transformers' model with the first WORDS words of the vocabulary, and float32 weights in one of its layers at a time."""
 
     def __init__(self, model: PreTrainedModel, source: TensorSource, kv_dtype: str) -> None:
-        """`model`: of the same configuration. Raises UnsupportedModelError."""
+        """Make the model; `model` has the same configuration. Raises UnsupportedModelError."""
         config = model.config.to_dict()
         words = min(WORDS, config["vocab_size"])
         config |= {key: words for key in config if key.startswith("vocab_size")}
@@ -295,7 +293,7 @@ class Reference:
         set_attention(self.model, ATTENTION[kv_dtype])
 
     def trace(self, layer: int, texts: Sequence[CheckText], *, gives_tuple: bool) -> list[Trace]:
-        """What it computes of each text with that layer alone. Raises UnsupportedModelError, ModelNotFoundError."""
+        """Trace each text through that layer alone. Raises UnsupportedModelError, ModelNotFoundError."""
         here = layers_of(self.model)[layer]
         path = next(path for path, module in self.model.named_modules() if module is here)
         modules = [(f"{path}.{name}" if name else path, module) for name, module in here.named_modules()]

@@ -32,14 +32,14 @@ class SafetensorsEntry:
     shape: tuple[int, ...]
     path: Path
     offset: int
-    """From the beginning of the file."""
+    """Bytes from the beginning of the file."""
     n_bytes: int
 
 
 def read(folder: Path, spec: str) -> dict[str, SafetensorsEntry]:
-    """All tensors of a folder's weights, from the headers alone.
+    """Return all tensors of a folder's weights, from the headers alone.
 
-    Raises ModelNotFoundError where files are missing or damaged, UnsupportedModelError where they are pickled.
+    Raises ModelNotFoundError if files are missing or damaged, UnsupportedModelError if they are pickled.
     """
     tensors = {}
     for path in weight_files(folder, spec):
@@ -61,7 +61,7 @@ def read(folder: Path, spec: str) -> dict[str, SafetensorsEntry]:
 
 
 def weight_files(folder: Path, spec: str) -> list[Path]:
-    """Raises as `read` does."""
+    """Return the weight files of a folder. Raises as `read` does."""
     index = folder / "model.safetensors.index.json"
     if (single := folder / "model.safetensors").is_file():
         return [single]
@@ -82,7 +82,7 @@ def weight_files(folder: Path, spec: str) -> list[Path]:
 def find_parameters(
     tensors: dict[str, SafetensorsEntry], model: PreTrainedModel, known: Mapping[str, StoredTensor] = MappingProxyType({})
 ) -> TensorSource | None:
-    """Where the parameters of a model on the "meta" device are; None where the tensors are not those of the model as they are.
+    """Locate the parameters of a model on the "meta" device; None if the tensors are not the model's parameters as they are.
 
     `known`: parameters that several tensors stand for.
     """

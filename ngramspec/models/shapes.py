@@ -1,4 +1,4 @@
-"""Published shapes of models by name, for models of random weights: a name or the path of a config.json enters, a config leaves."""
+"""Provide published shapes of models for random weights: a name, or the path of a config.json, becomes a config."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def _llama_rope(factor: float) -> dict[str, Any]:
     }
 
 
+# Published config.json of each model, reduced to what determines the computation.
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _LLAMA
     | {
@@ -134,11 +135,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
     },
 }
-"""The published config.json of each, as far as it says what is computed."""
 
 
 def read_shape(spec: str) -> dict[str, Any]:
-    """The config that "random:NAME" names: one of SHAPES, a config.json, or a folder that has one. Raises ModelNotFoundError."""
+    """Return the config that "random:NAME" names: one of SHAPES, a config.json, or a folder that has one. Raises ModelNotFoundError."""
     name = spec.removeprefix(PREFIX)
     if name in SHAPES:
         return dict(SHAPES[name])

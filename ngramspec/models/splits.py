@@ -18,8 +18,7 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from ngramspec.errors import TokenizerError
 
-BLANK = "▁"
-"""How SentencePiece writes a blank."""
+BLANK = "▁"  # SentencePiece's character for a blank.
 ISOLATED, MERGED = "isolated", "merged_with_previous"
 
 
@@ -32,20 +31,20 @@ class SplitPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """What llama.cpp derives from a name."""
+    """How text is split, as llama.cpp derives it from a name."""
 
     cuts: tuple[SplitPass, ...]
     ignore_merges: bool = False
-    """A piece that is a token becomes that token, whatever the merges would make of it."""
+    """Whether a piece that is a token becomes that token, whatever the merges would make of it."""
     add_bos: bool = False
-    """Texts begin with the beginning-of-sequence token if the metadata does not say."""
+    """Whether texts begin with the beginning-of-sequence token if the metadata does not say."""
     in_bytes: bool = True
-    """Tokens spell bytes by GPT-2's alphabet. False: they spell characters, and other bytes are tokens such as <0x0A>."""
+    """Whether tokens spell bytes by GPT-2's alphabet. False: they spell characters, and other bytes are tokens such as <0x0A>."""
     escapes_blanks: bool = False
-    """Blanks are written as U+2581."""
+    """Whether blanks are written as U+2581."""
 
     def pre_tokenizer(self, letters: Collection[str]) -> pre_tokenizers.PreTokenizer:
-        """`letters`: the tokens of one character. Merges don't reach across a character that is no token."""
+        """Return the pre-tokenizer. `letters`: the tokens of one character; merges don't reach across a character that is no token."""
         steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(cut.pattern), cut.behavior) for cut in self.cuts]
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         if self.in_bytes:
@@ -70,7 +69,7 @@ class SplitRule:
 
 
 def split_of(name: str | None) -> SplitRule:
-    """The split that `tokenizer.ggml.pre` names; without one, llama.cpp's default. Raises TokenizerError for an unknown name."""
+    """Return the rule that `tokenizer.ggml.pre` names; without a name, llama.cpp's default. Raises TokenizerError for an unknown name."""
     try:
         return _SPLITS[name or "default"]
     except KeyError:
@@ -78,7 +77,7 @@ def split_of(name: str | None) -> SplitRule:
 
 
 def _class_of(letters: Iterable[str]) -> str:
-    """The inside of a character class."""
+    """Return the inside of a character class."""
     return "".join(rf"\x{{{ord(letter):x}}}" for letter in sorted(letters))
 
 
@@ -95,12 +94,12 @@ _NEWLINES = r"[^\n]+|\n+"
 
 
 def _words(digits: str, others: str = _OTHERS, blanks: str = _BLANKS, contraction: str = _CONTRACTION + "|") -> str:
-    """Llama 3's expression and its relatives."""
+    """Return Llama 3's expression or a variant."""
     return rf"{contraction}{_BEFORE}\p{{L}}+|{digits}|{others}|{blanks}"
 
 
 def _cased(upper: str, lower: str, digits: str, contraction: str = "") -> str:
-    """GPT-4o's expression and its relatives: a word is upper case, then lower case."""
+    """Return GPT-4o's expression or a variant: a word is upper case, then lower case."""
     end = f"(?:{contraction})?" if contraction else ""
     others = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
     return rf"{_BEFORE}{upper}*{lower}+{end}|{_BEFORE}{upper}+{lower}*{end}|{digits}|{others}|{_BLANKS}"
@@ -131,9 +130,9 @@ _DEEPSEEK_LLM_LETTERS = (
 )
 
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+# Digits in groups of three from the right. Only the first group looks ahead, so that long numbers take linear time. The first group stays
+# with the text before it until the next pass, as in llama.cpp.
 _GROUPED_DIGITS = SplitPass(r"(?<!\p{N})\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|(?<=\p{N})\p{N}{3}", MERGED)
-"""Groups of three from the right; only the first one looks ahead, so that long numbers take no longer. The first group stays with the text
-before it until the next pass, as in llama.cpp."""
 _HAN = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f"
     "\U0002b740-\U0002b81f\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
@@ -217,5 +216,5 @@ _SPLITS: dict[str, SplitRule] = {
     ),
     **_named("gemma4 granite-embed-multi-311m sarvam-moe", _NEWLINES, in_bytes=False, escapes_blanks=True),
 }
+# Every name that llama.cpp knows for a byte-pair vocabulary, except `whitespace`, which has a tokenizer kind of its own.
 NAMES = tuple(sorted(_SPLITS))
-"""Every name that llama.cpp knows for a byte-pair vocabulary. It knows `whitespace` as well, for a kind of its own."""

@@ -1,7 +1,13 @@
-"""What a start has found out about a model, kept for the next one: that it computes what transformers does, how, and what passes cost.
+"""Cache what the first start learns about a GGUF model, so that later starts need neither transformers' models nor a comparison with them.
 
-`reopen` opens a GGUF file whose model has been checked, from what is kept of it, without transformers' models; `Kept` is a small JSON
-document for a file as it is, a version and a processor. It does not know what is in the document.
+Two things are cached. A *derived folder* per file holds what transformers derives from the file's header (`gguf_hf_mapping.derive`):
+kilobytes of config and tensor names, megabytes of tokenizer, no weights. A *start record* per file, version, settings and processor holds
+what a start has measured and decided: a small JSON document whose content this module does not know.
+
+Nothing is read that is not intact. A derived folder has a manifest with the file's path, size, time and the SHA-256 of its header, the
+versions that made it, and the size and CRC-32 of every file in it; a start record begins with its own SHA-256. What is missing, truncated,
+altered, or of another file or version is made again. A new folder appears by rename and is made under a lock, so that processes that start
+together make it once.
 """
 
 from __future__ import annotations
@@ -11,30 +17,55 @@ import hashlib
 import json
 import os
 import platform
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import transformers
+from filelock import FileLock, Timeout
 
-from ngramspec.models import gguf, gguf_cache, kept
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models import gguf
+from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.smollm2 import smollm2_gguf
-from ngramspec.models.tensor_source import TensorSource
+from ngramspec.models.tensor_source import KINDS, ComputedTensor, FileTensor, StoredTensor, TensorSource, WeightFile, interleaved_rows
 
-FORMAT = 2
-_DIGEST = 2 * hashlib.sha256().digest_size
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Progress = Callable[[str], None]
+
+RECORD_FORMAT, FOLDER_FORMAT = 2, 3  # versions of the two layouts on disk
+MANIFEST = "derived.json"
+_CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
+_DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
+
+TENSOR_NAMES = "tensors.json"  # per parameter: its tensor, the rule between the two, and the heads of an interleaving rule
+ROPE_FACTORS = "rope_freqs.weight"  # tensor that divides the frequencies of rotary angles: Llama 3's scaling, not in the metadata
+RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "same": lambda x: x,
+    "minus one": lambda x: x - 1,
+    "transposed": lambda x: x.T,
+}
+
+
+# ------------------------------------------------------------------ start records
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A document about a file, in a folder: the hexadecimal SHA-256 of what follows, then JSON. If the folder cannot be written, nothing is
-    kept."""
+class StartRecord:
+    """A document about a GGUF file: the hexadecimal SHA-256 of what follows, then JSON. If it cannot be written, nothing is cached."""
 
     path: Path
-    file: gguf.Gguf
+    file: Gguf
 
     def read(self) -> dict[str, Any] | None:
-        """Return the document as it was written; None if there is none, or it is not whole."""
+        """Return the document as it was written; None if there is none, or it is not intact."""
         try:
             raw = self.path.read_bytes()
             found = json.loads(raw[_DIGEST:]) if raw[:_DIGEST] == _digest(raw[_DIGEST:]) else None
@@ -51,9 +82,146 @@ class Kept:
             partial.replace(self.path)
 
 
+def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) -> StartRecord | None:
+    """Return the record of the GGUF file that `spec` names, with settings that change its content; None if it names no GGUF file."""
+    with contextlib.suppress(Exception):  # whoever opens the file reports what is wrong with it
+        path = smollm2_gguf() if spec == "smollm2" else Path(spec).expanduser()
+        if not path.is_file() or path.suffix.lower() != ".gguf":
+            return None
+        file = gguf.read(path)
+        key = [RECORD_FORMAT, transformers.__version__, _describe_processor(), _digest_code(), file.fingerprint(), list(map(str, settings))]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        return StartRecord(cache_dir / "starts" / f"{name}.json", file)
+    return None
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
+
+
+def _describe_processor() -> list[str]:
+    """Describe what distinguishes this machine's arithmetic from another's."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return [platform.machine(), hashlib.sha256(line.encode()).hexdigest()]
+    return [platform.machine(), platform.processor()]
+
+
+def _digest_code() -> str:
+    """Return a digest of the code that computes logits: a change of it is another version."""
+    root = Path(__file__).parent.parent
+    files = sorted(root.glob("*.py"))
+    for room in ("backends", "kv_cache", "models", "sampling"):
+        files += [root / room / "__init__.py", *sorted((root / room).rglob("[!_]*.py"))]  # fails if the room has moved
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+# ------------------------------------------------------------------ derived folders
+
+
+def get_derived_folder(
+    file: Gguf, derive: Callable[[Gguf, Path], None], cache_dir: Path, progress: Progress, stack: contextlib.ExitStack
+) -> Path:
+    """Return the folder that `derive` fills for a file, made if there is none that is intact.
+
+    If the cache cannot be used, the folder is a temporary one that `stack` removes. Raises what `derive` raises, except OSError.
+    """
+    try:
+        return _make_cached_folder(file, derive, cache_dir, progress)
+    except OSError as error:
+        progress(f"the cache {cache_dir} cannot be used ({error}): reading {file.name} for this run only")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-")))
+        derive(file, folder)
+        return folder
+
+
+def get_folder_path(file: Gguf, cache_dir: Path) -> Path:
+    """Return the path of a file's derived folder, whether or not it exists."""
+    digest = hashlib.sha256(bytes(file.path.resolve())).hexdigest()
+    return cache_dir / "models" / f"{file.name}-{digest[:16]}"
+
+
+def is_intact(folder: Path, file: Gguf) -> bool:
+    """Return whether a derived folder is of this file as it is now and of this version, and holds every file byte for byte as written."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        files: dict[str, Any] = manifest["files"]
+        return (
+            manifest == _describe_origin(file) | {"files": files}
+            and "config.json" in files
+            and {path.name for path in folder.iterdir()} == {*files, MANIFEST}
+            and all([path.stat().st_size, zlib.crc32(path.read_bytes())] == files[path.name] for path in map(folder.joinpath, files))
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def remove_converted(cache_dir: Path, progress: Progress) -> None:
+    """Remove the float32 copies of whole models that earlier versions cached, and report how much space that frees."""
+    n_bytes = 0
+    for manifest in (cache_dir / "models").glob(f"*/{_CONVERTED}"):
+        folder = manifest.parent
+        if folder.is_symlink() or not (folder / "model.safetensors").is_file():
+            continue
+        with contextlib.suppress(OSError):
+            n_bytes += sum(path.stat().st_size for path in folder.iterdir())
+            shutil.rmtree(folder)
+            folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
+    if n_bytes:
+        progress(f"removed converted models of an earlier version from {cache_dir / 'models'}: {n_bytes / 1e6:.0f} MB")
+
+
+def _make_cached_folder(file: Gguf, derive: Callable[[Gguf, Path], None], cache_dir: Path, progress: Progress) -> Path:
+    folder = get_folder_path(file, cache_dir)
+    if is_intact(folder, file):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        lock = FileLock(f"{folder}.lock")
+        try:
+            stack.enter_context(lock.acquire(blocking=False))
+        except Timeout:
+            progress(f"waiting for another process that reads {file.name}")
+            stack.enter_context(lock.acquire())
+        if is_intact(folder, file):
+            return folder
+        progress(f"reading {file.name}: tokenizer and config (kept for the next start)")
+        partial = folder.with_name(folder.name + ".partial")
+        _remove(partial)
+        partial.mkdir()
+        try:
+            derive(file, partial)
+            _write_manifest(partial, file)
+            _remove(folder)
+            partial.rename(folder)
+        finally:
+            _remove(partial)
+    return folder
+
+
+def _describe_origin(file: Gguf) -> dict[str, Any]:
+    return {"format": FOLDER_FORMAT, "transformers": transformers.__version__, **file.fingerprint()}
+
+
+def _write_manifest(folder: Path, file: Gguf) -> None:
+    files = {path.name: [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps(_describe_origin(file) | {"files": files}, indent=1))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------ reading a derived folder
+
+
 @dataclass(frozen=True, slots=True)
-class Reopened:
-    """A GGUF file with what is kept of it; nothing was compared with a model."""
+class CachedModel:
+    """A GGUF file opened by its derived folder; nothing was compared with a model."""
 
     source: TensorSource
     tokenizer: Any
@@ -62,48 +230,70 @@ class Reopened:
     eos_token_ids: tuple[int, ...]
 
 
-def kept_of(spec: str, settings: tuple[object, ...], cache_dir: Path) -> Kept | None:
-    """The document about the file that `spec` names, with settings that change what is found out; None for what is no GGUF file."""
-    with contextlib.suppress(Exception):  # what is wrong with it is said by whoever opens it
-        path = smollm2_gguf() if spec == "smollm2" else Path(spec).expanduser()
-        if not path.is_file() or path.suffix.lower() != ".gguf":
-            return None
-        file = gguf.read(path)
-        key = [FORMAT, transformers.__version__, _processor(), _sources(), file.key(), list(map(str, settings))]
-        return Kept(cache_dir / "starts" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json", file)
-    return None
-
-
-def reopen(file: gguf.Gguf, tokenizer: Any, cache_dir: Path) -> Reopened | None:
-    """Open a GGUF file by what is kept of it; None where that is not whole."""
-    entry = gguf_cache.entry_path(file, cache_dir)
-    if not gguf_cache.is_whole(entry, file):
+def reopen_model(file: Gguf, tokenizer: Any, cache_dir: Path) -> CachedModel | None:
+    """Open a GGUF file by its derived folder, with `tokenizer` or else its own; None if the folder is not intact."""
+    folder = get_folder_path(file, cache_dir)
+    if not is_intact(folder, file):
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        config = json.loads((entry / "config.json").read_bytes())
-        ends = kept.end_token_ids(entry, tokenizer)
-        tokenizer = tokenizer or kept.read_tokenizer(entry)
-        return Reopened(kept.read_source(file, entry), tokenizer, file.name, config, ends)
+        config = json.loads((folder / "config.json").read_bytes())
+        ends = read_end_token_ids(folder, tokenizer)
+        tokenizer = tokenizer or read_tokenizer(folder)
+        return CachedModel(read_tensor_source(file, folder), tokenizer, file.name, config, ends)
     return None
 
 
-def _digest(text: bytes) -> bytes:
-    return hashlib.sha256(text).hexdigest().encode()
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Read the tokenizer of a derived folder. `from_pretrained` makes the same one, but parses its megabytes twice."""
+    from transformers import PreTrainedTokenizerFast
+
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    template = folder / "chat_template.jinja"
+    config["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **config)
 
 
-def _processor() -> list[str]:
-    """What tells this machine's arithmetic from another's."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return [platform.machine(), hashlib.sha256(line.encode()).hexdigest()]
-    return [platform.machine(), platform.processor()]
+def read_end_token_ids(folder: Path, given: Any = None) -> tuple[int, ...]:
+    """Read the ids that end a text, and add that of `given`, a tokenizer that replaces the file's own."""
+    generation = json.loads((folder / "generation_config.json").read_bytes())
+    own = getattr(given, "eos_token_id", None)
+    return tuple(sorted({*generation["eos_token_id"], *([own] if isinstance(own, int) else [])}))
 
 
-def _sources() -> str:
-    """Return a digest of the code that computes logits: a change of it is another version."""
-    root = Path(__file__).parent.parent
-    files = sorted(root.glob("*.py"))
-    for room in ("backends", "kv_cache", "models", "sampling"):
-        files += [root / room / "__init__.py", *sorted((root / room).rglob("[!_]*.py"))]  # fails if the room has moved
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+def read_tensor_source(file: Gguf, folder: Path) -> TensorSource:
+    """Locate all parameters that `derive` has named; nothing is compared with a model. Raises UnsupportedModelError."""
+    names: dict[str, tuple[str, str, int]] = json.loads((folder / TENSOR_NAMES).read_bytes())
+    files = {header.path: WeightFile(header.path) for header in file.headers}
+    stored = {}
+    for name, (there, rule, heads) in names.items():
+        tensor = file.tensors[there]
+        shape = tensor.shape[::-1] if rule == "transposed" else tensor.shape
+        stored[name] = apply_rule(file, files, tensor, shape, rule, heads)
+    return TensorSource(stored, file.n_bytes)
+
+
+def apply_rule(
+    file: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor, shape: tuple[int, ...], rule: str, heads: int
+) -> StoredTensor:
+    """Return the parameter of this shape that a rule makes of a tensor. Raises UnsupportedModelError."""
+    plain = locate_tensor(file, files, tensor)
+    there = plain.shape[::-1] if rule == "transposed" else plain.shape
+    if [n for n in there if n > 1] != [n for n in shape if n > 1]:
+        raise UnsupportedModelError(
+            f"{file.path}: config and weights disagree: {tensor.name} is {list(there)} in the file and {list(shape)} by the config"
+        )
+    if rule == "interleaved" and len(shape) == 2:
+        return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=heads)
+    if rule == "interleaved":
+        order = interleaved_rows(np.arange(shape[0]), shape[0], heads)
+        return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
+    if rule == "same":
+        return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)
+    return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=RULES[rule])
+
+
+def locate_tensor(file: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor) -> FileTensor:
+    """Return a tensor as it lies in its file. Raises UnsupportedModelError for a type that is not supported."""
+    if tensor.kind not in KINDS:
+        raise UnsupportedModelError(f"{file.path}: tensor {tensor.name} has type {tensor.kind}; accepted: {', '.join(KINDS)}")
+    return FileTensor(kind=tensor.kind, shape=tensor.shape, file=files[tensor.path], offset=tensor.offset)

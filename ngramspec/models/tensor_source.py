@@ -18,6 +18,7 @@ import numpy as np
 
 from ngramspec.errors import ModelNotFoundError
 
+# Supported kinds by GGML's name: (weights per quant block, bytes per quant block).
 KINDS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -35,10 +36,8 @@ KINDS: dict[str, tuple[int, int]] = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
 }
-"""What is read, by GGML's name: weights in a block, bytes of a block."""
 
-CHUNK = 1 << 22
-"""Weights that are float32 at one time while a tensor is read whole."""
+CHUNK = 1 << 22  # Weights that are dequantised at a time while a tensor is read whole.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +60,14 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def rows(self, first: int, end: int) -> np.ndarray:
-        """Rows first to end, [end - first, row_bytes] uint8. Raises ModelNotFoundError where the file ends before them."""
+        """Read rows first to end, [end - first, row_bytes] uint8. Raises ModelNotFoundError if the file ends before them."""
 
     def values(self, first: int, end: int) -> np.ndarray:
-        """The same rows dequantised, [end - first, K] float32."""
+        """Read the same rows dequantised, [end - first, K] float32."""
         return dequantise(self.kind, self.rows(first, end))
 
     def float32(self) -> np.ndarray:
-        """The whole parameter in its shape, bit for bit what `gguf.quants.dequantize` makes of it. Raises as `rows` does."""
+        """Read the whole parameter in its shape, bit for bit as `gguf.quants.dequantize` does. Raises as `rows` does."""
         whole = np.empty((self.n_rows, self.shape[-1]), np.float32)
         for first, end in chunks(self):
             whole[first:end] = self.values(first, end)
@@ -81,9 +80,9 @@ class FileTensor(StoredTensor):
 
     file: WeightFile
     offset: int
-    """Where its first byte lies."""
+    """Bytes before its first byte."""
     interleaved: int = 0
-    """Heads whose rows GGUF's llama has in pairs (0, d/2), (1, d/2 + 1), …, where transformers has 0, 1, …; 0: rows are in order."""
+    """Heads whose rows GGUF's llama stores as pairs (0, d/2), (1, d/2 + 1), … but transformers has as 0, 1, …; 0: rows are in order."""
 
     def rows(self, first: int, end: int) -> np.ndarray:
         assert 0 <= first <= end <= self.n_rows
@@ -101,14 +100,14 @@ class FileTensor(StoredTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedTensor(StoredTensor):
-    """A parameter that is not in a file as the model has it: float32, computed as a whole whenever rows are asked for.
+    """A parameter that no file holds as the model has it: float32, computed as a whole whenever rows are read.
 
-    For what is small or rare: norms that are stored plus one, matrices that are stored transposed.
+    Used for small or rare parameters: norms stored plus one, matrices stored transposed.
     """
 
     stored: StoredTensor
     compute: Callable[[np.ndarray], np.ndarray]
-    """From what the file holds to the parameter, float32 both."""
+    """Computes the parameter from what the file holds, float32 both."""
 
     def rows(self, first: int, end: int) -> np.ndarray:
         whole = np.ascontiguousarray(self.compute(self.stored.float32()), np.float32)
@@ -120,7 +119,7 @@ class ComputedTensor(StoredTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Q8Tensor(StoredTensor):
-    """The rows of another in Q8_0, rounded as GGML does it."""
+    """The rows of another tensor in Q8_0, rounded as GGML does."""
 
     stored: StoredTensor
 
@@ -136,7 +135,7 @@ class TensorSource(Mapping[str, StoredTensor]):
     def __init__(self, stored: Mapping[str, StoredTensor], n_bytes: int) -> None:
         self._stored = stored
         self.n_bytes = n_bytes
-        """Of all tensors, as they lie in the files."""
+        """Bytes of all tensors, as they lie in the files."""
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._stored[name]
@@ -149,7 +148,7 @@ class TensorSource(Mapping[str, StoredTensor]):
 
 
 def to_q8_source(source: TensorSource) -> TensorSource:
-    """The same with Q8_0 in place of matrices of plain numbers whose rows are whole blocks. Vectors stay as they are."""
+    """Replace matrices of plain numbers whose rows are whole blocks by Q8_0. Vectors stay as they are."""
     block = KINDS["Q8_0"][0]
 
     def of(stored: StoredTensor) -> StoredTensor:
@@ -160,20 +159,20 @@ def to_q8_source(source: TensorSource) -> TensorSource:
 
 
 def row_bytes(kind: str, n: int) -> int:
-    """Bytes of a row of n weights, a multiple of the kind's block."""
+    """Return the bytes of a row of n weights, a multiple of the kind's block."""
     per_block, n_bytes = KINDS[kind]
     return n // per_block * n_bytes
 
 
 def chunks(stored: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that cover a parameter, of about CHUNK weights each."""
+    """Yield ranges of rows that cover a parameter, of about CHUNK weights each."""
     step = stored.n_rows if isinstance(stored, ComputedTensor) else max(1, CHUNK // stored.shape[-1])
     for first in range(0, stored.n_rows, step):
         yield first, min(first + step, stored.n_rows)
 
 
 def dequantise(kind: str, rows: np.ndarray) -> np.ndarray:
-    """[n, row_bytes] uint8 → [n, K] float32, bit for bit as `gguf.quants.dequantize`."""
+    """Dequantise [n, row_bytes] uint8 to [n, K] float32, bit for bit as `gguf.quants.dequantize`."""
     if kind == "F32":
         return rows.view(np.float32)
     if kind == "F16":
@@ -186,14 +185,14 @@ def dequantise(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 def interleaved_rows(rows: np.ndarray, n_rows: int, n_heads: int) -> np.ndarray:
-    """Where the given rows of a query or key projection lie in llama's GGUF (`permute` of llama.cpp's conversion, reversed)."""
+    """Return where rows of a query or key projection lie in llama's GGUF (`permute` of llama.cpp's conversion, reversed)."""
     half = n_rows // n_heads // 2
     head, row = np.divmod(rows, 2 * half)
     return head * 2 * half + row % half * 2 + row // half
 
 
 class WeightFile:
-    """A file that is read at places, by several threads at a time."""
+    """A file that several threads read at given positions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -201,7 +200,7 @@ class WeightFile:
         self._lock = threading.Lock()
 
     def read_into(self, rows: np.ndarray, offset: int) -> None:
-        """Fill an array with the bytes from `offset` on. Raises ModelNotFoundError where the file ends before, or cannot be read."""
+        """Fill an array with the bytes from `offset` on. Raises ModelNotFoundError if the file ends before, or cannot be read."""
         into, done = rows.reshape(-1).data, 0
         try:
             with self._lock:

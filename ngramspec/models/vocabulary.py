@@ -1,9 +1,9 @@
-"""A vocabulary as llama.cpp reads it: which of its tokens end a text, which are control tokens, and the tokenizer of byte-pair ones.
+"""Read a vocabulary as llama.cpp does: which of its tokens end a text, which are control tokens, and the byte-pair tokenizer.
 
-The header of a GGUF file, or the tokens of any tokenizer, enter; ids and tokenizers leave. Knows no weights and no folders.
+The header of a GGUF file, or the tokens of any tokenizer, go in; ids and tokenizers come out. Knows no weights and no folders.
 
-Names and rules are those of `llama_vocab::impl::load` in llama.cpp's `src/llama-vocab.cpp` (as of llama-cpp-python 0.3.36), which goes by
-a token's text as well as by the metadata, since conversions differ in what they state.
+Names and rules are those of `llama_vocab::impl::load` in llama.cpp's `src/llama-vocab.cpp` (as of llama-cpp-python 0.3.36), which considers
+a token's text as well as the metadata, since conversions differ in what they state.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ngramspec.models.splits import BLANK, split_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# Tokens that end a text in every vocabulary that has them.
 END_NAMES = frozenset(
     [
         "<|eot_id|>",
@@ -48,14 +49,13 @@ END_NAMES = frozenset(
         "[e~[",
     ]
 )
-"""Tokens that end a text wherever a vocabulary has them."""
+# Fill-in-the-middle tokens that end a text, too: by the metadata's key, the texts to look for if the metadata states none. llama.cpp takes
+# any one of several; here it is the first.
 FIM_END_NAMES = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Tokens beside a text that is filled in, which end it, too: the metadata's name, and the texts looked for where the metadata is silent.
-llama.cpp takes any one of several; here it is the first."""
 FIM_NAMES = frozenset(
     [
         "<|fim_prefix|>",
@@ -84,14 +84,14 @@ FIM_NAMES = frozenset(
         "<|middle|>",
     ]
 )
+# Control tokens, whatever token type the file states.
 CONTROL_NAMES = END_NAMES | FIM_NAMES | {name for names in FIM_END_NAMES.values() for name in names}
-"""Tokens that are control tokens whatever kind the file says they are."""
+# Tokens of gpt-oss's format that are matched like control tokens but are part of the text.
 SHOWN_NAMES = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
-"""Tokens of gpt-oss's format that are matched like control tokens, and are part of the text."""
 
 
 class TokenKind(IntEnum):
-    """`tokenizer.ggml.token_type`."""
+    """Values of `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -100,9 +100,9 @@ class TokenKind(IntEnum):
 
 
 def end_token_ids(ids: Mapping[str, int], stated: Iterable[int], stated_fim: Mapping[str, int] | None = None) -> set[int]:
-    """The tokens that end a text.
+    """Return the tokens that end a text.
 
-    `ids`: every token's by its text; `stated`: those that the model's files state; `stated_fim`: those for keys of `FIM_END_NAMES`.
+    `ids`: every token's id by its text; `stated`: ids that the model's files state; `stated_fim`: ids stated for keys of `FIM_END_NAMES`.
     """
     ends = {ids[name] for name in END_NAMES if name in ids} | set(stated)
     for key, names in FIM_END_NAMES.items():
@@ -123,8 +123,10 @@ def end_token_ids(ids: Mapping[str, int], stated: Iterable[int], stated_fim: Map
 
 
 def end_token_ids_of(gguf: Gguf) -> set[int]:
-    """The tokens that end a text of a GGUF file's model, by its metadata and its vocabulary. llama.cpp's ids for files that state no
-    end of sequence at all (11 in a byte-pair vocabulary) are left out: they are Falcon's."""
+    """Return the tokens that end a text of a GGUF file's model, by its metadata and its vocabulary.
+
+    llama.cpp's ids for files that state no end of sequence at all (11 in a byte-pair vocabulary) are left out: they are Falcon's.
+    """
     tokens = _tokens(gguf)
 
     def stated(names: Iterable[str]) -> dict[str, int]:
@@ -136,7 +138,7 @@ def end_token_ids_of(gguf: Gguf) -> set[int]:
 
 
 def added_tokens(gguf: Gguf) -> list[AddedToken]:
-    """The tokens that are matched in a text before it is split, by their ids. Special are those that are no part of a text."""
+    """Return the tokens that are matched in a text before it is split, by their ids. Special ones are no part of the text."""
     tokens, ends = _tokens(gguf), end_token_ids_of(gguf)
     ids = {token: number for number, token in enumerate(tokens)}
     kinds = read_array(gguf, "tokenizer.ggml.token_type")[: len(tokens)]
@@ -157,7 +159,7 @@ def added_tokens(gguf: Gguf) -> list[AddedToken]:
 
 
 def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
-    """The tokenizer of a file whose `tokenizer.ggml.model` is gpt2.
+    """Build the tokenizer of a file whose `tokenizer.ggml.model` is gpt2.
 
     Raises TokenizerError for an unknown `tokenizer.ggml.pre`, or for merges that do not fit the vocabulary.
     """
@@ -191,8 +193,11 @@ def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
 
 
 def complete(backend: Tokenizer, gguf: Gguf) -> None:
-    """Give a tokenizer that transformers has read of a file the control tokens that llama.cpp sees in it, and SentencePiece's first blank
-    where llama.cpp puts it: before every text between control tokens, be there a blank or not."""
+    """Complete a tokenizer that transformers has read from a file.
+
+    It gets the control tokens that llama.cpp sees in the file, and SentencePiece's first blank where llama.cpp puts it: before every text
+    between control tokens, whether it begins with a blank or not.
+    """
     backend.add_tokens([token for token in added_tokens(gguf) if backend.token_to_id(token.content) is not None])
     if gguf.metadata.get("tokenizer.ggml.model") != "llama":
         return
@@ -216,6 +221,6 @@ def _strings(gguf: Gguf, key: str) -> list[str]:
 
 
 def _halves(merge: str) -> tuple[str, str]:
-    """The two parts of a merge, between which is a blank; the first may be one."""
+    """Split a merge at the blank between its two parts; the first part may itself be a blank."""
     at = merge.find(" ", 1)
     return merge[:at], merge[at + 1 :]

@@ -24,7 +24,7 @@ import transformers
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
 from ngramspec.models import gguf as gguf_files
-from ngramspec.models import gguf_cache, gguf_hf_mapping, loader, memory
+from ngramspec.models import gguf_hf_mapping, loader, memory, start_cache
 from ngramspec.models import smollm2 as smollm2_package
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.loader import LoadedModel, load_model, load_tokenizer
@@ -388,9 +388,9 @@ def flip_a_bit(path: Path, where: int) -> None:
         lambda entry: flip_a_bit(entry / "tensors.json", -3),
         lambda entry: flip_a_bit(entry / "tokenizer.json", 50),
         lambda entry: (entry / "tokenizer.json").unlink(),
-        lambda entry: (entry / gguf_cache.MANIFEST).unlink(),
-        lambda entry: (entry / gguf_cache.MANIFEST).write_text("[]"),
-        lambda entry: (entry / gguf_cache.MANIFEST).write_bytes(b"\xff"),
+        lambda entry: (entry / start_cache.MANIFEST).unlink(),
+        lambda entry: (entry / start_cache.MANIFEST).write_text("[]"),
+        lambda entry: (entry / start_cache.MANIFEST).write_bytes(b"\xff"),
         lambda entry: edit_manifest(entry, transformers="0"),
         lambda entry: edit_manifest(entry, format=0),
         lambda entry: edit_manifest(entry, files={}),
@@ -402,19 +402,19 @@ def flip_a_bit(path: Path, where: int) -> None:
 def test_a_damaged_cache_is_made_anew(path: Path, derive: object, tmp_path: Path, damage: Callable[[Path], object]) -> None:
     cache = tmp_path / "cache"
     wanted = stages(path, cache)[0].model.state_dict()
-    entry = gguf_cache.entry_path(gguf_files.read(path), cache)
-    assert gguf_cache.is_whole(entry, gguf_files.read(path))
+    entry = start_cache.get_folder_path(gguf_files.read(path), cache)
+    assert start_cache.is_intact(entry, gguf_files.read(path))
     damage(entry)
     loaded, messages = stages(path, cache)
     assert MAKING in messages
     assert all(torch.equal(wanted[name], value) for name, value in loaded.model.state_dict().items())
-    assert gguf_cache.is_whole(entry, gguf_files.read(path))
+    assert start_cache.is_intact(entry, gguf_files.read(path))
     assert sorted(path.name for path in entry.parent.iterdir()) == [entry.name, f"{entry.name}.lock"]
 
 
 def edit_manifest(entry: Path, **changes: Any) -> None:
-    manifest = json.loads((entry / gguf_cache.MANIFEST).read_text())
-    (entry / gguf_cache.MANIFEST).write_text(json.dumps(manifest | changes))
+    manifest = json.loads((entry / start_cache.MANIFEST).read_text())
+    (entry / start_cache.MANIFEST).write_text(json.dumps(manifest | changes))
 
 
 def test_a_failure_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,7 +448,7 @@ def test_converted_models_of_earlier_versions_are_removed(path: Path, derive: ob
     (models / "mine" / "model.safetensors").write_bytes(b"not converted")
     assert "removed converted models of an earlier version" in (said := stages(path, tmp_path / "cache")[1])
     assert "2 MB" in said
-    entry = gguf_cache.entry_path(gguf_files.read(path), tmp_path / "cache").name
+    entry = start_cache.get_folder_path(gguf_files.read(path), tmp_path / "cache").name
     assert sorted(path.name for path in models.iterdir()) == sorted(["mine", entry, f"{entry}.lock"])
     assert "removed" not in stages(path, tmp_path / "cache")[1]
 
@@ -462,7 +462,7 @@ def _start(path: Path, cache: Path, derive: Callable[[Gguf, Path], None], count:
     barrier.wait(30)
     gguf = gguf_files.read(path)
     with contextlib.ExitStack() as stack:
-        assert gguf_cache.is_whole(gguf_cache.derived(gguf, counted, cache, lambda message: None, stack), gguf)
+        assert start_cache.is_intact(start_cache.get_derived_folder(gguf, counted, cache, lambda message: None, stack), gguf)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

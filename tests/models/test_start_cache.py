@@ -86,7 +86,7 @@ def test_a_damaged_cache_writes_the_same_text(start: Callable[[], tuple[str, str
 
 
 def test_a_document_is_read_as_it_was_written_or_not_at_all(model: Path, cache: Path, tmp_path: Path) -> None:
-    known = start_cache.kept_of(str(model), (), tmp_path)
+    known = start_cache.find_start_record(str(model), (), tmp_path)
     assert known is not None
     document = {"recipe": {"eps": 1e-6, "layers": [1, 2, 3]}, "measured_ms": [0.25, 1.0]}
     rng = random.Random(1)
@@ -117,7 +117,7 @@ def test_a_document_that_does_not_fit_the_file(
     """Its checksum is right, and a pass would read beyond the weights."""
     assert start() == (expected, "bitwise", True)
     (path,) = (cache / "starts").glob("*.json")
-    known = start_cache.Kept(path, gguf.read(model))
+    known = start_cache.StartRecord(path, gguf.read(model))
     document = known.read()
     assert document is not None
     change(document["recipe"])
@@ -136,13 +136,13 @@ def test_files_that_nobody_wrote_are_not_read(start: Callable[[], tuple[str, str
 
 def test_a_kernel_that_is_wrong_at_a_later_start_is_told(model: Path, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes rows of several in another way than one row, as code may that was compiled for another processor."""
-    right = Kernels.of
+    right = Kernels.get_row_functions
 
     def wrong(self: Kernels, fmt: object, int8: bool, *, few: bool = False) -> dict[int, int]:
         functions = right(self, fmt, int8, few=few)  # type: ignore[arg-type]
         return {rows: address if rows == 1 else functions[min(r for r in functions if r > 1)] for rows, address in functions.items()}
 
-    monkeypatch.setattr(Kernels, "of", wrong)
+    monkeypatch.setattr(Kernels, "get_row_functions", wrong)
     with Engine(str(model), max_seqs=2, kv_memory=1 << 22, threads=1) as engine:  # a text of it would read what no kernel wrote
         assert (engine.runner.exactness, type(engine.runner).__name__) == ("numerical", "LlamaRunner")
 

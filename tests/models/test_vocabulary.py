@@ -16,7 +16,7 @@ from ngramspec.errors import TokenizerError
 from ngramspec.models import gguf
 from ngramspec.models.loader import eos_token_ids, load_tokenizer, open_model
 from ngramspec.models.splits import NAMES, split_of
-from ngramspec.models.start_cache import reopen
+from ngramspec.models.start_cache import reopen_model
 from ngramspec.models.vocabulary import byte_pair_tokenizer, end_token_ids, end_token_ids_of
 
 RECORD = json.loads((Path(__file__).parent / "splits.json").read_text())
@@ -126,7 +126,7 @@ def test_tokens_that_end_a_text(tmp_path: Path, tokens: dict[str, KINDS], metada
     path = tiny_gguf.write(tmp_path / "model.gguf", tokens=tokens, metadata=stated)
     wanted = tuple(sorted({FIRST + number for number in ends} | {tiny_gguf.EOS}))
     assert open_model(str(path), cache_dir=tmp_path / "cache").eos_token_ids == wanted
-    again = reopen(gguf.read(path), None, tmp_path / "cache")
+    again = reopen_model(gguf.read(path), None, tmp_path / "cache")
     assert again is not None
     assert again.eos_token_ids == wanted
 
@@ -147,7 +147,7 @@ def test_what_an_earlier_version_kept_is_made_anew(tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "cache").rglob("derived.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
     (manifest.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": [tiny_gguf.EOS]}))
-    assert reopen(gguf.read(path), None, tmp_path / "cache") is None
+    assert reopen_model(gguf.read(path), None, tmp_path / "cache") is None
     assert open_model(str(path), cache_dir=tmp_path / "cache").eos_token_ids == wanted == (FIRST, tiny_gguf.EOS)
 
 

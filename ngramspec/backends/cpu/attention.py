@@ -1,14 +1,13 @@
-"""Attention over the paged pool on the CPU.
+"""Compute attention over the paged pool on the CPU.
 
-Knows the layout of one layer's pool and what each row may see; knows nothing of sequences, models or
-drafts. `attend` takes the layer's query, key and value rows, writes keys and values to their slots and
-returns the mixed values. Every score is one chain of fused multiply-adds over the numbers of a key, every mixed value
-one over the keys in the order of their position in the text; the sum of a softmax has sixteen lanes tied to absolute
-positions. So the bits of a (row, head) cannot depend on other rows, on where a key lies in memory, or on how a text was cut
-into passes.
+The module knows the layout of one layer's pool and what each row may see; it knows nothing of sequences, models or drafts. `attend` takes
+the layer's query, key and value rows, writes keys and values to their KV positions and returns the mixed values. Every score is one chain
+of fused multiply-adds over the elements of a key, every mixed value one over the keys in the order of their positions in the text; the sum
+of a softmax has sixteen lanes tied to absolute positions. So the bits of a (row, head) cannot depend on other rows, on where a key lies in
+memory, or on how a text was cut into passes.
 
-Layout of a layer, chosen so that tiles (`simd`) read consecutive floats:
-keys `[n_blocks, n_kv_heads, head_dim, BLOCK]`, values `[n_blocks, n_kv_heads, BLOCK, head_dim]`.
+Layout of a layer, chosen so that tiles (`codegen.simd`) read consecutive floats: keys `[n_blocks, n_kv_heads, head_dim, BLOCK]`, values
+`[n_blocks, n_kv_heads, BLOCK, head_dim]`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import get_num_threads, prange
 
-from ngramspec.backends.cpu.codegen.simd import CHAINS, LOWEST, STEP, exponentials, kept, multiply_add, number
+from ngramspec.backends.cpu.codegen.simd import CHAINS, LOWEST, STEP, load_as_float32, multiply_add, replace_by_exponentials, to_kv_dtype
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import UnsupportedModelError
@@ -39,41 +38,36 @@ _ONE, _LOWEST = _F(1.0), _F(LOWEST)
 
 @njit(cache=True, nogil=True)
 def _softmax(s, start, end):
-    """s[start:end] to exp(s - max), in place; returns their sum. Sixteen lanes, tied to absolute positions."""
+    """Replace s[start:end] by exp(s - max) in place and return the sum, in sixteen lanes tied to absolute positions."""
     first, last = start & ~15, (end + 15) & ~15
     for j in range(first, start):
         s[j] = _LOWEST
     for j in range(end, last):
         s[j] = _LOWEST
-    return exponentials(s[first:last], last - first)
+    return replace_by_exponentials(s[first:last], last - first)
 
 
 @cache
-def _up_to(panels, rows, step, onto):
-    """`multiply_add` for up to so many rows.
-
-    Each has a name of its own: numba calls a function by its name and by how many its process had compiled before, so that of several with
-    one name, which processes had compiled at different times, one would run in another's place.
-    """
+def _make_multiply_add(panels, rows, step, onto):
+    """Compile `multiply_add` for up to `rows` rows, under a name of its own: see "numba's traps" in `codegen/README.md`."""
 
     def run(x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
         multiply_add(panels, rows, step, onto, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step)
 
-    run.__name__ = run.__qualname__ = f"_up_to_{panels}_{rows}_{step}_{onto}"
+    run.__name__ = run.__qualname__ = f"_multiply_add_{panels}_{rows}_{step}_{onto}"
     return njit(cache=True, nogil=True)(run)
 
 
-_KEYS, _WIDE = BLOCK // WIDTH, 4
-"""Panels of a tile of keys; panels of values that are mixed at once."""
+_KEYS, _WIDE = BLOCK // WIDTH, 4  # Panels in a tile of keys; panels of values that are mixed at a time.
 _MOST_SCORED, _MOST_MIXED = CHAINS // _KEYS, max(1, CHAINS // _WIDE)
-_score_1, _score_some, _score_most = (_up_to(_KEYS, rows, STEP, 0) for rows in (1, max(1, _MOST_SCORED // 2), _MOST_SCORED))
-_mix_1, _mix_most = _up_to(_WIDE, 1, STEP, 1), _up_to(_WIDE, _MOST_MIXED, STEP, 1)
-_mix_part, _mix_narrow = _up_to(_WIDE, _MOST_MIXED, 1, 1), _up_to(1, _MOST_MIXED, 1, 1)
+_score_1, _score_some, _score_most = (_make_multiply_add(_KEYS, rows, STEP, 0) for rows in (1, max(1, _MOST_SCORED // 2), _MOST_SCORED))
+_mix_1, _mix_most = _make_multiply_add(_WIDE, 1, STEP, 1), _make_multiply_add(_WIDE, _MOST_MIXED, STEP, 1)
+_mix_part, _mix_narrow = _make_multiply_add(_WIDE, _MOST_MIXED, 1, 1), _make_multiply_add(1, _MOST_MIXED, 1, 1)
 
 
 @njit(cache=True, nogil=True)
 def _score_tile(q, n, n_dim, keys, at, s, s_at, width):
-    """s[m, s_at : +BLOCK] = q[m] . keys of the tile [D, BLOCK] at `at`, for n queries q [n, D], s [n, width]; all flat."""
+    """Compute s[m, s_at : +BLOCK] = q[m] · keys of the tile [D, BLOCK] at `at`, for n queries q [n, D], s [n, width]; all flat."""
     for m in range(0, n, _MOST_SCORED):
         count = min(_MOST_SCORED, n - m)
         if count == 1:
@@ -86,7 +80,7 @@ def _score_tile(q, n, n_dim, keys, at, s, s_at, width):
 
 @njit(cache=True, nogil=True)
 def _mix(acc, acc_at, n, n_dim, s, s_at, width, values, at, n_keys):
-    """acc[m] += s[m, s_at : +n_keys] . values [n_keys, D] at `at`, for n rows of acc [n, D] from acc_at on, s [n, width]; all flat."""
+    """Add s[m, s_at : +n_keys] · values [n_keys, D] at `at` to acc[m], for n rows of acc [n, D] from acc_at on, s [n, width]; all flat."""
     for m in range(0, n, _MOST_MIXED):
         count, d = min(_MOST_MIXED, n - m), 0
         x, y = s_at + m * width, acc_at + m * n_dim
@@ -104,25 +98,26 @@ def _mix(acc, acc_at, n, n_dim, s, s_at, width, values, at, n_keys):
         for r in range(count if d < n_dim else 0):
             for j in range(n_keys):
                 for e in range(d, n_dim):
-                    acc[y + r * n_dim + e] = fma(s[x + r * width + j], number(values, at + j * n_dim + e), acc[y + r * n_dim + e])
+                    acc[y + r * n_dim + e] = fma(s[x + r * width + j], load_as_float32(values, at + j * n_dim + e), acc[y + r * n_dim + e])
 
 
 @njit(cache=True, nogil=True, parallel=True)
 def _write_kv(k, v, keys, values, blocks, offsets):
-    """Write key and value rows k, v [T, Hk, D] to their slots."""
+    """Write key and value rows k, v [T, Hk, D] to their blocks and offsets."""
     for i in prange(k.shape[0]):
         r = np.int64(i)  # prange counts in uint64, which turns to float64 beside int64
         block, offset = blocks[r], offsets[r]
         for h in range(k.shape[1]):
             for d in range(k.shape[2]):
-                keys[block, h, d, offset] = kept(keys, k[r, h, d])
-                values[block, h, offset, d] = kept(values, v[r, h, d])
+                keys[block, h, d, offset] = to_kv_dtype(keys, k[r, h, d])
+                values[block, h, offset, d] = to_kv_dtype(values, v[r, h, d])
 
 
 @njit(cache=True, nogil=True)
 def rope_kv_row(x, cos, sin, q, keys, values, offset, k_at, v_at):
-    """Rotate one row of queries, keys and values (from 0, k_at and v_at on) by cos, sin [D], and write it: queries to q [H, D], the rest
-    to the keys and values of its block.
+    """Rotate one row of queries, keys and values (from 0, k_at and v_at on) by cos, sin [D] and write it.
+
+    Queries go to q [H, D], keys and values to `offset` in their block's keys and values.
     """
     n_q, n_dim, n_kv = q.shape[0], q.shape[1], keys.shape[0]
     half = n_dim // 2
@@ -134,20 +129,19 @@ def rope_kv_row(x, cos, sin, q, keys, values, offset, k_at, v_at):
     for h in range(n_kv):
         y = x[k_at + h * n_dim : k_at + (h + 1) * n_dim]
         for d in range(half):
-            keys[h, d, offset] = kept(keys, fma(y[d], cos[d], -y[d + half] * sin[d]))
-            keys[h, d + half, offset] = kept(keys, fma(y[d + half], cos[d + half], y[d] * sin[d + half]))
+            keys[h, d, offset] = to_kv_dtype(keys, fma(y[d], cos[d], -y[d + half] * sin[d]))
+            keys[h, d + half, offset] = to_kv_dtype(keys, fma(y[d + half], cos[d + half], y[d] * sin[d + half]))
         y = x[v_at + h * n_dim : v_at + (h + 1) * n_dim]
         for d in range(n_dim):
-            values[h, offset, d] = kept(values, y[d])
+            values[h, offset, d] = to_kv_dtype(values, y[d])
 
 
-PARALLEL = 1 << 14
-"""Numbers in a small operation from which on a second thread is worth its start."""
+PARALLEL = 1 << 14  # Numbers in a small operation from which on starting a second thread pays (measured).
 
 
 @njit(cache=True, nogil=True)
 def n_splits(n_items, n_rows, n_kv, group, n_threads):
-    """(rows, heads): into how many parts an item's rows and a group of query heads are taken apart, so that every thread has work."""
+    """Return (rows, heads): into how many parts an item's rows and a group of query heads are divided, so that every thread has work."""
     wanted = (2 * n_threads + n_items * n_kv - 1) // max(1, n_items * n_kv)
     by_rows = min(wanted, (n_rows + n_items - 1) // max(1, n_items))
     return by_rows, group if by_rows < wanted else 1
@@ -155,9 +149,9 @@ def n_splits(n_items, n_rows, n_kv, group, n_threads):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap):
-    """Piece `work` of a layer's attention, of items · n_kv · rows · heads of `n_splits`: some rows of an item by some heads of a group.
+    """Compute piece `work` of the items · n_kv · rows · heads pieces of a layer's attention: some rows of an item by some heads of a group.
 
-    See `_attend`.
+    The other arguments are those of `_attend`.
     """
     n_dim, n_kv = q.shape[2], keys.shape[1]
     group = q.shape[1] // n_kv
@@ -230,7 +224,7 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
 
 @njit(cache=True, nogil=True, parallel=True)
 def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, n_threads):
-    """q [T, H, D] against the pool of one layer, into out [T, H, D]. Keys and values of the rows must be in their slots."""
+    """Compute attention of q [T, H, D] over one layer's pool into out [T, H, D]. The rows' own keys and values must have been written."""
     n_kv = keys.shape[1]
     by_rows, by_heads = n_splits(items.shape[0], q.shape[0], n_kv, q.shape[1] // n_kv, n_threads)
     for i in prange(items.shape[0] * n_kv * by_rows * by_heads):

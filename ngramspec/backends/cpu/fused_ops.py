@@ -1,8 +1,8 @@
-"""Small operations of a layer on the CPU, each in one call instead of many: norm, gated activation.
+"""Compute small operations of a layer on the CPU in one call each instead of many: norm, gated activation.
 
-Knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces modules of a class only after it has given the same
-result on random input as the first of them (`replace_small_operations`), and whole layers are checked again by the runner. A variant that
-computes something else keeps its own code. Every row is computed alone, in a fixed order.
+The module knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces modules of a class only after it has given
+the same result on random input as the first of them (`replace_small_operations`), and whole layers are checked again by the runner. A
+variant that computes something else keeps its own code. Every row is computed alone, in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.llama_forward import norm_row
 from ngramspec.datastore.code_cache import njit
-from ngramspec.models.hf_modules import rms_norm
+from ngramspec.models.hf_modules import get_rms_norm
 from ngramspec.sampling.numeric import exp
 
 _ONE = np.float32(1.0)
@@ -34,7 +34,7 @@ def _rms_many(x, weight, eps, out):
         norm_row(x[r], weight, eps, out[r])
 
 
-# With Python's own rules of division, each quotient is tested for a zero divisor, and nothing is vectorised.
+# error_model="numpy": with Python's rules of division, each divisor is tested for zero and the loop is not vectorised.
 @njit(cache=True, nogil=True, error_model="numpy")
 def _silu_row(x, at, out):
     n = out.shape[0]
@@ -56,14 +56,14 @@ def _silu_many(x, at, out):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last axis [N]; float32."""
+    """A norm that computes x / sqrt(mean(x²) + eps) · (weight + offset) over the last axis [N]; float32."""
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight, self.eps, self.offset = (weight + offset if offset else weight).detach().contiguous().numpy(), np.float32(eps), offset
 
     def rows(self, x: np.ndarray) -> np.ndarray:
-        """[T, N] → [T, N]"""
+        """Compute the norm of rows [T, N]."""
         out = np.empty_like(x)
         run = _rms_many if x.size >= PARALLEL else _rms_few
         run(x, self.weight, self.eps, out)
@@ -74,29 +74,29 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) with gate and up as one matrix product."""
+    """An MLP that computes down(silu(gate(x)) · up(x)) with gate and up as one matrix product."""
 
     def __init__(self, shared: SharedProduct, down: CpuPackedLinear) -> None:
         super().__init__()
         self.shared, self.down = shared, down
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
-        """[T, N] → [T, N]"""
+        """Compute the MLP of rows [T, N]."""
         product = self.shared.product
-        both, at = product.rows(x, threads), int(product.columns[1])
+        both, at = product.multiply(x, threads), int(product.columns[1])
         mid = np.empty((len(both), self.shared.product.sizes[0]), np.float32)
         run = _silu_many if mid.size >= PARALLEL else _silu_few
         run(both, at, mid)
-        return self.down.product.rows(mid, threads)
+        return self.down.product.multiply(mid, threads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
         return torch.from_numpy(y)[:, : self.down.out_features].reshape(x.shape)
 
 
+# Largest difference from transformers' part, relative to its output, that counts as rounding; _CODED: with 8-bit activations, whose codes
+# can differ by one if the last bit of an input does.
 _ROUNDING, _CODED = 1e-5, 3e-2
-"""Largest difference from what a part computed, over its size, that counts as rounding; and where activations are codes of 8 bits, which
-the last bit of a number can move by one."""
 
 
 def _same(old: nn.Module, new: nn.Module, width: int, rounding: float = _ROUNDING) -> bool:
@@ -109,8 +109,11 @@ def _same(old: nn.Module, new: nn.Module, width: int, rounding: float = _ROUNDIN
 
 
 def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float | None]) -> nn.Module | None:
-    """`offsets`: what is added to the weights, by class and size, as far as it was found; None: another thing is computed."""
-    found = rms_norm(module)
+    """Return a fused norm for this module; None if it computes something else.
+
+    `offsets` caches, by class and size, what is added to the weights; None: another computation.
+    """
+    found = get_rms_norm(module)
     if found is None:
         return None
     weight, eps = found
@@ -122,7 +125,7 @@ def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float 
 
 
 def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:
-    """`gated`: whether a class computes what `GatedMLP` does, as far as it is known."""
+    """Return a fused MLP for this module; None if it computes something else. `gated` caches the answer by class."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if (
         not isinstance(gate, SharedLinear)
@@ -138,7 +141,7 @@ def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:
 
 
 def replace_small_operations(model: nn.Module) -> int:
-    """Swap norms and gated MLPs for fused ones where they compute the same; returns how many were swapped."""
+    """Replace norms and gated MLPs by fused ones if they compute the same; return how many were replaced."""
     swapped = 0
     offsets: dict[tuple[type, int, float], float | None] = {}
     gated: dict[type, bool] = {}

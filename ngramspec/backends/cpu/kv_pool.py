@@ -1,7 +1,7 @@
-"""The KV pool in the host's memory: the blocks of `kv_cache.blocks` with keys and values behind them, float32 or float16.
+"""Keep the KV pool in the host's memory: the blocks of `kv_cache.blocks` with their keys and values, float32 or float16.
 
-It allocates the arrays that attention reads and writes, and moves an accepted path's keys and values to the positions of their tokens
-(`commit`). Knows nothing of models, drafts or scheduling.
+The pool allocates the arrays that attention reads and writes, and moves an accepted path's keys and values to the positions of their tokens
+(`commit`). It knows nothing of models, drafts or scheduling.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ngramspec.outputs import BLOCK
 
 @njit(cache=True, nogil=True)
 def _move(keys, values, tables, slots, starts, ends, paths):
-    """In one layer: slots paths[..] → positions starts[i], starts[i] + 1, … of sequence slots[i], whose part of `paths` ends at ends[i].
+    """Move, in one layer, KV positions paths[..] to starts[i], starts[i] + 1, … of sequence slots[i], whose part of `paths` ends at
+    ends[i].
 
-    In order, with target <= source, both rising: what is written over has been read, or is not kept.
+    Moves go in order, with target <= source, both rising: a position is overwritten only after it was read, or if it is not kept.
     """
     first = 0
     for i in range(slots.shape[0]):
@@ -38,25 +39,25 @@ def _move(keys, values, tables, slots, starts, ends, paths):
 
 @njit(cache=True, nogil=True)
 def move_all(keys, values, tables, slots, starts, ends, paths):
-    """The same in all layers. Not shared out: where the other cores are busy, waiting for them takes longer."""
+    """Move in all layers. The work is not divided among threads: if the other cores are busy, waiting for them takes longer."""
     for layer in range(keys.shape[0]):
         _move(keys[layer], values[layer], tables, slots, starts, ends, paths)
 
 
 class KVPool(BlockTables):
-    """Block tables with the memory behind them: per layer one array of keys and one of values (see `attention`).
+    """Block tables with their memory: per layer one array of keys and one of values (see `attention`).
 
-    Raises OutOfMemoryError where the arrays cannot be allocated.
+    Raises OutOfMemoryError if the arrays cannot be allocated.
     """
 
     def __init__(
         self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, dtype: type[np.generic] = np.float32
     ) -> None:
-        """`shapes`: per layer (n_kv_heads, head_dim). `dtype`: float32, or uint16 for the bits of float16."""
+        """Allocate the pool. `shapes`: per layer (n_kv_heads, head_dim). `dtype`: float32, or uint16 for the bits of float16."""
         super().__init__(n_blocks, max_seqs, max_len)
         alike = len(set(shapes)) == 1
         self.all_keys: np.ndarray | None = None
-        """[layers, blocks, ...], where all layers are of one shape; `all_values` likewise. `keys` and `values` are then parts of them."""
+        """[layers, blocks, ...] if all layers have one shape; `all_values` likewise. `keys` and `values` are then views of them."""
         self.all_values: np.ndarray | None = None
         try:
             # zeros: pages are taken from the system as they are first written
@@ -88,11 +89,11 @@ class KVPool(BlockTables):
         return True
 
     def commit(self, slot: int, start: int, path: np.ndarray) -> None:
-        """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""
+        """Keep a path: the KV at positions path [n] moves to start, start + 1, …; `path` rises, path[i] >= start + i."""
         self.commit_all([(slot, start, path)])
 
     def commit_all(self, kept: Sequence[tuple[int, int, np.ndarray]]) -> None:
-        """`commit` for several sequences: (slot, start, path) each."""
+        """Keep the paths of several sequences: (slot, start, path) each."""
         assert all(start >= self.registered[slot] * BLOCK for slot, start, _ in kept), "a registered block is not written"
         slots, starts, paths = zip(*kept, strict=True)
         ends = np.cumsum([len(path) for path in paths])

@@ -1,4 +1,4 @@
-"""Modules that stand in for those of transformers on the CPU, over packed weights (`matmul`, `packing`): linear layers and the embedding.
+"""Provide linear layers and an embedding over packed weights (`matmul`, `packing`) that replace transformers' modules on the CPU.
 
 Layers that see the same input share one product. `x [1, T, K]` goes in, `[1, T, N]` comes out, float32. Nothing here knows which layers a
 model has, nor where weights come from.
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ngramspec.backends.cpu.codegen.kernels import Kernels
-from ngramspec.backends.cpu.matmul import CpuProduct, Matrix, rows_of
+from ngramspec.backends.cpu.matmul import CpuProduct, Matrix, unpack_rows
 
 
 class CpuPackedLinear(nn.Module):
-    """Stands in for `nn.Linear`."""
+    """A linear layer that replaces `nn.Linear`."""
 
     def __init__(self, product: CpuProduct) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class SharedProduct:
         self.x: torch.Tensor | None = None
         self.parts: list[torch.Tensor] = []
 
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def get_part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self.x:
-            self.x, self.parts = x, self.product.parts(x)
+            self.x, self.parts = x, self.product.multiply_split(x)
         result = self.parts[index]
         if index == len(self.product.sizes) - 1:
             self.x, self.parts = None, []
@@ -43,7 +43,7 @@ class SharedProduct:
 
 
 class SharedLinear(nn.Module):
-    """One of the layers of a `SharedProduct`: the first one called computes all, the last one called drops them."""
+    """One of the layers of a `SharedProduct`: the first one called computes all, the last one called drops the results."""
 
     def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()
@@ -55,16 +55,16 @@ class SharedLinear(nn.Module):
         return self.shared.product.matrices[self.index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.shared.part(self.index, x)
+        return self.shared.get_part(self.index, x)
 
 
 class CpuPackedEmbedding(nn.Module):
-    """Stands in for `nn.Embedding`, and for those that multiply what they find by `scale`."""
+    """An embedding that replaces `nn.Embedding`; `scale` multiplies the rows, as in models that scale their embedding."""
 
     def __init__(self, kernels: Kernels, matrix: Matrix, scale: torch.Tensor | float | None) -> None:
         super().__init__()
         self.matrix, self._kernels, self._scale = matrix, kernels, scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = torch.from_numpy(rows_of(self._kernels, self.matrix.weight, ids.reshape(-1).numpy())).view(*ids.shape, -1)
+        found = torch.from_numpy(unpack_rows(self._kernels, self.matrix.weight, ids.reshape(-1).numpy())).view(*ids.shape, -1)
         return found if self._scale is None else found * self._scale

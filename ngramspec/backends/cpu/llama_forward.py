@@ -20,23 +20,32 @@ from numba import prange, types
 from numba.experimental import structref
 
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
+from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.matmul import BLOCKS, CODES_AT, PANEL_BYTES, PANELS, SUPER_AT, MatmulContext, Matrix, multiply, panels_a_piece
-from ngramspec.backends.cpu.threads import call, counters, done, take, wait
+from ngramspec.backends.cpu.matmul import (
+    BLOCKS,
+    CODES_AT,
+    PANEL_BYTES,
+    PANELS,
+    SUPER_AT,
+    MatmulContext,
+    Matrix,
+    count_panels_per_piece,
+    locate_rows,
+    multiply,
+)
+from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
-Q, K, V, OUT, GATE, UP, DOWN = range(7)
-"""A layer's matrices."""
-PARTS = 9
-"""Of a layer."""
-PIECES = 64
-"""Most pieces that rows are dealt out in."""
+Q, K, V, OUT, GATE, UP, DOWN = range(7)  # indices of a layer's matrices
+PARTS = 9  # Parts of one layer's pass.
+PIECES = 64  # Most pieces that row-wise work is divided into.
+# Positions whose angles are computed at a time: always the same groups, so that a position's angles always have the same bits.
 ANGLES = 1024
-"""Positions whose angles are computed together: always the same ones, so that a position's bits are."""
 
 
 class LayerWeights(NamedTuple):
@@ -53,11 +62,11 @@ class LayerWeights(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """What a pass leaves, for the N rows whose logits were wanted."""
+    """Results of a pass for the N rows whose logits were wanted."""
 
     logits: np.ndarray  # [N, V] float32
     states: np.ndarray | None
-    """[T, H] float32: the last hidden states of all rows, where they were asked for."""
+    """[T, H] float32: the last hidden states of all rows, if they were asked for."""
     greedy: np.ndarray  # [N] int32: the likeliest token; -1 where the greatest logit is infinite, or one is not a number
     tokens: np.ndarray  # [N, n_best] int32: the likeliest ones, as `sampling.topk` has it
     values: np.ndarray  # [N, n_best] float32: their logits
@@ -69,7 +78,10 @@ class CompiledModelType(types.StructRef):
 
 
 class CompiledModel(structref.StructRefProxy):
-    """A stack as compiled code sees it, with its pool and its memory. One argument: dozens of arrays would be looked up at every call."""
+    """A decoder as compiled code sees it, with its KV pool and buffers, in one argument.
+
+    Passing the dozens of arrays one by one would unpack each of them at every call.
+    """
 
 
 structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work"])
@@ -81,9 +93,11 @@ class CompiledPassType(types.StructRef):
 
 
 class CompiledPass(structref.StructRefProxy):
-    """A pass as compiled code sees it: layers `first` to `last`, after the embedding or not; the rows, as `pack.Batch` has them, with
-    counters for its parts; and what it leaves, as `ForwardOutput` has it, `tokens` and `values` of every thread, and whether its logits are
-    finite."""
+    """A pass as compiled code sees it.
+
+    It has layers `first` to `last` and whether the embedding comes first, the rows (fields of `Batch`), counters for its parts, and its
+    results as in `ForwardOutput`: `tokens` and `values` per thread, and whether the logits are finite.
+    """
 
 
 _ROWS = ("input_ids", "wanted", "items", "tables", "positions", "bases", "paths", "blocks", "offsets")
@@ -93,7 +107,7 @@ structref.define_proxy(CompiledPass, CompiledPassType, ["first", "last", "embed"
 
 @njit(cache=True, nogil=True)
 def _new_model(*members):
-    """One that is made by Python is compiled anew in every process."""
+    """Make the struct in compiled code: see "numba's traps" in `codegen/README.md`."""
     return CompiledModel(*members)
 
 
@@ -103,15 +117,15 @@ def _new_pass(*members):
 
 
 class _Buffers(NamedTuple):
-    """Memory that passes use again, for up to so many rows."""
+    """Buffers that passes of up to `n_rows` rows reuse."""
 
     n_rows: int
     arrays: tuple[np.ndarray, ...]
-    """In the order in which `_work` unpacks them."""
+    """In the order in which `_run_thread` unpacks them."""
 
 
 class LlamaDecoder:
-    """The layers, norms, head and embedding of a model; see the module."""
+    """The layers, norms, head and embedding of a Llama-style decoder; see the module."""
 
     def __init__(
         self,
@@ -128,8 +142,11 @@ class LlamaDecoder:
         angles: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
         query_scales: Callable[[int, int], np.ndarray],
     ) -> None:
-        """`angles`: cos and sin [n, D] of n positions from the first on; `query_scales`: [n], what queries there are multiplied by, [0] for
-        1. `norm` [H]: before the head."""
+        """Prepare packed weights for compiled passes.
+
+        `angles(first, n)` returns cos and sin [n, D] of n positions from `first` on; `query_scales(first, n)` the factors [n] of their
+        queries, or [0] for none. `norm` [H] comes before the head.
+        """
         self.context, self.layers, self.n_heads, self.head_dim = context, tuple(layers), n_heads, head_dim
         self.hidden, self._angles, self._query_scales = len(norm), angles, query_scales
         self.vocab_size = head.weight.n_out
@@ -142,10 +159,10 @@ class LlamaDecoder:
         self._windows = np.array([layer.window for layer in layers], np.int64)
         self._rotary = np.array([layer.rotary for layer in layers], np.bool_)
         kernels = context.kernels
-        unpack = kernels.unpack(embedding.weight.format)
-        self._functions = np.array([kernels.quantise() if context.int8 else 0, kernels.silu(), unpack], np.int64)
+        unpack = kernels.get_unpack(embedding.weight.format)
+        self._functions = np.array([kernels.get_quantise() if context.int8 else 0, kernels.get_silu(), unpack], np.int64)
         self.begin_at(0)
-        self._work: _Buffers | None = None
+        self._buffers: _Buffers | None = None
         self._model: CompiledModel | None = None
         self._model_of: tuple[object, ...] = ()
         """The pool and the arrays that it is made of."""
@@ -153,32 +170,34 @@ class LlamaDecoder:
         self._logits = np.zeros((0, 0), np.float32)
 
     def begin_at(self, position: int) -> None:
-        """Have passes compute what a batch has at position 0 as if it were at this one: checks look far out without the text before."""
+        """Treat a batch's position 0 as `position`, so that checks can look far out without computing the text before."""
         self._begin = position
         self._cos, self._sin = (np.zeros((0, self.head_dim), np.float32) for _ in range(2))
         self._scales = np.zeros(0, np.float32)
 
     def run_layer(self, layer: int, batch: Batch, pool: KVPool, threads: int, x: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """One layer alone, of hidden states x [T, H] or else of the embedding: its output [T, H], and the logits made of that."""
+        """Run one layer alone on hidden states x [T, H], or on the embedding: return its output [T, H] and the logits made of that."""
         computed = self.run(batch, pool, threads, first=layer, n_layers=1, x=x)
-        assert self._work is not None
-        n, (before, added) = len(batch.input_ids), self._work.arrays[:2]
+        assert self._buffers is not None
+        n, (before, added) = len(batch.input_ids), self._buffers.arrays[:2]
         return before[:n] + added[:n, : self.hidden], computed.logits
 
     def run(
         self, batch: Batch, pool: KVPool, threads: int, *, n_layers: int | None = None, first: int = 0, x: np.ndarray | None = None,
         states: bool = False, n_best: int = 1,
     ) -> ForwardOutput:  # fmt: skip
-        """Layers from `first` on, as many as `n_layers` (None: all), then norm and head. `x` [T, H]: hidden states to begin with, instead
-        of the embedding. `states`: those of the end are wanted, too; `n_best`: so many tokens that are likeliest after a row.
+        """Run `n_layers` layers (None: all) from `first` on, then norm and head.
+
+        `x` [T, H]: hidden states to begin with, instead of the embedding. `states`: also return the last hidden states. `n_best`: number of
+        top-k tokens to return per row.
         """
         n_rows, wanted = len(batch.input_ids), batch.logits_rows
         last = len(self.layers) if n_layers is None else first + n_layers
-        model = self.model(pool, n_rows, int(batch.positions.max()) + 1)
-        assert self._work is not None
+        model = self.get_compiled_model(pool, n_rows, int(batch.positions.max()) + 1)
+        assert self._buffers is not None
         if x is not None:
-            self._work.arrays[0][:n_rows] = x
-        logits = self._logits_of(len(wanted))
+            self._buffers.arrays[0][:n_rows] = x
+        logits = self._get_logits_buffer(len(wanted))
         kept = np.empty((n_rows if states else 0, self.hidden), np.float32)
         tokens, values = np.empty((threads, len(wanted), n_best), np.int32), np.empty((threads, len(wanted), n_best), np.float32)
         fine, greedy = np.empty((threads, len(wanted)), np.bool_), np.empty(len(wanted), np.int32)
@@ -187,46 +206,46 @@ class LlamaDecoder:
         )  # fmt: skip
         left = logits, kept, tokens, values, fine, greedy
         if self._pass is None:
-            self._pass = self.empty_pass()
-        _fill_in(self._pass, first, last, x is None, counters(n_parts(last - first)), rows, left)
+            self._pass = self.make_empty_pass()
+        _fill_pass(self._pass, first, last, x is None, make_counters(count_parts(last - first)), rows, left)
         compute(threads, model, self._pass)
-        _let_go(self._pass, _NO_LOGITS)
+        _release_logits(self._pass, _NO_LOGITS)
         return ForwardOutput(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
 
-    def empty_pass(self) -> CompiledPass:
-        """One through all layers, which somebody fills in."""
+    def make_empty_pass(self) -> CompiledPass:
+        """Make a pass through all layers whose arrays are filled in later."""
         n_layers, none = len(self.layers), np.empty((0, 0), np.int32)
         ids, line, logits, cube = np.empty(0, np.int64), np.empty(0, np.int32), np.empty((0, 0), np.float32), np.empty((0, 0, 0), np.int32)
         rows = ids, ids, none, none, line, line, none, line, line
         left = logits, np.empty((0, self.hidden), np.float32), cube, cube.astype(np.float32), none.astype(np.bool_), line
-        new: CompiledPass = _new_pass(0, n_layers, True, self.vocab_size, counters(n_parts(n_layers)), *rows, *left)
+        new: CompiledPass = _new_pass(0, n_layers, True, self.vocab_size, make_counters(count_parts(n_layers)), *rows, *left)
         return new
 
-    def model(self, pool: KVPool, n_rows: int, n_positions: int) -> CompiledModel:
-        """For passes of up to so many rows, over positions below so many."""
+    def get_compiled_model(self, pool: KVPool, n_rows: int, n_positions: int) -> CompiledModel:
+        """Return the struct for passes of up to `n_rows` rows over positions below `n_positions`."""
         assert pool.all_keys is not None
         assert pool.all_values is not None
-        self._room(n_rows)
-        self._have_angles(n_positions)
-        of = pool, self._work, self._cos
+        self._ensure_buffers(n_rows)
+        self._ensure_angles(n_positions)
+        of = pool, self._buffers, self._cos
         if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
-            assert self._work is not None
+            assert self._buffers is not None
             weights = (
                 self._matrices, self.context.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers,
                 self._functions, self._cos, self._sin, self._scales,
             )  # fmt: skip
-            self._model, self._model_of = _new_model(weights, (pool.all_keys, pool.all_values), self._work.arrays), of
+            self._model, self._model_of = _new_model(weights, (pool.all_keys, pool.all_values), self._buffers.arrays), of
         return self._model
 
-    def _room(self, n_rows: int) -> None:
-        if self._work is None or self._work.n_rows < n_rows:
+    def _ensure_buffers(self, n_rows: int) -> None:
+        if self._buffers is None or self._buffers.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
             layer = self.layers[0].matrices
 
             def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
                 return np.zeros((n, *shape), dtype)
 
-            wide, mixed = _whole(self.hidden), _whole(self.n_heads * self.head_dim)
+            wide, mixed = _round_up(self.hidden), _round_up(self.n_heads * self.head_dim)
             inner = layer[GATE].weight.n_panels * WIDTH
             codes = max(wide, mixed)
             out = zeros(mixed)
@@ -234,41 +253,41 @@ class LlamaDecoder:
             arrays = (
                 zeros(self.hidden), zeros(layer[OUT].weight.n_panels * WIDTH), zeros(wide), zeros(codes, dtype=np.int8),
                 zeros(codes // DEPTH, 4), zeros(sum(layer[i].weight.n_panels for i in (Q, K, V)) * WIDTH),
-                zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _whole(inner)), zeros(_whole(inner)),
-                zeros(_whole(inner), dtype=np.int8), zeros(_whole(inner) // DEPTH, 4),
+                zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
+                zeros(_round_up(inner), dtype=np.int8), zeros(_round_up(inner) // DEPTH, 4),
             )  # fmt: skip
-            self._work = _Buffers(n, arrays)
+            self._buffers = _Buffers(n, arrays)
 
-    def _have_angles(self, n_positions: int) -> None:
+    def _ensure_angles(self, n_positions: int) -> None:
         while len(self._cos) < n_positions:
             first = self._begin + len(self._cos)
             cos, sin = self._angles(first, ANGLES)
             self._scales = np.concatenate([self._scales, self._query_scales(first, ANGLES)])
             self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
 
-    def _logits_of(self, n: int) -> np.ndarray:
-        """[n, 16 · panels]: the last pass's memory where nobody holds it any more, as new pages take as long as a good part of a pass."""
+    def _get_logits_buffer(self, n: int) -> np.ndarray:
+        """Return logits [n, 16 · panels], reusing the last pass's memory if nobody holds it: fresh pages cost a good part of a pass."""
         if len(self._logits) < n or sys.getrefcount(self._logits) > 2:
-            self._logits = self.room_for_logits(max(n, 8))
+            self._logits = self.allocate_logits(max(n, 8))
         return self._logits[:n]
 
-    def room_for_logits(self, n: int) -> np.ndarray:
-        """[n, 16 · panels] float32: of so many rows."""
+    def allocate_logits(self, n: int) -> np.ndarray:
+        """Allocate logits of n rows, [n, 16 · panels] float32."""
         return np.empty((n, -(-self.vocab_size // WIDTH) * WIDTH), np.float32)
 
 
-def n_parts(n_layers: int) -> int:
-    """Of a pass."""
+def count_parts(n_layers: int) -> int:
+    """Return the number of parts of a pass through `n_layers` layers."""
     return PARTS * n_layers + 4
 
 
-def _whole(n: int) -> int:
+def _round_up(n: int) -> int:
     return -(-n // DEPTH) * DEPTH
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def norm_row(x, weight, eps, out):
-    """out = x / sqrt(mean(x²) + eps) · weight; the sum in 16 lanes."""
+    """Compute out = x / sqrt(mean(x²) + eps) · weight; the sum has 16 lanes."""
     n = x.shape[0]
     lanes = np.zeros(16, np.float32)
     whole = n & ~15
@@ -286,109 +305,110 @@ def norm_row(x, weight, eps, out):
 
 
 @njit(cache=True, nogil=True)
-def _quantised(function, x, codes, records):
-    """A row x [K] to codes [K] and records [K / 32, 4]; K is a multiple of 32."""
+def _quantise_row(function, x, codes, act_scales):
+    """Quantise a row x [K] to codes [K] and activation scales [K / 32, 4]; K is a multiple of 32."""
     if function:
-        call(function, (x.ctypes.data, x.shape[0] // DEPTH, codes.ctypes.data, records.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+        call_kernel(function, (x.ctypes.data, x.shape[0] // DEPTH, codes.ctypes.data, act_scales.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 
 @njit(cache=True, nogil=True)
-def _normed_row(x, delta, add, weight, eps, normed, function, codes, records):
-    """x [H] += delta, where it is to be added; its norm to `normed`, `codes` and `records`."""
+def _norm_and_quantise_row(x, delta, add, weight, eps, normed, function, codes, act_scales):
+    """Add delta to x [H] if `add` is set; write x's norm to `normed` and, quantised, to `codes` and `act_scales`."""
     if add:
         for j in range(x.shape[0]):
             x[j] += delta[j]
     norm_row(x, weight, eps, normed[: x.shape[0]])
-    _quantised(function, normed, codes, records)
+    _quantise_row(function, normed, codes, act_scales)
 
 
 @njit(cache=True, nogil=True)
-def _multiply_part(state, part, matrices, columns, tables, n_threads, n_rows, x, codes, records, y):
-    """One part of a pass: y [T, ..] of x for some matrices, the i-th's outputs from columns[i] on."""
+def _run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, inputs, y):
+    """Run one part of a pass: y [T, ..] = x times some matrices, the i-th one's outputs from columns[i] on.
+
+    `inputs`: x as `matmul.locate_rows` returns it.
+    """
     total = 0
     for i in range(matrices.shape[0]):
-        step = panels_a_piece(matrices[i, PANELS], matrices[i, PANEL_BYTES], n_threads)
+        step = count_panels_per_piece(matrices[i, PANELS], matrices[i, PANEL_BYTES], n_threads)
         total += (matrices[i, PANELS] + step - 1) // step
     while True:
-        piece = take(state, part, total)
+        piece = take_piece(state, part, total)
         if piece >= total:
             break
         j = piece
         for i in range(matrices.shape[0]):
             m = matrices[i]
-            step = panels_a_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+            step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
             n_pieces = (m[PANELS] + step - 1) // step
             if j < n_pieces:
-                multiply(
-                    m, tables, j * step, min(m[PANELS], (j + 1) * step), n_rows, x.ctypes.data, x.strides[0], codes.ctypes.data,
-                    codes.strides[0], records.ctypes.data, records.strides[0], y.ctypes.data + 4 * columns[i], y.strides[0],
-                )  # fmt: skip
+                multiply(m, tables, j * step, min(m[PANELS], (j + 1) * step), n_rows, inputs, y.ctypes.data + 4 * columns[i], y.strides[0])
                 break
             j -= n_pieces
-        done(state, part)
-    wait(state, part, total)
+        finish_piece(state, part)
+    wait_for_pieces(state, part, total)
 
 
 @njit(cache=True, nogil=True)
-def _mlp_part(state, part, gate, up, tables, n_threads, n_rows, x, codes, records, both, silu, middle, quantise, out_codes, out_records):
-    """silu(gate) · up of all rows, and its codes. Pieces are blocks of 32 of the products' outputs."""
+def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, inputs, buffers):
+    """Compute silu(gate) · up of all rows, and its codes. A piece is some blocks of 32 of the products' outputs.
+
+    `matrices`: gate and up; `functions`: addresses of quantise and silu; `buffers`: gate and up's outputs, the result, its codes and their
+    activation scales.
+    """
+    gate, (quantise, silu), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
     n_blocks = middle.shape[1] // DEPTH
-    step = max(1, panels_a_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // 2)
+    step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // 2)
     total = (n_blocks + step - 1) // step
-    x_at, c_at, r_at = x.ctypes.data, codes.ctypes.data, records.ctypes.data
     while True:
-        piece = take(state, part, total)
+        piece = take_piece(state, part, total)
         if piece >= total:
             break
         first, end = piece * step, min(n_blocks, (piece + 1) * step)
-        for i, m in ((0, gate), (1, up)):
-            multiply(
-                m, tables, 2 * first, min(m[PANELS], 2 * end), n_rows, x_at, x.strides[0], c_at, codes.strides[0], r_at, records.strides[0],
-                both.ctypes.data + i * both.strides[1], both.strides[0],
-            )  # fmt: skip
+        for i in range(2):
+            m, y = matrices[i], both.ctypes.data + i * both.strides[1]
+            multiply(m, tables, 2 * first, min(m[PANELS], 2 * end), n_rows, inputs, y, both.strides[0])
         a, b = first * DEPTH, end * DEPTH
         for r in range(n_rows):
             row = middle[r, a:b]
-            call(silu, (both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
-            _quantised(quantise, row, out_codes[r, a:b], out_records[r, first:end])
-        done(state, part)
-    wait(state, part, total)
+            call_kernel(
+                silu, (both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+            )
+            _quantise_row(quantise, row, out_codes[r, a:b], out_act_scales[r, first:end])
+        finish_piece(state, part)
+    wait_for_pieces(state, part, total)
 
 
 @njit(cache=True, nogil=True)
 def _embed(function, m, token, panel, x):
     p, lane = token // WIDTH, token % WIDTH
     at = m[0] + p * m[PANEL_BYTES]
-    call(function, (at, m[BLOCKS], m[SUPER_AT], m[CODES_AT], panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
+    call_kernel(function, (at, m[BLOCKS], m[SUPER_AT], m[CODES_AT], panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
     for k in range(x.shape[0]):
         x[k] = panel[k, lane]
 
 
 @njit(cache=True, nogil=True)
-def _head_part(state, part, thread, m, tables, n_threads, n_rows, x, codes, records, logits, best):
-    """Logits of all rows, and which tokens are likeliest as far as this thread has seen: it looks at a piece while that is in its cache."""
-    vocab_size, tokens, values, fine, _ = best
-    step = panels_a_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+def _run_head_part(state, part, thread, n_threads, m, tables, n_rows, inputs, results):
+    """Compute the logits of all rows and the top-k tokens of the pieces that this thread took, while they are in its cache."""
+    logits, _, (vocab_size, tokens, values, fine, _) = results
+    step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
     total = (m[PANELS] + step - 1) // step
     while True:
-        piece = take(state, part, total)
+        piece = take_piece(state, part, total)
         if piece >= total:
             break
         first, end = piece * step, min(m[PANELS], (piece + 1) * step)
-        multiply(
-            m, tables, first, end, n_rows, x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0], records.ctypes.data,
-            records.strides[0], logits.ctypes.data, logits.strides[0],
-        )  # fmt: skip
+        multiply(m, tables, first, end, n_rows, inputs, logits.ctypes.data, logits.strides[0])
         a, b = first * WIDTH, min(end * WIDTH, vocab_size)
         for r in range(n_rows):
             fine[thread, r] &= scan_logits(logits[r, a:b], a, tokens[thread, r], values[thread, r])
-        done(state, part)
-    wait(state, part, total)
+        finish_piece(state, part)
+    wait_for_pieces(state, part, total)
 
 
 @njit(cache=True, nogil=True)
-def _best_of_all(best):
-    """What the threads have seen, put together in the first one's place."""
+def _merge_top_k(best):
+    """Merge all threads' top-k tokens into the first one's arrays."""
     _, tokens, values, fine, greedy = best
     for r in range(greedy.shape[0]):
         for t in range(1, tokens.shape[0]):
@@ -399,15 +419,15 @@ def _best_of_all(best):
 
 
 @njit(cache=True, nogil=True)
-def _fill_in(p, first, last, embed, state, rows, left):
+def _fill_pass(p, first, last, embed, state, rows, left):
     p.first, p.last, p.embed, p.state = first, last, embed, state
     p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets = rows
     p.logits, p.states, p.tokens, p.values, p.fine, p.greedy = left
 
 
 @njit(cache=True, nogil=True)
-def _let_go(p, nothing):
-    """Of the logits, which are used again where nobody holds them."""
+def _release_logits(p, nothing):
+    """Drop the reference to the logits, so that their buffer can be reused."""
     p.logits = nothing
 
 
@@ -415,49 +435,55 @@ _NO_LOGITS = np.empty((0, 0), np.float32)
 
 
 @njit(cache=True, nogil=True)
-def _laid_out(model, p):
-    """What every thread needs."""
+def _unpack_pass(model, p):
+    """Unpack the two structs into what every thread needs."""
     batch = p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets
     best = p.vocab_size, p.tokens, p.values, p.fine, p.greedy
-    return p.state, p.first, p.last, p.embed, model.weights, model.pool, batch, model.work, p.logits, p.states, best
+    return p.state, (p.first, p.last, p.embed), model.weights, model.pool, batch, model.work, (p.logits, p.states, best)
 
 
 @njit(cache=True, nogil=True, parallel=True)
 def compute(threads, model, p):
-    """A pass."""
-    state, first, last, embed, weights, pool, batch, work, logits, states, best = _laid_out(model, p)
+    """Run a pass."""
+    state, layers, weights, pool, batch, work, results = _unpack_pass(model, p)
+    _, _, best = results
     _, tokens, values, fine, _ = best
     tokens[:], values[:], fine[:] = EMPTY, -np.inf, True
     for thread in prange(threads):
-        _work(np.int64(thread), threads, state, first, last, embed, weights, pool, batch, work, logits, states, best)
-    _best_of_all(best)
+        _run_thread(np.int64(thread), threads, state, layers, weights, pool, batch, work, results)
+    _merge_top_k(best)
 
 
 @njit(cache=True, nogil=True)
-def _work(thread, threads, state, first, last, embed, weights, pool, batch, work, logits, states, best):
-    """What one thread does of a pass."""
+def _run_thread(thread, threads, state, layers, weights, pool, batch, work, results):
+    """Run one thread's share of a pass."""
+    (first, last, embed), (_, states, _) = layers, results
     matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales = weights
     all_keys, all_values = pool
     input_ids, wanted, items, block_tables, positions, bases, paths, blocks, offsets = batch
-    x, delta, normed, codes, records, qkv, q, mixed, heads, both, middle, middle_codes, middle_records = work
+    x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales = work
     n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
     hidden, eps, scale = x.shape[1], numbers[0], numbers[1]
     quantise, silu, unpack = functions[0], functions[1], functions[2]
     pieces = min(n_rows, PIECES)
     codes_wide, codes_mixed = codes[:, : normed.shape[1]], codes[:, : mixed.shape[1]]
-    records_wide, records_mixed = records[:, : normed.shape[1] // DEPTH], records[:, : mixed.shape[1] // DEPTH]
+    act_scales_wide, act_scales_mixed = act_scales[:, : normed.shape[1] // DEPTH], act_scales[:, : mixed.shape[1] // DEPTH]
+    wide_rows = locate_rows(normed, codes_wide, act_scales_wide)
+    mixed_rows = locate_rows(mixed, codes_mixed, act_scales_mixed)
+    middle_rows = locate_rows(middle, middle_codes, middle_act_scales)
+    mlp_buffers = both, middle, middle_codes, middle_act_scales
     part = 0
     if embed:
         table = matrices[matrices.shape[0] - 2]
         while True:
-            i = take(state, part, pieces)
+            i = take_piece(state, part, pieces)
             if i >= pieces:
                 break
             panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 _embed(unpack, table, input_ids[r], panel, x[r])
-            done(state, part)
-        wait(state, part, pieces)
+            finish_piece(state, part)
+        wait_for_pieces(state, part, pieces)
         part += 1
     one, three = np.zeros(1, np.int64), np.zeros(3, np.int64)
     not_turned, no_sin = np.ones(head_dim, np.float32), np.zeros(head_dim, np.float32)
@@ -467,16 +493,18 @@ def _work(thread, threads, state, first, last, embed, weights, pool, batch, work
         three[1] = m[Q, PANELS] * WIDTH
         three[2] = three[1] + m[K, PANELS] * WIDTH
         while True:
-            i = take(state, part, pieces)
+            i = take_piece(state, part, pieces)
             if i >= pieces:
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                _normed_row(x[r], delta[r], layer > first, norms[2 * layer], eps, normed[r], quantise, codes_wide[r], records_wide[r])
-            done(state, part)
-        wait(state, part, pieces)
-        _multiply_part(state, part + 1, m[:3], three, tables, threads, n_rows, normed, codes_wide, records_wide, qkv)
+                _norm_and_quantise_row(
+                    x[r], delta[r], layer > first, norms[2 * layer], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r]
+                )
+            finish_piece(state, part)
+        wait_for_pieces(state, part, pieces)
+        _run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
         while True:
-            i = take(state, part + 2, pieces)
+            i = take_piece(state, part + 2, pieces)
             if i >= pieces:
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
@@ -494,47 +522,46 @@ def _work(thread, threads, state, first, last, embed, weights, pool, batch, work
                     for h in range(n_heads):
                         for d in range(head_dim):
                             q[r, h, d] *= scales[at]
-            done(state, part + 2)
-        wait(state, part + 2, pieces)
+            finish_piece(state, part + 2)
+        wait_for_pieces(state, part + 2, pieces)
         by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
         n_pieces = items.shape[0] * n_kv * by_rows * by_heads
         while True:
-            i = take(state, part + 3, n_pieces)
+            i = take_piece(state, part + 3, n_pieces)
             if i >= n_pieces:
                 break
             attend_piece(
                 i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0)
             )
-            done(state, part + 3)
-        wait(state, part + 3, n_pieces)
+            finish_piece(state, part + 3)
+        wait_for_pieces(state, part + 3, n_pieces)
         if quantise:
             while True:
-                i = take(state, part + 4, pieces)
+                i = take_piece(state, part + 4, pieces)
                 if i >= pieces:
                     break
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                    _quantised(quantise, mixed[r], codes_mixed[r], records_mixed[r])
-                done(state, part + 4)
-            wait(state, part + 4, pieces)
-        _multiply_part(state, part + 5, m[OUT : OUT + 1], one, tables, threads, n_rows, mixed, codes_mixed, records_mixed, delta)
+                    _quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
+                finish_piece(state, part + 4)
+            wait_for_pieces(state, part + 4, pieces)
+        _run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
         while True:
-            i = take(state, part + 6, pieces)
+            i = take_piece(state, part + 6, pieces)
             if i >= pieces:
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                _normed_row(x[r], delta[r], True, norms[2 * layer + 1], eps, normed[r], quantise, codes_wide[r], records_wide[r])
-            done(state, part + 6)
-        wait(state, part + 6, pieces)
-        _mlp_part(
-            state, part + 7, m[GATE], m[UP], tables, threads, n_rows, normed, codes_wide, records_wide, both, silu, middle, quantise,
-            middle_codes, middle_records,
-        )  # fmt: skip
-        _multiply_part(state, part + 8, m[DOWN : DOWN + 1], one, tables, threads, n_rows, middle, middle_codes, middle_records, delta)
+                _norm_and_quantise_row(
+                    x[r], delta[r], True, norms[2 * layer + 1], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r]
+                )
+            finish_piece(state, part + 6)
+        wait_for_pieces(state, part + 6, pieces)
+        _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
+        _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         part += 9
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
     weight = norms[norms.shape[0] - 1]
     while True:
-        i = take(state, part, n_wanted + n_kept)
+        i = take_piece(state, part, n_wanted + n_kept)
         if i >= n_wanted + n_kept:
             break
         row = np.empty(hidden, np.float32)
@@ -543,11 +570,11 @@ def _work(thread, threads, state, first, last, embed, weights, pool, batch, work
             row[j] = x[r, j] + delta[r, j]
         if i < n_wanted:
             norm_row(row, weight, eps, normed[i, :hidden])
-            _quantised(quantise, normed[i], codes_wide[i], records_wide[i])
+            _quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
         else:
             norm_row(row, weight, eps, states[r])
-        done(state, part)
-    wait(state, part, n_wanted + n_kept)
+        finish_piece(state, part)
+    wait_for_pieces(state, part, n_wanted + n_kept)
     if n_wanted:
         head = matrices[matrices.shape[0] - 1]
-        _head_part(state, part + 1, thread, head, tables, threads, n_wanted, normed, codes_wide, records_wide, logits, best)
+        _run_head_part(state, part + 1, thread, threads, head, tables, n_wanted, wide_rows, results)

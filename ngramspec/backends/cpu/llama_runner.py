@@ -1,7 +1,7 @@
-"""The runner of a model of the Llama kind whose recipe is known: its weights' source alone is read, and neither torch nor transformers.
+"""Run a Llama-style decoder whose weight map is known: only its weights' files are read, and neither torch nor transformers is imported.
 
-Also what every runner on the CPU has: the output in the host's memory, the pool, the precision. It computes batches and returns logits; it
-does not know what a request, a draft or a stop is.
+The module also holds what every CPU runner has: the output in the host's memory, the pool, the precision. It computes batches and returns
+logits; it does not know what a request, a draft or a stop is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue
 
 
 class HostOutput:
-    """Logits rows on the host, and what is known of them since they were computed."""
+    """Logits rows on the host, and what was computed along with them."""
 
     def __init__(self, computed: ForwardOutput, pool: KVPool, batch: Batch, ms: float) -> None:
         self._computed, self._pool, self._batch, self._ms = computed, pool, batch, ms
@@ -68,7 +68,7 @@ class HostOutput:
 
 
 class PackedPolicy:
-    """In which form the weights of one shape are multiplied."""
+    """In which forms the weights of one shape are multiplied."""
 
     bitwise = True
 
@@ -80,12 +80,12 @@ class PackedPolicy:
 
 
 def is_quantised(source: TensorSource) -> bool:
-    """Whether any matrix is in blocks of codes."""
+    """Return whether any matrix is in quant blocks."""
     return any(KINDS[stored.kind][0] > 1 for stored in source.values())
 
 
-def needed_bytes(source: TensorSource, plain: bool) -> int:
-    """Bytes of the weights once packed, tied ones counted once. `plain`: as float32."""
+def count_packed_bytes(source: TensorSource, plain: bool) -> int:
+    """Return the bytes of the weights once packed, tied ones counted once. `plain`: as float32."""
     total = 0
     # one parameter has as many objects as names where it is in memory, or quantised while it is read
     what = {id(getattr(stored, "tensor", getattr(stored, "stored", stored))): stored for stored in source.values()}
@@ -97,8 +97,8 @@ def needed_bytes(source: TensorSource, plain: bool) -> int:
     return total
 
 
-def settled(precision: str, kv_dtype: str, quantised: bool) -> tuple[str, str]:
-    """Precision and type of keys and values where "auto" was asked for. Raises UnsupportedModelError."""
+def resolve_precision(precision: str, kv_dtype: str, quantised: bool) -> tuple[str, str]:
+    """Resolve "auto" to a precision and a type of keys and values. Raises UnsupportedModelError."""
     if precision == "int8" and not quantised:
         raise UnsupportedModelError(
             "precision 'int8' is for weights in blocks of codes, which this model has not; accepted: 'float32', or quantize='q8_0'"
@@ -107,8 +107,8 @@ def settled(precision: str, kv_dtype: str, quantised: bool) -> tuple[str, str]:
     return precision, kv_dtype if kv_dtype != "auto" else "float16" if precision == "int8" else "float32"
 
 
-def new_pool(shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_seqs: int, max_len: int, max_blocks: int | None) -> KVPool:
-    """Raises OutOfMemoryError where not even one text has room."""
+def make_pool(shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_seqs: int, max_len: int, max_blocks: int | None) -> KVPool:
+    """Make the largest pool that `kv_bytes` allow and the sequences need. Raises OutOfMemoryError if not even one text fits."""
     dtype: type[np.generic] = np.uint16 if kv_dtype == "float16" else np.float32
     block_bytes = KVPool.block_bytes(shapes, dtype)
     n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
@@ -117,7 +117,7 @@ def new_pool(shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_se
     return KVPool(shapes, n_blocks, max_seqs, max_len, dtype)
 
 
-def policies_of(matrices: Iterable[Matrix]) -> dict[tuple[int, int], PackedPolicy]:
+def collect_policies(matrices: Iterable[Matrix]) -> dict[tuple[int, int], PackedPolicy]:
     policies: dict[tuple[int, int], PackedPolicy] = {}
     for m in matrices:
         fmt = m.weight.format
@@ -130,7 +130,7 @@ class LlamaRunner(Runner):
     pool: KVPool
     decoder: LlamaDecoder | None
     weight_map: WeightMap | None
-    """What the model is made of, where it is computed in one call."""
+    """What the model is made of, if it is computed in one call."""
     device, dtype = "cpu", "float32"
     _n_best = 1
     _native: NativeLlamaForward | None = None
@@ -150,38 +150,39 @@ class LlamaRunner(Runner):
         make_model: Callable[[], PreTrainedModel] | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """A model that an earlier start has compared with transformers, by this version on this machine. `kv_bytes`: memory for the pool.
-        `precision`: "int8" for activations of 8 bits where weights are in blocks, "float32", or "auto" for the first where there are such
-        weights. `kv_dtype`: "float32", "float16", or "auto" for float16 with int8. `code`: a folder that keeps compiled code.
-        `make_model`: transformers' model, without weights.
+        """Build a decoder that an earlier start compared with transformers, by this version on this machine.
 
-        Raises OutOfMemoryError, UnsupportedModelError, ModelNotFoundError where a file has changed.
+        `kv_bytes`: memory for the pool. `precision`: "int8" for 8-bit activations with weights in quant blocks, "float32", or "auto" for
+        the first if there are such weights. `kv_dtype`: "float32", "float16", or "auto" for float16 with int8. `code`: folder that caches
+        compiled code. `make_model`: returns transformers' model, without weights.
+
+        Raises OutOfMemoryError, UnsupportedModelError, ModelNotFoundError if a file has changed.
         """
         self.max_rows, self._keep_states, self._make_model = max_rows, False, make_model
-        self.precision, self.kv_dtype = settled(precision, kv_dtype, is_quantised(source))
-        self.weight_map, self.shapes = weight_map, weight_map.shapes()
+        self.precision, self.kv_dtype = resolve_precision(precision, kv_dtype, is_quantised(source))
+        self.weight_map, self.shapes = weight_map, weight_map.kv_shapes()
         progress("packing weights")
         try:
             self.decoder = weight_map.build(source, MatmulContext(self.precision == "int8", folder=code))
         except MemoryError as e:
             raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
         self.vocab_size = self.decoder.vocab_size
-        self.policies = policies_of(self.decoder.matrices)
-        self.pool = new_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
+        self.policies = collect_policies(self.decoder.matrices)
+        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
         self.prove()
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]
-        """transformers' own, without weights."""
+        """transformers' own model, without weights."""
         if self._make_model is None:
             raise UnsupportedModelError("this runner has no model of transformers")
         return self._make_model()
 
     def forward(self, batch: Batch) -> HostOutput:
-        return self._layers(batch, 0, len(self.shapes))
+        return self._run_layers(batch, 0, len(self.shapes))
 
-    def _layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
-        """A pass through some layers, between embedding and head."""
+    def _run_layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
+        """Run a pass through some layers, between embedding and head."""
         started = time.perf_counter()
         assert self.decoder is not None
         computed = self.decoder.run(
@@ -196,10 +197,10 @@ class LlamaRunner(Runner):
         for i, layer in enumerate(self.decoder.layers):
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in layer.matrices)
             kinds.setdefault((parts, layer.window, layer.head_norms is None), i)
-        return all(self.rows_are_independent(partial(self._states_of, i), 4) for i in kinds.values()) and self._head_is_independent()
+        return all(self.rows_are_independent(partial(self._compute_states, i), 4) for i in kinds.values()) and self._head_is_independent()
 
-    def _states_of(self, layer: int, spans: list[Span]) -> np.ndarray:
-        """[T, H] of a pass through one layer."""
+    def _compute_states(self, layer: int, spans: list[Span]) -> np.ndarray:
+        """Run a pass through one layer and return its hidden states [T, H]."""
         assert self.decoder is not None
         batch = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item)
         states = self.decoder.run(batch, self.pool, numba.get_num_threads(), first=layer, n_layers=1, states=True).states
@@ -213,7 +214,7 @@ class LlamaRunner(Runner):
             logits = []
             for n in (9, 4, 1):
                 batch = pack([Span(slot, tokens[:n], 0, logits=n)], self.pool, self.rows_per_item)
-                logits.append(self._layers(batch, 0, 1).logits(0, n).copy())
+                logits.append(self._run_layers(batch, 0, 1).logits(0, n).copy())
             return all(np.array_equal(logits[0][: len(some)], some) for some in logits)
         finally:
             self.pool.release(slot)
@@ -229,7 +230,7 @@ class LlamaRunner(Runner):
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
         if not 1 <= n_layers <= len(self.shapes):
             raise ValueError(f"draft layers must be 1 to {len(self.shapes)}, the model's own, got {n_layers}")
-        return lambda batch: self._layers(batch, 0, n_layers)
+        return lambda batch: self._run_layers(batch, 0, n_layers)
 
     def keep_states(self, wanted: bool) -> None:
         self._keep_states = wanted

@@ -15,30 +15,26 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numba import get_num_threads, prange
 
+from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.codegen.kernels import Kernels
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH, QuantFormat, WeightFormat
 from ngramspec.backends.cpu.packing import Arena, PackedWeight
-from ngramspec.backends.cpu.threads import call
 from ngramspec.datastore.code_cache import njit
 
 if TYPE_CHECKING:
     import torch
 
-MOST_ROWS = 64
-"""Up to so many rows the best way was looked for; of more, the best part comes first."""
+MOST_ROWS = 64  # Largest number of rows that `plan_rows` plans; of more rows, the kernel with the least time per row goes first.
 # A line of `MatmulContext.tables`: from STEPS on, how many rows to take next, by the number of rows that are left; from FUNCTIONS on, the
 # addresses of the kernels, by their number of rows.
 STEPS, FUNCTIONS = 0, MOST_ROWS + 1
 TABLE = FUNCTIONS + 17
+# Fields of a matrix as compiled code sees it; LINE_OF: its line of `MatmulContext.tables`.
 ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = range(9)
-"""Fields of a matrix as compiled code sees it; LINE_OF: its line of the tables."""
 MATRIX = 9
-CACHED = 1 << 18
-"""Bytes of panels that stay in the second cache while rows go by."""
-EACH = 0.25
-"""What a part of the rows costs besides, in measured times of one row."""
-SHARES = 4
-"""Pieces of a product for each thread, so that one that is held back leaves work to the others."""
+CACHED = 1 << 18  # Bytes of panels that stay in the second-level cache while rows are multiplied.
+EACH = 0.25  # Extra cost of each further kernel call for a number of rows, in measured times of one row.
+SHARES = 4  # Pieces of a product per thread, so that a thread that is held back leaves work to the others.
 
 
 class Matrix(NamedTuple):
@@ -52,7 +48,7 @@ class Matrix(NamedTuple):
 
 
 class MatmulContext:
-    """What all products of a model share: functions, how rows are put together of them, memory for weights."""
+    """What all products of a model share: kernels, the choice among them by number of rows, memory for weights."""
 
     def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None) -> None:
         self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
@@ -61,65 +57,68 @@ class MatmulContext:
         self._lines: dict[tuple[WeightFormat, bool, bool], int] = {}
 
     def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
-        """`bias` [N] float32."""
+        """Register a weight for multiplication; `bias` [N] float32."""
         whole = np.zeros(weight.n_panels * WIDTH, np.float32)
         if bias is not None:
             whole[: weight.n_out] = bias
         int8 = self.int8 and isinstance(weight.format, QuantFormat)
         fields = (
             weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
-            whole.ctypes.data, self._line(weight.format, int8), int8,
+            whole.ctypes.data, self._get_line(weight.format, int8), int8,
         )  # fmt: skip
         self._made.append(Matrix(weight, whole, np.array(fields, np.int64)))
         return self._made[-1]
 
     def switch(self, int8: bool, *, soon_over: bool = False) -> None:
-        """Compute with activations of 8 bits from now on, or without. What has copied the fields of matrices is to be made anew.
-        `soon_over`: for a few passes only, which may take longer, so that less is compiled."""
+        """Compute with 8-bit activations from now on, or without them. Copies of matrices' fields must be made again.
+
+        `soon_over`: for a few passes only, which may be slower, so that less is compiled.
+        """
         self.int8 = int8
         for m in self._made:
             one = int8 and isinstance(m.weight.format, QuantFormat)
-            m.fields[LINE_OF], m.fields[INT8] = self._line(m.weight.format, one, soon_over), one
+            m.fields[LINE_OF], m.fields[INT8] = self._get_line(m.weight.format, one, soon_over), one
 
-    def _line(self, fmt: WeightFormat, int8: bool, soon_over: bool = False) -> int:
+    def _get_line(self, fmt: WeightFormat, int8: bool, soon_over: bool = False) -> int:
         if (fmt, int8, soon_over) not in self._lines:
-            functions = self.kernels.of(fmt, int8, few=soon_over)
+            functions = self.kernels.get_row_functions(fmt, int8, few=soon_over)
             line = np.zeros((1, TABLE), np.int64)
             for rows, address in functions.items():
                 line[0, FUNCTIONS + rows] = address
-            line[0, : MOST_ROWS + 1] = put_together(measured(functions, fmt, int8))
+            line[0, : MOST_ROWS + 1] = plan_rows(measure_kernels(functions, fmt, int8))
             self.tables = np.concatenate([self.tables, line])
             self._lines[fmt, int8, soon_over] = len(self.tables) - 1
         return self._lines[fmt, int8, soon_over]
 
 
-def measured(functions: dict[int, int], fmt: WeightFormat, int8: bool, repeat: int = 7) -> dict[int, float]:
-    """Seconds that each function takes, by its number of rows, with weights that are in the cache."""
+def measure_kernels(functions: dict[int, int], fmt: WeightFormat, int8: bool, repeat: int = 7) -> dict[int, float]:
+    """Measure the seconds that each kernel takes, by its number of rows, with weights in the cache."""
     n_blocks, n_panels = 24, 8
-    size = QuantFormat.panel_bytes(fmt, n_blocks) if isinstance(fmt, QuantFormat) else n_blocks * DEPTH * WIDTH * fmt.itemsize
+    size = QuantFormat.count_panel_bytes(fmt, n_blocks) if isinstance(fmt, QuantFormat) else n_blocks * DEPTH * WIDTH * fmt.itemsize
     weights = Arena().take(size * n_panels)
     weight = PackedWeight(fmt, n_panels * WIDTH, n_blocks * DEPTH, weights.reshape(n_panels, size))
     most = max(functions)
     x, y = np.zeros((most, n_blocks * DEPTH), np.float32), np.zeros((most, n_panels * WIDTH), np.float32)
-    codes, records, bias = np.zeros(x.shape, np.int8), np.zeros((most, n_blocks, 4), np.float32), np.zeros(n_panels * WIDTH, np.float32)
+    codes, act_scales, bias = np.zeros(x.shape, np.int8), np.zeros((most, n_blocks, 4), np.float32), np.zeros(n_panels * WIDTH, np.float32)
     inputs = codes if int8 else x
+    arguments = (
+        weights.ctypes.data, n_panels, size, n_blocks, weight.super_at, weight.codes_at, inputs.ctypes.data, inputs.strides[0],
+        act_scales.ctypes.data, act_scales.strides[0], bias.ctypes.data, y.ctypes.data, y.strides[0],
+    )  # fmt: skip
     best = dict.fromkeys(functions, np.inf)
     for _ in range(repeat):
         for rows, address in functions.items():
             start = time.perf_counter()
-            _call_often(
-                address, 8, weights.ctypes.data, n_panels, size, n_blocks, weight.super_at, weight.codes_at, inputs.ctypes.data,
-                inputs.strides[0], records.ctypes.data, records.strides[0], bias.ctypes.data, y.ctypes.data, y.strides[0],
-            )  # fmt: skip
+            _call_often(address, 8, arguments)
             best[rows] = min(best[rows], time.perf_counter() - start)
     return best
 
 
-def put_together(seconds: dict[int, float]) -> np.ndarray:
-    """[MOST_ROWS + 1]: how many rows to take next where so many are left, so that all together take least. `seconds` by rows.
+def plan_rows(seconds: dict[int, float]) -> np.ndarray:
+    """Plan which kernels make up n rows: [MOST_ROWS + 1], how many rows to take next if n are left, so that the total time is least.
 
-    Most rows come first: while they are multiplied, the weights come from memory. A part costs more than what was measured with weights in
-    the cache, by a share of what one row takes.
+    The part with the most rows comes first: while it is multiplied, the weights come from memory. Each further part costs more than what
+    was measured with weights in the cache, by EACH times the time of one row.
     """
     least, first = np.zeros(MOST_ROWS + 1), np.zeros(MOST_ROWS + 1, np.int64)
     again = EACH * seconds[1]
@@ -132,14 +131,24 @@ def put_together(seconds: dict[int, float]) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def _call_often(address, times, a, b, c, d, e, f, g, h, i, j, k, l, m):  # noqa: E741
+def _call_often(address, times, arguments):
     for _ in range(times):
-        call(address, (a, b, c, d, e, f, g, h, i, j, k, l, m))
+        call_kernel(address, arguments)
 
 
 @njit(cache=True, nogil=True)
-def multiply(m, tables, first, end, n_rows, x, x_step, codes, codes_step, records, records_step, y, y_step):
-    """Panels first to end of a matrix m [MATRIX] for all rows: x, codes, records and y are addresses, `_step`s bytes between rows."""
+def locate_rows(x, codes, act_scales):
+    """Return addresses and bytes between rows of x, its codes and its activation scales, as `multiply` takes them."""
+    return x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0], act_scales.ctypes.data, act_scales.strides[0]
+
+
+@njit(cache=True, nogil=True)
+def multiply(m, tables, first, end, n_rows, inputs, y, y_step):
+    """Multiply all rows by panels first to end of a matrix m [MATRIX]; `inputs`: see `locate_rows`; y is an address.
+
+    `y_step`: bytes between two rows of y.
+    """
+    x, x_step, codes, codes_step, act_scales, act_scales_step = inputs
     line, weights = m[LINE_OF], m[ADDRESS] + first * m[PANEL_BYTES]
     bias, to = m[BIAS] + first * 4 * WIDTH, y + first * 4 * WIDTH
     if m[INT8]:
@@ -147,58 +156,58 @@ def multiply(m, tables, first, end, n_rows, x, x_step, codes, codes_step, record
     row = 0
     while row < n_rows:
         rows = tables[line, STEPS + min(n_rows - row, MOST_ROWS)]
-        call(
+        call_kernel(
             tables[line, FUNCTIONS + rows],
             (
                 weights, end - first, m[PANEL_BYTES], m[BLOCKS], m[SUPER_AT], m[CODES_AT], x + row * x_step, x_step,
-                records + row * records_step, records_step, bias, to + row * y_step, y_step,
+                act_scales + row * act_scales_step, act_scales_step, bias, to + row * y_step, y_step,
             ),
         )  # fmt: skip
         row += rows
 
 
 @njit(cache=True, nogil=True)
-def panels_a_piece(n_panels, bytes_of_one, n_threads):
-    """How many panels are a piece of work."""
+def count_panels_per_piece(n_panels, bytes_of_one, n_threads):
+    """Return how many panels make up one piece of work."""
     return max(1, min(n_panels // (SHARES * n_threads), CACHED // bytes_of_one))
 
 
 @njit(cache=True, nogil=True)
-def quantise_rows(function, x, codes, records, first, end):
-    """Rows first to end of x [T, K] to codes [T, K] and records [T, K / 32, 4]."""
+def quantise_rows(function, x, codes, act_scales, first, end):
+    """Quantise rows first to end of x [T, K] to codes [T, K] and activation scales [T, K / 32, 4]."""
     for r in range(first, end):
-        call(function, (x[r].ctypes.data, x.shape[1] // DEPTH, codes[r].ctypes.data, records[r].ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+        call_kernel(
+            function, (x[r].ctypes.data, x.shape[1] // DEPTH, codes[r].ctypes.data, act_scales[r].ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        )
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _product(matrices, columns, tables, quantise, x, codes, records, y, threads):
-    """y [T, sum of columns] of all matrices [M, MATRIX], the i-th from columns[i] on."""
+def _multiply_all(matrices, columns, tables, quantise, x, codes, act_scales, y, threads):
+    """Compute y [T, sum of columns] of all matrices [M, MATRIX], the i-th one's outputs from columns[i] on."""
     n_rows = x.shape[0]
     if codes.shape[0]:
         for t in prange(threads):
-            quantise_rows(quantise, x, codes, records, n_rows * t // threads, n_rows * (t + 1) // threads)
+            quantise_rows(quantise, x, codes, act_scales, n_rows * t // threads, n_rows * (t + 1) // threads)
+    inputs = locate_rows(x, codes, act_scales)
     for i in range(matrices.shape[0]):
         m = matrices[i]
-        step = panels_a_piece(m[PANELS], m[PANEL_BYTES], threads)
+        step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], threads)
         to = y.ctypes.data + 4 * columns[i]
         for j in prange((m[PANELS] + step - 1) // step):
             first = np.int64(j) * step
-            multiply(
-                m, tables, first, min(m[PANELS], first + step), n_rows, x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0],
-                records.ctypes.data, records.strides[0], to, y.strides[0],
-            )  # fmt: skip
+            multiply(m, tables, first, min(m[PANELS], first + step), n_rows, inputs, to, y.strides[0])
 
 
 class CpuProduct:
-    """x @ W.T + b for one weight, or for several that see the same x."""
+    """A product x @ W.T + b for one weight, or for several that see the same x."""
 
     def __init__(self, context: MatmulContext, matrices: Sequence[Matrix]) -> None:
         self.context, self.matrices = context, tuple(matrices)
         self.n_in, self.sizes = matrices[0].weight.n_in, [m.weight.n_out for m in matrices]
         self.columns = np.concatenate([[0], np.cumsum([m.weight.n_panels * WIDTH for m in matrices])]).astype(np.int64)
 
-    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
-        """[T, K] → [T, C], float32 in C order; the i-th weight's outputs begin at columns[i]."""
+    def multiply(self, x: np.ndarray, threads: int) -> np.ndarray:
+        """Multiply rows [T, K] to [T, C], float32 in C order; the i-th weight's outputs begin at columns[i]."""
         assert x.shape[1] == self.n_in, (x.shape, self.n_in)  # what follows reads addresses
         assert x.dtype == np.float32, x.dtype
         assert x.flags.c_contiguous, x.strides
@@ -209,37 +218,39 @@ class CpuProduct:
         if n_rows:
             fields = np.stack([m.fields for m in self.matrices])
             n_codes = n_rows if fields[:, INT8].any() else 0
-            codes, records = np.empty((n_codes, n_in), np.int8), np.empty((n_codes, n_in // DEPTH, 4), np.float32)
-            function = self.context.kernels.quantise() if n_codes else 0
-            _product(fields, self.columns, self.context.tables, function, x, codes, records, y, threads)
+            codes, act_scales = np.empty((n_codes, n_in), np.int8), np.empty((n_codes, n_in // DEPTH, 4), np.float32)
+            function = self.context.kernels.get_quantise() if n_codes else 0
+            _multiply_all(fields, self.columns, self.context.tables, function, x, codes, act_scales, y, threads)
         return y
 
-    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """[.., K] → each weight's [.., N]."""
+    def multiply_split(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Multiply [.., K] to each weight's [.., N]."""
         import torch
 
-        y = torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads()))
+        y = torch.from_numpy(self.multiply(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads()))
         return [y[:, at : at + n].reshape(*x.shape[:-1], n) for at, n in zip(self.columns.tolist(), self.sizes, strict=False)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[.., K] → [.., N] for a single weight."""
-        return self.parts(x)[0]
+        """Multiply [.., K] to [.., N] for a single weight."""
+        return self.multiply_split(x)[0]
 
 
 @njit(cache=True, nogil=True)
-def _unpack(function, data, n_blocks, super_at, codes_at, rows, result):
+def _unpack_rows(function, data, n_blocks, super_at, codes_at, rows, result):
     panel, last = np.empty((n_blocks * DEPTH, WIDTH), np.float32), -1
     for i in range(rows.shape[0]):
         p, lane = rows[i] // WIDTH, rows[i] % WIDTH
         if p != last:
-            call(function, (data[p].ctypes.data, n_blocks, super_at, codes_at, panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
+            call_kernel(function, (data[p].ctypes.data, n_blocks, super_at, codes_at, panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
             last = p
         for k in range(result.shape[1]):
             result[i, k] = panel[k, lane]
 
 
-def rows_of(kernels: Kernels, weight: PackedWeight, ids: np.ndarray) -> np.ndarray:
-    """Rows ids [n] of a weight, float32 [n, K]."""
+def unpack_rows(kernels: Kernels, weight: PackedWeight, ids: np.ndarray) -> np.ndarray:
+    """Return rows ids [n] of a weight, dequantised to float32 [n, K]."""
     result = np.empty((len(ids), weight.n_in), np.float32)
-    _unpack(kernels.unpack(weight.format), weight.data, weight.n_blocks, weight.super_at, weight.codes_at, ids.astype(np.int64), result)
+    _unpack_rows(
+        kernels.get_unpack(weight.format), weight.data, weight.n_blocks, weight.super_at, weight.codes_at, ids.astype(np.int64), result
+    )
     return result

@@ -1,7 +1,7 @@
-"""A model's modules over packed weights: its linear layers and embedding are replaced, the rest gets its parameters as float32.
+"""Put a model's modules over packed weights: its linear layers and embedding are replaced, other parameters are loaded as float32.
 
-A model of transformers, whose parameters may be on the "meta" device, and the source of its weights enter; the same model, ready to
-compute, leaves. A matrix is packed as it is read, and never lies in memory as numbers. Knows modules, nothing of batches.
+A model of transformers, whose parameters may be on the "meta" device, and the source of its weights go in; the same model, ready to
+compute, comes out. A matrix is packed while it is read and never lies in memory dequantised. Knows modules, nothing of batches.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from ngramspec.backends.cpu.packing import pack
 from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
+# Linear layers that see the same input and are multiplied as one.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers that see the same input and become one."""
-TELL_S = 0.3
-"""Seconds between two words on how far packing is."""
+TELL_S = 0.3  # Seconds between two progress messages.
 
 
 class ModulePatcher:
-    """Packs a model's matrices, each of them once."""
+    """Packs a model's matrices, each of them once, and replaces the modules that use them."""
 
     def __init__(
         self, model: PreTrainedModel, source: TensorSource, context: MatmulContext, plain: bool, progress: Callable[[str], None]
     ) -> None:
-        """`plain`: every matrix as the float32 numbers that it stands for."""
+        """Prepare to patch a model. `plain`: pack every matrix as the float32 numbers that it stands for."""
         self.model, self.source, self.context, self._plain, self._progress = model, source, context, plain, progress
         self._made: dict[int, Matrix] = {}  # by the parameter, which may be tied
         self.matrices: dict[str, Matrix] = {}
-        """By the path of the layer."""
+        """Packed matrices by the path of their layer."""
         self._done, self._told_s = 0, -math.inf
 
     def bind(self) -> None:
-        """Raises UnsupportedModelError, ModelNotFoundError, MemoryError."""
+        """Replace the modules. Raises UnsupportedModelError, ModelNotFoundError, MemoryError."""
         embedding = self.model.get_input_embeddings()
         for path, parent in list(self.model.named_modules()):
             children = dict(parent.named_children())
@@ -50,45 +49,45 @@ class ModulePatcher:
             for group in GROUPS:
                 layers = [children.get(name) for name in group]
                 if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:  # type: ignore[union-attr]
-                    matrices = [self._matrix(at + name, children[name]) for name in group]
+                    matrices = [self._get_matrix(at + name, children[name]) for name in group]
                     shared = SharedProduct(CpuProduct(self.context, matrices))
                     for i, name in enumerate(group):
                         setattr(parent, name, SharedLinear(shared, i))
             for name, child in parent.named_children():
                 if type(child) in (nn.Linear, Conv1D):
-                    setattr(parent, name, CpuPackedLinear(CpuProduct(self.context, [self._matrix(at + name, child)])))
+                    setattr(parent, name, CpuPackedLinear(CpuProduct(self.context, [self._get_matrix(at + name, child)])))
                 elif child is embedding and isinstance(child, nn.Embedding):
                     scale = getattr(child, "embed_scale", None)
-                    setattr(parent, name, CpuPackedEmbedding(self.context.kernels, self._matrix(at + name, child), scale))
+                    setattr(parent, name, CpuPackedEmbedding(self.context.kernels, self._get_matrix(at + name, child), scale))
         for path, module in self.model.named_modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):
                     values = self.source[f"{path}.{name}" if path else name].float32()
                     module._parameters[name] = nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)
 
-    def _matrix(self, path: str, module: nn.Module) -> Matrix:
+    def _get_matrix(self, path: str, module: nn.Module) -> Matrix:
         parameter = module.weight
         if id(parameter) not in self._made:
             stored = self.source[f"{path}.weight"]
             bias = self.source[f"{path}.bias"].float32() if getattr(module, "bias", None) is not None else None
-            self._made[id(parameter)] = self._packed(stored, bias, transposed=type(module) is Conv1D)
+            self._made[id(parameter)] = self._pack_matrix(stored, bias, transposed=type(module) is Conv1D)
         self.matrices[path] = self._made[id(parameter)]
         return self.matrices[path]
 
-    def _packed(self, stored: StoredTensor, bias: np.ndarray | None, transposed: bool) -> Matrix:
-        self._say(stored)
+    def _pack_matrix(self, stored: StoredTensor, bias: np.ndarray | None, transposed: bool) -> Matrix:
+        self._report_progress(stored)
         if transposed:
             whole = np.ascontiguousarray(stored.float32().T)
             weight = pack("F32", whole.shape, lambda a, b: whole[a:b].view(np.uint8), self.context.arena)
         elif self._plain:
             weight = pack("F32", stored.shape, lambda a, b: np.ascontiguousarray(stored.values(a, b)).view(np.uint8), self.context.arena)
         elif stored.kind == "F32" and isinstance(stored, MemoryTensor) and _is_bfloat16(stored):
-            weight = pack("BF16", stored.shape, lambda a, b: _upper(stored.rows(a, b)), self.context.arena)
+            weight = pack("BF16", stored.shape, lambda a, b: _take_upper_halves(stored.rows(a, b)), self.context.arena)
         else:
             weight = pack(stored.kind, stored.shape, stored.rows, self.context.arena)
         return self.context.matrix(weight, bias)
 
-    def _say(self, stored: StoredTensor) -> None:
+    def _report_progress(self, stored: StoredTensor) -> None:
         self._done += stored.n_rows * stored.row_bytes
         if time.monotonic() - self._told_s > TELL_S:
             self._told_s = time.monotonic()
@@ -96,11 +95,11 @@ class ModulePatcher:
 
 
 def _is_bfloat16(stored: StoredTensor) -> bool:
-    """Whether float32 numbers have nothing in their lower halves."""
+    """Return whether float32 numbers have only zeros in their lower halves."""
     return not any(
         (stored.rows(first, min(first + 4096, stored.n_rows)).view(np.uint32) & 0xFFFF).any() for first in range(0, stored.n_rows, 4096)
     )
 
 
-def _upper(rows: np.ndarray) -> np.ndarray:
+def _take_upper_halves(rows: np.ndarray) -> np.ndarray:
     return (rows.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

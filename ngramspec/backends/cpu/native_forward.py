@@ -11,14 +11,14 @@ from ngramspec.backends.cpu.llama_forward import CompiledModel, LlamaDecoder, co
 class NativeLlamaForward:
     def __init__(self, decoder: LlamaDecoder, pool: KVPool, rows_per_item: int) -> None:
         self.decoder, self._pool, self.rows_per_item = decoder, pool, rows_per_item
-        self.inputs, self.logits = decoder.empty_pass(), decoder.room_for_logits(0)
+        self.inputs, self.logits = decoder.make_empty_pass(), decoder.allocate_logits(0)
         self.n_threads = self.n_best = 1
         self._model: CompiledModel | None = None
 
     def reserve(self, n_rows: int, n_positions: int) -> None:
-        self._model = self.decoder.model(self._pool, n_rows, n_positions)
+        self._model = self.decoder.get_compiled_model(self._pool, n_rows, n_positions)
         if len(self.logits) < n_rows:
-            self.logits = self.decoder.room_for_logits(n_rows)
+            self.logits = self.decoder.allocate_logits(n_rows)
 
     def run(self) -> None:
         compute(self.n_threads, self._model, self.inputs)

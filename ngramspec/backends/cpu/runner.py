@@ -1,7 +1,8 @@
-"""The runner on the CPU: a model whose weights stay in the blocks they came in, computed a pass in one call where it is of the Llama kind
-(`stack`), else by transformers' modules over packed weights (`binding`) and paged attention.
+"""Run a model on the CPU with weights in packed panels: Llama-style decoders in one compiled call per pass (`llama_forward`), others
+through transformers' modules over packed weights (`module_patch`) and paged attention.
 
-It binds an opened model, computes batches on the host's cores and returns logits. It does not know what a request, a draft or a stop is.
+The runner binds an opened model, computes batches on the host's cores and returns logits. It does not know what a request, a draft or a
+stop is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ngramspec.backends.base import check_supported, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
-from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, is_quantised, new_pool, policies_of, settled
+from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
 from ngramspec.backends.cpu.matmul import MatmulContext
 from ngramspec.backends.cpu.module_patch import ModulePatcher
 from ngramspec.backends.cpu.weight_map import LayerWeightMap, QueryScale, WeightMap
@@ -36,11 +37,11 @@ from ngramspec.models.reference import (
     CheckText,
     Reference,
     Trace,
-    behind_mates,
-    difference,
     kinds_of_layers,
     layers_of,
-    rows_of,
+    measure_difference,
+    prepend_mates,
+    select_rows,
     set_attention,
     texts_to_compare,
     trace,
@@ -49,13 +50,11 @@ from ngramspec.models.tensor_source import TensorSource
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.topk import rank_rows
 
+# Largest difference from transformers, relative to the size of its output, that counts as rounding. HALVES: with 16-bit keys and values,
+# some of which are rounded to another neighbour than transformers' own.
 TOLERANCE, HALVES = 2e-3, 5e-3
-"""Largest difference from what transformers computes, over its size, that counts as rounding; and with keys and values of 16 bits, of which
-some are rounded to another neighbour than transformers' own."""
-MATES = 3
-"""Rows of another sequence before those that are compared, so that a row's place in the pass is not its position."""
-ROUNDING = 1e-3
-"""Largest difference of the cosine or sine of an angle: one of many turns is rounded when it is multiplied."""
+MATES = 3  # Rows of another sequence placed before the compared ones, so that a row's place in the pass differs from its position.
+ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
 
 
 class CpuRunner(LlamaRunner):
@@ -75,10 +74,12 @@ class CpuRunner(LlamaRunner):
         code: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`source`: of the weights of a model on the "meta" device; None: it has them. `plain`: weights as float32. The pool has no more
-        than `max_blocks`. The rest is as for `LlamaRunner`.
+        """Bind a model and compare it with transformers.
 
-        Raises UnsupportedModelError, OutOfMemoryError, ModelNotFoundError where a file has changed.
+        `source`: weights of a model on the "meta" device; None: the model has them. `plain`: weights as float32. `max_blocks`: upper bound
+        of the pool. The other arguments are those of `LlamaRunner`.
+
+        Raises UnsupportedModelError, OutOfMemoryError, ModelNotFoundError if a file has changed.
         """
         self._bound = model.eval()
         self.max_rows = max_rows
@@ -91,13 +92,13 @@ class CpuRunner(LlamaRunner):
         if in_memory and {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
-        self.precision, self.kv_dtype = settled(precision, kv_dtype, is_quantised(source) and not plain)
+        self.precision, self.kv_dtype = resolve_precision(precision, kv_dtype, is_quantised(source) and not plain)
         in_memory = in_memory and not is_quantised(source)  # else its weights are not those that will be multiplied
         self._context = MatmulContext(self.precision == "int8", folder=code)
         self.decoder, self.weight_map = None, None
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         kinds, texts = kinds_of_layers(model), texts_to_compare(model, max_len)
-        expected = [self._expected(text, kinds) for text in texts] if in_memory else []
+        expected = [self._trace_reference(text, kinds) for text in texts] if in_memory else []
         binder = ModulePatcher(model, source, self._context, plain, progress)
         with torch.inference_mode():
             try:
@@ -107,23 +108,23 @@ class CpuRunner(LlamaRunner):
             # With activations of 8 bits, rounding would hide what is wrong, or look like it.
             self._context.switch(False, soon_over=self.precision == "int8")
             if not in_memory:
-                expected = [self._expected(texts[0], kinds)]
+                expected = [self._trace_reference(texts[0], kinds)]
             fused_ops.replace_small_operations(model)
             set_attention(model, model_attention.NAME)
             self.shapes = kv_shapes(model, torch.device("cpu"))
-        self.policies = policies_of(binder.matrices.values())
-        self.pool = new_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks)
+        self.policies = collect_policies(binder.matrices.values())
+        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks)
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():
             self.weight_map = self._read_weight_map(source)
-            self._build(source, binder)
+            self._build_decoder(source, binder)
             if not in_memory:
                 small = Reference(model, source, self.kv_dtype)
                 for layer in kinds:
                     expected += zip(texts, small.trace(layer, texts, gives_tuple=expected[0][1].gives_tuple), strict=True)
             self._check(expected)
             self._context.switch(self.precision == "int8")
-            self._build(source, binder)
+            self._build_decoder(source, binder)
         self.prove()
 
     @property
@@ -132,15 +133,15 @@ class CpuRunner(LlamaRunner):
 
     # ------------------------------------------------------------------ binding
 
-    def _expected(self, text: CheckText, kinds: list[int]) -> tuple[CheckText, Trace]:
-        """What transformers' modules compute of a text: in all layers near position 0, elsewhere in one of each kind."""
+    def _trace_reference(self, text: CheckText, kinds: list[int]) -> tuple[CheckText, Trace]:
+        """Trace what transformers' modules compute of a text: all layers near position 0, elsewhere one of each kind."""
         whole = text.start == 0 and len(text.ids) <= TEXT
         set_attention(self.model, ATTENTION[self.kv_dtype])
         layers = range(len(layers_of(self.model))) if whole else kinds
         return text, trace(self.model, torch.from_numpy(text.ids).long(), text.positions, layers)
 
     def _read_weight_map(self, source: TensorSource) -> WeightMap | None:
-        """The model as one, where its modules are of the Llama kind; `_check` decides whether that computes the same."""
+        """Read the model's weight map if its modules are those of a Llama-style decoder; `_check` compares the results."""
         base: Any = self.model.base_model
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         rotary, norm = getattr(base, "rotary_emb", None), getattr(base, "norm", None)
@@ -155,7 +156,7 @@ class CpuRunner(LlamaRunner):
         def names(path: str) -> tuple[str, str | None]:
             return f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None
 
-        found = [_layer(layer, paths[layer], names) for layer in layers]
+        found = [_map_layer(layer, paths[layer], names) for layer in layers]
         norms = [m for m in self.model.modules() if isinstance(m, fused_ops.RMSNorm)]
         frequencies, angle_scale = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", 1.0)
         n_kv, head_dim = self.shapes[0]
@@ -169,7 +170,7 @@ class CpuRunner(LlamaRunner):
             head=names(paths[embedding if tied else head]),
             norm=names(paths[norm])[0], norm_offset=norm.offset, eps=float(norm.eps), scale=scales.pop(),
             n_heads=layers[0].self_attn.q_proj.out_features // head_dim, n_kv=n_kv, head_dim=head_dim,
-            frequencies=frequencies.float().tolist(), angle_scale=float(angle_scale), query_scale=_query_scale(self.model),
+            frequencies=frequencies.float().tolist(), angle_scale=float(angle_scale), query_scale=_read_query_scale(self.model),
         )  # fmt: skip
         for first in (0, 1000):
             theirs = rotary(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None])
@@ -178,16 +179,16 @@ class CpuRunner(LlamaRunner):
                 return None
         return weight_map
 
-    def _build(self, source: TensorSource, binder: ModulePatcher) -> None:
+    def _build_decoder(self, source: TensorSource, binder: ModulePatcher) -> None:
         if self.weight_map is not None:
             self.decoder = self.weight_map.build(source, self._context, lambda weight, _: binder.matrices[weight.removesuffix(".weight")])
 
     # ------------------------------------------------------------------ checks
 
     def _check(self, expected: list[tuple[CheckText, Trace]]) -> None:
-        """Compare with what transformers computed of these texts. A stack that computes something else gives way to modules.
+        """Compare with what transformers computed of these texts; a decoder that computes something else gives way to modules.
 
-        Raises UnsupportedModelError where these do as well.
+        Raises UnsupportedModelError if these differ as well.
         """
         tolerance = HALVES if self.kv_dtype == "float16" else TOLERANCE
         if self.decoder is not None:
@@ -206,7 +207,7 @@ class CpuRunner(LlamaRunner):
         return self.rows_are_independent(self._logits_of, 20)
 
     def _decoder_error(self, decoder: LlamaDecoder, text: CheckText, wanted: Trace) -> float:
-        """By how much each layer of the stack differs, given what that layer of transformers was given."""
+        """Return the difference of the decoder's layers, each given the input that transformers' layer was given."""
         slot, n = self.slot_for_tests(len(text.ids)), len(text.ids)
         got = Trace(wanted.layers)
         try:
@@ -221,10 +222,10 @@ class CpuRunner(LlamaRunner):
             decoder.begin_at(0)
             self.pool.release(slot)
         whole = {name: output for name, output in wanted.outputs.items() if "." not in name}
-        return difference(Trace(wanted.layers, wanted.inputs, whole, wanted.logits), got)
+        return measure_difference(Trace(wanted.layers, wanted.inputs, whole, wanted.logits), got)
 
     def _modules_error(self, text: CheckText, wanted: Trace) -> float:
-        """By how much the layers and their parts differ, given what those of transformers were given."""
+        """Return the difference of the modules' layers and their parts, each given the input that transformers' was given."""
         n, mates = len(text.ids), min(MATES, len(text.ids)) if (self.pool.n_blocks_of == 0).sum() > 1 else 0
         slots, spans = list[int](), list[Span]()
         try:
@@ -235,22 +236,22 @@ class CpuRunner(LlamaRunner):
             batch = pack(spans, self.pool, self.rows_per_item)
             got = trace(
                 self.model, torch.from_numpy(batch.input_ids).long(), torch.from_numpy(batch.positions.astype(np.int64)) + text.start,
-                wanted.layers, replayed=behind_mates(wanted, mates), gives_tuple=wanted.gives_tuple,
+                wanted.layers, replayed=prepend_mates(wanted, mates), gives_tuple=wanted.gives_tuple,
                 ngramspec=attention.CpuAttentionPass(self.pool, batch),
             )  # fmt: skip
         finally:
             for slot in slots:
                 self.pool.release(slot)
-        got = rows_of(got, slice(mates, mates + n))
+        got = select_rows(got, slice(mates, mates + n))
         got.logits = got.logits[:, : wanted.logits.shape[1]]
-        return difference(wanted, got)
+        return measure_difference(wanted, got)
 
     # ------------------------------------------------------------------ passes
 
     @torch.inference_mode()
-    def _layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
+    def _run_layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
         if self.decoder is not None:
-            return super()._layers(batch, first, n_layers)
+            return super()._run_layers(batch, first, n_layers)
         started = time.perf_counter()
         base: Any = self.model.base_model
         whole: Any = getattr(base, "layers", None)
@@ -290,8 +291,8 @@ class CpuRunner(LlamaRunner):
         self._states, self._hook = None, self.model.base_model.register_forward_hook(remember) if wanted else None
 
 
-def _layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> LayerWeightMap | None:
-    """The parts of a layer of the Llama kind at a path; None for another."""
+def _map_layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> LayerWeightMap | None:
+    """Map the parts of a Llama-style layer at a path; None for another kind of layer."""
     children = dict(layer.named_children())
     attn: Any = children.get("self_attn")
     mlp = children.get("mlp")
@@ -322,7 +323,7 @@ def _layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | 
     )
 
 
-def _query_scale(model: PreTrainedModel) -> QueryScale | None:
+def _read_query_scale(model: PreTrainedModel) -> QueryScale | None:
     rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     growth, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return QueryScale(float(growth), int(length)) if growth and length else None

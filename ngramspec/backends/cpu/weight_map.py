@@ -21,7 +21,7 @@ from ngramspec.models.tensor_source import TensorSource
 @dataclass(frozen=True, slots=True)
 class LayerWeightMap:
     matrices: list[tuple[str, str | None]]
-    """Parameters of weight and bias, in the order of `LayerWeights.matrices`."""
+    """Names of weight and bias, in the order of `LayerWeights.matrices`."""
     norms: list[str]
     head_norms: list[str] | None
     window: int
@@ -31,7 +31,7 @@ class LayerWeightMap:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Queries at position p are multiplied by 1 + growth · log(1 + floor(p / length)), as Llama 4 and Ministral 3 have it."""
+    """Scaling of queries at position p by 1 + growth · log(1 + floor(p / length)), as in Llama 4 and Ministral 3."""
 
     growth: float
     length: int
@@ -44,16 +44,16 @@ class WeightMap:
     head: tuple[str, str | None]
     norm: str
     norm_offset: float
-    """What is added to the weights of norms."""
+    """Added to the weights of norms."""
     eps: float
     scale: float
     n_heads: int
     n_kv: int
     head_dim: int
     frequencies: list[float]
-    """[D / 2] float32: of the rotary embedding's angles."""
+    """[D / 2] float32: frequencies of the rotary embedding's angles."""
     angle_scale: float
-    """By which cos and sin are multiplied."""
+    """Factor of cos and sin."""
     query_scale: QueryScale | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class WeightMap:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> WeightMap:
-        """Raises TypeError, KeyError or ValueError for what is none."""
+        """Read a weight map back. Raises TypeError, KeyError or ValueError for a document that is none."""
         layers = [LayerWeightMap(**{**layer, "matrices": [(w, b) for w, b in layer["matrices"]]}) for layer in found["layers"]]
         weight, bias = found["head"]
         query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
@@ -93,18 +93,18 @@ class WeightMap:
         if not all(pairs) or 2 * len(self.frequencies) != self.head_dim or self.n_heads % self.n_kv or vocab < 1:
             raise ValueError("numbers of norms, frequencies or heads do not fit each other")
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """Per layer (n_kv_heads, head_dim)."""
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """Return (n_kv_heads, head_dim) per layer."""
         return [(self.n_kv, self.head_dim)] * len(self.layers)
 
     def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin [n, D] float32 of n positions from the first on."""
+        """Return cos and sin [n, D] float32 of n positions from `first` on."""
         turns = np.arange(first, first + n, dtype=np.float32)[:, None] * np.array(self.frequencies, np.float32)
         both = np.concatenate([turns, turns], axis=1)
         return np.cos(both) * np.float32(self.angle_scale), np.sin(both) * np.float32(self.angle_scale)
 
     def query_scales(self, first: int, n: int) -> np.ndarray:
-        """[n] float32, of n positions from the first on; [0] where queries are not scaled."""
+        """Return factors [n] float32 of the queries at n positions from `first` on; [0] if queries are not scaled."""
         if self.query_scale is None:
             return np.empty(0, np.float32)
         times = np.floor(np.arange(first, first + n, dtype=np.float32) / np.float32(self.query_scale.length))

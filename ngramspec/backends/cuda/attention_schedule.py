@@ -1,8 +1,8 @@
-"""Which program of attention takes which keys: shares of a pass's items, made on the host from the rows' positions.
+"""Decide which program of the attention kernel takes which keys: the attention schedule, made on the host from the rows' positions.
 
-Positions and groups of rows go in; a list comes out whose longest share is no longer than twice what a program would take if all took
-as much, or one split. Where splits begin depends on a key's position alone, and what is merged with what on the splits alone
-(`ngramspec.backends.cuda.paged_attention`), so that no bit depends on the list. Nothing here knows kernels, heads or models.
+Positions and groups of rows go in; a list of shares comes out. Its longest share is no longer than one split, or twice an even share of the
+work. Where splits begin depends on a key's position alone, and which states are merged depends on the splits alone
+(`ngramspec.backends.cuda.paged_attention`), so no bit depends on the list. Nothing here knows kernels, heads or models.
 """
 
 from __future__ import annotations
@@ -13,38 +13,43 @@ import numpy as np
 
 from ngramspec.datastore.code_cache import njit
 
+# int32 numbers of a share: first row, last row + 1, row of the block tables, first split, last split + 1, place of the states kept for
+# merging (those of the item's first split; all of them if one program takes the whole item), whether one program does, zero. A share
+# without rows is empty.
 WORDS = 8
-"""int32 numbers of a share: first and last + 1 row, row of the block tables, first and last + 1 split, place of what is kept for merging
-(of the item's first split; of everything where one program takes all), whether it does, zero. No rows: no share."""
 
-MERGED = 8
-"""Splits whose states are merged by one program, before what comes of them is merged. Changes bits."""
+MERGED = 8  # Splits that one program merges to a group, before groups are merged. Changes bits.
 
 
 @njit(cache=True, nogil=True)
 def split_first(s):
-    """First position of split s: splits of 128 keys up to position 1,024, of 256 up to 4,096, then of 1,024. A short text occupies the
-    device, a long one is not all merging. Changes bits."""
+    """Return the first position of split s.
+
+    Splits have 128 keys up to position 1,024, 256 up to 4,096, then 1,024: short texts occupy the whole device and long ones do not spend
+    their time on merging. Changes bits.
+    """
     return 128 * min(s, 8) + 256 * min(max(s - 8, 0), 12) + 1024 * max(s - 20, 0)
 
 
 @njit(cache=True, nogil=True)
 def n_splits(n_keys):
-    """Splits of a text of so many keys, at least one."""
+    """Return the number of splits of a text of `n_keys` keys, at least one."""
     last = n_keys - 1
     return 1 + min(last // 128, 8) + min(max(last - 1024, 0) // 256, 12) + max(last - 4096, 0) // 1024
 
 
 @njit(cache=True, nogil=True)
 def n_kept(n_keys):
-    """States of splits that are kept for a text of so many keys: whole groups of them."""
+    """Return how many states of splits are kept for a text of `n_keys` keys: whole groups of MERGED."""
     return (n_splits(n_keys) + MERGED - 1) // MERGED * MERGED
 
 
 @njit(cache=True, nogil=True)
 def _end(first, n_keys, most, even):
-    """The split before which a share ends that begins with split `first`: of at most so many keys, or one split. A text of a quarter more
-    is not cut, unless that is more than twice an even share."""
+    """Return the end of the share that begins with split `first`: at most `most` keys, or one split.
+
+    A text longer than `most` by up to a quarter is not cut unless it exceeds twice an even share.
+    """
     if first == 0 and n_keys <= min(most + most // 4, 2 * even):
         return n_splits(n_keys)
     end, last, begin = first + 1, n_splits(n_keys), split_first(first)
@@ -55,7 +60,7 @@ def _end(first, n_keys, most, even):
 
 @njit(cache=True, nogil=True)
 def _count(n_keys, most, even):
-    """Shares of a text of so many keys."""
+    """Return the number of shares of a text of `n_keys` keys."""
     n, split, last = 0, 0, n_splits(n_keys)
     while split < last:
         split = _end(split, n_keys, most, even)
@@ -64,12 +69,12 @@ def _count(n_keys, most, even):
 
 
 @njit(cache=True, nogil=True)
-def share_out(positions, items, owners, n_programs, n_places, shares):
-    """Shares of items [I, 2] (first and last + 1 row; equal: none) and their owners [I], for rows at positions [R], into `shares`
-    [P, WORDS] int32, the longest first and zeros behind them; how many.
+def fill_schedule(positions, items, owners, n_programs, n_places, shares):
+    """Write the shares of items [I, 2] (first row, last row + 1; equal: empty) into `shares` [P, WORDS] int32 and return their number.
 
-    `n_programs` run side by side for a head of keys; P >= I + n_programs always suffices. Each item has one of the `n_places`; one for
-    which fewer than `n_kept` of the others are left is taken by one program.
+    `owners` [I] is the row of the block tables of each item, `positions` [R] the rows' positions. The longest share comes first; zeros
+    follow the last. `n_programs` run at a time per key head; P >= I + n_programs always suffices. Each item takes one of the `n_places`; if
+    fewer than `n_kept` of the rest are left for an item, one program takes the whole item.
     """
     keys = np.zeros(items.shape[0], np.int64)
     for i in range(items.shape[0]):
@@ -108,26 +113,28 @@ def share_out(positions, items, owners, n_programs, n_places, shares):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """What a device has for shares."""
+class AttentionSchedule:
+    """Limits of the attention schedule on one device."""
 
     n_programs: int
-    """That run side by side for a head of keys."""
+    """Programs that run at a time for one key head."""
     n_places: int
     """States of splits that can be kept for merging."""
 
     @classmethod
-    def of(cls, n_programs: int, n_items: int, max_keys: int, most_places: int) -> Sharing:
-        """For up to `n_items` of texts of up to `max_keys`. Fewer than `n_programs` of them have more keys than a program takes if all take
-        as much."""
+    def of(cls, n_programs: int, n_items: int, max_keys: int, most_places: int) -> AttentionSchedule:
+        """Build the limits for up to `n_items` items of texts of up to `max_keys` keys.
+
+        Fewer than `n_programs` of these can have more keys than an even share.
+        """
         return cls(n_programs, n_items + min((n_programs - 1) * n_kept(max_keys), most_places))
 
     def room(self, n_items: int, max_keys: int) -> int:
-        """Shares of so many items at most."""
+        """Return the largest number of shares that `n_items` items can have."""
         return int(min(n_items + self.n_programs, n_items * n_splits(max_keys)))
 
     def fill(self, positions: np.ndarray, items: np.ndarray, owners: np.ndarray, shares: np.ndarray) -> None:
-        """`share_out`. Raises ValueError for more items than there are places."""
+        """Fill `shares` (`fill_schedule`). Raises ValueError for more items than places."""
         if len(items) > self.n_places:
             raise ValueError(f"{len(items)} items, where at most {self.n_places} can have what they keep")
-        share_out(positions, items, owners, self.n_programs, self.n_places, shares)
+        fill_schedule(positions, items, owners, self.n_programs, self.n_places, shares)

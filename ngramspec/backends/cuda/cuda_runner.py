@@ -1,8 +1,8 @@
-"""The runner on a CUDA device: a pass is one graph, and its results are the sampled tokens.
+"""Run batches on a CUDA device: a pass is one graph, and its results are the sampled tokens.
 
-Small passes (decoding, with or without drafts) are captured per bucket of rows and groups, from the embedding to the sampled tokens and
-the move of the accepted path's KV; large ones (prompts) are launched kernel by kernel, with the same kernels and the same bits. `forward`
-returns after the launch: reading the output waits. What a request or a drafter is, it does not know.
+Small passes (decoding, with or without drafts) are captured per bucket of rows and groups, from the embedding to the sampled tokens and the
+move of the accepted path's KV. Large ones (prompts) are launched kernel by kernel, with the same kernels and the same bits. `forward`
+returns after the launch: reading the output waits. The module does not know what a request or a drafter is.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.base import Kept, Runner, chain, check_supported, is_out_of_memory
 from ngramspec.backends.cuda import gpu_sampler, kv_move
-from ngramspec.backends.cuda.attention_schedule import Sharing
-from ngramspec.backends.cuda.device import free_bytes, limits, peak_bytes
+from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
+from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
-from ngramspec.backends.cuda.graph_inputs import Bucket, Inputs
+from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
-from ngramspec.backends.cuda.logits_processor import Adjusting, adjust
-from ngramspec.backends.cuda.model import Decoder, Linear, Modules, Plan, Stack, VendorProduct, Weight
-from ngramspec.backends.cuda.paged_attention import Workspace, columns, rows_per_item
-from ngramspec.backends.cuda.quantised import Format, QuantisedProduct
-from ngramspec.backends.cuda.row_invariant_linear import Product, violation
+from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
+from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, LinearProduct, ModulesDecoder, PassDecoder, VendorProduct, Weight
+from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns, rows_per_item
+from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProduct
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, violation
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.outputs import BLOCK, KEPT, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import SCORED_ROWS, Batch, Span, pack
@@ -39,28 +39,26 @@ from ngramspec.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
+# Largest difference from transformers' own logits, relative to their size, that counts as rounding.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest difference from transformers' own logits, over their size, that counts as rounding."""
 
+# Row counts at which products with the first weight of each shape are compared, bitwise; further weights of a shape use FEW_ROWS.
 CHECKED_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 256, 257, 511, 768, 2048)
-"""Row counts over which the products with the first weight of every shape are compared, bitwise; of the others, over those of FEW_ROWS."""
 FEW_ROWS = (1, 5, 17)
 
-LONG_TEXT = 6000
-"""Tokens of the self-test's text: splits of 128, 256 and 1,024 keys, of which some programs take several."""
+LONG_TEXT = 6000  # Tokens of the self-test's long text: it has splits of 128, 256 and 1,024 keys, and some programs take several.
 
+# Upper bound in bytes of the attention workspace: the states that programs sharing one item's keys keep for merging.
 SPACE = 512 << 20
-"""Most bytes of what programs that share out an item's keys leave for each other."""
 
-MARGIN = 256 << 20
-"""Bytes left beside what passes were seen to take: libraries' own, and what lies in pieces too small to use."""
+MARGIN = 256 << 20  # Bytes left free beyond what passes were measured to take: for libraries, and for pieces too small to use.
 
 PROGRAMS_PER_PROCESSOR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPolicy:
-    """How matrix products with one shape of weight are computed, and whether rows proved independent of each other."""
+    """How products with one shape of weight are computed, and whether their rows were proved independent of each other."""
 
     name: str
     bitwise: bool
@@ -76,11 +74,14 @@ class CudaOutput:
         batch: Batch,
         logits: torch.Tensor,
         rows: np.ndarray | None,
-        results: Results | None,
+        results: PassResults | None,
         picked: list[bool],
     ) -> None:
-        """`logits` [R, V] on the device; `rows` [N]: the rows of them that were wanted, None: all; `results` None: nothing was sampled;
-        `picked`: as `Inputs` has it."""
+        """Wrap a launched pass.
+
+        `logits` [R, V] on the device; `rows` [N]: which of their rows were wanted, None: all; `results` None: nothing was sampled;
+        `picked`: see `GraphInputs.picked`.
+        """
         self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
         self._picked = picked
 
@@ -134,9 +135,8 @@ class CudaOutput:
                 self._runner.pool.commit(self._batch.spans[b].slot, start, path)
 
 
-class Results:
-    """What a pass sends back for R rows: sampled tokens, the most likely ones and their logits, what log-probabilities are made of; one
-    copy."""
+class PassResults:
+    """Results that a pass sends back in one copy for R rows: sampled tokens, top-k tokens and logits, parts of log-probabilities."""
 
     def __init__(self, n_rows: int, device: torch.device) -> None:
         words = n_rows * (4 + 2 * KEPT)
@@ -162,8 +162,8 @@ class Results:
             self._event.synchronize()
 
 
-class Timer:
-    """What one pass at a time takes on the device, from its first launch to its last."""
+class PassTimer:
+    """Measure the time of one pass on the device, from its first launch to its last."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
@@ -175,13 +175,13 @@ class Timer:
         self._started = time.perf_counter()
 
     def end(self) -> None:
-        """Everything is launched."""
+        """Mark that everything is launched."""
         if self._events:
             self._events[1].record()
         self._ended = time.perf_counter()
 
     def stop(self) -> float:
-        """Wait for the pass; its milliseconds."""
+        """Wait for the pass and return its milliseconds."""
         if not self._events:
             return (self._ended - self._started) * 1e3
         self._events[1].synchronize()
@@ -189,7 +189,7 @@ class Timer:
 
 
 def recorder(device: torch.device) -> Record | None:
-    """What captures passes on the device; None: they are run."""
+    """Return the recorder that captures passes on this device; None: passes are launched each time."""
     return Recorder(device) if device.type == "cuda" else None
 
 
@@ -214,8 +214,10 @@ class CudaRunner(Runner):
         max_blocks: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`kv_bytes` None: what the largest pass leaves of `memory_utilization` of the device's memory; `max_blocks`: most of the pool.
-        `max_depth`: deepest draft node. `exact` False: the vendor's linear products.
+        """Bind a loaded model to the device.
+
+        `kv_bytes`: memory for keys and values; None: what the largest pass leaves of `memory_utilization` of the device's memory.
+        `max_blocks`: upper bound of the pool. `max_depth`: deepest draft node. `exact` False: use the vendor's linear products.
 
         Raises UnsupportedModelError, OutOfMemoryError, MissingPackageError.
         """
@@ -225,8 +227,8 @@ class CudaRunner(Runner):
         self._exact = exact
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self.limits = limits(self._device)
-        self.timer = Timer(self._device)
+        self.limits = get_limits(self._device)
+        self.timer = PassTimer(self._device)
         check_supported(model)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
@@ -237,7 +239,7 @@ class CudaRunner(Runner):
         )
         self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim, model.dtype.itemsize)
         self.policies: dict[tuple[int, int], KernelPolicy] = {}
-        self._checked: set[tuple[tuple[int, int], tuple[Format, ...]]] = set()  # shapes and formats whose products were compared
+        self._checked: set[tuple[tuple[int, int], tuple[CudaQuantFormat, ...]]] = set()  # shapes and formats whose products were compared
         self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
         progress("checking exactness (the first start compiles its kernels)")
         with torch.inference_mode():
@@ -268,7 +270,7 @@ class CudaRunner(Runner):
     # ------------------------------------------------------------------ binding
 
     def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, n_blocks: int | None, max_blocks: int | None) -> CudaPool:
-        """Of so many bytes, or blocks; no more than all sequences can use."""
+        """Build a pool of `kv_bytes`, or of `n_blocks`, but no larger than all sequences can use."""
         block_bytes = CudaPool.block_bytes(self.shapes, self._dtype)
         most = min(max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
         if kv_bytes is not None:
@@ -281,12 +283,12 @@ class CudaRunner(Runner):
         return CudaPool(self.shapes, min(n_blocks or 0, most), max_seqs, max_len, dtype=self._dtype, device=self._device)
 
     def _largest_passes(self) -> int:
-        """Bytes that passes take beside weights, keys and values: the largest one, and the largest that graphs keep memory for."""
+        """Return the bytes that passes take besides weights and KV: those of the largest pass plus those that captured graphs keep."""
         scored = SCORED_ROWS + len(self.pool.n_blocks_of)
         return self._pass_bytes(self.max_rows, scored) + self._pass_bytes(min(ROWS[-1], self.max_rows), ROWS[-1])
 
     def _pass_bytes(self, n_rows: int, n_logits: int) -> int:
-        """Of a pass with so many rows of prompts, and logits of so many of them."""
+        """Return the peak bytes of a pass with `n_rows` rows of prompts and logits of up to `n_logits` of them."""
         slots, spans = list[int](), list[Span]()
         try:
             while n_rows > 0 and len(slots) < len(self.pool.n_blocks_of):
@@ -299,11 +301,11 @@ class CudaRunner(Runner):
             for slot in slots:
                 self.pool.release(slot)
 
-    def _linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+    def _linear(self, weight: Weight, bias: torch.Tensor | None) -> LinearProduct:
         if isinstance(weight, torch.Tensor):
-            product = Product(weight, bias, self.limits.n_processors)
+            product = CudaProduct(weight, bias, self.limits.n_processors)
         else:
-            product = QuantisedProduct(weight, bias, self._dtype, self.limits.n_processors)
+            product = CudaQuantisedProduct(weight, bias, self._dtype, self.limits.n_processors)
         formats = () if isinstance(weight, torch.Tensor) else tuple(part.format for part in weight)
         shape = (product.n_out, product.n_in)
         if not self._exact:
@@ -325,20 +327,23 @@ class CudaRunner(Runner):
                 self._refused.add(shape)
         return VendorProduct(weight, bias) if shape in self._refused else product
 
-    def _bind(self, max_len: int) -> Stack | None:
-        """Our own kernels throughout, where the model's layers are of the kind they know."""
+    def _bind(self, max_len: int) -> CudaDecoder | None:
+        """Build the decoder from our own kernels; None if the model's layers are of another kind."""
         try:
-            return Stack(self.model, self._linear, max_len)
+            return CudaDecoder(self.model, self._linear, max_len)
         except UnsupportedModelError as e:
             log.debug("its own modules: %s", e)
             return None
 
-    def _compare(self, stack: Stack | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
-        """Take the first that runs and gives transformers' own logits, `expected` [V]: the stack, or the model's own modules with our
-        attention and products. Raises UnsupportedModelError where neither does."""
+    def _compare(self, stack: CudaDecoder | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
+        """Take the first decoder that runs and reproduces transformers' own logits, `expected` [V].
+
+        The candidates are our own decoder, then the model's own modules with our attention and products. Raises UnsupportedModelError if
+        neither agrees.
+        """
         error = float("nan")
         for decoder in [stack, None] if stack else [None]:
-            self._decoder: Decoder = decoder or Modules(self.model, self._linear, max_len)
+            self._decoder: PassDecoder = decoder or ModulesDecoder(self.model, self._linear, max_len)
             self._decoder.pool = self.pool
             try:
                 error = self.logits_error(expected, tokens)
@@ -355,9 +360,10 @@ class CudaRunner(Runner):
         raise self.mismatch(error)
 
     def self_test(self) -> bool:
-        """Also a long text in large pieces beside another one and in small pieces alone, a tree that is accepted, and every graph.
+        """Test, besides the base class's checks, a long text in large pieces beside another and in small pieces alone, an accepted tree,
+        and graphs.
 
-        Goes on after a violation: `violations` names them all.
+        The test goes on after a violation: `violations` names them all.
         """
         real = self._device.type == "cuda"  # an interpreter takes its time
         n = min(LONG_TEXT if real else 40, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3)
@@ -373,7 +379,7 @@ class CudaRunner(Runner):
         return not self.violations
 
     def _pass(self, spans: list[Span]) -> tuple[torch.Tensor, list[int]]:
-        """Logits [N, V] on the host, and the token sampled after each."""
+        """Return logits [N, V] on the host, and the token sampled after each."""
         batch = pack(spans, self.pool, self.rows_per_item)
         output = self.forward(batch)
         logits = torch.from_numpy(output.logits(0, len(batch.logits_rows)).copy())
@@ -404,7 +410,7 @@ class CudaRunner(Runner):
                 self.pool.release(slot)
 
     def _test_accepted(self) -> bool:
-        """A tree whose right nodes are the last of their siblings: the pass moves their keys and values, and the next token sees them."""
+        """Test a tree whose right nodes come last among siblings: the pass moves their keys and values, and the next token sees them."""
         depth, prompt, sampler = min(3, self.max_depth), np.arange(5, dtype=np.int32) % self.vocab_size, self._sampler(temperature=0)
         slot = self.slot_for_tests(len(prompt) + 2 * depth)
 
@@ -429,7 +435,7 @@ class CudaRunner(Runner):
             self.pool.release(slot)
 
     def _test_graph(self, bucket: Bucket, sampler: Sampler | None) -> bool:
-        """What the graph gives for a batch that fills it, against the same launched kernel by kernel."""
+        """Compare the graph's results for a batch that fills it with the same pass launched kernel by kernel."""
 
         def fits(n_seqs: int) -> bool:
             n = -(-bucket.rows // n_seqs)
@@ -487,33 +493,32 @@ class CudaRunner(Runner):
         self._decoder(inputs.ids, inputs.rows, wanted, self._plan, logits)
         if not n_wanted:
             return CudaOutput(self, batch, logits, None, None, inputs.picked)
-        results = Results(n_wanted, self._device)
+        results = PassResults(n_wanted, self._device)
         self._finish(inputs, logits, wanted, results)
         results.send()
         return CudaOutput(self, batch, logits, None, results, inputs.picked)
 
-    def _inputs(self, bucket: Bucket) -> Inputs:
-        return Inputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing, self._adjusting)
+    def _inputs(self, bucket: Bucket) -> GraphInputs:
+        return GraphInputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing, self._adjusting)
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _make_inputs(self, bucket: Bucket) -> Inputs:
+    def _make_inputs(self, bucket: Bucket) -> GraphInputs:
         inputs = self._inputs(bucket)
         inputs.send()  # a pass without rows, for the capture
-        inputs.results = Results(bucket.rows, self._device)
+        inputs.results = PassResults(bucket.rows, self._device)
         return inputs
 
-    def _captured(self, inputs: Inputs) -> None:
-        """A pass with the logits of all rows."""
+    def _captured(self, inputs: GraphInputs) -> None:
+        """Run the pass that is captured: with the logits of all rows."""
         logits = self._logits[: inputs.bucket.rows]
         self._decoder(inputs.ids, inputs.rows, None, self._plan, logits)
         self._finish(inputs, logits, None, inputs.results)
 
-    def _finish(self, inputs: Inputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: Results) -> None:
-        """Adjust the logits of the rows `wanted` [N], or of all, and sample tokens from them; walk every tree with these and keep the
-        accepted paths' KV."""
+    def _finish(self, inputs: GraphInputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: PassResults) -> None:
+        """Process the logits of the rows `wanted` [N], or of all, sample from them, follow every tree and keep the accepted paths' KV."""
         likeliest = results.device_tokens, results.device_values
         adjust(logits, wanted, self._adjusting.entries, inputs.device)
         how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
@@ -528,14 +533,14 @@ class CudaRunner(Runner):
         for memory in self.pool.memory:
             kv_move.commit(memory, self.pool.device_tables, d["sequences"], d["starts"], slots, counts)
 
-    def _sampling_space(self, n_rows: int) -> gpu_sampler.Workspace:
+    def _sampling_space(self, n_rows: int) -> gpu_sampler.SamplerWorkspace:
         if n_rows <= ROWS[-1]:
             return self._small_sampling_space
-        return gpu_sampler.Workspace(n_rows, self.vocab_size, self._device, k=KEPT)
+        return gpu_sampler.SamplerWorkspace(n_rows, self.vocab_size, self._device, k=KEPT)
 
     def _make_spaces(self, n_heads: int) -> None:
-        """What attention and sampling keep between launches."""
-        self._adjusting = Adjusting(self._device)
+        """Allocate what attention and sampling keep between launches."""
+        self._adjusting = PenaltyEntries(self._device)
 
         def place_bytes(shape: tuple[int, int]) -> int:
             return 4 * shape[0] * columns(self.rows_per_item, n_heads, shape[0]) * (shape[1] + 2)
@@ -543,7 +548,9 @@ class CudaRunner(Runner):
         n_programs = max(1, PROGRAMS_PER_PROCESSOR * self.limits.n_processors // min(n for n, _ in self.shapes))
         largest = max(self.shapes, key=place_bytes)
         n_items = max(self.max_rows, ROWS[-1]) // self.rows_per_item + max(len(self.pool.n_blocks_of), ITEMS[-1])
-        self._sharing = Sharing.of(n_programs, n_items, self.pool.max_blocks * BLOCK, SPACE // place_bytes(largest))
-        self._plan = Plan(self.rows_per_item, Workspace.make(self._sharing.n_places, self.rows_per_item, n_heads, *largest, self._device))
-        self._small_sampling_space = gpu_sampler.Workspace(ROWS[-1], self.vocab_size, self._device, k=KEPT)
+        self._sharing = AttentionSchedule.of(n_programs, n_items, self.pool.max_blocks * BLOCK, SPACE // place_bytes(largest))
+        self._plan = AttentionLaunch(
+            self.rows_per_item, AttentionWorkspace.make(self._sharing.n_places, self.rows_per_item, n_heads, *largest, self._device)
+        )
+        self._small_sampling_space = gpu_sampler.SamplerWorkspace(ROWS[-1], self.vocab_size, self._device, k=KEPT)
         self._logits = torch.empty(ROWS[-1], self.vocab_size, dtype=torch.float32, device=self._device)

@@ -1,4 +1,4 @@
-"""What a device offers: what Triton can compile for it, what memory is free and what work takes of it. Knows no models and no kernels."""
+"""Query a device: what Triton can compile for it, how much memory is free and how much some work takes. Knows no models and no kernels."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ngramspec.errors import MissingPackageError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DeviceLimits:
     n_processors: int
     shared_bytes: int
-    """Shared memory that a block may have: what Triton holds a kernel against before it launches it."""
+    """Shared memory that one block may have: the bound that Triton checks before it launches a kernel."""
     generation: int = 9
     """Major number of its compute capability."""
 
 
 @cache
-def limits(device: torch.device) -> Limits:
-    """Of a CUDA device; elsewhere, under the interpreter, those of a small Hopper. Raises MissingPackageError."""
+def get_limits(device: torch.device) -> DeviceLimits:
+    """Return the limits of a CUDA device; for the interpreter on the CPU, those of a small Hopper. Raises MissingPackageError."""
     if device.type != "cuda":
-        return Limits(4, 227 << 10)
+        return DeviceLimits(4, 227 << 10)
     try:
         found = _properties(device.index or 0)
     except subprocess.CalledProcessError as e:
@@ -36,11 +36,11 @@ def limits(device: torch.device) -> Limits:
         if "C compiler" not in str(e):
             raise
         raise MissingPackageError(f"Triton needs a C compiler, and there is none: install gcc or clang ({e})") from e
-    return Limits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]), torch.cuda.get_device_capability(device)[0])
+    return DeviceLimits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]), torch.cuda.get_device_capability(device)[0])
 
 
 def _properties(index: int) -> Mapping[str, int]:
-    """The first call has Triton compile its driver's launcher."""
+    """Return the driver's properties; the first call has Triton compile its driver's launcher."""
     from triton.runtime import driver
 
     properties: Mapping[str, int] = driver.active.utils.get_device_properties(index)
@@ -48,7 +48,7 @@ def _properties(index: int) -> Mapping[str, int]:
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes of the device's memory that are left of the share that may be used."""
+    """Return the bytes still free within the share `utilization` of the device's memory."""
     if device.type != "cuda":
         return 1 << 26
     torch.cuda.empty_cache()
@@ -57,7 +57,7 @@ def free_bytes(device: torch.device, utilization: float) -> int:
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Most bytes that torch takes from the device for the work, beside what it has; 0 without a device."""
+    """Return the most bytes that torch reserves for the work beyond what it holds; 0 without a device."""
     if device.type != "cuda":
         work()
         return 0

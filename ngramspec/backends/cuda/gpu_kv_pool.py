@@ -1,8 +1,8 @@
-"""The KV pool in the device's memory: `kv_cache.blocks` with their mirror and the keys and values behind them on the device.
+"""Keep the KV pool in the device's memory: `kv_cache.blocks` with its block tables mirrored, and the keys and values themselves.
 
-It moves an accepted path's keys and values to the positions of their tokens (`commit`), and knows no models, drafts or scheduling.
-Layers of the same shape are one tensor `[L, 2, n_blocks + 1, Hk, BLOCK, D]`: keys and values of a block lie side by side by head. The last
-block belongs to nobody: rows that only fill up a bucket write there.
+`commit` moves an accepted path's keys and values to the positions of their tokens. The module knows no models, drafts or scheduling. Layers
+of the same shape share one tensor `[L, 2, n_blocks + 1, Hk, BLOCK, D]`: a block's keys and values lie side by side by head. The last block
+belongs to no sequence: rows that only fill up a bucket write there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ngramspec.outputs import BLOCK
 
 
 class CudaPool(BlockTables):
-    """Raises OutOfMemoryError where the memory cannot be allocated."""
+    """Block tables with keys and values on a device. Raises OutOfMemoryError if the memory cannot be allocated."""
 
     def __init__(
         self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`shapes`: per layer (n_kv_heads, head_dim)."""
+        """Allocate the pool; `shapes`: per layer (n_kv_heads, head_dim)."""
         super().__init__(n_blocks, max_seqs, max_len)
         self.dummy = n_blocks * BLOCK
-        """Slot in memory that nobody reads."""
+        """Place in memory that is written but never read."""
         groups: dict[tuple[int, int], list[int]] = {}
         for layer, shape in enumerate(shapes):
             groups.setdefault(shape, []).append(layer)
@@ -80,7 +80,7 @@ class CudaPool(BlockTables):
         return True
 
     def send_tables(self) -> None:
-        """Bring the device's block tables up to date, behind what it is doing now."""
+        """Bring the device's block tables up to date, queued after the work in progress."""
         if not self._stale:
             return
         self.upload.wait()  # a path that was kept sent rows since the last pass, and nobody has waited for them
@@ -94,7 +94,7 @@ class CudaPool(BlockTables):
 
     @torch.inference_mode()
     def commit(self, slot: int, start: int, path: np.ndarray) -> None:
-        """Keep a path: the KV in slots path [n] becomes that of positions start, start + 1, …; `path` rises, path[i] >= start + i."""
+        """Keep a path: the KV at positions path [n] moves to start, start + 1, …; `path` rises, path[i] >= start + i."""
         assert start >= self.registered[slot] * BLOCK, "a registered block is not written"
         if not len(path) or path[-1] == start + len(path) - 1:
             return

@@ -1,7 +1,7 @@
-"""Sampling on a CUDA device: the token that `ngramspec.sampling.sampler.Sampler` samples from the same logits, for every row of a pass.
+"""Sample on a CUDA device the token that `ngramspec.sampling.sampler.Sampler` samples from the same logits, for every row of a pass.
 
-Knows rows of logits, sampling parameters as device arrays, and draft trees as parent rows; no sequence, no text. `sample` takes three
-launches whatever the rows ask for, so that it can be captured: the best tokens of each chunk of a row; weights by chunk; then one
+The module knows rows of logits, sampling parameters as device arrays, and draft trees as parent rows; no sequences, no text. `sample` takes
+three launches whatever the rows ask for, so that it can be captured: the best tokens of each chunk of a row; weights by chunk; then one
 block per row that adds up and draws. Rows that need less return early.
 """
 
@@ -31,12 +31,9 @@ from ngramspec.backends.cuda.sampling_math import (
 )
 from ngramspec.backends.cuda.top_kp import COUNTED, cut_and_draw, draw_of_all
 
-CHUNK = 2048
-"""Logits that one block sums up; a sum of so many weights, and their number, fit in 64 bits together."""
-LISTED = 2048
-"""Tokens around a cut that are looked at together."""
-TILE = 4096
-"""Logits that the one block of a row takes at a time."""
+CHUNK = 2048  # Logits that one block sums up: the sum of that many weights and their count fit into 64 bits.
+LISTED = 2048  # Tokens around a cut that are gathered into one list.
+TILE = 4096  # Logits that a row's single block loads at a time.
 
 _ROWWISE = [
     "temperature", "top_k", "top_p", "min_p", "seed", "sample", "position", "scored", "out", "chosen", "norms", "ids", "values",
@@ -46,8 +43,8 @@ _jit: Any = triton.jit(do_not_specialize_on_alignment=_ROWWISE)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How each of R rows is sampled: device arrays, with the meaning of `types.SamplingParams`. Values are those of valid parameters."""
+class SamplingArrays:
+    """Device arrays that say how each of R rows is sampled, with the meaning of `SamplingParams`; values are those of valid parameters."""
 
     temperature: torch.Tensor  # [R] float32; 0: the most likely token
     top_k: torch.Tensor  # [R] int32; 0: all
@@ -58,13 +55,13 @@ class Sampling:
     position: torch.Tensor  # [R] int32: of the output token, 0 for the first
     scored: torch.Tensor  # [R] int32: whether its log-probability is wanted
 
-    def of(self, rows: torch.Tensor) -> Sampling:
-        """The same for these rows [N] int64 alone."""
-        return Sampling(*(getattr(self, field.name).index_select(0, rows) for field in fields(self)))
+    def of(self, rows: torch.Tensor) -> SamplingArrays:
+        """Select these rows [N] int64."""
+        return SamplingArrays(*(getattr(self, field.name).index_select(0, rows) for field in fields(self)))
 
 
-class Workspace:
-    """What `sample` and `candidates` keep between their launches, for up to `n_rows` rows at a time."""
+class SamplerWorkspace:
+    """Memory that `sample` and `candidates` use between their launches, for up to `n_rows` rows at a time."""
 
     def __init__(
         self,
@@ -77,7 +74,10 @@ class Workspace:
         tile: int = TILE,
         listed: int = LISTED,
     ) -> None:
-        """`k`: candidates that are asked for, 1 where none are. The sizes, powers of two, change no token; `tile` >= `chunk`."""
+        """Allocate the memory.
+
+        `k`: candidates per row, 1 if none are wanted. The sizes are powers of two, `tile` >= `chunk`, and change no token.
+        """
         self.n_rows, self.vocab_size, self.k = n_rows, vocab_size, k
         self.chunk, self.tile, self.listed_size = chunk, tile, listed
         self.n_chunks = -(-vocab_size // chunk)
@@ -89,7 +89,7 @@ class Workspace:
 
 @triton.jit
 def _best(logits, stride, n_vocab, n_chunks, best, CHUNK: tl.constexpr, K: tl.constexpr):
-    """The first K of a chunk in the order of (logit falling, id rising), packed: the greater, the earlier."""
+    """Find the first K tokens of a chunk in the order (logit falling, id rising), packed into numbers of which the greater comes first."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = load(logits + row.to(tl.int64) * stride, ids, ids < n_vocab)
@@ -106,8 +106,9 @@ def _sums(
     logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, scored, best, sums, parts,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's weight; for a row with top-k or top-p its number of tokens and weight from each pivot up; for one that is scored the sum of
-    exp(logit - greatest) in float64."""
+    """Sum up a chunk: its weight; for rows with top-k or top-p the number of tokens and their weight from each pivot up; for scored rows
+    the sum of exp(logit - greatest) in float64.
+    """
     chunk, row = tl.program_id(0), tl.program_id(1)
     if SCORES:  # noqa: SIM102  # both would be evaluated
         if tl.load(scored + row) > 0:
@@ -135,7 +136,7 @@ def _sums(
 
 @triton.jit
 def _first_of(best, row, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.constexpr):
-    """The first K of a row from those of its chunks; -1 and -inf where there are no more."""
+    """Merge the chunks' best into the first K of a row; -1 and -inf fill up missing ones."""
     i = tl.arange(0, WIDE)
     packed = tl.load(best + row * n_chunks * K + i, mask=i < n_chunks * K, other=LOWEST)
     for k in tl.static_range(K):
@@ -218,16 +219,16 @@ def _walk(sampled, ids, parents, roots, ends, counts, paths, depth, stride, BLOC
 
 def sample(
     logits: torch.Tensor,
-    sampling: Sampling,
+    sampling: SamplingArrays,
     out: torch.Tensor,
-    workspace: Workspace | None = None,
+    workspace: SamplerWorkspace | None = None,
     likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     scores: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The token after each row of logits [R, V] float32 into out [R] int32; -1 where the greatest logit is not finite or one is no number.
+    """Write the token after each row of logits [R, V] float32 to out [R] int32; -1 if the greatest logit is infinite or a logit is NaN.
 
-    `likeliest`: also do what `candidates` does, with these (out, values); then the workspace's k is theirs. `scores`: of rows that are
-    `scored`, into these also the token's logit [R] float32 and the logarithm of the sum of all logits' exponentials [R] float64, whose
+    `likeliest` (out, values): also do what `candidates` does; the workspace's k is then theirs. `scores` (chosen, norms): for rows that are
+    `scored`, also write the token's logit [R] float32 and the logarithm of the sum of all logits' exponentials [R] float64, whose
     difference is its log-probability. Without a workspace one is allocated.
     """
     R, V = logits.shape
@@ -256,11 +257,11 @@ def sample(
 
 
 def candidates(
-    logits: torch.Tensor, k: int, out: torch.Tensor, values: torch.Tensor | None = None, workspace: Workspace | None = None
+    logits: torch.Tensor, k: int, out: torch.Tensor, values: torch.Tensor | None = None, workspace: SamplerWorkspace | None = None
 ) -> torch.Tensor:
-    """The k most likely tokens after each row of logits [R, V] float32 into out [R, k] int32, their logits into values [R, k] float32.
+    """Write the k most likely tokens after each row of logits [R, V] float32 to out [R, k] int32, their logits to values [R, k] float32.
 
-    As `speculative.features.likeliest` orders them: the lower id first where logits are equal; -1 and -inf where V < k.
+    The order is that of `sampling.topk`: the lower id first if logits are equal; -1 and -inf if V < k.
     """
     R, V = logits.shape
     w = _checked(logits, workspace, k)
@@ -280,12 +281,13 @@ def walk(
     ends: torch.Tensor,
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`verify.match_draft` for B sequences: from its root row to the child row whose id was sampled at the row before, and so on.
+    """Follow B drafts as `verify.match_draft` does: from the root row to the child row whose id was sampled at the row before,
+    and so on.
 
-    sampled, ids, parents [R] int32: the token sampled at a row, its own, the row of its parent in the draft (-1: none); a sequence's rows
-    are those from roots[b] to ends[b] - 1, parents first. A root of -1: no sequence. Returns counts [B] int32, the draft rows that are
-    accepted, and paths [B, depth] int32, these rows in order and -1 behind them. The last token is the one sampled at the last of
-    them (or the root).
+    sampled, ids, parents [R] int32: the token sampled at a row, the row's own token, the row of its parent in the draft (-1: none). A
+    sequence's rows are roots[b] to ends[b] - 1, parents first; a root of -1 means no sequence. Returns counts [B] int32, the number of
+    accepted draft rows, and paths [B, depth] int32, these rows in order, filled up with -1. The last new token is the one sampled at the
+    last of them (or at the root).
     """
     B = len(roots)
     counts = torch.empty(B, dtype=torch.int32, device=sampled.device)
@@ -295,10 +297,10 @@ def walk(
     return counts, paths
 
 
-def _checked(logits: torch.Tensor, workspace: Workspace | None, k: int) -> Workspace:
-    """The workspace, or a new one. Raises ValueError where it does not fit."""
+def _checked(logits: torch.Tensor, workspace: SamplerWorkspace | None, k: int) -> SamplerWorkspace:
+    """Return the workspace, or a new one. Raises ValueError if it does not fit."""
     R, V = logits.shape
-    w = workspace if workspace is not None else Workspace(R, V, logits.device, k=k)
+    w = workspace if workspace is not None else SamplerWorkspace(R, V, logits.device, k=k)
     if (V, k) != (w.vocab_size, w.k) or w.n_rows < R:
         raise ValueError(f"a workspace for {w.n_rows} rows of {w.vocab_size} logits and k = {w.k}, got {R} rows of {V} and k = {k}")
     return w

@@ -1,7 +1,7 @@
-"""What a pass reads on the device besides weights and KV: one array, filled on the host and sent in one copy.
+"""Stage what a pass reads on the device besides weights and KV: one array, filled on the host and sent in one copy.
 
-A bucket is a number of rows and of items (groups of rows, at least one per sequence) that a captured pass is made for; a batch that is
-smaller fills up with rows that write where nobody reads and with shares of none.
+A bucket is a number of rows and of items (groups of rows, at least one per sequence) for which a pass is captured. A smaller batch is
+filled up with rows that write to the unused block and with empty shares.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngramspec.backends.cuda.attention_metadata import Rows
-from ngramspec.backends.cuda.attention_schedule import WORDS, Sharing
-from ngramspec.backends.cuda.gpu_sampler import Sampling
-from ngramspec.backends.cuda.logits_processor import Adjusting
+from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
+from ngramspec.backends.cuda.attention_schedule import WORDS, AttentionSchedule
+from ngramspec.backends.cuda.gpu_sampler import SamplingArrays
+from ngramspec.backends.cuda.logits_processor import PenaltyEntries
 from ngramspec.backends.cuda.upload import Upload
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Batch
@@ -27,17 +27,25 @@ _ALIGN = 4  # int32 words, so that wider numbers can begin anywhere
 class Bucket:
     rows: int
     items: int
-    """Also the most sequences."""
+    """Also the largest number of sequences."""
 
 
-class Inputs:
-    """Device arrays for one bucket. `Rows` and `Sampling` are views; a walk's roots, ends, starts and slots are those of the sequences."""
+class GraphInputs:
+    """Device arrays for one bucket.
 
-    def __init__(self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int, sharing: Sharing, adjusting: Adjusting) -> None:
-        """`depth`: deepest node of a tree whose rows do not lie where their tokens will be; rows beyond a batch write to slot `dummy`."""
+    `AttentionMetadata` and `SamplingArrays` are views of them; roots, ends, starts and table rows are per sequence.
+    """
+
+    def __init__(
+        self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int, sharing: AttentionSchedule, adjusting: PenaltyEntries
+    ) -> None:
+        """Allocate the arrays.
+
+        `depth`: deepest tree node whose row does not lie where its token will be; rows beyond a batch write to position `dummy`.
+        """
         self.bucket, self.depth, self._dummy, self._sharing, self._adjusting = bucket, depth, dummy, sharing, adjusting
         self.picked: list[bool] = []
-        """Of each sequence of the batch: its tokens are picked, its tree walked and its keys and values moved within the pass."""
+        """Per sequence of the batch: whether the pass itself samples its tokens, follows its tree and moves its keys and values."""
         self.results: Any = None
         """Where a captured pass leaves its results."""
         n, i, shares = bucket.rows, bucket.items, sharing.room(bucket.items, device_tables.shape[1] * BLOCK)
@@ -67,8 +75,10 @@ class Inputs:
         }
         d = self.device
         self.ids = d["ids"]
-        self.rows = Rows(d["positions"], d["slots"], d["bases"], d["paths"], d["shares"], device_tables)
-        self.sampling = Sampling(d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"], d["scored"])
+        self.rows = AttentionMetadata(d["positions"], d["slots"], d["bases"], d["paths"], d["shares"], device_tables)
+        self.sampling = SamplingArrays(
+            d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"], d["scored"]
+        )
         h = self.host
         h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = dummy, 1, -1, -1, -1
 

@@ -1,7 +1,7 @@
-"""Passes captured once, at load, and replayed: which buckets there are, and what is kept for each.
+"""Capture passes once, at load, and replay them: which buckets there are, and what is kept for each.
 
-A pass that was not captured uses a somewhat larger bucket, or is launched kernel by kernel. Without a recorder a bucket's pass is simply
-run, with the same inputs: what differs is only who launches the kernels.
+A pass whose size was not captured uses a somewhat larger bucket, or is launched kernel by kernel. Without a recorder a bucket's pass is run
+with the same inputs: the only difference is who launches the kernels.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def bucket_for(n_rows: int, n_items: int) -> Bucket | None:
-    """The smallest bucket that holds a batch; None where none does."""
+    """Return the smallest bucket that holds a batch; None if there is none."""
     rows = next((rows for rows in ROWS if rows >= n_rows), None)
     items = next((items for items in ITEMS if items >= n_items), None)
     return None if rows is None or items is None else Bucket(rows, min(items, rows))
 
 
 class Recorder:
-    """CUDA graphs in one memory pool: `record(run)` runs once, captures what it launches and returns what launches that again."""
+    """CUDA graphs in one memory pool: `record(run)` runs once, captures the launches and returns a function that launches them again."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Raises what running or capturing raises; the stream is then what it was, and the next capture begins anew."""
+        """Capture a pass. Raises what running or capturing raises; the stream is restored and the next capture begins anew."""
         current = torch.cuda.current_stream()
         try:
             current.synchronize()
@@ -57,12 +57,12 @@ class Recorder:
         return graph.replay
 
 
+# Type of a `Recorder`: runs a function once and returns a function that launches it again.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""What a `Recorder` does."""
 
 
 def decode_buckets(max_seqs: int, max_rows: int, rows_per_item: int) -> list[Bucket]:
-    """Those that up to `max_seqs` sequences can need that each have a row or, with drafts, more; smaller ones first."""
+    """Return the buckets that up to `max_seqs` decoding sequences can need, each with one row or, with drafts, more; smaller ones first."""
     found = set()
     for n in range(1, min(max_rows, ROWS[-1]) + 1):
         n_seqs = min(n, max_seqs)
@@ -72,7 +72,10 @@ def decode_buckets(max_seqs: int, max_rows: int, rows_per_item: int) -> list[Buc
 
 
 class Graphs:
-    """Passes by bucket. `make(bucket)` gives a bucket's inputs, `run(inputs)` is its pass, `record` captures it; None: it is run."""
+    """Captured passes by bucket.
+
+    `make(bucket)` makes a bucket's inputs, `run(inputs)` is its pass, `record` captures it; None: it is run each time.
+    """
 
     def __init__(self, make: Callable[[Bucket], Any], run: Callable[[Any], None], record: Record | None) -> None:
         self._make, self._run, self._record = make, run, record
@@ -85,7 +88,7 @@ class Graphs:
         return list(self._entries) if self._record is not None else []
 
     def capture(self, buckets: Sequence[Bucket], progress: Callable[[str], None] = lambda _: None) -> None:
-        """Capture these, before anybody waits: in the middle of a text none is. What cannot be captured is told in one line."""
+        """Capture these buckets while loading, so that no request waits for a capture. What cannot be captured is logged in one line."""
         if self._record is None:
             return
         failed: list[str] = []
@@ -105,7 +108,7 @@ class Graphs:
             log.warning("%d of %d passes cannot be captured and are launched kernel by kernel; %s", len(failed), len(buckets), failed[0])
 
     def find(self, n_rows: int, n_items: int) -> Bucket | None:
-        """The smallest bucket that holds a batch, of the captured ones where passes are captured; None where none does."""
+        """Return the smallest bucket that holds a batch, among the captured ones if passes are captured; None if there is none."""
         if self._forced is not None:
             return self._forced[0]
         key = n_rows, n_items
@@ -124,7 +127,7 @@ class Graphs:
 
     @contextmanager
     def forced(self, bucket: Bucket | None) -> Iterator[None]:
-        """Meanwhile every batch is for this bucket, which holds it; None: it is launched kernel by kernel."""
+        """Run every batch within this context in this bucket; None: kernel by kernel."""
         self._forced = (bucket,)
         try:
             yield
@@ -132,11 +135,11 @@ class Graphs:
             self._forced = None
 
     def inputs(self, bucket: Bucket) -> Any:
-        """The inputs to fill for a pass of a bucket that was found."""
+        """Return the inputs to fill for a pass of a bucket that `find` returned."""
         return self._entries[bucket][0]
 
     def replay(self, bucket: Bucket) -> None:
-        """Run the pass on what its inputs hold."""
+        """Run the pass on the current contents of its inputs."""
         self._entries[bucket][1]()
 
     def _capture(self, bucket: Bucket, record: Record) -> tuple[Any, Callable[[], None]]:

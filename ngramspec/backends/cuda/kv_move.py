@@ -1,4 +1,4 @@
-"""Keeping an accepted path on the device: its keys and values move from the draft's slots to those of their tokens' positions.
+"""Keep an accepted path on the device: move its keys and values from the draft's KV positions to those of their tokens.
 
 Knows the memory of all layers of one shape and block tables, nothing of drafts or requests.
 """
@@ -53,10 +53,10 @@ def _move(
 def commit(
     kv: torch.Tensor, tables: torch.Tensor, sequences: torch.Tensor, starts: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """For each of S sequences, slots paths[s, i] become slots starts[s] + i for i < counts[s], in order, in all layers; one launch.
+    """Move, for each of S sequences, KV positions paths[s, i] to starts[s] + i for i < counts[s], in order, in all layers; one launch.
 
     kv [L, 2, n_blocks + 1, Hk, BLOCK, D]; tables [B, max_blocks], of which sequence s has row sequences[s]; sequences, starts and counts
-    [S], paths [S, depth]; int32. The first counts[s] slots of a path rise, and paths[s, i] >= starts[s] + i.
+    [S], paths [S, depth]; int32. The first counts[s] positions of a path rise, and paths[s, i] >= starts[s] + i.
     """
     n_layers, two, n_blocks, n_kv_heads, block, head_dim = kv.shape
     assert (two, block) == (2, BLOCK), kv.shape

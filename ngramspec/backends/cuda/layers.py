@@ -1,11 +1,11 @@
-"""Row-wise operations of a layer on a CUDA device, one launch each: embedding, norm with residual, gated activation.
+"""Run a layer's row-wise operations on a CUDA device, one launch each: embedding, norm with residual, gated activation.
 
-Knows rows and the parts of decoder layers, nothing of sequences. Partial sums `[P, R, N]` of a product go in, rows in the model's
-dtype come out. Inside all is float32, rounded to the model's dtype where transformers' modules round: the product with its
+The module knows rows and the parts of decoder layers, nothing of sequences. Partial sums `[P, R, N]` of a product go in, rows in the
+model's dtype come out. Inside, everything is float32, rounded to the model's dtype where transformers' modules round: the product with its
 bias, the residual's sum, the normed value, the activation, every product of two rounded values.
 
-A row is computed by blocks of its own, so no other row enters it. How many partial sums there are is an argument, not a constant of
-the compiled kernel: the same code, and so the same tree of additions in the norm, runs for any number of rows.
+A row is computed by blocks of its own, so no other row enters it. The number of partial sums is an argument, not a constant of the compiled
+kernel: the same code, and so the same tree of additions in the norm, runs for any number of rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import triton.language as tl
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
-_AHEAD = tl.constexpr(4)
-"""Partial sums that are asked for before the first is added; more come in the next round."""
+_AHEAD = tl.constexpr(4)  # Partial sums that are loaded before the first is added; further ones are loaded in the next round.
 
 # Specialised, 1 would become a constant, and the kernel for many rows another than that for few.
 _jit: Any = triton.jit(do_not_specialize=["n_partials", "n_rows"])
@@ -27,9 +26,9 @@ _jit: Any = triton.jit(do_not_specialize=["n_partials", "n_rows"])
 
 @triton.jit
 def _sum_up(partials, bias, offset, step, n_partials, n, width, dtype: tl.constexpr):
-    """Elements `n` (below `width`) of a row's product: its partial sums in order, + bias, rounded to `dtype`, as float32.
+    """Sum up elements `n` (below `width`) of a row's product: its partial sums in order, + bias, rounded to `dtype`, as float32.
 
-    `offset` is the row's first element in the first partial sum, `step` that of the next partial sum from there.
+    `offset` is the row's first element in the first partial sum, `step` the distance to the next partial sum.
     """
     at = partials + offset + n
     if bias is not None:  # before the sums wait for theirs
@@ -53,8 +52,8 @@ def _sum_up(partials, bias, offset, step, n_partials, n, width, dtype: tl.conste
 
 
 @triton.jit
-def _normed(x, weight, width, eps, dtype: tl.constexpr):
-    """x / sqrt(mean(x²) + eps) · weight of a row of float32 with zeros past its end, in `dtype`."""
+def _norm_values(x, weight, width, eps, dtype: tl.constexpr):
+    """Compute x / sqrt(mean(x²) + eps) · weight of a row of float32 with zeros past its end, in `dtype`."""
     mean = tl.sum(x * x, axis=0) / width
     x *= tl.rsqrt(mean + eps)
     if weight.dtype == dtype:
@@ -78,7 +77,7 @@ def _norm(x, weight, out, width, x_stride, out_stride, eps, BLOCK: tl.constexpr)
     inside = n < width
     w = tl.load(weight + n, mask=inside, other=0.0)
     value = tl.load(x + row * x_stride + n, mask=inside, other=0.0)
-    y = _normed(value.to(tl.float32), w, width, eps, value.dtype)
+    y = _norm_values(value.to(tl.float32), w, width, eps, value.dtype)
     tl.store(out + row * out_stride + n, y, mask=inside)
 
 
@@ -94,12 +93,12 @@ def _add_norm(x, partials, bias, weight, out, n_partials, n_rows, width, x_strid
     delta = _sum_up(partials, bias, row * width, step, n_partials, n, width, old.dtype)
     new = (old.to(tl.float32) + delta).to(old.dtype)
     tl.store(at, new, mask=inside)
-    y = _normed(new.to(tl.float32), w, width, eps, old.dtype)
+    y = _norm_values(new.to(tl.float32), w, width, eps, old.dtype)
     tl.store(out + row * out_stride + n, y, mask=inside)
 
 
 @_jit
-def _gated(partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_activation(partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < width
@@ -122,7 +121,7 @@ def _gated(partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATIO
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """[R, N] of table [V, N] at ids [R] int32, all of them within the table."""
+    """Return rows ids [R] int32 of table [V, N] as [R, N]; all ids must be within the table."""
     width = table.shape[1]
     out = torch.empty(len(ids), width, dtype=table.dtype, device=table.device)
     assert table.is_contiguous()
@@ -134,9 +133,9 @@ def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """out [R, N] = x / sqrt(mean(x²) + eps), rounded, · weight [N].
+    """Compute out [R, N] = x / sqrt(mean(x²) + eps), rounded, · weight [N].
 
-    A float32 weight beside 16-bit rows is multiplied in float32 before the only rounding, as Gemma does (its weight: 1 + w).
+    A float32 weight with 16-bit rows is multiplied in float32 before the only rounding, as Gemma does (its weight: 1 + w).
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -149,7 +148,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | 
 def add_norm(
     x: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [R, N] += the product of partials [P, R, N] and bias [N], in place; out [R, N] = the norm of the sum, as `norm`."""
+    """Add the product of partials [P, R, N] and bias [N] to x [R, N] in place; out [R, N] is the norm of the sum, as `norm` computes it."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, width = _check_rows(x, out)
@@ -167,10 +166,10 @@ def gated(
     activation: str = "silu",
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """out [R, F] = activation(gate) · up, of the product of partials [P, R, 2F] (gate first, then up) and bias [2F].
+    """Compute out [R, F] = activation(gate) · up of the product of partials [P, R, 2F] (gate first, then up) and bias [2F].
 
-    `dtype`: that of `out` where none is given. `partials` may also be the finished product [1, R, 2F] in the model's dtype
-    (bias: None), which halves what many rows write.
+    `dtype`: the dtype of `out` if none is given. `partials` may also be the finished product [1, R, 2F] in the model's dtype (bias: None),
+    which halves what passes with many rows write.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
@@ -180,7 +179,7 @@ def gated(
     n_partials = _check_partials(partials, bias, rows, 2 * width)
     if rows:
         grid = (triton.cdiv(width, 512), rows)
-        _gated[grid](
+        _gated_activation[grid](
             partials,
             bias,
             out,
@@ -197,7 +196,7 @@ def gated(
 
 
 def _whole_row(width: int) -> dict[str, Any]:
-    """A row in one block. Its warps shape the tree of additions: a function of the width alone."""
+    """Return the launch options for a whole row in one block. Its warps shape the tree of additions, so they depend on the width alone."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(32, max(4, block // 256)), "enable_fp_fusion": False}
 

@@ -1,8 +1,8 @@
-"""Logit bias, the stops that `min_tokens` holds back, and penalties on a CUDA device: what `Sampler.adjust_logits` does to a row.
+"""Apply logit bias, the stops that `min_tokens` holds back, and penalties on a CUDA device: what `Sampler.adjust_logits` does to a row.
 
-Samplers' entries (tokens, each once, and what is done to them) go in, logits are changed in place before tokens are picked from them. An
-entry knows how often its token is in the text so far; how often it is in the draft above a row is counted there. Lists that are longer
-than there is room for stay on the host, and so does the picking of their sequences' tokens. Knows rows and parents; no text.
+Samplers' entries (each token once, and what is done to it) go in; logits are changed in place before tokens are sampled. An entry carries
+how often its token occurs in the text so far; occurrences in the draft above a row are counted here. Lists that do not fit into the room
+stay on the host, and so does the sampling of their sequences. Knows rows and parents, no text.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from ngramspec.backends.cuda.upload import Upload
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling.sampler import ENTRY, Sampler
 
-ROOM = 1 << 16
-"""Entries of all sequences of a pass."""
+ROOM = 1 << 16  # Most entries of all sequences of a pass.
 BLOCK = 512
 WORDS = ENTRY.itemsize // 4
 _BIASED, _HELD, _PROMPT = tl.constexpr(Sampler.BIASED), tl.constexpr(Sampler.HELD), tl.constexpr(Sampler.PROMPT)
 
 
-class Adjusting:
-    """Entries of the sequences of one pass at a time."""
+class PenaltyEntries:
+    """Penalty and bias entries of the sequences of one pass."""
 
     def __init__(self, device: torch.device, room: int = ROOM) -> None:
         self._staged = torch.zeros(room, WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -33,8 +32,10 @@ class Adjusting:
         self._upload = Upload(device)
 
     def stage(self, batch: Batch, rows: dict[str, np.ndarray]) -> list[bool]:
-        """Send what the batch's sequences adjust, and write for each row of theirs where that lies -> of each sequence whether its tokens
-        can be picked within the pass."""
+        """Send the entries of the batch's sequences and write for each of their rows where its entries lie.
+
+        Returns per sequence whether its tokens can be sampled within the pass.
+        """
         picked, n = [], 0
         rows["n_entries"].fill(0)
         for s, span in enumerate(batch.spans):
@@ -100,10 +101,10 @@ def adjust(
     rows: dict[str, torch.Tensor],
     block: int = BLOCK,
 ) -> None:
-    """Change logits [N, V] float32, those after the rows `wanted` [N] of a pass, or after its first N, in place.
+    """Change logits [N, V] float32 in place: those after the rows `wanted` [N] of a pass, or after its first N.
 
-    `rows`: of all rows, where their entries begin and how many they are, "entries" and "n_entries" [R] int32; whether stops are "held"
-    back [R] int32; "repetition", "presence", "frequency" [R] float32; "ids" and "parents" [R] int32.
+    `rows` holds, for all rows, where their entries begin and how many there are: "entries" and "n_entries" [R] int32; whether stops are
+    "held" back [R] int32; "repetition", "presence", "frequency" [R] float32; "ids" and "parents" [R] int32.
     """
     names = ("entries", "n_entries", "held", "repetition", "presence", "frequency", "ids", "parents")
     if len(logits):

@@ -1,7 +1,7 @@
-"""A model's pass over packed rows on the device: by our own kernels where its layers are of the Llama kind, else by its own modules.
+"""Compute a model's pass over packed rows on the device: with our own kernels for Llama-style decoders, else with its own modules.
 
-Token ids and `Rows` on the device go in, logits come out. Both ways allocate by torch (so that a captured graph owns what it uses) and
-never wait for the device. Neither knows requests or drafts.
+Token ids and `AttentionMetadata` on the device go in, logits come out. Both ways allocate through torch (so that a captured graph owns what
+it uses) and never wait for the device. Neither knows requests or drafts.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ngramspec.backends.cuda import layers
-from ngramspec.backends.cuda.attention_metadata import Rows
+from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
-from ngramspec.backends.cuda.packed import PackedEmbedding, PackedLinear, joined_weights, packed_parts
-from ngramspec.backends.cuda.paged_attention import Workspace, attend
-from ngramspec.backends.cuda.quantised import Packed
+from ngramspec.backends.cuda.packed import CudaPackedEmbedding, CudaPackedLinear, joined_weights, packed_parts
+from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, attend
+from ngramspec.backends.cuda.quantised import CudaPackedWeight
 from ngramspec.backends.cuda.rope_kv import rope_kv, write_kv
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.hf_modules import bias_of, rms_norm, weight_of
+from ngramspec.models.hf_modules import get_bias, get_rms_norm, get_weight
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
+# Models whose layers `CudaDecoder` computes, if they have the modules that it expects and the logits agree.
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Models whose layers `Stack` computes, if they have the modules that it expects and the logits agree."""
 
 
-class Linear(Protocol):
-    """A linear layer: our `Product`, or the vendor's."""
+class LinearProduct(Protocol):
+    """A linear layer: our `CudaProduct`, or the vendor's."""
 
     bias: torch.Tensor | None
 
@@ -41,15 +41,14 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
-Weight = torch.Tensor | list[Packed]
-"""[N, K], or weights in blocks above each other."""
+Weight = torch.Tensor | list[CudaPackedWeight]  # [N, K], or weights in blocks above each other.
 
-MakeLinear = Callable[[Weight, torch.Tensor | None], Linear]
-"""From a weight [N, K] and its bias [N] or None."""
+# Makes a linear product of a weight [N, K] and its bias [N] or None.
+MakeLinear = Callable[[Weight, torch.Tensor | None], LinearProduct]
 
 
 class VendorProduct:
-    """The vendor library's own choice for every number of rows: the fastest, and not row-invariant. For comparison."""
+    """The vendor library's own choice for every number of rows: the fastest, and not row-invariant. Used for comparison."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -66,49 +65,51 @@ class VendorProduct:
 
 
 @dataclass(slots=True)
-class Plan:
-    """How attention is launched in one kind of pass; no bit depends on it. Handed on to `attend`."""
+class AttentionLaunch:
+    """How attention is launched in one kind of pass; changes no bit. Passed on to `attend`."""
 
     rows_per_item: int
-    workspace: Workspace
+    workspace: AttentionWorkspace
 
 
-class Decoder(Protocol):
+class PassDecoder(Protocol):
     pool: CudaPool
-    """Set before the first pass: how large it can be is known once the weights are in place."""
+    """Set before the first pass: its size is known once the weights are in place."""
 
-    def __call__(self, ids: torch.Tensor, rows: Rows, wanted: torch.Tensor | None, plan: Plan, out: torch.Tensor) -> None:
-        """ids [R] int32; the logits of the rows `wanted` [N] int64, or of all, go to `out` [N, V] float32."""
+    def __call__(
+        self, ids: torch.Tensor, rows: AttentionMetadata, wanted: torch.Tensor | None, plan: AttentionLaunch, out: torch.Tensor
+    ) -> None:
+        """Write the logits of the rows `wanted` [N] int64, or of all, to `out` [N, V] float32; ids [R] int32."""
 
 
 @dataclass(slots=True)
-class _Layer:
+class _DecoderLayer:
     first: torch.Tensor
-    qkv: Linear
+    qkv: LinearProduct
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: Linear
+    out: LinearProduct
     second: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearProduct
+    down: LinearProduct
     scale: float
     window: int
 
 
-class Stack:
-    """Decoder layers of the Llama kind, nine kernels a layer.
+class CudaDecoder:
+    """A Llama-style decoder that takes nine kernels per layer.
 
-    The norms' sums, the rotary embedding and the activation take up the partial sums of the products before them, so that splitting a
-    product over its inner dimension, which small models and few rows need to keep the device busy, costs no kernel of its own.
+    The norms' sums, the rotary embedding and the activation take up the partial sums of the products before them. So splitting a product
+    over its inner dimension, which small models and few rows need to keep the device busy, costs no kernel of its own.
     """
 
     pool: CudaPool
 
     def __init__(self, model: PreTrainedModel, make: MakeLinear, max_len: int) -> None:
-        """Takes the weights over: the modules' own become views of the joined ones. Raises UnsupportedModelError for other layers."""
+        """Take over the weights: the modules' own become views of the concatenated ones. Raises UnsupportedModelError for other layers."""
         name = type(model).__name__
         if name not in LLAMA_KIND:
-            raise UnsupportedModelError(f"{name} is not of the Llama kind")
+            raise UnsupportedModelError(f"{name} is no Llama-style decoder")
         base: Any = model.base_model
         config = model.config.get_text_config()
         if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= set(dict(base.named_children())):
@@ -128,7 +129,7 @@ class Stack:
         self.n_heads = first.q_proj.out_features // self.head_dim
 
     @staticmethod
-    def _layer(layer: Any, make: MakeLinear, window: int | None) -> _Layer:
+    def _layer(layer: Any, make: MakeLinear, window: int | None) -> _DecoderLayer:
         attn, mlp = layer.self_attn, layer.mlp
         names = {name for name, child in attn.named_children() if not isinstance(child, nn.Identity)}
         if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"} or set(
@@ -136,9 +137,9 @@ class Stack:
         ) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
             raise UnsupportedModelError(f"{type(layer).__name__}: other modules than expected")
         linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(type(linear) in (nn.Linear, PackedLinear) for linear in linears):
+        if not all(type(linear) in (nn.Linear, CudaPackedLinear) for linear in linears):
             raise UnsupportedModelError(f"{type(layer).__name__}: other linear layers than expected")
-        return _Layer(
+        return _DecoderLayer(
             first=layer.input_layernorm.weight.detach(),
             qkv=make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
             q_norm=attn.q_norm.weight.detach() if "q_norm" in names else None,
@@ -151,8 +152,10 @@ class Stack:
             window=int(getattr(attn, "sliding_window", window) or 0),
         )
 
-    def __call__(self, ids: torch.Tensor, rows: Rows, wanted: torch.Tensor | None, plan: Plan, out: torch.Tensor) -> None:
-        if isinstance(self.embedding, PackedEmbedding):
+    def __call__(
+        self, ids: torch.Tensor, rows: AttentionMetadata, wanted: torch.Tensor | None, plan: AttentionLaunch, out: torch.Tensor
+    ) -> None:
+        if isinstance(self.embedding, CudaPackedEmbedding):
             x = self.embedding(ids)
         else:
             x = layers.embed(ids, self.embedding.weight)
@@ -178,38 +181,40 @@ class Stack:
         self.head(normed if wanted is None else normed[wanted], out=out)
 
 
-class Modules:
-    """transformers' own modules with our attention, pool and linear layers."""
+class ModulesDecoder:
+    """A decoder made of transformers' own modules with our attention, pool and linear layers."""
 
     pool: CudaPool
 
     def __init__(self, model: PreTrainedModel, make: MakeLinear, max_len: int) -> None:
-        """Raises UnsupportedModelError where the model has layers whose attention cannot be replaced."""
+        """Replace the modules. Raises UnsupportedModelError if the model has layers whose attention cannot be replaced."""
         self.model = model
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, PackedLinear):
+                if isinstance(child, CudaPackedLinear):
                     setattr(parent, name, ProductModule(make([child.packed], child.bias), child))
-                elif (weight := weight_of(child)) is not None:
-                    setattr(parent, name, ProductModule(make(weight, bias_of(child)), child))
+                elif (weight := get_weight(child)) is not None:
+                    setattr(parent, name, ProductModule(make(weight, get_bias(child)), child))
                 elif (norm := _our_norm(child)) is not None:
                     setattr(parent, name, norm)
 
-    def __call__(self, ids: torch.Tensor, rows: Rows, wanted: torch.Tensor | None, plan: Plan, out: torch.Tensor) -> None:
+    def __call__(
+        self, ids: torch.Tensor, rows: AttentionMetadata, wanted: torch.Tensor | None, plan: AttentionLaunch, out: torch.Tensor
+    ) -> None:
         output = self.model(
             input_ids=ids.long()[None],
             position_ids=rows.positions.long()[None],
             use_cache=False,
-            ngramspec=Attention(self.pool, rows, plan),
+            ngramspec=CudaAttentionPass(self.pool, rows, plan),
             **({} if wanted is None else {"logits_to_keep": wanted}),
         )
         out.copy_(output.logits[0])
 
 
-class Attention:
+class CudaAttentionPass:
     """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`models.masks.AttentionPass`)."""
 
-    def __init__(self, pool: CudaPool, rows: Rows, plan: Plan) -> None:
+    def __init__(self, pool: CudaPool, rows: AttentionMetadata, plan: AttentionLaunch) -> None:
         self.pool, self.rows, self.plan = pool, rows, plan
 
     def attend(
@@ -223,9 +228,9 @@ class Attention:
 
 
 class ProductModule(nn.Module):
-    """Stands in for `nn.Linear`."""
+    """A linear layer that replaces `nn.Linear`."""
 
-    def __init__(self, product: Linear, old: nn.Module) -> None:
+    def __init__(self, product: LinearProduct, old: nn.Module) -> None:
         super().__init__()
         self.product, self.weight = product, old.weight
 
@@ -234,7 +239,7 @@ class ProductModule(nn.Module):
 
 
 class NormModule(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last axis, each row by itself."""
+    """A norm that computes x / sqrt(mean(x²) + eps) · weight over the last axis, each row by itself."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -245,8 +250,8 @@ class NormModule(nn.Module):
 
 
 def _our_norm(module: nn.Module) -> NormModule | None:
-    """Our norm for an RMS norm that gives the same numbers; others stay as they are."""
-    found = rms_norm(module)
+    """Return our norm for an RMS norm that gives the same numbers; None for others, which stay as they are."""
+    found = get_rms_norm(module)
     if found is None:
         return None
     weight, eps = found
@@ -257,7 +262,7 @@ def _our_norm(module: nn.Module) -> NormModule | None:
 
 
 def _take_over(parent: nn.Module, *names: str) -> tuple[Weight, torch.Tensor | None]:
-    """The weights (and biases) of linear layers above each other; the layers keep views of them, those in blocks among others too."""
+    """Concatenate the weights (and biases) of linear layers; the layers keep views of them, also for weights in quant blocks."""
     linears: list[Any] = [getattr(parent, name) for name in names]
     biases = [linear.bias for linear in linears]
     bias = next((b for b in biases if b is not None), None)
@@ -280,5 +285,5 @@ def _take_over(parent: nn.Module, *names: str) -> tuple[Weight, torch.Tensor | N
     return weight, bias
 
 
-def _launch(plan: Plan) -> dict[str, Any]:
+def _launch(plan: AttentionLaunch) -> dict[str, Any]:
     return {"rows_per_item": plan.rows_per_item, "workspace": plan.workspace}

@@ -1,8 +1,8 @@
-"""Modules whose weights stay in blocks on a device, in place of `nn.Linear` and `nn.Embedding` of a model without weights.
+"""Replace `nn.Linear` and `nn.Embedding` of a model without weights by modules whose weights stay in quant blocks on a device.
 
-A model on the "meta" device and the source of its weights enter (`keep_packed`); matrices whose kind `quantised` multiplies with leave in
-blocks, and the rest is `models.parameters.fill`'s. The modules compute what the dequantised ones would, so that transformers' own pass can
-be compared with ours; how rows are multiplied is the runner's business.
+`keep_packed` takes a model on the "meta" device and the source of its weights. Matrices of a kind that `quantised` can multiply with stay
+in blocks; the rest is left to `models.parameters.fill`. The modules compute what the dequantised ones would, so that transformers' own pass
+can be compared with ours; how rows are multiplied is decided by the runner.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ngramspec.backends.cuda.quantised import FORMATS, Packed, joined, pack
+from ngramspec.backends.cuda.quantised import FORMATS, CudaPackedWeight, concatenate_packed, pack
 from ngramspec.models.loader import PackedForm
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
-CHUNK = 1 << 24
-"""Weights that are taken apart at one time."""
+CHUNK = 1 << 24  # Weights that are repacked at a time.
 
 
 class _InBlocks(nn.Module):
-    packed: Packed
+    packed: CudaPackedWeight
 
-    def __init__(self, packed: Packed, dtype: torch.dtype) -> None:
+    def __init__(self, packed: CudaPackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.packed, self.dtype = packed, dtype
 
@@ -37,10 +36,10 @@ class _InBlocks(nn.Module):
         return torch.empty(self.packed.n_out, self.packed.n_in, dtype=self.dtype, device="meta")
 
 
-class PackedLinear(_InBlocks):
-    """Stands in for `nn.Linear`; its weight is dequantised for every pass."""
+class CudaPackedLinear(_InBlocks):
+    """A linear layer that replaces `nn.Linear`; its weight is dequantised for every pass."""
 
-    def __init__(self, packed: Packed, old: nn.Linear, dtype: torch.dtype) -> None:
+    def __init__(self, packed: CudaPackedWeight, old: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__(packed, dtype)
         self.bias = old.bias
         self.in_features, self.out_features = old.in_features, old.out_features
@@ -49,8 +48,8 @@ class PackedLinear(_InBlocks):
         return F.linear(x, self.packed.dense(x.dtype), self.bias)
 
 
-class PackedEmbedding(_InBlocks):
-    """Stands in for `nn.Embedding`."""
+class CudaPackedEmbedding(_InBlocks):
+    """An embedding that replaces `nn.Embedding`."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.packed.rows(ids.reshape(-1), self.dtype).view(*ids.shape, -1)
@@ -59,18 +58,18 @@ class PackedEmbedding(_InBlocks):
 def keep_packed(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
     """Replace the linear layers and embeddings of a model on the "meta" device whose weights the source has in blocks of FORMATS.
 
-    Weights that other modules share stay as they are, but for those of an embedding and a head. Raises what the source's rows raise, and
+    Weights shared by several modules stay as they are, except those of an embedding and a head. Raises what the source's rows raise, and
     torch.OutOfMemoryError.
     """
     for stored, places in _in_blocks(model, source):
         packed = read_packed(stored, device)
         for parent, name, module in places:
-            packs = PackedLinear(packed, module, dtype) if isinstance(module, nn.Linear) else PackedEmbedding(packed, dtype)
+            packs = CudaPackedLinear(packed, module, dtype) if isinstance(module, nn.Linear) else CudaPackedEmbedding(packed, dtype)
             setattr(parent, name, packs)
 
 
 def saved_bytes(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype) -> int:
-    """By how much less the weights of a model on the "meta" device take as blocks, as large as the file has them, than in a dtype."""
+    """Return how many bytes fewer the weights of a model on the "meta" device take in the file's blocks than in a dtype."""
     return sum(math.prod(stored.shape) * dtype.itemsize - stored.n_rows * stored.row_bytes for stored, _ in _in_blocks(model, source))
 
 
@@ -78,7 +77,7 @@ IN_BLOCKS = PackedForm(saved_bytes, keep_packed)
 
 
 def _in_blocks(model: PreTrainedModel, source: TensorSource) -> Iterator[tuple[StoredTensor, list[tuple[nn.Module, str, nn.Module]]]]:
-    """The weights that can stay in blocks, each with the modules that it belongs to: (parent, name, module)."""
+    """Yield the weights that can stay in blocks, each with the modules that it belongs to: (parent, name, module)."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
@@ -92,30 +91,30 @@ def _in_blocks(model: PreTrainedModel, source: TensorSource) -> Iterator[tuple[S
             yield stored, modules
 
 
-def read_packed(stored: StoredTensor, device: str) -> Packed:
-    """A weight [N, K] in blocks, on a device."""
+def read_packed(stored: StoredTensor, device: str) -> CudaPackedWeight:
+    """Read a weight [N, K] in blocks onto a device."""
     n, k = stored.shape
     step = max(1, CHUNK // k)
-    return joined([pack(stored.kind, torch.from_numpy(stored.rows(i, min(i + step, n))).to(device)) for i in range(0, n, step)])
+    return concatenate_packed([pack(stored.kind, torch.from_numpy(stored.rows(i, min(i + step, n))).to(device)) for i in range(0, n, step)])
 
 
-def packed_parts(linears: Sequence[nn.Module]) -> list[Packed] | None:
-    """The weights of linear layers above each other, those of one format that follow each other joined; None: not all are in blocks.
+def packed_parts(linears: Sequence[nn.Module]) -> list[CudaPackedWeight] | None:
+    """Concatenate the weights of linear layers, merging neighbours of one format; None if not all are in blocks.
 
-    The modules get what is theirs of the joined ones, so that nothing is kept twice.
+    The modules get their parts of the merged weights, so that nothing is kept twice.
     """
-    if not all(isinstance(linear, PackedLinear) for linear in linears):
+    if not all(isinstance(linear, CudaPackedLinear) for linear in linears):
         return None
-    groups: list[list[PackedLinear]] = []
+    groups: list[list[CudaPackedLinear]] = []
     for linear in linears:
-        assert isinstance(linear, PackedLinear)
+        assert isinstance(linear, CudaPackedLinear)
         if groups and groups[-1][0].packed.format == linear.packed.format:
             groups[-1].append(linear)
         else:
             groups.append([linear])
     parts = []
     for group in groups:
-        whole = joined([linear.packed for linear in group])
+        whole = concatenate_packed([linear.packed for linear in group])
         first = 0
         for linear in group:
             end = first + linear.packed.n_out
@@ -126,6 +125,6 @@ def packed_parts(linears: Sequence[nn.Module]) -> list[Packed] | None:
 
 
 def joined_weights(linears: Sequence[Any]) -> torch.Tensor:
-    """The weights of linear layers above each other, [sum of N, K]; those in blocks dequantised to the dtype of the others."""
+    """Concatenate the weights of linear layers to [sum of N, K]; those in blocks are dequantised to the dtype of the others."""
     dtype = linears[0].weight.dtype
-    return torch.cat([linear.packed.dense(dtype) if isinstance(linear, PackedLinear) else linear.weight.detach() for linear in linears])
+    return torch.cat([linear.packed.dense(dtype) if isinstance(linear, CudaPackedLinear) else linear.weight.detach() for linear in linears])

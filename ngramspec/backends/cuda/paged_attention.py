@@ -1,17 +1,17 @@
-"""Attention over the paged pool on the device: each row's softmax over its keys, in the order of their position in the text.
+"""Compute attention over the paged pool on the device: each row's softmax over its keys, in the order of their positions in the text.
 
-`q [R, H, D]` goes in, `out [R, H, D]` comes out; `Rows` says what each row may see. Nothing here knows models or requests. Keys and values
-are `[n_blocks + 1, Hk, BLOCK, D]`, those of the pass's own rows already in their slots.
+`q [R, H, D]` goes in, `out [R, H, D]` comes out; `AttentionMetadata` says what each row may see. Nothing here knows models or requests.
+Keys and values are `[n_blocks + 1, Hk, BLOCK, D]`, those of the pass's own rows already in place.
 
-A text's keys are cut into splits, these into tiles, both at absolute positions. Within a split a running softmax takes tile after
-tile; neighbouring splits are merged first to last, and then what comes of these groups. Who does it is a list (`Rows.shares`): a program
-takes a share, some splits of an item (rows of one sequence that share what is loaded) for one key head. Of an item with several shares
-the last program to finish with a group's splits merges them, all groups side by side, and the last of those the groups: the same sums
-as where one program takes all, for a text in any company. Keys are the M side of the matrix instructions and rows times query heads the
-N side, so that an element of a product has the same instructions behind it whatever the number of rows.
+A text's keys are cut into splits, these into tiles, both at absolute positions. Within a split a running softmax takes tile after tile;
+neighbouring splits are merged first to last in groups, then the groups. The attention schedule (`AttentionMetadata.shares`) assigns the
+work: a program takes a share, that is some splits of an item (rows of one sequence that share what is loaded) for one key head. If an item
+has several shares, the last program to finish with a group's splits merges them, with all groups in parallel, and the last of those merges
+the groups: the same sums as if one program takes all, whatever else is in the batch. Keys are the M side of the matrix instructions and
+rows times query heads the N side, so that an element of a product is made by the same instructions whatever the number of rows.
 
-Up to the smallest position at which a row of the item sees other slots than its neighbours (a tree's branches), all rows share a tile.
-From there on each row in turn gathers its own keys in logical order, and what is computed is kept for its columns only.
+Up to the smallest position at which a row of the item sees other KV positions than its neighbours (a tree's branches), all rows share a
+tile. From there on each row in turn gathers its own keys in logical order, and results are kept for its columns only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ngramspec.backends.cuda.attention_metadata import Rows
+from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
 from ngramspec.backends.cuda.attention_schedule import MERGED, WORDS
-from ngramspec.backends.cuda.device import limits
+from ngramspec.backends.cuda.device import get_limits
 from ngramspec.outputs import BLOCK
 
-TILE = 64
-"""Keys of a tile; also the M side of Hopper's matrix instruction."""
+TILE = 64  # Keys of a tile; also the M side of Hopper's matrix instruction.
 
 _LN2 = 0.6931471805599453
 
@@ -41,19 +40,19 @@ _FAR = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _split_first(s):
-    """`shares.split_first`"""
+    """Return the first position of a split, as `attention_schedule.split_first` does."""
     return 128 * tl.minimum(s, 8) + 256 * tl.minimum(tl.maximum(s - 8, 0), 12) + 1024 * tl.maximum(s - 20, 0)
 
 
 @triton.jit
 def _split_of(position):
-    """The split of a position."""
+    """Return the split of a position."""
     return tl.minimum(position // 128, 8) + tl.minimum(tl.maximum(position - 1024, 0) // 256, 12) + tl.maximum(position - 4096, 0) // 1024
 
 
 @triton.jit
 def _merge(m, z, acc, m_next, z_next, acc_next):
-    """Softmax state of neighbouring stretches of keys: highest score m [N], sum of weights z [N], weighted values acc [D, N]."""
+    """Merge the softmax states of neighbouring stretches of keys: highest score m [N], sum of weights z [N], weighted values acc [D, N]."""
     top = tl.maximum(m, m_next)
     x, y = tl.exp2(m - top), tl.exp2(m_next - top)
     return top, z * x + z_next * y, acc * x[None, :] + acc_next * y[None, :]
@@ -61,7 +60,7 @@ def _merge(m, z, acc, m_next, z_next, acc_next):
 
 @triton.jit
 def _take_in(q, k, v, visible, m, z, acc, scale, softcap, SOFTCAP: tl.constexpr):
-    """One tile: q [D, N], k and v [TILE, D], visible [TILE, N]. Scores are in units of log 2."""
+    """Take one tile into the state: q [D, N], k and v [TILE, D], visible [TILE, N]. Scores are in units of log 2."""
     s = tl.dot(k, q, input_precision="ieee") * scale
     if SOFTCAP:  # scale holds 2 / (softcap ln 2): softcap is tanh(x) = 1 - 2 / (exp(2 x) + 1) from here on
         s = softcap - (2.0 * softcap) / (tl.exp2(s) + 1.0)
@@ -76,14 +75,14 @@ def _take_in(q, k, v, visible, m, z, acc, scale, softcap, SOFTCAP: tl.constexpr)
 
 @triton.jit
 def _blocks_of(table, split, table_width):
-    """All blocks of a split [_BLOCKS]. Read ahead, since a load whose address is loaded in the same loop is hidden badly."""
+    """Load all blocks of a split [_BLOCKS] ahead: the latency of a load whose address is loaded in the same loop is hidden badly."""
     at = _split_first(split) // _BLOCK + tl.arange(0, _BLOCKS)
     return tl.load(table + at, mask=at < table_width, other=0)
 
 
 @triton.jit
 def _gather(memory, slots, inside, h, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Key or value rows [TILE, DP] of head h at `slots` of the memory [TILE] (block * BLOCK + offset), zeros where not `inside`."""
+    """Load key or value rows [TILE, DP] of head h at these memory positions [TILE] (block * BLOCK + offset), zeros if not `inside`."""
     d = tl.arange(0, DP)
     at = (slots // _BLOCK).to(tl.int64) * (HK * _BLOCK * D) + (h * _BLOCK + slots % _BLOCK) * D
     mask = inside[:, None] if D == DP else inside[:, None] & (d < D)[None, :]
@@ -100,7 +99,7 @@ def _write(out, total, z, row, head, valid, H: tl.constexpr, D: tl.constexpr, DP
 
 @triton.jit
 def _kept_at(place, which, h, column, HK: tl.constexpr, N: tl.constexpr):
-    """Where states [N] lie among what is kept."""
+    """Return where states [N] lie among the kept ones."""
     return ((place + which).to(tl.int64) * HK + h) * N + column
 
 
@@ -114,7 +113,10 @@ def _keep(kept, kept_ml, at, m, z, acc, valid, D: tl.constexpr, DP: tl.constexpr
 
 @triton.jit
 def _kept(kept, kept_ml, at, there, D: tl.constexpr, DP: tl.constexpr):
-    """The states kept at [N]; none where not `there`. Other programs may have stored them: loads pass by the first-level cache."""
+    """Load the states kept at [N], empty ones if not `there`.
+
+    Other programs may have stored them, so the loads bypass the first-level cache.
+    """
     d = tl.arange(0, DP)
     m = tl.load(kept_ml + at * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
     z = tl.load(kept_ml + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
@@ -127,7 +129,7 @@ def _fold(
     kept, kept_ml, place, first, end, step, h, valid,
     HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, IN_FLIGHT: tl.constexpr,
 ):  # fmt: skip
-    """What the states kept for splits first, first + step, … below `end` come to."""
+    """Merge the states kept for splits first, first + step, … below `end`."""
     column = tl.arange(0, N)
     total_m, total_z, total = tl.full([N], _LOWEST, tl.float32), tl.zeros([N], tl.float32), tl.zeros([DP, N], tl.float32)
     for i in range(first, end, step * IN_FLIGHT):
@@ -289,16 +291,18 @@ def _attend(
 
 
 @dataclass(slots=True)
-class Workspace:
-    """What programs leave for the one that merges. Serves one launch after the other, not two at a time."""
+class AttentionWorkspace:
+    """Memory in which programs leave their states for the one that merges. Serves one launch after the other, not two at a time."""
 
     kept: torch.Tensor  # float32, places Hk N D numbers or more, with N of `columns`
     kept_ml: torch.Tensor  # float32, places Hk N 2 numbers or more
     counters: torch.Tensor  # int32, places Hk 2 or more; zero between launches
 
     @classmethod
-    def make(cls, n_places: int, rows_per_item: int, n_heads: int, n_kv_heads: int, head_dim: int, device: torch.device) -> Workspace:
-        """For lists that use so many places; a model's layers can share it."""
+    def make(
+        cls, n_places: int, rows_per_item: int, n_heads: int, n_kv_heads: int, head_dim: int, device: torch.device
+    ) -> AttentionWorkspace:
+        """Allocate memory for schedules of up to `n_places` places; a model's layers can share it."""
         n = n_places * n_kv_heads * columns(rows_per_item, n_heads, n_kv_heads)
         return cls(
             torch.empty(n * head_dim, dtype=torch.float32, device=device),
@@ -308,13 +312,15 @@ class Workspace:
 
 
 def columns(rows_per_item: int, n_heads: int, n_kv_heads: int) -> int:
-    """Of a program: rows of an item times query heads of a key head, as many as a matrix instruction takes."""
+    """Return the columns of a program: rows of an item times query heads of a key head, at least what a matrix instruction takes."""
     return max(16, triton.next_power_of_2(rows_per_item * (n_heads // n_kv_heads)))
 
 
 def rows_per_item(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
-    """Rows of one sequence that can share loads of keys before a program runs out of registers: a power of two, as their slots take
-    registers too."""
+    """Return how many rows of one sequence can share loads of keys before a program runs out of registers.
+
+    It is a power of two, since their memory positions take registers too.
+    """
     return 1 << max(((32 if head_dim * itemsize <= 256 else 16) // (n_heads // n_kv_heads)).bit_length() - 1, 0)
 
 
@@ -322,20 +328,20 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    rows: Rows,
+    rows: AttentionMetadata,
     out: torch.Tensor,
     *,
     scale: float,
     rows_per_item: int,
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     window: int = 0,
     softcap: float = 0.0,
 ) -> None:
-    """Attention of rows q [R, H, D] over one layer's keys and values [n_blocks + 1, Hk, BLOCK, D], into out [R, H, D]; one launch.
+    """Compute attention of rows q [R, H, D] over one layer's keys and values [n_blocks + 1, Hk, BLOCK, D], into out [R, H, D]; one launch.
 
-    No item has more rows than `rows_per_item`; the workspace has all places of the rows' shares. No bit depends on these, nor on
-    the shares. `window` and `softcap` of 0 mean none. float32 must keep to one `rows_per_item`: without matrix instructions, the shape
-    of a product decides who adds what.
+    No item has more rows than `rows_per_item`, and the workspace has all places of the schedule. No bit depends on these, nor on the
+    schedule. `window` and `softcap` of 0 mean none. For float32, `rows_per_item` must stay the same: without matrix instructions, the shape
+    of a product decides the order of its additions.
     """
     _, n_heads, head_dim = q.shape
     n_kv_heads, n_shares = keys.shape[1], len(rows.shares)
@@ -380,12 +386,15 @@ def attend(
 
 
 def _warps(n_sums: int, itemsize: int, device: torch.device) -> int:
-    """Threads enough that the sums of a program stay in registers. A Hopper's matrix instructions read one operand from shared memory, so
-    that four warps hold what takes eight elsewhere (`tools.compile_kernels` counts the spills)."""
-    roomy = limits(device).generation == 9 and itemsize < 4
+    """Return enough warps that a program's sums stay in registers.
+
+    A Hopper's matrix instructions read one operand from shared memory, so four warps hold what takes eight elsewhere
+    (`tools.compile_kernels` counts the spills).
+    """
+    roomy = get_limits(device).generation == 9 and itemsize < 4
     return 4 if n_sums < (8192 if roomy else 2048) else 8
 
 
 def _stages(row_bytes: int, device: torch.device) -> int:
-    """Tiles in flight: no more than help, and as many as fit in shared memory beside queries and weights."""
-    return max(1, min(3, (limits(device).shared_bytes - (24 << 10)) // (2 * TILE * row_bytes)))
+    """Return the tiles in flight: no more than help, and as many as fit in shared memory with queries and weights."""
+    return max(1, min(3, (get_limits(device).shared_bytes - (24 << 10)) // (2 * TILE * row_bytes)))

@@ -1,16 +1,16 @@
-"""Matrix products with weights that stay in blocks of 4 to 8 bits on a CUDA device: the bits of `linear.Product` with the same weights
-dequantised.
+"""Multiply rows on a CUDA device by weights that stay in quant blocks of 4 to 8 bits, with the bits of `CudaProduct` and dequantised
+weights.
 
-Knows blocks, codes and rows, nothing of models or files. Rows of GGML's blocks go in (`pack`); a `Packed` keeps them on a device, as large
-as they were, and `QuantisedProduct` multiplies with it as `Product` does: K in the same pieces and the same order, a weight in float32 as
-`gguf.quants.dequantize` gives it, rounded to the dtype of x.
+The module knows quant blocks, codes and rows, nothing of models or files. `pack` takes rows of GGML's blocks; a `CudaPackedWeight` keeps
+them on a device, as large as they were, and `CudaQuantisedProduct` multiplies with it as `CudaProduct` does: K in the same pieces and
+order, each weight in float32 as `gguf.quants.dequantize` computes it, rounded to the dtype of x.
 
-A unit is 64 columns of a weight. Its codes of all outputs lie side by side, so that a tile reads a run of memory, and everything else of
-it in 32-bit words, an output's beside the next one's, so that a thread's copy to shared memory is never less than 4 bytes:
+A unit is 64 columns of a weight. Its codes of all outputs lie side by side, so that a tile reads a contiguous run of memory. Everything
+else of a unit is in 32-bit words, one output's beside the next one's, so that a thread copies at least 4 bytes to shared memory at a time:
 
-- codes [units, N, bytes]: of 8 bits a byte a column; of less, the low four bits of a chunk of columns and of the next one share bytes, so
-  that no two columns change places on the way to the matrix instruction. A chunk is 32 columns, Q6_K's 16;
-- words [units, W, N] int32: scales, minima, then the upper bits of the codes, a word a chunk;
+- codes [units, N, bytes]: 8-bit codes take a byte per column. Of smaller codes, the low four bits of a chunk of columns and of the next
+  chunk share bytes, so that no two columns change places on the way to the matrix instruction. A chunk is 32 columns (Q6_K: 16);
+- words [units, W, N] int32: scales, minima, then the upper bits of the codes, one word per chunk;
 - supers [K / 256, N] int32: two float16, the factors of the scales and of the minima of 256 columns.
 """
 
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ngramspec.backends.cuda.row_invariant_linear import Product, Tile, bounds, store
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, bounds, store
 from ngramspec.models.tensor_source import KINDS
 
 UNIT = 64
@@ -32,17 +32,17 @@ _HALVES, _MINIMA, _BYTES, _BYTE_MINIMA = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """A weight is scale · (code - zero), or scale · code - minimum."""
+class CudaQuantFormat:
+    """Layout of a kind of quant blocks. A weight is scale · (code - zero), or scale · code - minimum."""
 
     bits: int
-    """Of a code; 8 have a sign."""
+    """Bits of a code; codes of 8 bits are signed."""
     scales: int
-    """`_HALVES`, `_MINIMA`: float16 of 32 columns, alone or with minima. `_BYTES`, `_BYTE_MINIMA`: integers of 16, or of 32 with minima,
-    times the float16 of 256."""
+    """Kind of scales. `_HALVES`, `_MINIMA`: float16 per 32 columns, alone or with minima. `_BYTES`, `_BYTE_MINIMA`: integers per 16
+    columns, or per 32 with minima, times the float16 of 256 columns."""
     zero: int = 0
     columns: int = 0
-    """That share a word of `supers`; 0: there are none."""
+    """Columns that share a word of `supers`; 0: there are none."""
 
     @property
     def chunk(self) -> int:
@@ -56,32 +56,32 @@ class Format:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The kernels' arguments."""
+        """The kernels' compile-time arguments."""
         return {"BITS": self.bits, "SCALES": self.scales, "ZERO": self.zero, "SUPER": self.columns, "WORDS": self.n_words}
 
 
+# Formats by GGML's name. Weights of other kinds are not kept in blocks on a CUDA device.
 FORMATS = {
-    "Q4_0": Format(4, _HALVES, zero=8),
-    "Q4_1": Format(4, _MINIMA),
-    "Q5_0": Format(5, _HALVES, zero=16),
-    "Q5_1": Format(5, _MINIMA),
-    "Q8_0": Format(8, _HALVES),
-    "Q4_K": Format(4, _BYTE_MINIMA, columns=256),
-    "Q5_K": Format(5, _BYTE_MINIMA, columns=256),
-    "Q6_K": Format(6, _BYTES, zero=32, columns=256),
+    "Q4_0": CudaQuantFormat(4, _HALVES, zero=8),
+    "Q4_1": CudaQuantFormat(4, _MINIMA),
+    "Q5_0": CudaQuantFormat(5, _HALVES, zero=16),
+    "Q5_1": CudaQuantFormat(5, _MINIMA),
+    "Q8_0": CudaQuantFormat(8, _HALVES),
+    "Q4_K": CudaQuantFormat(4, _BYTE_MINIMA, columns=256),
+    "Q5_K": CudaQuantFormat(5, _BYTE_MINIMA, columns=256),
+    "Q6_K": CudaQuantFormat(6, _BYTES, zero=32, columns=256),
 }
-"""By GGML's name. Others are not kept in blocks here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A weight [N, K] in blocks."""
+class CudaPackedWeight:
+    """A weight [N, K] in quant blocks on a device."""
 
-    format: Format
+    format: CudaQuantFormat
     n_out: int
     n_in: int
     n_stride: int
-    """Outputs that lie side by side in memory: N, or more in a part of another weight."""
+    """Outputs that lie side by side in memory: N, or more if this is a part of another weight."""
     codes: torch.Tensor
     words: torch.Tensor
     supers: torch.Tensor | None
@@ -90,8 +90,8 @@ class Packed:
     def n_bytes(self) -> int:
         return sum(part.nbytes for part in (self.codes, self.words, self.supers) if part is not None)
 
-    def part(self, first: int, end: int) -> Packed:
-        """Outputs first to end, in the same memory."""
+    def part(self, first: int, end: int) -> CudaPackedWeight:
+        """Return outputs `first` to `end` as a view of the same memory."""
         return replace(
             self,
             n_out=end - first,
@@ -101,7 +101,7 @@ class Packed:
         )
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows `ids` [R] (integers) of the weight, [R, K] in a dtype, rounded once."""
+        """Return rows `ids` [R] (integers) of the weight, [R, K] in a dtype, rounded once."""
         out = torch.empty(len(ids), self.n_in, dtype=dtype, device=self.codes.device)
         if len(ids):
             grid = (triton.cdiv(len(ids), 16), len(self.codes))
@@ -122,12 +122,12 @@ class Packed:
         return out
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [N, K] in a dtype, rounded once."""
+        """Return the weight [N, K] in a dtype, rounded once."""
         return self.rows(torch.arange(self.n_out, dtype=torch.int32, device=self.codes.device), dtype)
 
 
-def joined(weights: Sequence[Packed]) -> Packed:
-    """Weights of one format and one K above each other; a single one is itself."""
+def concatenate_packed(weights: Sequence[CudaPackedWeight]) -> CudaPackedWeight:
+    """Concatenate weights of one format and one K; a single one is returned as it is."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -143,23 +143,23 @@ def joined(weights: Sequence[Packed]) -> Packed:
     )
 
 
-def pack(kind: str, rows: torch.Tensor) -> Packed:
-    """Rows [N, bytes of a row] uint8 of blocks of GGML's type `kind`, one of FORMATS, bit by bit as ggml-common.h lays them out."""
+def pack(kind: str, rows: torch.Tensor) -> CudaPackedWeight:
+    """Pack rows [N, bytes of a row] uint8 of blocks of GGML's type `kind`, one of FORMATS, bit by bit as ggml-common.h lays them out."""
     fmt, n = FORMATS[kind], len(rows)
     blocks = rows.reshape(n, -1, KINDS[kind][1])
 
     def halves(at: int, negative: bool = False) -> torch.Tensor:
-        """The float16 at a byte of every block, as an integer."""
+        """Return the float16 at a byte of every block, as an integer."""
         found = blocks[:, :, at].int() | blocks[:, :, at + 1].int() << 8
         return found ^ 0x8000 if negative else found
 
     def nibbles(raw: torch.Tensor, width: int) -> torch.Tensor:
-        """Low halves of `width` bytes, then their high halves, and so on: [N, blocks, codes]."""
+        """Return the low halves of `width` bytes, then their high halves, and so on: [N, blocks, codes]."""
         raw = raw.reshape(n, blocks.shape[1], -1, 1, width)
         return torch.cat([raw & 15, raw >> 4], 3).reshape(n, blocks.shape[1], -1)
 
     def bits(raw: torch.Tensor, width: int) -> torch.Tensor:
-        """[N, blocks, bytes] → [N, blocks, bytes, 8 / width]: the bits of each byte, lowest first."""
+        """Split bytes into groups of bits, lowest first: [N, blocks, bytes] → [N, blocks, bytes, 8 / width]."""
         return raw[..., None] >> torch.arange(0, 8, width, dtype=torch.uint8, device=raw.device) & (1 << width) - 1
 
     supers, minima = None, None
@@ -186,8 +186,10 @@ def pack(kind: str, rows: torch.Tensor) -> Packed:
     return _pack(fmt, codes.reshape(n, -1), scales, minima, supers)
 
 
-def _pack(fmt: Format, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, supers: torch.Tensor | None) -> Packed:
-    """From codes [N, K] uint8, scales and minima [N, blocks] as integers (halves: their bits), supers [N, K / 256] int32."""
+def _pack(
+    fmt: CudaQuantFormat, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, supers: torch.Tensor | None
+) -> CudaPackedWeight:
+    """Pack codes [N, K] uint8, scales and minima [N, blocks] as integers (halves: their bits), supers [N, K / 256] int32."""
     n, k = codes.shape
     units, chunk = -(-k // UNIT), fmt.chunk
     codes = torch.nn.functional.pad(codes, (0, units * UNIT - k)).reshape(n, units, UNIT)
@@ -205,7 +207,7 @@ def _pack(fmt: Format, codes: torch.Tensor, scales: torch.Tensor, minima: torch.
     if fmt.bits < 8:
         low, high = (codes & 15).reshape(n, units, -1, 2, chunk).unbind(3)
         codes = (low | high << 4).reshape(n, units, 32)
-    return Packed(
+    return CudaPackedWeight(
         fmt,
         n,
         k,
@@ -217,7 +219,7 @@ def _pack(fmt: Format, codes: torch.Tensor, scales: torch.Tensor, minima: torch.
 
 
 def _word(parts: torch.Tensor, width: int) -> torch.Tensor:
-    """[..., P] integers of `width` bits each → [...] int32, the first lowest."""
+    """Combine [..., P] integers of `width` bits each into [...] int32, the first lowest."""
     shifts = torch.arange(parts.shape[-1], device=parts.device, dtype=torch.int32) * width
     return (parts << shifts).sum(-1).int()  # int64 sums; what is above 32 bits is none
 
@@ -230,14 +232,16 @@ _UNIT: tl.constexpr = tl.constexpr(UNIT)
 
 @triton.jit
 def _half(word, WHICH: tl.constexpr):
-    """The lower (0) or upper (1) float16 of a word, as float32."""
+    """Return the lower (0) or upper (1) float16 of a word, as float32."""
     return (word >> 16 * WHICH & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr):
-    """Weights [n, columns] float32 of chunk number CHUNK of a unit, from the lower bits of their codes, and words [n]: of their upper
-    bits, the unit's first, its second, and that of the super-block."""
+    """Compute weights [n, columns] float32 of chunk number CHUNK of a unit from the lower bits of their codes.
+
+    The other arguments are words [n]: the codes' upper bits, the unit's first and second word, and the super-block's word.
+    """
     if BITS == 8:
         q = q.to(tl.int8, bitcast=True).to(tl.int32)
     else:
@@ -261,7 +265,7 @@ def _chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.conste
 
 @triton.jit
 def _load(at, there, policy: tl.constexpr, EVEN: tl.constexpr):
-    """What lies `at`; where columns may end within a tile, zeros instead of what is not `there`."""
+    """Load what lies `at`; where columns may end within a tile, zeros instead of what is not `there`."""
     if EVEN:
         found = tl.load(at, eviction_policy=policy)
     else:
@@ -275,7 +279,7 @@ def _weights(
     CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
     ONCE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Weights [n, columns] float32 of chunk number CHUNK of the unit of columns `at`. What two chunks read, they read once."""
+    """Compute weights [n, columns] float32 of chunk number CHUNK of the unit of columns `at`. Data that two chunks need is read once."""
     C: tl.constexpr = 16 if BITS == 6 else 32
     policy: tl.constexpr = "evict_first" if ONCE else ""
     unit = (at // _UNIT).to(tl.int64)
@@ -302,7 +306,10 @@ def _piece(
     BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Sum over columns begin..end of a tile: [n, rows] float32, as `linear._piece`. `x` [rows, chunk] points at the first columns."""
+    """Sum over columns begin..end of a tile: [n, rows] float32, as in `row_invariant_linear`.
+
+    `x` [rows, chunk] points at the first columns.
+    """
     C: tl.constexpr = 16 if BITS == 6 else 32
     k = tl.arange(0, C)
     total = tl.zeros([n.shape[0], x.shape[0]], tl.float32)
@@ -414,13 +421,13 @@ def _quantised(
     store(total, bias, out, n, rows, piece, n_out, n_rows, out_stride)
 
 
-class QuantisedProduct(Product):
-    """x @ W.T + b, where W is weights of one K above each other, of one format or several, and b [N] or None.
+class CudaQuantisedProduct(CudaProduct):
+    """Compute x @ W.T + b; W is the concatenation of weights of one K, of one format or several, and b is [N] or None.
 
-    The pieces of K are those of the whole W, so that the bits are too.
+    The pieces of K are those of the whole W, so the bits are those of the whole W too.
     """
 
-    def __init__(self, parts: Sequence[Packed], bias: torch.Tensor | None, dtype: torch.dtype, n_sms: int) -> None:
+    def __init__(self, parts: Sequence[CudaPackedWeight], bias: torch.Tensor | None, dtype: torch.dtype, n_sms: int) -> None:
         assert len({part.n_in for part in parts}) == 1
         self.parts = tuple(parts)
         first = parts[0]
@@ -433,8 +440,8 @@ class QuantisedProduct(Product):
             self._multiply_part(part, x, None if bias is None else bias[here], out[:, :, here], self._tile(tile, part.format))
             first += part.n_out
 
-    def _tile(self, tile: Tile, fmt: Format) -> Tile:
-        """The same with whole units, and stages by what codes take."""
+    def _tile(self, tile: Tile, fmt: CudaQuantFormat) -> Tile:
+        """Return the tile with whole units, and stages by the memory that codes take."""
         if self.dtype.itemsize == 4:
             tile = replace(tile, n=64, rows=16, warps=8)  # wider ones spill
         k = 2 * UNIT if tile.rows <= 32 and self.dtype.itemsize == 2 else UNIT
@@ -442,7 +449,7 @@ class QuantisedProduct(Product):
         stage = k * (tile.n * (fmt.bits + 2) // 8 + tile.rows * self.dtype.itemsize)
         return replace(tile, k=k, stages=max(2, min(6, room // stage)))
 
-    def _multiply_part(self, part: Packed, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
+    def _multiply_part(self, part: CudaPackedWeight, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
         grid, options = self._grid(len(x), part.n_out, len(out), tile)
         _quantised[grid](
             part.codes,

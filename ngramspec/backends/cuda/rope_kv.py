@@ -1,10 +1,10 @@
-"""The step between the projection of a layer's queries, keys and values and its attention: bias, norm, rotary embedding, KV write.
+"""Run the step between the projection of a layer's queries, keys and values and its attention: bias, norm, rotary embedding, KV write.
 
 The projection's partial sums go in; rotated queries come out, keys and values land in the pool. Every step is rounded as transformers'
 modules round it. Each row and head is computed by itself; nothing here knows sequences.
 
-Values are written as the nearest finite number, 0 for what is no number: attention multiplies those that a row does not see by zero, and
-a draft whose values overflow would otherwise reach the rows before it. (A key reaches nothing but its own score, which is masked.)
+Values are written as the nearest finite number, NaN as 0: attention multiplies values that a row does not see by zero, and a draft whose
+values overflow would otherwise reach the rows before it. (A key enters only its own score, which is masked.)
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 import triton
 import triton.language as tl
 
-from ngramspec.backends.cuda.attention_metadata import Rows
+from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
 from ngramspec.outputs import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def _finite(x, DTYPE: tl.constexpr):
-    """The nearest number of DTYPE; 0 for what is no number."""
+def _make_finite(x, DTYPE: tl.constexpr):
+    """Return the nearest finite number of DTYPE; 0 for NaN."""
     largest: tl.constexpr = 65504.0 if tl.float16 == DTYPE else 3.3895313892515355e38
     x = tl.where(x != x, 0.0, x.to(tl.float32))
     return tl.minimum(tl.maximum(x, -largest), largest).to(DTYPE)
 
 
 @triton.jit
-def _summed(partials, bias, at, offset, inside, size, N_PARTIALS: tl.constexpr, DTYPE: tl.constexpr):
-    """A linear layer's output: partials [P, size] at `at`, summed in order, with bias at `offset`, rounded, as float32."""
+def _sum_partials(partials, bias, at, offset, inside, size, N_PARTIALS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return a linear layer's output: partials [P, size] at `at`, summed in order, with bias at `offset`, rounded, as float32."""
     total = tl.load(partials + at, mask=inside, other=0.0)
     for p in tl.static_range(1, N_PARTIALS):
         total += tl.load(partials + at + p * size, mask=inside, other=0.0)
@@ -39,8 +39,8 @@ def _summed(partials, bias, at, offset, inside, size, N_PARTIALS: tl.constexpr, 
 
 
 @triton.jit
-def _scaled(x, rms, weight, at, inside, DTYPE: tl.constexpr):
-    """x / rms, rounded, times the norm's weight, rounded."""
+def _scale_by_weight(x, rms, weight, at, inside, DTYPE: tl.constexpr):
+    """Return x / rms, rounded, times the norm's weight, rounded."""
     return ((x * rms).to(DTYPE).to(tl.float32) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
 
 
@@ -77,11 +77,11 @@ def _rope_kv(
     at = row * width + head * D
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int64)
-    a = _summed(partials, bias, at + first, head * D + first, inside, size, N_PARTIALS, dtype)
-    b = _summed(partials, bias, at + half + first, head * D + half + first, inside, size, N_PARTIALS, dtype)
+    a = _sum_partials(partials, bias, at + first, head * D + first, inside, size, N_PARTIALS, dtype)
+    b = _sum_partials(partials, bias, at + half + first, head * D + half + first, inside, size, N_PARTIALS, dtype)
     if REST > 0:
         rest = ROTATED + tl.arange(0, REST)
-        c = _summed(partials, bias, at + rest, head * D + rest, rest < D, size, N_PARTIALS, dtype)
+        c = _sum_partials(partials, bias, at + rest, head * D + rest, rest < D, size, N_PARTIALS, dtype)
     if head < H + HK:
         if q_norm is not None:
             squares = tl.sum(a * a, 0) + tl.sum(b * b, 0)
@@ -91,10 +91,10 @@ def _rope_kv(
             weight = q_norm
             if head >= H:
                 weight = k_norm
-            a = _scaled(a, rms, weight, first, inside, dtype)
-            b = _scaled(b, rms, weight, half + first, inside, dtype)
+            a = _scale_by_weight(a, rms, weight, first, inside, dtype)
+            b = _scale_by_weight(b, rms, weight, half + first, inside, dtype)
             if REST > 0:
-                c = _scaled(c, rms, weight, rest, rest < D, dtype)
+                c = _scale_by_weight(c, rms, weight, rest, rest < D, dtype)
         angle = position * ROTATED + first
         cos_a, cos_b = tl.load(cos + angle, mask=inside, other=0.0), tl.load(cos + angle + half, mask=inside, other=0.0)
         sin_a, sin_b = tl.load(sin + angle, mask=inside, other=0.0), tl.load(sin + angle + half, mask=inside, other=0.0)
@@ -107,9 +107,9 @@ def _rope_kv(
         memory = keys
         if head >= H + HK:
             memory = values
-            a, b = _finite(a, dtype).to(tl.float32), _finite(b, dtype).to(tl.float32)
+            a, b = _make_finite(a, dtype).to(tl.float32), _make_finite(b, dtype).to(tl.float32)
             if REST > 0:
-                c = _finite(c, dtype).to(tl.float32)
+                c = _make_finite(c, dtype).to(tl.float32)
         target = memory + (((slot // _BLOCK).to(tl.int64) * HK + (head - H) % HK) * _BLOCK + slot % _BLOCK) * D
     tl.store(target + first, a.to(dtype), mask=inside)
     tl.store(target + half + first, b.to(dtype), mask=inside)
@@ -122,7 +122,7 @@ def rope_kv(
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    rows: Rows,
+    rows: AttentionMetadata,
     keys: torch.Tensor,
     values: torch.Tensor,
     q: torch.Tensor,
@@ -130,11 +130,11 @@ def rope_kv(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Queries, keys and values side by side, partials [P, R, (H + 2 Hk) D] float32 yet to be summed: queries go to q [R, H, D], the rest
-    to their slots in keys and values [n_blocks + 1, Hk, BLOCK, D]; one launch.
+    """Process the projection's partials [P, R, (H + 2 Hk) D] float32, queries, keys and values side by side, in one launch.
 
-    Queries and keys get an RMS norm over each head where `q_norm` and `k_norm` [D] are given, and their first dimensions are rotated,
-    halves paired, by cos and sin [L, rotated] of the row's position. Every step is rounded to q's dtype, as transformers rounds it.
+    Queries go to q [R, H, D], keys and values to their KV positions in `keys` and `values` [n_blocks + 1, Hk, BLOCK, D]. If `q_norm` and
+    `k_norm` [D] are given, queries and keys get an RMS norm over each head. Their first dimensions are rotated, halves paired, by cos and
+    sin [L, rotated] of the row's position. Every step is rounded to q's dtype, as transformers rounds it.
     """
     n_partials, n_rows, size = partials.shape
     n_heads, head_dim = q.shape[1:]
@@ -181,11 +181,11 @@ def _write_kv(k, v, slots, keys, values, HK: tl.constexpr, D: tl.constexpr, DP: 
     source = (row * HK + head) * D + d
     target = (((slot // _BLOCK).to(tl.int64) * HK + head) * _BLOCK + slot % _BLOCK) * D + d
     tl.store(keys + target, tl.load(k + source, mask=d < D, other=0.0), mask=d < D)
-    tl.store(values + target, _finite(tl.load(v + source, mask=d < D, other=0.0), values.dtype.element_ty), mask=d < D)
+    tl.store(values + target, _make_finite(tl.load(v + source, mask=d < D, other=0.0), values.dtype.element_ty), mask=d < D)
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Write key and value rows k, v [R, Hk, D] to their slots in keys and values [n_blocks + 1, Hk, BLOCK, D]; one launch."""
+def write_kv(k: torch.Tensor, v: torch.Tensor, rows: AttentionMetadata, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write key and value rows k, v [R, Hk, D] to their KV positions in keys and values [n_blocks + 1, Hk, BLOCK, D]; one launch."""
     n_rows, n_kv_heads, head_dim = k.shape
     assert v.shape == k.shape, (k.shape, v.shape)
     assert keys.shape == values.shape == (len(keys), n_kv_heads, BLOCK, head_dim), (k.shape, keys.shape, values.shape)

@@ -1,13 +1,13 @@
-"""Matrix products with weights on a CUDA device: a row's result has the same bits whatever the number of rows.
+"""Multiply rows by weights on a CUDA device: a row's result has the same bits whatever the number of rows.
 
-Knows weights and rows, nothing of models. `x [R, K]` goes in, sums `[P, R, N]` in float32 or finished rows `[R, N]` come out.
+The module knows weights and rows, nothing of models. `x [R, K]` goes in, sums `[P, R, N]` in float32 or finished rows `[R, N]` come out.
 
-K is cut into `splits` pieces, a function of the weight's shape. Few rows are bound by the reading of weights: each piece of each
-tile is a block of the grid of its own, so that the whole device reads, and whoever takes the P = splits partial sums adds them in
-order. Many rows are bound by arithmetic: one block goes through the pieces and adds their sums in the same order, P = 1. So both
-forms end in the same bits. Within a piece the tensor cores accumulate along K, 16 at a time (fp32: 1), which no tile changes.
+K is cut into `splits` pieces, a function of the weight's shape. Few rows are bound by reading weights: each piece of each tile is its own
+block of the grid, so that the whole device reads, and the consumer of the P = splits partial sums adds them in order. Many rows are bound
+by arithmetic: one block goes through the pieces and adds their sums in the same order, P = 1. Both forms give the same bits. Within a piece
+the tensor cores accumulate along K, 16 at a time (fp32: 1), which no tile changes.
 
-What changes bits: `MIN_PIECE`, `GRANULE` and `choose_splits`. What does not: `Tile` and `choose_tile`, free to be tuned.
+Bits depend on `MIN_PIECE`, `GRANULE` and `choose_splits`. They do not depend on `Tile` and `choose_tile`, which are free to be tuned.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ngramspec.backends.cuda.device import limits
+from ngramspec.backends.cuda.device import get_limits
 
-GRANULE = 128
-"""Pieces of K begin at multiples of this, and every BLOCK_K divides it."""
+GRANULE = 128  # Columns: pieces of K begin at multiples of this, and every BLOCK_K divides it.
 
-MIN_PIECE = 512
-"""A piece of K is no shorter: each costs a float32 per result, written and read."""
+MIN_PIECE = 512  # Columns: no piece of K is shorter, since each costs a float32 per result, written and read.
 
-BLOCKS_PER_SM = 1.8
-"""Tiles of 64 outputs that each multiprocessor should get at the least, before K is cut no further."""
+BLOCKS_PER_SM = 1.8  # Tiles of 64 outputs per multiprocessor from which on K is not cut further.
 
 
 def choose_splits(n_out: int, n_in: int, n_sms: int) -> int:
-    """Into how many pieces K is cut. Changes bits, so it knows nothing of rows: the fewest that give the whole device work."""
+    """Return into how many pieces K is cut: the fewest that give the whole device work. Changes bits, so it must not depend on rows."""
     tiles = -(-n_out // 64)
     wanted = -(-int(BLOCKS_PER_SM * n_sms) // tiles)
     return max(1, min(wanted, n_in // MIN_PIECE))
@@ -43,14 +40,14 @@ class Tile:
     """What one block computes at a time, and how. No bit depends on it."""
 
     n: int
-    """Outputs: rows of the weight, the M side of the matrix instruction (64 of them are one of Hopper's)."""
+    """Outputs: rows of the weight, the M side of the matrix instruction (Hopper's has 64)."""
     rows: int
     """Rows of x, the N side."""
     k: int
     """Columns of both that one stage of the pipeline holds."""
     warps: int
     stages: int
-    """Stages in shared memory, all but one or two of them on their way while one is used."""
+    """Stages in shared memory; all but one or two are being loaded while one is used."""
 
     def stage_bytes(self, item: int) -> int:
         return (self.n + self.rows) * self.k * item
@@ -64,16 +61,16 @@ _HALF = (
     Tile(128, 64, 64, warps=4, stages=6),
     Tile(128, 128, 64, warps=8, stages=4),
 )
+# Twice the rows for the same weights; too wide if the sums of a piece and of the pieces before it are both held.
 _HALF_MANY = Tile(128, 256, 64, warps=8, stages=4)
-"""Twice the rows for the same weights; too wide where the sums of a piece and of those before it are both held."""
 _FULL = (Tile(64, 16, 32, warps=4, stages=6), Tile(64, 32, 32, warps=4, stages=4), Tile(64, 64, 32, warps=8, stages=4))
 
 
 def choose_tile(rows: int, n_out: int, item: int, n_pieces: int, summed: int, n_sms: int, shared: int) -> Tile:
-    """The tile for `rows` rows: grid of `n_pieces` pieces, each block summing `summed` of them; `shared` bytes a multiprocessor.
+    """Return the tile for `rows` rows: a grid of `n_pieces` pieces, each block summing `summed` of them; `shared` bytes per multiprocessor.
 
-    The memory answers after about a microsecond, in which H200's bandwidth carries 36 kB per multiprocessor. So a block has as
-    many stages as fit when all blocks of the grid, or four, share a multiprocessor.
+    The memory answers after about a microsecond, in which H200's bandwidth carries 36 kB per multiprocessor. So a block has as many stages
+    as fit when all blocks of the grid, or four, share a multiprocessor.
     """
     tiles = _HALF if item == 2 else _FULL
     tile = next((t for t in tiles if rows <= t.rows), tiles[-1])
@@ -116,14 +113,14 @@ def _piece(w, x, row_mask, columns, begin, end, BLOCK_K: tl.constexpr, EVEN: tl.
 
 @triton.jit
 def bounds(piece, n_in, n_splits, STEP: tl.constexpr):
-    """The columns of one of the pieces of K."""
+    """Return the columns of one of the pieces of K."""
     granules = tl.cdiv(n_in, STEP)
     return piece * granules // n_splits * STEP, tl.minimum((piece + 1) * granules // n_splits * STEP, n_in)
 
 
 @triton.jit
 def store(total, bias, out, n, rows, piece, n_out, n_rows, out_stride):
-    """A tile's sums [n, rows], with the bias, to out [P, n_rows, n_out], whose rows lie `out_stride` apart."""
+    """Store a tile's sums [n, rows], with the bias, to out [P, n_rows, n_out], whose rows lie `out_stride` apart."""
     if bias is not None:
         total += tl.load(bias + n, mask=n < n_out, other=0.0).to(tl.float32)[:, None]
     at = (piece * n_rows + rows).to(tl.int64)[None, :] * out_stride + n[:, None]
@@ -169,7 +166,7 @@ def _product(
 
 @triton.jit
 def _add_up(partials, bias, out, n_out, n_rows, N_PARTIALS: tl.constexpr, BLOCK: tl.constexpr):
-    """out [R, N] = partials [P, R, N] summed in order, + bias, rounded."""
+    """Compute out [R, N] = partials [P, R, N] summed in order, + bias, rounded."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     inside = n < n_out
@@ -181,8 +178,8 @@ def _add_up(partials, bias, out, n_out, n_rows, N_PARTIALS: tl.constexpr, BLOCK:
     tl.store(out + row * n_out + n, total.to(out.dtype.element_ty), mask=inside)
 
 
-class Product:
-    """x @ W.T + b. W [N, K] and b [N] or None are kept as they are, on their device; bfloat16, float16 or float32."""
+class CudaProduct:
+    """Compute x @ W.T + b. W [N, K] and b [N] or None are kept as they are, on their device; bfloat16, float16 or float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, n_sms: int) -> None:
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -193,19 +190,19 @@ class Product:
     def _shape(self, n_out: int, n_in: int, bias: torch.Tensor | None, n_sms: int, device: torch.device, dtype: torch.dtype) -> None:
         self.n_out, self.n_in, self.bias, self.n_sms, self.device, self.dtype = n_out, n_in, bias, n_sms, device, dtype
         self.splits = choose_splits(n_out, n_in, n_sms)
-        self._shared = limits(device).shared_bytes
+        self._shared = get_limits(device).shared_bytes
 
     def n_partials(self, rows: int) -> int:
-        """P of `partial`: `splits` for few rows, 1 where tiles of whole sums occupy the device."""
+        """Return P of `partial`: `splits` for few rows, 1 if tiles of whole sums occupy the device."""
         busy = -(-self.n_out // 128) * -(-rows // 128) >= self.n_sms
         return 1 if busy else self.splits
 
     def workspace_shape(self, rows: int) -> tuple[int, int, int]:
-        """[P, R, N] of `partial`."""
+        """Return the shape [P, R, N] of `partial`."""
         return self.n_partials(rows), rows, self.n_out
 
     def partial(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [R, K] → [P, R, N] float32, whose sum over P in order is x @ W.T without the bias. `out` of `workspace_shape(R)`."""
+        """Multiply x [R, K] to [P, R, N] float32, whose sum over P in order is x @ W.T without the bias. `out` has `workspace_shape(R)`."""
         shape = self.workspace_shape(len(x))
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -216,9 +213,9 @@ class Product:
     def __call__(
         self, x: torch.Tensor, out: torch.Tensor | None = None, dtype: torch.dtype | None = None, workspace: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [R, K] → [R, N] with the bias, rounded once to `dtype` (that of `out`, else of x).
+        """Multiply x [R, K] to [R, N] with the bias, rounded once to `dtype` (default: that of `out`, else of x).
 
-        `workspace` of `workspace_shape(R)` float32, needed only where P > 1.
+        `workspace` of `workspace_shape(R)` float32 is needed only if P > 1.
         """
         if out is None:
             out = torch.empty(len(x), self.n_out, dtype=dtype or x.dtype, device=x.device)
@@ -230,7 +227,7 @@ class Product:
         return out
 
     def _launch(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None) -> None:
-        """Sums to out [P, R, N], P = 1 or `splits`; contiguous."""
+        """Write sums to out [P, R, N], P = 1 or `splits`; contiguous."""
         assert x.shape[1] == self.n_in, f"x has {x.shape[1]} columns, the weight {self.n_in}"
         assert x.dtype == self.dtype, f"x is {x.dtype}, the weight {self.dtype}"
         assert x.stride(1) == 1
@@ -241,7 +238,7 @@ class Product:
             self._multiply(x, bias, out, tile or chosen)
 
     def _grid(self, rows: int, n_out: int, pieces: int, tile: Tile) -> tuple[tuple[int, int, int], dict[str, int]]:
-        """The grid of a launch, and what it is compiled with."""
+        """Return the grid of a launch, and its compile-time options."""
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(n_out, tile.n), pieces)
         return grid, {
             "BLOCK_N": tile.n,
@@ -273,7 +270,7 @@ class Product:
 
 
 def add_up(partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out [R, N] = the sum of partials [P, R, N] float32 in order, + bias [N], rounded to out's dtype."""
+    """Compute out [R, N] = the sum of partials [P, R, N] float32 in order, + bias [N], rounded to out's dtype."""
     n_partials, rows, n_out = partials.shape
     assert partials.is_contiguous()
     assert out.is_contiguous()
@@ -283,10 +280,10 @@ def add_up(partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor)
         _add_up[grid](partials, bias, out, n_out, rows, N_PARTIALS=n_partials, BLOCK=512, num_warps=4, enable_fp_fusion=False)
 
 
-def violation(product: Product, counts: Iterable[int]) -> str | None:
-    """Where rows of this product depend on their number, in words; None: nowhere. Bitwise, on random rows, on the device.
+def violation(product: CudaProduct, counts: Iterable[int]) -> str | None:
+    """Describe where rows of this product depend on their number; None: nowhere. Compared bitwise, on random rows, on the device.
 
-    Every count in `counts`, and those at which tiles change, at both ends of the input; each as `splits` sums added up and as
+    Tested are every count in `counts` and those at which tiles change, at both ends of the input; each as `splits` sums added up and as
     whole sums, against the same rows computed alone.
     """
     wanted = set(counts)
@@ -306,8 +303,8 @@ def violation(product: Product, counts: Iterable[int]) -> str | None:
     return None
 
 
-def _reduced(product: Product, x: torch.Tensor, pieces: int) -> torch.Tensor:
-    """x @ W.T + b in float32 by way of `pieces` partial sums."""
+def _reduced(product: CudaProduct, x: torch.Tensor, pieces: int) -> torch.Tensor:
+    """Compute x @ W.T + b in float32 through `pieces` partial sums."""
     sums = torch.empty(pieces, len(x), product.n_out, dtype=torch.float32, device=x.device)
     product._launch(x, None, sums)
     out = torch.empty(sums.shape[1:], dtype=torch.float32, device=x.device)

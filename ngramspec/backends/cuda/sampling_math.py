@@ -1,7 +1,7 @@
-"""Arithmetic of sampling on a CUDA device: the order of logits, their integer weights and the random numbers, as on the CPU.
+"""Compute on a CUDA device the order of logits, their integer weights and the random numbers, with the bits of the CPU.
 
-Knows numbers alone. The bits are those of `ngramspec.sampling.sampler`, because float32 enters only element by element, through operations
-that IEEE 754 defines (subtraction, division, product, fma; kernels switch off every other fusion), and the rest is integers.
+The module knows numbers alone. The bits are those of `ngramspec.sampling.sampler`: float32 enters only element by element, through
+operations that IEEE 754 defines (subtraction, division, product, fma; kernels switch off every other fusion), and the rest is integers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from ngramspec.sampling.sampler import FRACTION_BITS, WEIGHT_BITS
 
 PIVOTS = tl.constexpr(16)
 WHOLE = tl.constexpr(1 << FRACTION_BITS)
-INFINITE = tl.constexpr(0x7F800000)
-"""Key of an infinite logit; what is not a number is above it."""
-LOWEST = tl.constexpr(-(1 << 63))
-"""Below all packed logits."""
+INFINITE = tl.constexpr(0x7F800000)  # Key of an infinite logit; the keys of NaN are above it.
+LOWEST = tl.constexpr(-(1 << 63))  # Smaller than all packed logits.
 LAST_ID = tl.constexpr(0x7FFFFFFF)
 _WEIGHT = tl.constexpr(2.0**WEIGHT_BITS)
 _WHOLE = tl.constexpr(2.0**FRACTION_BITS)
@@ -29,7 +27,7 @@ _LOW = tl.constexpr(float(numeric.LOW))
 
 @triton.jit
 def key_of(x):
-    """int32 that orders as the float32 does: the zeros are equal, and what is not a number is above all."""
+    """Return an int32 that orders as the float32 does: both zeros are equal, and NaN is above all."""
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(x == 0.0, 0, key)
@@ -38,13 +36,13 @@ def key_of(x):
 
 @triton.jit
 def logit_of(key):
-    """The float32 of a key."""
+    """Return the float32 of a key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def weight_of(x, top, temperature):
-    """int64: floor(exp((x - top) / temperature) * 2**40), with the bits of `ngramspec.sampling.sampler._weights`."""
+    """Return int64 floor(exp((x - top) / temperature) * 2**40), with the bits of `ngramspec.sampling.sampler`'s weights."""
     y = tl.maximum(tl.div_rn(x - top, temperature), _LOW)
     n = tl.floor(tl.fma(y, _LOG2E, 0.5))
     r = tl.fma(-n, _LN2_LO, tl.fma(-n, _LN2_HI, y))
@@ -56,7 +54,7 @@ def weight_of(x, top, temperature):
 
 @triton.jit
 def part_of(total, fraction):
-    """floor(total * fraction / 2**53) of int64 scalars, total < 2**62, fraction <= 2**53, by halves of 32 bits."""
+    """Return floor(total * fraction / 2**53) of int64 scalars, total < 2**62, fraction <= 2**53, computed in halves of 32 bits."""
     a, b = total.to(tl.uint64), fraction.to(tl.uint64)
     a1, a0, b1, b0 = a >> 32, a & 0xFFFFFFFF, b >> 32, b & 0xFFFFFFFF
     middle = a1 * b0 + a0 * b1 + ((a0 * b0) >> 32)
@@ -65,7 +63,7 @@ def part_of(total, fraction):
 
 @triton.jit
 def uniform(seed, sample, position, row):
-    """u * 2**53 as int64, of `ngramspec.sampling.sampler.uniform_bits`: Philox4x32-10."""
+    """Return u * 2**53 as int64, as `ngramspec.sampling.sampler.uniform_bits` does: Philox4x32-10."""
     k0 = tl.load(seed + 2 * row).to(tl.uint32, bitcast=True).to(tl.uint64)
     k1 = tl.load(seed + 2 * row + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     c0 = tl.load(position + row).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -87,30 +85,30 @@ def load(logits, ids, inside):
 
 @triton.jit
 def halfway(lo, hi):
-    """(lo + hi) // 2 without a sum that could overflow."""
+    """Return (lo + hi) // 2 without a sum that could overflow."""
     return (lo & hi) + ((lo ^ hi) >> 1)
 
 
 @triton.jit
 def encode_min_p(min_p):
-    """The weight of a token that is just likely enough."""
+    """Return the smallest weight that `min_p` keeps."""
     return tl.ceil(min_p * _WEIGHT).to(tl.int64)
 
 
 @triton.jit
 def share_of(top_p):
-    """`ngramspec.sampling.sampler.encode_top_p`."""
+    """Return `ngramspec.sampling.sampler.encode_top_p` of top_p."""
     return tl.maximum((top_p * _WHOLE).to(tl.int64), 1)
 
 
 @triton.jit
 def pivot(top, temperature, j):
-    """Key of the j-th of 16 logits below the top, in rising distance; what is below the last weighs nothing."""
+    """Return the key of the j-th of 16 logits below the top, in rising distance; logits below the last weigh nothing."""
     return key_of(top - temperature * (((j + 1) * (j + 1)).to(tl.float32) * 0.125))
 
 
 @triton.jit
 def peak_of(best, row, n_chunks, CHUNKS: tl.constexpr, K: tl.constexpr):
-    """The row's greatest (key, id), packed as `_best` packs them."""
+    """Return the row's greatest (key, id), packed as `_best` packs them."""
     c = tl.arange(0, CHUNKS)
     return tl.max(tl.load(best + (row * n_chunks + c) * K, mask=c < n_chunks, other=LOWEST), axis=0)

@@ -1,9 +1,9 @@
-"""Top-k and top-p on a CUDA device: one block finds where a row is cut off and draws from what is left.
+"""Apply top-k and top-p on a CUDA device: one block finds where a row is cut off and draws from what is left.
 
-Knows one row of logits, its weights, and what was summed up by chunks before. The cut is a position in the order (logit falling, id
-rising): all tokens with greater logits, and the first few of those with this one. It is searched for by halving: sums by chunk bracket
-it between two of 16 logits, passes over the row narrow that until few enough tokens are inside, and these are gathered
-for the rest. What is drawn is drawn from a list if a list holds all that the cut leaves, else by passes over the row.
+The module knows one row of logits, its weights, and the sums by chunk made before. The cut is a position in the order (logit falling, id
+rising): all tokens with greater logits, and the first few of those with this one. It is searched for by halving: sums by chunk bracket it
+between two of 16 logits, passes over the row narrow that until few enough tokens are inside, and these are gathered for the rest. The token
+is drawn from a list if a list holds all that the cut leaves, else by passes over the row.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import triton.language as tl
 
 from ngramspec.backends.cuda.sampling_math import LOWEST, PIVOTS, WHOLE, halfway, key_of, load, logit_of, part_of, pivot, weight_of
 
+# Added to the weight of each token of a chunk: the upper bits of the sum are the number of tokens, at most 2048.
 COUNTED = tl.constexpr(1 << 52)
-"""Added to the weight of each token of a chunk: the upper bits of the sum are their number, at most 2048."""
 _COUNT_SHIFT = tl.constexpr(52)
 _WEIGHT_MASK = tl.constexpr((1 << 52) - 1)
 
 
 @triton.jit
 def _skip(best, row, n_chunks, first, lo, CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Whether no logit of a tile has a key from `lo` up."""
+    """Return whether no logit of a tile has a key from `lo` up."""
     c = first // CHUNK + tl.arange(0, TILE // CHUNK)
     peaks = tl.load(best + (row * n_chunks + c) * K, mask=c < n_chunks, other=LOWEST)
     return (tl.max(peaks, axis=0) >> 32).to(tl.int32) < lo
@@ -29,7 +29,7 @@ def _skip(best, row, n_chunks, first, lo, CHUNK: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def _kept(x, cut, room, seen, top, t, least):
-    """Weights of the tokens that the cut leaves (0 for others), `seen` of the `room` for those at the cut being taken; and those at it."""
+    """Return the weights of the tokens that the cut leaves (0 for others), and which are at the cut; `seen` of its `room` are taken."""
     key = key_of(x)
     tied = (key == cut).to(tl.int32)
     weight = weight_of(x, top, t)
@@ -39,13 +39,13 @@ def _kept(x, cut, room, seen, top, t, least):
 
 @triton.jit
 def _found(weight, goal):
-    """Index at which the running sum passes the goal."""
+    """Return the index at which the running sum passes the goal."""
     return tl.sum((tl.cumsum(weight, axis=0) <= goal).to(tl.int32), axis=0)
 
 
 @triton.jit
 def draw_of_all(row_logits, n_vocab, n_chunks, row, sums, top, t, least, u, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The token of a row with neither top-k nor top-p: the chunk by the chunks' sums, the token within it."""
+    """Draw the token of a row with neither top-k nor top-p: first the chunk by the chunks' sums, then the token within it."""
     c = tl.arange(0, CHUNKS)
     of_chunks = tl.load(sums + (row * n_chunks + c) * PIVOTS, mask=c < n_chunks, other=0)
     goal = part_of(tl.sum(of_chunks, axis=0), u)
@@ -59,7 +59,7 @@ def draw_of_all(row_logits, n_vocab, n_chunks, row, sums, top, t, least, u, CHUN
 
 @triton.jit
 def _draw_of_list(row_logits, listed, n_listed, cut, room, top, t, least, u, LISTED: tl.constexpr):
-    """The token where all that the cut leaves are in the list."""
+    """Draw the token if all that the cut leaves are in the list."""
     i = tl.arange(0, LISTED)
     ids = tl.load(listed + i, mask=i < n_listed, other=0)
     weight, _ = _kept(load(row_logits, ids, i < n_listed), cut, room, 0, top, t, least)
@@ -71,7 +71,7 @@ def _draw_of_row(
     row_logits, n_vocab, n_chunks, row, best, cut, room, top, t, least, u,
     CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The token where more are left than a list holds: once over the row for the total, once up to the token."""
+    """Draw the token if more are left than a list holds: one pass over the row for the total, one up to the token."""
     total, seen = tl.full((), 0, tl.int64), tl.full((), 0, tl.int32)
     for first in range(0, n_vocab, TILE):
         if not _skip(best, row, n_chunks, first, cut, CHUNK, TILE, K):
@@ -97,7 +97,7 @@ def _draw_of_row(
 
 @triton.jit
 def _between(row_logits, n_vocab, n_chunks, row, best, lo, hi, top, t, CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Number and weight of the row's tokens with keys from `lo` to below `hi`."""
+    """Return number and weight of the row's tokens with keys from `lo` to below `hi`."""
     number, weight = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for first in range(0, n_vocab, TILE):
         if not _skip(best, row, n_chunks, first, lo, CHUNK, TILE, K):
@@ -115,7 +115,7 @@ def _gather(
     row_logits, n_vocab, n_chunks, row, best, lo, hi, listed,
     CHUNK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Write the ids of the row's tokens with keys from `lo` to below `hi`, rising, to the list; returns their number, LISTED at most."""
+    """Write the ids of the row's tokens with keys from `lo` to below `hi`, rising, to the list; return their number, at most LISTED."""
     tl.debug_barrier()  # the list before has been read
     n = tl.full((), 0, tl.int32)
     for first in range(0, n_vocab, TILE):
@@ -135,7 +135,7 @@ def cut_and_draw(
     row_logits, n_vocab, n_chunks, row, best, sums, listed, peak, top, t, top_k, share, least, u,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with top-k, top-p (`share` of 2**53) or both."""
+    """Draw the token of a row with top-k, top-p (`share` of 2**53) or both."""
     j = tl.arange(0, PIVOTS)
     c = tl.arange(0, CHUNKS)[:, None]
     cells = tl.load(sums + (row * n_chunks + c) * PIVOTS + j[None, :], mask=c < n_chunks, other=0)

@@ -1,4 +1,4 @@
-"""Copies from pinned memory to the device that are queued behind its work: who rewrites what they read has to wait for them.
+"""Copy from pinned memory to the device, queued after its work; `Upload.wait` protects the source from being overwritten too early.
 
 Host and device tensors go in; nothing here knows what they hold.
 """
@@ -21,6 +21,6 @@ class Upload:
             self._event.record()
 
     def wait(self) -> None:
-        """Until every copy has read its source."""
+        """Wait until every copy has read its source."""
         if self._event is not None:
             self._event.synchronize()

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from ngramspec.backends.cpu.codegen.kernels import Kernels, Target, targets
+from ngramspec.backends.cpu.codegen.kernels import Kernels, Target, list_targets
 from ngramspec.datastore.cache_dir import cache_dir
 
-TARGETS = targets()
+TARGETS = list_targets()
 if TARGETS[0].dot == "vnni512":  # what a processor with AVX-512 of the first generation takes
     TARGETS.insert(1, TARGETS[0]._replace(name="AVX-512", dot="maddubs"))
 

@@ -14,7 +14,7 @@ import pytest
 from llvmlite import binding
 from weights import (
     EVERY,
-    codes_and_records,
+    codes_and_act_scales,
     float32_product,
     int8_product,
     multiply,
@@ -26,7 +26,7 @@ from weights import (
 )
 
 from ngramspec.backends.cpu.codegen import kernels as module
-from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, CompiledModules, Kernels, Target, host_target, targets
+from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, CompiledModules, Kernels, Target, get_host_target, list_targets
 from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, PlainFormat, QuantFormat
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext
 from ngramspec.datastore.cache_dir import cache_dir
@@ -57,8 +57,8 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> None:
 def test_int8_products_are_those_of_numpy(kind: str, generic: Kernels) -> None:
     weight, x = random_weight(kind, N, K), activations(3, K)
     bias = bias_of(weight.n_panels)
-    codes, records = codes_and_records(generic.quantise(), x)
-    got = multiply(generic.of(weight.format, True)[3], weight, codes, records, bias)
+    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
+    got = multiply(generic.get_row_functions(weight.format, True)[3], weight, codes, act_scales, bias)
     same_bits(got[:, :N], int8_product(weight, x, bias[:N]))
     assert (got[:, N:] == bias[N:]).all()  # outputs that no row of the file has
 
@@ -68,15 +68,17 @@ def test_float32_products_are_those_of_numpy(kind: str, generic: Kernels) -> Non
     rows, x = rows_of_kind(kind, N, K), activations(3, K)
     weight = random_weight(kind, N, K)
     bias = bias_of(weight.n_panels)
-    got = multiply(generic.of(weight.format, False)[3], weight, x, None, bias)
+    got = multiply(generic.get_row_functions(weight.format, False)[3], weight, x, None, bias)
     same_bits(got[:, :N], float32_product(reference_values(kind, rows), x, bias[:N]))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_int8_products_are_near_the_exact_ones(kind: str, generic: Kernels) -> None:
     weight, x = random_weight(kind, N, K), np.random.default_rng(5).normal(0, 1, (12, K)).astype(np.float32)
-    codes, records = codes_and_records(generic.quantise(), x)
-    got = multiply(generic.of(weight.format, True)[12], weight, codes, records, np.zeros(weight.n_panels * WIDTH, np.float32))[:, :N]
+    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
+    got = multiply(
+        generic.get_row_functions(weight.format, True)[12], weight, codes, act_scales, np.zeros(weight.n_panels * WIDTH, np.float32)
+    )[:, :N]
     values = reference_values(kind, rows_of_kind(kind, N, K)).astype(np.float64)
     # a code is off by 1/2 of 127ths of its block's largest number at the most, evenly spread
     off = np.abs(x).reshape(12, -1, DEPTH).max(-1).repeat(DEPTH, 1) / 127 / np.sqrt(12)
@@ -90,15 +92,15 @@ def test_int8_products_are_near_the_exact_ones(kind: str, generic: Kernels) -> N
 def test_int8_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, generic: Kernels, other: Kernels) -> None:
     weight, x = random_weight(kind, N, K), activations(MOST, K)
     bias = bias_of(weight.n_panels)
-    codes, records = codes_and_records(generic.quantise(), x)
-    expected = multiply(generic.of(weight.format, True)[MOST], weight, codes, records, bias)
+    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
+    expected = multiply(generic.get_row_functions(weight.format, True)[MOST], weight, codes, act_scales, bias)
     for made in (generic, other):
-        functions = made.of(weight.format, True)
+        functions = made.get_row_functions(weight.format, True)
         assert tuple(functions) == INT8_ROWS
         for rows, function in functions.items():
             for first in (0, MOST - rows):
                 some = slice(first, first + rows)
-                same_bits(multiply(function, weight, codes[some], records[some], bias), expected[some])
+                same_bits(multiply(function, weight, codes[some], act_scales[some], bias), expected[some])
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -108,11 +110,11 @@ def test_the_largest_codes(kind: str, generic: Kernels, other: Kernels) -> None:
     weight.data[:, weight.codes_at :] = 255
     x = np.array([3.0, -3.0, 2.9, -2.9, 3.0, -3.0])[:, None] * np.ones(K, np.float32)
     x[2, ::2] = x[3, 1::2] = 0
-    codes, records = codes_and_records(generic.quantise(), x.astype(np.float32))
+    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x.astype(np.float32))
     assert {codes.min(), codes.max()} == {-127, 127}
     bias = bias_of(weight.n_panels)
-    expected = multiply(generic.of(weight.format, True)[6], weight, codes, records, bias)
-    same_bits(multiply(other.of(weight.format, True)[6], weight, codes, records, bias), expected)
+    expected = multiply(generic.get_row_functions(weight.format, True)[6], weight, codes, act_scales, bias)
+    same_bits(multiply(other.get_row_functions(weight.format, True)[6], weight, codes, act_scales, bias), expected)
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -121,9 +123,9 @@ def test_float32_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: st
     for n in (N, 16, 7 * WIDTH):  # panels that are taken four at a time, and those that are left
         weight, x = random_weight(kind, n, 512), activations(most, 512)
         bias = bias_of(weight.n_panels)
-        expected = multiply(generic.of(weight.format, False)[most], weight, x, None, bias)
+        expected = multiply(generic.get_row_functions(weight.format, False)[most], weight, x, None, bias)
         for made in (generic, other):
-            functions = made.of(weight.format, False)
+            functions = made.get_row_functions(weight.format, False)
             assert tuple(functions) == FLOAT_ROWS
             for rows, function in functions.items():
                 for first in (0, most - rows):
@@ -145,19 +147,19 @@ def extremes() -> np.ndarray:
 
 def test_codes_of_activations(generic: Kernels, other: Kernels) -> None:
     x = np.concatenate([activations(5, 64), extremes()])
-    codes, records = codes_and_records(generic.quantise(), x)
+    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
     wanted, scales = quantised(x)
     np.testing.assert_array_equal(codes.reshape(wanted.shape), wanted)
     assert np.abs(wanted).max() == 127
-    integers = records.view(np.int32)
-    same_bits(records[:, :, 0], scales)
+    integers = act_scales.view(np.int32)
+    same_bits(act_scales[:, :, 0], scales)
     np.testing.assert_array_equal(integers[:, :, 1], wanted.sum(-1))
     np.testing.assert_array_equal(integers[:, :, 2], wanted[:, :, :16].sum(-1))
     with np.errstate(over="ignore"):
-        same_bits(records[:, :, 3], scales * wanted.sum(-1).astype(np.float32))
-    same = codes_and_records(other.quantise(), x)
+        same_bits(act_scales[:, :, 3], scales * wanted.sum(-1).astype(np.float32))
+    same = codes_and_act_scales(other.get_quantise(), x)
     np.testing.assert_array_equal(same[0], codes)
-    same_bits(same[1], records)
+    same_bits(same[1], act_scales)
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-38, 1e-40, 1e-45])
@@ -167,14 +169,14 @@ def test_numbers_too_small_for_a_scale(size: float, generic: Kernels, other: Ker
     weight = random_weight("Q4_K", WIDTH, 256)
     x = np.tile(x, (1, 4))
     for made in (generic, other):
-        codes, records = codes_and_records(made.quantise(), x)
-        y = multiply(made.of(weight.format, True)[1], weight, codes, records, np.zeros(WIDTH, np.float32))
+        codes, act_scales = codes_and_act_scales(made.get_quantise(), x)
+        y = multiply(made.get_row_functions(weight.format, True)[1], weight, codes, act_scales, np.zeros(WIDTH, np.float32))
         assert np.abs(y).max() < 1e-30
 
 
 def silu(made: Kernels, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     y = np.full_like(gate, np.nan)
-    run(made.silu(), gate.ctypes.data, up.ctypes.data, len(gate) // DEPTH, y.ctypes.data)
+    run(made.get_silu(), gate.ctypes.data, up.ctypes.data, len(gate) // DEPTH, y.ctypes.data)
     return y
 
 
@@ -197,9 +199,9 @@ def test_silu(generic: Kernels, other: Kernels) -> None:
 def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(features: str) -> list[str]:
         monkeypatch.setattr(module.numba_config, "CPU_FEATURES", features)
-        return [target.dot for target in targets()]
+        return [target.dot for target in list_targets()]
 
-    assert targets()[0] == host_target()
+    assert list_targets()[0] == get_host_target()
     assert names("-avx2") == ["plain"]
     assert names("+avx2,+fma,+f16c") == ["maddubs", "plain"]
     assert names("+avx2,+fma") == ["plain"]
@@ -220,7 +222,7 @@ def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool)
     except RuntimeError:
         pytest.skip("this llvmlite does not write code for AArch64")
     target = Target("NEON", "neon", "generic", "+neon,+dotprod", True, 6)
-    source = module._module(target, fmt, counts, module._int8 if int8 else module._float32)
+    source = module.build_module(target, fmt, counts, module.emit_int8 if int8 else module.emit_float32)
     parsed = binding.parse_assembly(re.sub('target triple = ".*"', f'target triple = "{triple}"', source))
     parsed.verify()
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
@@ -248,11 +250,11 @@ def test_kept_code_is_used_again_if_it_is_whole(tmp_path: Path) -> None:
 
     def source() -> str:
         written.append(1)
-        return module._module(targets()[-1], None, (1,), module._quantise)
+        return module.build_module(list_targets()[-1], None, (1,), module.emit_quantise)
 
     def compiled() -> np.ndarray:
-        code = CompiledModules(targets()[-1], tmp_path)  # its functions live as long as it does
-        return codes_and_records(code.compile("quantise", source)("rows_1"), activations(2, 64))[0]
+        code = CompiledModules(list_targets()[-1], tmp_path)  # its functions live as long as it does
+        return codes_and_act_scales(code.compile("quantise", source)("rows_1"), activations(2, 64))[0]
 
     first = compiled()
     np.testing.assert_array_equal(compiled(), first)
@@ -274,8 +276,8 @@ def digest() -> str:
     for int8 in (True, False):
         products = MatmulContext(int8, folder=cache_dir() / "code")
         product = CpuProduct(products, [products.matrix(random_weight(kind, 80, 512)) for kind in ("Q4_K", "F16")])
-        digest.update(product.rows(x, 2).tobytes())
-    return f"{host_target().dot} {host_target().halves} {digest.hexdigest()}"
+        digest.update(product.multiply(x, 2).tobytes())
+    return f"{get_host_target().dot} {get_host_target().halves} {digest.hexdigest()}"
 
 
 def test_bits_are_those_of_another_processor() -> None:

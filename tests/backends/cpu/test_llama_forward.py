@@ -20,7 +20,7 @@ from ngramspec.backends.cpu import llama_forward as stack_module
 from ngramspec.backends.cpu import runner as runner_module
 from ngramspec.backends.cpu import weight_map as weight_map_module
 from ngramspec.backends.cpu.formats import WIDTH
-from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, is_quantised, needed_bytes
+from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, count_packed_bytes, is_quantised
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.datastore.cache_dir import cache_dir
@@ -162,15 +162,15 @@ def test_threads_that_come_late_or_never(bind: Bind, monkeypatch: pytest.MonkeyP
     alone = logits_of(runner)
 
     def one_of_four(_threads: int, *whole: Any) -> None:
-        stack_module._work(0, 4, *stack_module._laid_out(*whole))
+        stack_module._run_thread(0, 4, *stack_module._unpack_pass(*whole))
 
     def late(threads: int, *whole: Any) -> None:
-        arguments = stack_module._laid_out(*whole)
-        first = threading.Thread(target=stack_module._work, args=(1, threads, *arguments))
+        arguments = stack_module._unpack_pass(*whole)
+        first = threading.Thread(target=stack_module._run_thread, args=(1, threads, *arguments))
         first.start()
-        stack_module._work(0, threads, *arguments)
+        stack_module._run_thread(0, threads, *arguments)
         first.join()
-        stack_module._work(0, threads, *arguments)
+        stack_module._run_thread(0, threads, *arguments)
 
     for how in (one_of_four, late):
         monkeypatch.setattr(stack_module, "compute", how)
@@ -321,11 +321,11 @@ def test_weights_are_kept_as_they_are_in_the_file(bind: Bind, files: Callable[[s
     assert runner.precision == ("int8" if "blocks" in form else "float32")
     opened = open_model(str(files("qwen3", kind)))
     vectors = 4 * sum(stored.n_rows * stored.shape[-1] for stored in opened.source.values() if len(stored.shape) == 1)
-    assert runner._context.arena.n_bytes == needed_bytes(opened.source, plain=False) - vectors
+    assert runner._context.arena.n_bytes == count_packed_bytes(opened.source, plain=False) - vectors
     assert runner._context.arena.n_bytes < 1.2 * opened.source.n_bytes
     plain = bind("qwen3", kind, plain=True)
     assert {str(policy) for policy in plain.policies.values()} == {"F32"}
-    padding = plain._context.arena.n_bytes - (needed_bytes(opened.source, plain=True) - vectors)
+    padding = plain._context.arena.n_bytes - (count_packed_bytes(opened.source, plain=True) - vectors)
     assert 0 <= padding <= 2 * 15 * 4 * tiny_gguf.HIDDEN, "embedding and head end within a panel"
     same = bind("qwen3", kind, precision="float32")
     assert torch.equal(logits_of(plain), logits_of(same))

@@ -10,8 +10,8 @@ from weights import EVERY, packed, random_weight, read_panels, reference_values,
 
 from ngramspec.backends.cpu import packing
 from ngramspec.backends.cpu.codegen.kernels import Kernels
-from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, WIDTH, PlainFormat, QuantFormat, format_of, panel_bytes
-from ngramspec.backends.cpu.matmul import rows_of
+from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, WIDTH, PlainFormat, QuantFormat, count_panel_bytes, get_format
+from ngramspec.backends.cpu.matmul import unpack_rows
 from ngramspec.backends.cpu.packing import Arena, PackedWeight, packed_bytes
 from ngramspec.models.tensor_source import KINDS, row_bytes
 
@@ -48,18 +48,18 @@ def test_every_weight_comes_back(kind: str, generic: Kernels) -> None:
         for n in (1, 16, 37):
             rows = rows_of_kind(kind, n, k, seed=n + k, special=True)
             weight, expected = packed(kind, rows), reference_values(kind, rows)
-            assert (weight.n_out, weight.n_in, weight.format) == (n, k, format_of(kind))
+            assert (weight.n_out, weight.n_in, weight.format) == (n, k, get_format(kind))
             assert weight.data.ctypes.data % LINE == 0
             same_numbers(weights_of(weight), expected)
-            same_numbers(rows_of(generic, weight, np.arange(n)), expected)
+            same_numbers(unpack_rows(generic, weight, np.arange(n)), expected)
             order = np.array([n - 1, 0, n // 2, n // 2], np.int32)
-            same_numbers(rows_of(generic, weight, order), expected[order])
+            same_numbers(unpack_rows(generic, weight, order), expected[order])
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_unpacking_on_every_target(kind: str, other: Kernels) -> None:
     rows = rows_of_kind(kind, 37, 512, special=True)
-    same_numbers(rows_of(other, packed(kind, rows), np.arange(37)), reference_values(kind, rows))
+    same_numbers(unpack_rows(other, packed(kind, rows), np.arange(37)), reference_values(kind, rows))
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -86,7 +86,7 @@ def test_large_matrices_are_read_piece_by_piece(kind: str, generic: Kernels, mon
         return rows[first:end]
 
     weight = packing.pack(kind, (150, 512), some, Arena())
-    same_numbers(rows_of(generic, weight, np.arange(150)), reference_values(kind, rows))
+    same_numbers(unpack_rows(generic, weight, np.arange(150)), reference_values(kind, rows))
     assert max(read) == 32
 
 
@@ -113,12 +113,12 @@ def test_memory_that_there_is_not() -> None:
 @pytest.mark.parametrize("fmt", [*QUANTISED.values(), *PlainFormat])
 def test_parts_of_a_panel_begin_with_a_line(fmt: QuantFormat | PlainFormat) -> None:
     for n_blocks in (1, 2, 8, 9, 48, 131):
-        assert panel_bytes(fmt, n_blocks) % LINE == 0
+        assert count_panel_bytes(fmt, n_blocks) % LINE == 0
         if isinstance(fmt, QuantFormat):
-            assert 0 < n_blocks * fmt.scale_bytes <= fmt.super_at(n_blocks) <= fmt.codes_at(n_blocks) < panel_bytes(fmt, n_blocks)
+            assert 0 < n_blocks * fmt.scale_bytes <= fmt.super_at(n_blocks) <= fmt.codes_at(n_blocks) < count_panel_bytes(fmt, n_blocks)
             assert fmt.super_at(n_blocks) % LINE == fmt.codes_at(n_blocks) % LINE == 0
 
 
 def test_an_unknown_format() -> None:
     with pytest.raises(KeyError, match="IQ2_XXS"):
-        format_of("IQ2_XXS")
+        get_format("IQ2_XXS")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from ngramspec.backends.cpu.threads import counters, done, take, wait
+from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 
 
 @njit(cache=True, nogil=True)
@@ -17,20 +17,20 @@ def worker(state, n_pieces, times, before, mine):
     """Every piece of a part adds one to `times`, and notes how much of the part before it was done."""
     for part in range(times.shape[0]):
         while True:
-            piece = take(state, part, n_pieces[part])
+            piece = take_piece(state, part, n_pieces[part])
             if piece >= n_pieces[part]:
                 break
             times[part, piece] += 1
             before[part, piece] = times[part - 1].sum() if part else 0
             mine[0] += 1
-            done(state, part)
-        wait(state, part, n_pieces[part])
+            finish_piece(state, part)
+        wait_for_pieces(state, part, n_pieces[part])
 
 
 class Work:
     def __init__(self, n_pieces: list[int]) -> None:
         self.n_pieces, most = np.array(n_pieces, np.int64), max(n_pieces)
-        self.state = counters(len(n_pieces))
+        self.state = make_counters(len(n_pieces))
         self.times, self.before = (np.zeros((len(n_pieces), most), np.int64) for _ in range(2))
 
     def one(self) -> int:
@@ -65,14 +65,14 @@ def test_a_thread_that_comes_when_all_is_done_does_nothing() -> None:
 
 def test_a_piece_in_hand_is_waited_for() -> None:
     work = Work([2, 1])
-    assert take(work.state, 0, 2) == 0
+    assert take_piece(work.state, 0, 2) == 0
     work.times[0, 0] += 1
     thread = threading.Thread(target=work.one)
     thread.start()
     thread.join(0.05)
     assert thread.is_alive()
     assert work.times.tolist() == [[1, 1], [0, 0]]
-    done(work.state, 0)
+    finish_piece(work.state, 0)
     thread.join(60)
     assert not thread.is_alive()
     work.check()

@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 from numba import njit
 
+from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.codegen.kernels import LEAST, N_ARGUMENTS
 from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat
 from ngramspec.backends.cpu.packing import Arena, PackedWeight, pack
-from ngramspec.backends.cpu.threads import call
 from ngramspec.models.tensor_source import KINDS, dequantise
 
 FACTORS = {
@@ -159,7 +159,7 @@ def float32_product(values: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.n
 
 @njit(cache=True)
 def _call(address, a, b, c, d, e, f, g, h, i, j, k, l, m):  # noqa: E741
-    call(address, (a, b, c, d, e, f, g, h, i, j, k, l, m))
+    call_kernel(address, (a, b, c, d, e, f, g, h, i, j, k, l, m))
 
 
 def run(address: int, *arguments: int) -> None:
@@ -167,23 +167,23 @@ def run(address: int, *arguments: int) -> None:
     _call(address, *arguments, *[0] * (N_ARGUMENTS - len(arguments)))
 
 
-def multiply(function: int, weight: PackedWeight, x: np.ndarray, records: np.ndarray | None, bias: np.ndarray) -> np.ndarray:
+def multiply(function: int, weight: PackedWeight, x: np.ndarray, act_scales: np.ndarray | None, bias: np.ndarray) -> np.ndarray:
     """What a kernel for len(x) rows makes of x [T, K], codes or float32: [T, 16 · panels]."""
     y = np.full((len(x), weight.n_panels * WIDTH), np.nan, np.float32)
-    records = np.zeros((len(x), 0), np.float32) if records is None else records
+    act_scales = np.zeros((len(x), 0), np.float32) if act_scales is None else act_scales
     run(
         function, weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
-        x.ctypes.data, x.strides[0], records.ctypes.data, records.strides[0], bias.ctypes.data, y.ctypes.data, y.strides[0],
+        x.ctypes.data, x.strides[0], act_scales.ctypes.data, act_scales.strides[0], bias.ctypes.data, y.ctypes.data, y.strides[0],
     )  # fmt: skip
     return y
 
 
-def codes_and_records(function: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def codes_and_act_scales(function: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What the quantising kernel makes of rows x [T, K]: [T, K] int8, [T, K / 32, 4] as float32."""
-    codes, records = np.zeros(x.shape, np.int8), np.zeros((len(x), x.shape[1] // DEPTH, 4), np.float32)
+    codes, act_scales = np.zeros(x.shape, np.int8), np.zeros((len(x), x.shape[1] // DEPTH, 4), np.float32)
     for i in range(len(x)):
-        run(function, x[i].ctypes.data, x.shape[1] // DEPTH, codes[i].ctypes.data, records[i].ctypes.data)
-    return codes, records
+        run(function, x[i].ctypes.data, x.shape[1] // DEPTH, codes[i].ctypes.data, act_scales[i].ctypes.data)
+    return codes, act_scales
 
 
 EVERY = (*QUANTISED, *PlainFormat.__members__)

@@ -22,9 +22,9 @@ import triton.language as tl
 from aot import check_limits, compile_kernel, run_aot
 
 from ngramspec.backends.cuda import paged_attention
-from ngramspec.backends.cuda.attention_metadata import Rows
-from ngramspec.backends.cuda.attention_schedule import WORDS, n_kept, n_splits, share_out, split_first
-from ngramspec.backends.cuda.paged_attention import TILE, Workspace, attend
+from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
+from ngramspec.backends.cuda.attention_schedule import WORDS, fill_schedule, n_kept, n_splits, split_first
+from ngramspec.backends.cuda.paged_attention import TILE, AttentionWorkspace, attend
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -101,22 +101,28 @@ class Pass:
         positions, bases, paths = positions + [0] * padding, bases + [1] * padding, [p[:depth] for p in paths] + [[0] * depth] * padding
         items, owners = items + [(0, 0)] * padding, owners + [0] * padding
 
-        self.rows = Rows(*map(self.device_array, (positions, np.zeros(n + padding), bases, paths, np.empty((0, WORDS)), tables)))
+        self.rows = AttentionMetadata(
+            *map(self.device_array, (positions, np.zeros(n + padding), bases, paths, np.empty((0, WORDS)), tables))
+        )
         self.layout = np.array(positions, np.int32), np.array(items, np.int32), np.array(owners, np.int32)
         self.q = torch.cat([*(t.q for t in texts), torch.full((padding, *texts[0].q.shape[1:]), 9.0, device=device, dtype=shape.dtype)])
 
     def device_array(self, x: object) -> torch.Tensor:
         return torch.as_tensor(np.asarray(x, np.int32)).to(self.keys.device)
 
-    def workspace(self, n_places: int) -> Workspace:
-        return Workspace.make(n_places, self.rows_per_item, self.shape.heads, self.shape.kv_heads, self.shape.dim, self.keys.device)
+    def workspace(self, n_places: int) -> AttentionWorkspace:
+        return AttentionWorkspace.make(
+            n_places, self.rows_per_item, self.shape.heads, self.shape.kv_heads, self.shape.dim, self.keys.device
+        )
 
-    def run(self, n_programs: int = 1, workspace: Workspace | None = None, places: int | None = None, shuffled: int = 0) -> torch.Tensor:
+    def run(
+        self, n_programs: int = 1, workspace: AttentionWorkspace | None = None, places: int | None = None, shuffled: int = 0
+    ) -> torch.Tensor:
         """`shuffled`: the seed of another order of the shares."""
         positions, items, _ = self.layout
         n_places = len(items) + sum(n_kept(int(positions[a:b].max()) + 1) for a, b in items if a < b) if places is None else places
         shares = np.ones((len(items) + n_programs, WORDS), np.int32)
-        share_out(*self.layout, n_programs, n_places, shares)
+        fill_schedule(*self.layout, n_programs, n_places, shares)
         if shuffled:
             shares = np.random.default_rng(shuffled).permutation(shares)
         out = torch.full_like(self.q, 7.0)

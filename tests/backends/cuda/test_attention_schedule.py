@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ngramspec.backends.cuda.attention_schedule import MERGED, WORDS, Sharing, n_kept, n_splits, share_out, split_first
+from ngramspec.backends.cuda.attention_schedule import MERGED, WORDS, AttentionSchedule, fill_schedule, n_kept, n_splits, split_first
 
 LONGEST_SPLIT = 1024
 
@@ -18,9 +18,9 @@ def shares_of(lengths: list[int], n_programs: int, n_places: int | None = None, 
     items = np.stack([ends - rows, ends], 1).astype(np.int32)
     positions = np.concatenate([np.arange(n - rows, n) for n in lengths]).astype(np.int32)
     if n_places is None:
-        n_places = Sharing.of(n_programs, len(lengths), max(lengths), 1 << 20).n_places
+        n_places = AttentionSchedule.of(n_programs, len(lengths), max(lengths), 1 << 20).n_places
     found = np.full((len(lengths) + n_programs, WORDS), 7, np.int32)
-    n = share_out(positions, items, np.arange(len(lengths), dtype=np.int32), n_programs, n_places, found)
+    n = fill_schedule(positions, items, np.arange(len(lengths), dtype=np.int32), n_programs, n_places, found)
     assert not found[n:].any()
     return found[:n]
 
@@ -78,7 +78,7 @@ def test_every_split_is_taken_once(name: str) -> None:
             places.append((mine[0][5], mine[0][5] + (1 if len(mine) == 1 else n_kept(n))))
         places.sort()
         assert all(end <= first for (_, end), (first, _) in pairwise(places))
-        assert places[-1][1] <= Sharing.of(n_programs, len(longer), max(longer), 1 << 20).n_places
+        assert places[-1][1] <= AttentionSchedule.of(n_programs, len(longer), max(longer), 1 << 20).n_places
 
 
 def test_without_places_one_program_takes_all() -> None:
@@ -92,10 +92,10 @@ def test_without_places_one_program_takes_all() -> None:
 def test_items_without_rows_have_no_shares() -> None:
     found = np.ones((6, WORDS), np.int32)
     items, owners = np.array([[0, 0], [0, 2], [0, 0]], np.int32), np.array([0, 5, 0], np.int32)
-    assert share_out(np.array([3, 4], np.int32), items, owners, 3, 3, found) == 1
+    assert fill_schedule(np.array([3, 4], np.int32), items, owners, 3, 3, found) == 1
     assert found[0].tolist() == [0, 2, 5, 0, 1, 1, 1, 0]
     assert not found[1:].any()
-    assert share_out(np.empty(0, np.int32), items[:1], owners[:1], 3, 3, found) == 0
+    assert fill_schedule(np.empty(0, np.int32), items[:1], owners[:1], 3, 3, found) == 0
 
 
 def test_there_is_room_for_what_a_bucket_can_hold() -> None:
@@ -103,4 +103,4 @@ def test_there_is_room_for_what_a_bucket_can_hold() -> None:
     for _ in range(50):
         n_items, most, n_programs = int(rng.integers(1, 40)), int(rng.integers(1, 20000)), int(rng.integers(1, 300))
         lengths = [int(n) for n in rng.integers(1, most + 1, n_items)]
-        assert len(shares_of(lengths, n_programs)) <= Sharing.of(n_programs, n_items, most, 1 << 20).room(n_items, most)
+        assert len(shares_of(lengths, n_programs)) <= AttentionSchedule.of(n_programs, n_items, most, 1 << 20).room(n_items, most)

@@ -10,7 +10,7 @@ import torch
 from aot import check_limits, compile_kernel, run_aot
 
 from ngramspec.backends.cuda import gpu_sampler
-from ngramspec.backends.cuda.gpu_sampler import Sampling, Workspace
+from ngramspec.backends.cuda.gpu_sampler import SamplerWorkspace, SamplingArrays
 from ngramspec.outputs import KEPT, DraftTree
 from ngramspec.sampling.sampler import NotFiniteError, Sampler, token_logprob
 from ngramspec.sampling.topk import find_topk as likeliest_of
@@ -60,13 +60,13 @@ def make_params(rng: np.random.Generator, V: int) -> SamplingParams:
     )
 
 
-def arrays(samplers: list[Sampler], positions: np.ndarray, device: str) -> Sampling:
+def arrays(samplers: list[Sampler], positions: np.ndarray, device: str) -> SamplingArrays:
     def put(values: Any, dtype: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype)).to(device)
 
     params = [p.params for p in samplers]
     seeds = np.array([[p.seed & 0xFFFFFFFF, p.seed >> 32] for p in samplers], np.uint32).view(np.int32)
-    return Sampling(
+    return SamplingArrays(
         put([p.temperature for p in params], np.float32),
         put([p.top_k for p in params], np.int32),
         put([p.top_p for p in params], np.float64),
@@ -97,7 +97,7 @@ def check(rng: np.random.Generator, n: int, V: int, sizes: dict[str, int], devic
     out = torch.full((n,), -7, dtype=torch.int32, device=device)
     find_topk = torch.full((n, K), -7, dtype=torch.int32, device=device), torch.zeros(n, K, device=device)
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
-        workspace = Workspace(n + 1, V, device, k=K, **sizes)
+        workspace = SamplerWorkspace(n + 1, V, device, k=K, **sizes)
         scores = torch.full((n,), -7.0, device=device), torch.full((n,), -7.0, dtype=torch.float64, device=device)
         gpu_sampler.sample(torch.from_numpy(rows).to(device), arrays(samplers, positions, device), out, workspace, find_topk, scores)
         tokens, logits = likeliest_of(rows)
@@ -159,7 +159,7 @@ def test_candidates_alone(device: str) -> None:
 
 def test_a_workspace_must_fit(device: str) -> None:
     logits, out = torch.zeros(3, 100, device=device), torch.empty(3, 2, dtype=torch.int32, device=device)
-    for workspace in (Workspace(2, 100, device, k=2), Workspace(3, 99, device, k=2), Workspace(3, 100, device, k=1)):
+    for workspace in (SamplerWorkspace(2, 100, device, k=2), SamplerWorkspace(3, 99, device, k=2), SamplerWorkspace(3, 100, device, k=1)):
         with pytest.raises(ValueError, match="a workspace for"):
             gpu_sampler.candidates(logits, 2, out, None, workspace)
 

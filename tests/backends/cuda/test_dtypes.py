@@ -9,9 +9,9 @@ import pytest
 import small
 import torch
 
-from ngramspec.backends.cuda.model import Modules, Stack
+from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder
 
-FAMILIES = {"llama": Stack, "qwen2": Stack, "qwen3": Stack, "mistral": Stack, "gemma2": Modules}
+FAMILIES = {"llama": CudaDecoder, "qwen2": CudaDecoder, "qwen3": CudaDecoder, "mistral": CudaDecoder, "gemma2": ModulesDecoder}
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "seed": 7}
 PROMPT = np.array([5, 9, 5, 9, 5], np.int32)
 N_TOKENS = 5

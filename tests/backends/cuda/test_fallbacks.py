@@ -17,8 +17,8 @@ from ngramspec.backends.cuda import cuda_runner as runner_module
 from ngramspec.backends.cuda import device, layers, paged_attention
 from ngramspec.backends.cuda.cuda_runner import CudaRunner
 from ngramspec.backends.cuda.graphs import Bucket, decode_buckets
-from ngramspec.backends.cuda.model import Modules, Stack
-from ngramspec.backends.cuda.row_invariant_linear import Product
+from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct
 from ngramspec.config import EngineConfig
 from ngramspec.engine.assembly import check_device
 from ngramspec.errors import MissingPackageError
@@ -120,7 +120,7 @@ def test_layers_that_do_not_compile_are_computed_by_the_models_own(
     small.take_on_trust(monkeypatch)
     monkeypatch.setattr(layers, "gated", fails)
     runner = bind(device)
-    assert isinstance(runner._decoder, Modules)
+    assert isinstance(runner._decoder, ModulesDecoder)
     (line,) = warnings(caplog)
     assert "LlamaForCausalLM: our layers do not run here" in line
     assert write(runner) == reference
@@ -131,17 +131,17 @@ def test_products_that_do_not_compile_are_the_vendors(
 ) -> None:
     small.take_on_trust(monkeypatch)
     shape = (small.VOCAB, 32)  # the head's
-    launch = Product._launch
+    launch = CudaProduct._launch
 
-    def some(self: Product, x: torch.Tensor, *others: Any) -> None:
+    def some(self: CudaProduct, x: torch.Tensor, *others: Any) -> None:
         if (self.n_out, self.n_in) == shape:
             fails()
         launch(self, x, *others)
 
-    monkeypatch.setattr(Product, "_launch", some)
+    monkeypatch.setattr(CudaProduct, "_launch", some)
     monkeypatch.setattr(runner_module, "violation", lambda product, counts: None if len(product.partial(product.weight[:1])) else "")
     runner = bind(device)
-    assert isinstance(runner._decoder, Stack)
+    assert isinstance(runner._decoder, CudaDecoder)
     assert runner.exactness == "numerical"
     assert [each for each, policy in runner.policies.items() if not policy.bitwise] == [shape]
     first, _ = warnings(caplog)  # the second: exactness is numerical
@@ -170,14 +170,14 @@ def test_without_a_compiler_or_headers_they_are_named(error: Exception, named: s
 
     monkeypatch.setattr(device, "_properties", properties)
     with pytest.raises(MissingPackageError, match=named):
-        device.limits.__wrapped__(CUDA)
+        device.get_limits.__wrapped__(CUDA)
 
 
 def test_the_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    device.limits.cache_clear()
+    device.get_limits.cache_clear()
     for shared, stages in ((227 << 10, 3), (99 << 10, 2), (64 << 10, 1)):
         monkeypatch.setattr(device, "_properties", lambda index, shared=shared: {"multiprocessor_count": 30, "max_shared_mem": shared})
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-        assert device.limits(CUDA) == device.Limits(30, shared, 8)
+        assert device.get_limits(CUDA) == device.DeviceLimits(30, shared, 8)
         assert paged_attention._stages(256, CUDA) == stages
-        device.limits.cache_clear()
+        device.get_limits.cache_clear()

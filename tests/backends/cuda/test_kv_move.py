@@ -15,18 +15,18 @@ pytest.importorskip("triton")
 from aot import check_limits, compile_kernel, run_aot
 
 from ngramspec.backends.cuda import kv_move, rope_kv
-from ngramspec.backends.cuda.attention_metadata import Rows
+from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
 from ngramspec.backends.cuda.attention_schedule import WORDS
 
 N_BLOCKS = 5
 
 
-def rows_at(positions: list[int], slots: list[int], device: str) -> Rows:
+def rows_at(positions: list[int], slots: list[int], device: str) -> AttentionMetadata:
     def array(x: object) -> torch.Tensor:
         return torch.as_tensor(np.asarray(x, np.int32)).to(device)
 
     n = len(positions)
-    return Rows(array(positions), array(slots), array(positions), *map(array, (np.zeros((n, 1)), np.zeros((0, WORDS)), [[0]])))
+    return AttentionMetadata(array(positions), array(slots), array(positions), *map(array, (np.zeros((n, 1)), np.zeros((0, WORDS)), [[0]])))
 
 
 def memory(heads: int, dim: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,10 @@ from small import VOCAB, make_engine, make_model, take_on_trust
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cuda import logits_processor
-from ngramspec.backends.cuda.attention_schedule import Sharing
+from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
-from ngramspec.backends.cuda.graph_inputs import Bucket, Inputs
-from ngramspec.backends.cuda.logits_processor import Adjusting, adjust
+from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
+from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
 from ngramspec.engine.sequence import Sequence
 from ngramspec.errors import InvalidInputError
 from ngramspec.kv_cache.blocks import BlockTables
@@ -83,7 +83,9 @@ def test_rows_are_the_hosts(block: int, some: bool, device: str) -> None:
             spans.append(Span(slot, text[first:], first, tree, sampler=sampler, n_prompt=6))
         batch = pack(spans, pool)
         n = len(batch.input_ids)
-        inputs = Inputs(Bucket(n + 3, len(batch.items)), 8, pool.device_tables, pool.dummy, Sharing(1, 64), Adjusting(where))
+        inputs = GraphInputs(
+            Bucket(n + 3, len(batch.items)), 8, pool.device_tables, pool.dummy, AttentionSchedule(1, 64), PenaltyEntries(where)
+        )
         inputs.fill(batch)
         inputs.send()
         assert all(inputs.picked)
@@ -120,7 +122,7 @@ def test_more_entries_than_there_is_room_for_are_the_hosts_business() -> None:
         assert pool.reserve(slot, len(text))
         spans.append(Span(slot, text[-1:], len(text) - 1, sampler=sampler, n_prompt=6))
     held = [len(span.sampler.entries()) for span in spans if span.sampler is not None]
-    small = Adjusting(torch.device("cpu"), room=held[0] + held[1] - 1)
+    small = PenaltyEntries(torch.device("cpu"), room=held[0] + held[1] - 1)
     names = ("entries", "n_entries", "held", "repetition", "presence", "frequency")
     rows = {name: np.full(3, 9, np.float32 if name in names[3:] else np.int32) for name in names}
     assert small.stage(pack(spans, pool), rows) == [True, False, True]

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ngramspec.backends.cuda.cuda_runner import CudaRunner
-from ngramspec.backends.cuda.model import Modules, Stack, VendorProduct
-from ngramspec.backends.cuda.packed import IN_BLOCKS, PackedEmbedding, PackedLinear
-from ngramspec.backends.cuda.quantised import QuantisedProduct
+from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder, VendorProduct
+from ngramspec.backends.cuda.packed import IN_BLOCKS, CudaPackedEmbedding, CudaPackedLinear
+from ngramspec.backends.cuda.quantised import CudaQuantisedProduct
 from ngramspec.models import loader
 from ngramspec.models.loader import load_model
 
@@ -56,10 +56,10 @@ def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "decoder"),
     [
-        ("llama", {"kind": "Q4_0"}, Stack),
-        ("qwen2", {"kind": "Q4_K", "kinds": MEDIUM, "tied": True}, Stack),
-        pytest.param("llama", {"kind": "Q8_0", "kinds": {"attn_k": "F16", "ffn_up": "Q2_K"}}, Stack, marks=pytest.mark.soak),
-        pytest.param("gemma2", {"kind": "Q4_1"}, Modules, marks=pytest.mark.soak),
+        ("llama", {"kind": "Q4_0"}, CudaDecoder),
+        ("qwen2", {"kind": "Q4_K", "kinds": MEDIUM, "tied": True}, CudaDecoder),
+        pytest.param("llama", {"kind": "Q8_0", "kinds": {"attn_k": "F16", "ffn_up": "Q2_K"}}, CudaDecoder, marks=pytest.mark.soak),
+        pytest.param("gemma2", {"kind": "Q4_1"}, ModulesDecoder, marks=pytest.mark.soak),
     ],
     ids=["llama", "mixed", "half-dense", "modules"],
 )
@@ -70,7 +70,7 @@ def test_drafts_and_blocks_change_nothing(
     monkeypatch.setattr(small, "VOCAB", tiny_gguf.VOCAB)
     monkeypatch.setattr(tiny_gguf, "LAYERS", {family: 1})
     path = tiny_gguf.write(tmp_path / "m.gguf", family, std=0.1, **options)
-    dtype = torch.float16 if decoder is Modules else torch.bfloat16
+    dtype = torch.float16 if decoder is ModulesDecoder else torch.bfloat16
     dense, packed = (bind(load(path, dtype, device, keeps)) for keeps in (False, True))
     assert type(packed._decoder) is type(dense._decoder) is decoder
     for how in ({"temperature": 0}, SAMPLED):
@@ -88,9 +88,9 @@ def test_checkpoints_of_other_packages_stay_in_blocks(
     small.take_on_trust(monkeypatch)
     tiny_grouped.write(tmp_path / "m", how, **small.SHAPE | small.IDS | {"hidden_size": 64, "intermediate_size": 64})
     dense, packed = (bind(load(tmp_path / "m", torch.bfloat16, device, keeps)) for keeps in (False, True))
-    assert isinstance(packed._decoder, Stack)
-    assert isinstance(packed._decoder.layers[0].down, QuantisedProduct)
-    assert not isinstance(dense._decoder.layers[0].down, QuantisedProduct)  # type: ignore[union-attr]
+    assert isinstance(packed._decoder, CudaDecoder)
+    assert isinstance(packed._decoder.layers[0].down, CudaQuantisedProduct)
+    assert not isinstance(dense._decoder.layers[0].down, CudaQuantisedProduct)  # type: ignore[union-attr]
     plain, same = decoded(dense, {"temperature": 0}), decoded(packed, {"temperature": 0})
     on = decoded(packed, {"temperature": 0}, plain.tokens[len(PROMPT) :])
     assert plain.tokens == same.tokens == on.tokens
@@ -106,9 +106,9 @@ def test_products_are_proved_as_others_are(device: str, tmp_path: Path, monkeypa
     )
     assert runner.exactness == "bitwise"
     stack = runner._decoder
-    assert isinstance(stack, Stack)
+    assert isinstance(stack, CudaDecoder)
     qkv = stack.layers[0].qkv
-    assert isinstance(qkv, QuantisedProduct)
+    assert isinstance(qkv, CudaQuantisedProduct)
     assert [part.n_out for part in qkv.parts] == [384, 128]
 
 
@@ -128,9 +128,9 @@ def test_the_device_keeps_what_the_file_has(options: dict[str, Any], device: str
     runner = bind(model)
     assert not [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
     kept: dict[int, int] = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    held = [m.packed for m in model.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
+    held = [m.packed for m in model.modules() if isinstance(m, CudaPackedLinear | CudaPackedEmbedding)]
     stack = runner._decoder
-    assert isinstance(stack, Stack)
+    assert isinstance(stack, CudaDecoder)
     products = [stack.head] + [p for layer in stack.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     for packed in [*held, *(part for product in products for part in product.parts)]:  # type: ignore[attr-defined]
         for part in (packed.codes, packed.words, packed.supers):
@@ -147,7 +147,7 @@ def test_the_memory_that_is_asked_for_is_what_is_held(kind: str, device: str, tm
     asked: list[int] = []
     monkeypatch.setattr(loader, "check_memory", lambda n_bytes, *_: asked.append(n_bytes))
     model = load(tiny_gguf.write(tmp_path / "m.gguf", kind=kind, std=0.1), torch.float32, device)
-    packed = [m.packed for m in model.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
+    packed = [m.packed for m in model.modules() if isinstance(m, CudaPackedLinear | CudaPackedEmbedding)]
     parts = [part for each in packed for part in (each.codes, each.words, each.supers) if part is not None]
     held = sum({p.data_ptr(): p.nbytes for p in [*model.parameters(), *parts]}.values())
     assert bool(packed) == (kind == "Q4_0")
@@ -160,7 +160,7 @@ def test_blocks_that_are_joined_with_numbers_are_kept_once(device: str, tmp_path
     model = load(tiny_gguf.write(tmp_path / "m.gguf", kind="Q8_0", kinds={"attn_k": "F16"}, std=0.1), torch.bfloat16, device)
     before = model.model.layers[0].self_attn.q_proj.packed.dense(torch.bfloat16)
     stack = bind(model)._decoder
-    assert isinstance(stack, Stack)
+    assert isinstance(stack, CudaDecoder)
     whole, attn = stack.layers[0].qkv.weight, model.model.layers[0].self_attn  # type: ignore[attr-defined]
     for linear in (attn.q_proj, attn.k_proj, attn.v_proj):
         assert type(linear) is nn.Linear
@@ -173,6 +173,6 @@ def test_the_vendors_products_take_blocks_too(device: str, tmp_path: Path, monke
     small.take_on_trust(monkeypatch)
     path = tiny_gguf.write(tmp_path / "m.gguf", kind="Q5_K", std=0.1)
     runner = bind(load(path, torch.float32, device), exact=False)
-    assert isinstance(runner._decoder, Stack)
+    assert isinstance(runner._decoder, CudaDecoder)
     assert isinstance(runner._decoder.head, VendorProduct)
     assert runner.exactness == "numerical"

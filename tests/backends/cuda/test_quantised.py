@@ -8,8 +8,8 @@ import pytest
 import tiny_gguf
 import torch
 
-from ngramspec.backends.cuda.quantised import FORMATS, QuantisedProduct, joined, pack
-from ngramspec.backends.cuda.row_invariant_linear import Product, violation
+from ngramspec.backends.cuda.quantised import FORMATS, CudaQuantisedProduct, concatenate_packed, pack
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, violation
 from ngramspec.models.tensor_source import dequantise
 
 ROWS = (1, 2, 5, 16, 17, 32)
@@ -23,9 +23,9 @@ def columns(kind: str, n_in: int) -> int:
     return n_in if gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 32 else -(-n_in // 256) * 256
 
 
-def same(product: QuantisedProduct, dense: torch.Tensor, rows: tuple[int, ...] = ROWS) -> None:
+def same(product: CudaQuantisedProduct, dense: torch.Tensor, rows: tuple[int, ...] = ROWS) -> None:
     """Partial sums and finished rows, bitwise."""
-    plain = Product(dense.to(product.dtype), product.bias, product.n_sms)
+    plain = CudaProduct(dense.to(product.dtype), product.bias, product.n_sms)
     assert plain.splits == product.splits
     for n in rows:
         x = torch.randn(n, product.n_in, generator=torch.Generator().manual_seed(n)).to(product.device, product.dtype)
@@ -47,7 +47,7 @@ def test_blocks_hold_the_weights_that_gguf_makes_of_them(kind: str, device: str)
 def test_products_have_the_bits_of_dequantised_weights(kind: str, dtype: torch.dtype, device: str) -> None:
     raw = blocks(kind, 70, columns(kind, 1120))
     bias = torch.randn(70, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    product = QuantisedProduct([pack(kind, torch.from_numpy(raw).to(device))], bias, dtype, n_sms=4)
+    product = CudaQuantisedProduct([pack(kind, torch.from_numpy(raw).to(device))], bias, dtype, n_sms=4)
     assert product.splits == 2
     same(product, torch.from_numpy(dequantise(kind, raw)).to(device))
 
@@ -56,7 +56,7 @@ def test_products_have_the_bits_of_dequantised_weights(kind: str, dtype: torch.d
 def test_columns_that_fill_no_tile(n_in: int, dtype: torch.dtype, device: str) -> None:
     for kind in ("Q4_0", "Q5_1", "Q8_0"):
         raw = blocks(kind, 67, n_in)
-        product = QuantisedProduct([pack(kind, torch.from_numpy(raw).to(device))], None, dtype, n_sms=4)
+        product = CudaQuantisedProduct([pack(kind, torch.from_numpy(raw).to(device))], None, dtype, n_sms=4)
         same(product, torch.from_numpy(dequantise(kind, raw)).to(device), (3, 17))
 
 
@@ -64,15 +64,15 @@ def test_weights_of_several_formats_are_one_product(device: str) -> None:
     kinds = [("Q4_K", 64), ("Q4_K", 40), ("Q6_K", 24)]
     raws = [blocks(kind, n, 1024, str(n)) for kind, n in kinds]
     packed = [pack(kind, torch.from_numpy(raw).to(device)) for (kind, _), raw in zip(kinds, raws, strict=True)]
-    product = QuantisedProduct([joined(packed[:2]), packed[2]], None, torch.bfloat16, n_sms=4)
+    product = CudaQuantisedProduct([concatenate_packed(packed[:2]), packed[2]], None, torch.bfloat16, n_sms=4)
     dense = torch.cat([torch.from_numpy(dequantise(kind, raw)) for (kind, _), raw in zip(kinds, raws, strict=True)]).to(device)
     assert torch.equal(torch.cat([part.dense(torch.bfloat16) for part in product.parts]), dense.to(torch.bfloat16))
     second = product.parts[0].part(64, 104)
     assert torch.equal(second.dense(torch.float32), dense[64:104])
-    same(QuantisedProduct([second], None, torch.bfloat16, n_sms=4), dense[64:104], (3,))
+    same(CudaQuantisedProduct([second], None, torch.bfloat16, n_sms=4), dense[64:104], (3,))
     same(product, dense, (1, 17, 70))
 
 
 def test_rows_do_not_depend_on_their_number(device: str) -> None:
     packed = pack("Q4_1", torch.from_numpy(blocks("Q4_1", 40, 1056)).to(device))
-    assert violation(QuantisedProduct([packed], None, torch.float16, n_sms=4), [33]) is None
+    assert violation(CudaQuantisedProduct([packed], None, torch.float16, n_sms=4), [33]) is None

@@ -9,19 +9,19 @@ import torch
 from aot import SHARED_LIMIT, check_limits, compile_kernel, run_aot
 
 from ngramspec.backends.cuda import row_invariant_linear
-from ngramspec.backends.cuda.row_invariant_linear import Product, Tile, add_up, choose_splits, choose_tile, violation
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, add_up, choose_splits, choose_tile, violation
 
 H200 = 132
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (3584, 18944), (3072, 2048), (576, 576), (576, 1536)]
 
 
-def make(n_out: int, n_in: int, dtype: torch.dtype, device: str, n_sms: int = 4, bias: bool = False) -> Product:
+def make(n_out: int, n_in: int, dtype: torch.dtype, device: str, n_sms: int = 4, bias: bool = False) -> CudaProduct:
     generator = torch.Generator().manual_seed(n_out + n_in)
     weight = torch.randn(n_out, n_in, generator=generator).to(device, dtype)
-    return Product(weight, torch.randn(n_out, generator=generator).to(device, dtype) if bias else None, n_sms)
+    return CudaProduct(weight, torch.randn(n_out, generator=generator).to(device, dtype) if bias else None, n_sms)
 
 
-def rows_of(product: Product, rows: int) -> torch.Tensor:
+def rows_of(product: CudaProduct, rows: int) -> torch.Tensor:
     return torch.randn(rows, product.n_in, generator=torch.Generator().manual_seed(rows)).to(product.weight)
 
 
@@ -68,20 +68,20 @@ def test_tiles_change_no_bits(dtype: torch.dtype, device: str) -> None:
 
 def test_check_finds_rows_that_depend_on_their_number(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     product = make(40, 70, torch.float32, device)
-    launch = Product._launch
+    launch = CudaProduct._launch
 
-    def other(self: Product, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None) -> None:
+    def other(self: CudaProduct, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None) -> None:
         launch(self, x, bias, out, tile)
         out *= 1 + 2**-23 * (len(x) == 17)
 
-    monkeypatch.setattr(Product, "_launch", other)
+    monkeypatch.setattr(CudaProduct, "_launch", other)
     assert violation(product, [1, 2, 16]) is None
     assert violation(product, [1, 2, 20]) == "product with a weight of (40, 70) at 17 rows in 1 pieces"
 
 
 def test_refuses_what_it_cannot_multiply(device: str) -> None:
     with pytest.raises(TypeError, match="float64"):
-        Product(torch.zeros(4, 4, dtype=torch.float64), None, 4)
+        CudaProduct(torch.zeros(4, 4, dtype=torch.float64), None, 4)
     product = make(40, 70, torch.float32, device)
     with pytest.raises(AssertionError, match="columns"):
         product(torch.zeros(1, 69, device=device))

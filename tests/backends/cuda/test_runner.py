@@ -15,7 +15,7 @@ from ngramspec.backends.cuda import cuda_runner as runner_module
 from ngramspec.backends.cuda.cuda_runner import CudaOutput, CudaRunner
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for, decode_buckets
-from ngramspec.backends.cuda.model import Modules, Stack
+from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder
 from ngramspec.engine import assembly
 from ngramspec.engine.assembly import DeviceConfig
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
@@ -53,7 +53,7 @@ def test_what_decoding_needs_is_captured(max_seqs: int, max_rows: int, rows_per_
 def test_our_own_kernels_throughout(arch: str, device: str) -> None:
     """Binding compares the logits with transformers' own, and has a chain and a tree say what token by token says."""
     runner = bind(arch, torch.float32, device)
-    assert isinstance(runner._decoder, Stack)
+    assert isinstance(runner._decoder, CudaDecoder)
     assert runner.exactness == "bitwise", {str(policy) for policy in runner.policies.values()}
     runner.pool.check_integrity()
 
@@ -64,7 +64,7 @@ def test_the_models_own_modules(arch: str, device: str, monkeypatch: pytest.Monk
     if device == "cpu":
         monkeypatch.setattr(CudaRunner, "self_test", lambda self: False)
     runner = bind(arch, torch.float32, device)
-    assert isinstance(runner._decoder, Modules)
+    assert isinstance(runner._decoder, ModulesDecoder)
     assert runner.exactness == ("numerical" if device == "cpu" else "bitwise")
 
 

@@ -13,7 +13,7 @@ from ngramspec.backends.base import Runner
 from ngramspec.backends.cuda import cuda_runner as runner_module
 from ngramspec.backends.cuda import kv_move
 from ngramspec.backends.cuda.cuda_runner import CudaRunner
-from ngramspec.backends.cuda.row_invariant_linear import Product
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct
 
 
 def bind(device: str) -> CudaRunner:
@@ -72,7 +72,7 @@ def test_a_product_of_a_later_layer_is_named(device: str, monkeypatch: pytest.Mo
     quick(monkeypatch)
     seen: list[tuple[int, int]] = []
 
-    def some(product: Product, counts: list[int]) -> str | None:
+    def some(product: CudaProduct, counts: list[int]) -> str | None:
         seen.append((product.n_out, product.n_in))
         return "product with a weight of (32, 32) at 17 rows in 1 pieces" if seen.count((32, 32)) == 2 else None
 

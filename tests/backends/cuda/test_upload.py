@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ngramspec.backends.cuda.attention_schedule import Sharing
+from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
-from ngramspec.backends.cuda.graph_inputs import Bucket, Inputs
-from ngramspec.backends.cuda.logits_processor import Adjusting
+from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
+from ngramspec.backends.cuda.logits_processor import PenaltyEntries
 from ngramspec.backends.cuda.upload import Upload
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
@@ -55,7 +55,7 @@ def test_a_block_table_is_not_rewritten_under_its_copy() -> None:
 def test_a_pass_is_not_staged_under_the_copy_of_the_one_before() -> None:
     pool = CudaPool([(1, 8)], 6, 2, 4 * BLOCK, dtype=torch.float32, device=torch.device("cpu"))
     assert pool.reserve(0, BLOCK)
-    inputs = Inputs(Bucket(2, 1), 3, pool.device_tables, pool.dummy, Sharing(1, 2), Adjusting(torch.device("cpu")))
+    inputs = GraphInputs(Bucket(2, 1), 3, pool.device_tables, pool.dummy, AttentionSchedule(1, 2), PenaltyEntries(torch.device("cpu")))
     late = inputs.upload = Late()
     for tokens in ([5, 6], [7, 8]):
         inputs.fill(pack([Span(0, np.array(tokens, np.int32), 0)], pool, 4))

@@ -1,1 +1,1 @@
-"""Machine code of the CPU backend that numba cannot express: LLVM IR for integer dot products and vector operations."""
+"""Generate machine code that numba cannot express: LLVM IR for integer dot products and vector operations. `README.md` explains how."""

@@ -1,9 +1,8 @@
-"""Machine code for matrix products: some rows by the panels of a packed weight (`formats`), generated for the processor at hand.
+"""Generate the matrix product kernels for this processor: some rows times the packed panels of a weight (`formats`).
 
-A `Kernels` gives the address of a function for a format, a precision and a number of rows. Sums stay in vector registers, which no compiler
-of plain loops would do. `int8`: the products of a block's codes with the activations' codes are integers, added up in any order, and only
-the chain over the blocks is in float32. `float32`: an output is one chain of fused multiply-adds over the inputs in their order. Either way
-its bits depend neither on the other rows and panels, nor on which instructions the processor has. Knows addresses alone.
+`Kernels` returns the address of a function per weight format, precision and number of rows. `README.md` explains panels, register tiles and
+how the code reaches numba. The bits of an output depend neither on the other rows and panels nor on the instructions that the processor
+has. The module knows memory addresses alone.
 """
 
 from __future__ import annotations
@@ -27,30 +26,24 @@ BYTE, HALF, WORD, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), i
 BYTES, FLOATS, WORDS = ir.VectorType(BYTE, LINE), ir.VectorType(FLOAT, WIDTH), ir.VectorType(WORD, WIDTH)
 ZEROS, NOUGHTS = ir.Constant(FLOATS, [0.0] * WIDTH), ir.Constant(WORDS, [0] * WIDTH)
 
-INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)
-"""Numbers of rows that there are functions for; others are put together of these."""
+INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # Row counts with a kernel of their own; other counts are made up of these.
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
-FEW_ROWS = (1, 4)
-"""Of either, enough for a few passes: they compile in a seventh of the time."""
-GROUPS = DEPTH // 4
-"""Of a block's inputs."""
-RECORD = 16
-"""Bytes that describe a block of 32 activations beside their codes: float32 scale, int32 sum of the codes, int32 sum of the first 16,
-float32 scale · sum."""
-AHEAD = 4096
-"""Bytes of a panel that are fetched before they are needed."""
-LONG_PANELS = 1 << 15
-"""Bytes of panels that are read side by side, from which on the next ones are too far ahead."""
-KEPT = 300
-"""Compiled modules that stay in the folder, the latest; a version needs some tens."""
+FEW_ROWS = (1, 4)  # Row counts compiled for a few passes only, of either precision: they take a seventh of the time to compile.
+GROUPS = DEPTH // 4  # Groups of four inputs in a quant block.
+# Bytes of the activation scales of a block of 32 activations: float32 scale, int32 sum of the codes, int32 sum of the first 16 codes,
+# float32 scale · sum.
+ACT_SCALE_BYTES = 16
+AHEAD = 4096  # Bytes: prefetch distance within a long panel.
+LONG_PANELS = 1 << 15  # Bytes of the panels of one tile: if they are larger, prefetching the next panels would be too early.
+KEPT = 300  # Compiled modules kept in the folder, latest first; one version needs some tens.
+# Arguments of a kernel, all int64. Addresses: weights (0), activations (6), activation scales (8, int8 only), biases (10), results (11).
+# Numbers: panels (1), blocks (3). Bytes: of a panel (2), in a panel before the super-blocks' scales (4) and the codes (5), between two
+# rows of activations (7), of activation scales (9) and of results (12).
 N_ARGUMENTS = 13
-"""Of a kernel, all int64: weights, panels, bytes of a panel, blocks, where in a panel the super-blocks' scales and the codes begin;
-activations and the bytes between two rows; their records and the bytes between two rows' (int8 alone); biases; results and the bytes
-between two rows."""
 
 
 class Target(NamedTuple):
-    """Which instructions are used. All give the same bits."""
+    """Instruction set that code is generated for. All give the same bits."""
 
     name: str
     dot: str
@@ -58,18 +51,18 @@ class Target(NamedTuple):
     cpu: str
     features: str
     halves: bool
-    """There are instructions between float16 and float32."""
+    """Whether there are instructions that convert between float16 and float32."""
     chains: int
-    """Sums that fit into registers beside the weights, each of 16 outputs."""
+    """Accumulators of 16 outputs that fit into registers besides the weights."""
 
 
-def host_target() -> Target:
-    """The best that this processor has."""
-    return targets()[0]
+def get_host_target() -> Target:
+    """Return the best instruction set that this processor has."""
+    return list_targets()[0]
 
 
-def targets() -> list[Target]:
-    """All that this processor can run, best first; the last one is plain arithmetic."""
+def list_targets() -> list[Target]:
+    """Return all instruction sets that this processor can run, best first; the last one is plain arithmetic."""
     try:
         has = dict(binding.get_host_cpu_features())
     except RuntimeError:  # a processor that does not tell
@@ -95,7 +88,7 @@ def targets() -> list[Target]:
 
 
 class CompiledModules:
-    """Machine code of modules that were compiled for a target, with a folder that keeps it for the next start (None: none)."""
+    """Machine code compiled for a target, cached in a folder for the next start (None: not cached)."""
 
     def __init__(self, target: Target, folder: Path | None = None) -> None:
         binding.initialize_native_target()
@@ -105,10 +98,10 @@ class CompiledModules:
         self._engines: list[Any] = []  # they own the code
 
     def compile(self, name: str, source: Callable[[], str]) -> Callable[[str], int]:
-        """The addresses of the functions of the module that `source` writes; `name` tells it from the others of this version."""
-        key = hashlib.sha256(f"{name} {self.target} {llvmlite.__version__} {_source_digest()}".encode()).hexdigest()[:24]
+        """Return a function from names to addresses for the module that `source` writes; `name` identifies it within this version."""
+        key = hashlib.sha256(f"{name} {self.target} {llvmlite.__version__} {_compute_source_digest()}".encode()).hexdigest()[:24]
         path = self._folder / f"{key}.o" if self._folder else None
-        kept = _read(path)
+        kept = _read_object(path)
         if kept is None:
             module = binding.parse_assembly(source())
             module.verify()
@@ -116,7 +109,7 @@ class CompiledModules:
             passes = binding.create_pass_builder(self._machine, tuning)
             passes.getModulePassManager().run(module, passes)
             kept = self._machine.emit_object(module)
-            _write(path, kept)
+            _write_object(path, kept)
         engine = binding.create_mcjit_compiler(binding.parse_assembly(""), self._new_machine())
         engine.add_object_file(binding.ObjectFileRef.from_data(kept))
         engine.finalize_object()
@@ -131,46 +124,46 @@ class CompiledModules:
 
 
 class Kernels:
-    """Addresses of functions by format, precision and number of rows, compiled as they are asked for. Safe from several threads."""
+    """Addresses of kernels by format, precision and number of rows, compiled on first use. Safe to call from several threads."""
 
     def __init__(self, target: Target | None = None, folder: Path | None = None) -> None:
-        self.target = target or host_target()
+        self.target = target or get_host_target()
         self._code = CompiledModules(self.target, folder)
         self._found: dict[tuple[WeightFormat, bool, bool], dict[int, int]] = {}
         self._others: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def of(self, fmt: WeightFormat, int8: bool, *, few: bool = False) -> dict[int, int]:
-        """By number of rows: INT8_ROWS, or FLOAT_ROWS; of these `few`: FEW_ROWS."""
+    def get_row_functions(self, fmt: WeightFormat, int8: bool, *, few: bool = False) -> dict[int, int]:
+        """Return the kernels by number of rows: INT8_ROWS or FLOAT_ROWS, or with `few` only FEW_ROWS."""
         assert not int8 or isinstance(fmt, QuantFormat), fmt
         with self._lock:
             if (fmt, int8, few) not in self._found:
                 counts = FEW_ROWS if few else INT8_ROWS if int8 else FLOAT_ROWS
-                write = _int8 if int8 else _float32
-                address = self._code.compile(f"{fmt} {int8} {counts}", lambda: _module(self.target, fmt, counts, write))
+                write = emit_int8 if int8 else emit_float32
+                address = self._code.compile(f"{fmt} {int8} {counts}", lambda: build_module(self.target, fmt, counts, write))
                 self._found[fmt, int8, few] = {rows: address(f"rows_{rows}") for rows in counts}
             return self._found[fmt, int8, few]
 
-    def quantise(self) -> int:
-        """A function of the addresses of a row [K] float32, the number of its blocks, its codes [K] int8 and their records (RECORD)."""
-        return self._one("quantise", None, _quantise)
+    def get_quantise(self) -> int:
+        """Return a function of (address of a row [K] float32, its number of blocks, addresses of its codes [K] int8 and scales)."""
+        return self._get_function("quantise", None, emit_quantise)
 
-    def silu(self) -> int:
-        """A function of the addresses of gate and up, the number of blocks of 32, and the address of silu(gate) · up, float32."""
-        return self._one("silu", None, _silu)
+    def get_silu(self) -> int:
+        """Return a function of (addresses of gate and up, number of blocks of 32, address of the result silu(gate) · up, float32)."""
+        return self._get_function("silu", None, emit_silu)
 
-    def unpack(self, fmt: WeightFormat) -> int:
-        """A function of a panel's address, blocks, where scales and codes begin, and the address of the result, float32 [K, 16]."""
-        return self._one(f"{fmt} unpack", fmt, _unpack)
+    def get_unpack(self, fmt: WeightFormat) -> int:
+        """Return a function of (address of a panel, blocks, super_at, codes_at, address of the result float32 [K, 16])."""
+        return self._get_function(f"{fmt} unpack", fmt, emit_unpack)
 
-    def _one(self, name: str, fmt: WeightFormat | None, write: Callable[..., None]) -> int:
+    def _get_function(self, name: str, fmt: WeightFormat | None, write: Callable[..., None]) -> int:
         with self._lock:
             if name not in self._others:
-                self._others[name] = self._code.compile(name, lambda: _module(self.target, fmt, (1,), write))("rows_1")
+                self._others[name] = self._code.compile(name, lambda: build_module(self.target, fmt, (1,), write))("rows_1")
             return self._others[name]
 
 
-def _module(target: Target, fmt: WeightFormat | None, counts: Sequence[int], write: Callable[..., None]) -> str:
+def build_module(target: Target, fmt: WeightFormat | None, counts: Sequence[int], write: Callable[..., None]) -> str:
     module = ir.Module("ngramspec")
     module.triple = binding.get_default_triple()
     for rows in counts:
@@ -182,7 +175,7 @@ def _module(target: Target, fmt: WeightFormat | None, counts: Sequence[int], wri
 
 
 class Emitter:
-    """Instructions on vectors of 16 and of 64 bytes, for one target."""
+    """Emits instructions on vectors of 16 floats or 64 bytes for one target."""
 
     def __init__(self, builder: ir.IRBuilder, target: Target) -> None:
         self.b, self.target = builder, target
@@ -195,7 +188,7 @@ class Emitter:
     def store(self, value: Any, address: Any, align: int = 4) -> None:
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer())).align = align
 
-    def at(self, address: Any, distance: Any) -> Any:
+    def offset(self, address: Any, distance: Any) -> Any:
         return self.b.add(address, LONG(distance) if isinstance(distance, int) else distance)
 
     def call(self, name: str, kind: Any, *args: Any) -> Any:
@@ -204,29 +197,29 @@ class Emitter:
         return self.b.call(function, args)
 
     def spread(self, scalar: Any, n: int = WIDTH) -> Any:
-        """A vector of this number."""
+        """Emit a vector that repeats this scalar."""
         kind = ir.VectorType(scalar.type, n)
         one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, WORD(0))
         return self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(WORD, n), [0] * n))
 
-    def words(self, number: int) -> Any:
+    def splat_words(self, number: int) -> Any:
         return ir.Constant(WORDS, [number] * WIDTH)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
 
-    def floats(self, integers: Any) -> Any:
+    def to_floats(self, integers: Any) -> Any:
         return self.b.sitofp(integers, FLOATS)
 
-    def halves(self, address: Any) -> Any:
-        """16 float16 at this address as float32."""
+    def load_halves(self, address: Any) -> Any:
+        """Load 16 float16 at this address as float32."""
         bits = self.load(address, ir.VectorType(HALF, WIDTH), 2)
         if self.target.halves:
             return self.b.fpext(self.b.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), FLOATS)
-        return widened(self.b, bits)
+        return widen_halves(self.b, bits)
 
-    def bytes_as_words(self, address: Any) -> Any:
-        """16 unsigned bytes at this address."""
+    def load_bytes_as_words(self, address: Any) -> Any:
+        """Load 16 unsigned bytes at this address as int32."""
         return self.b.zext(self.load(address, ir.VectorType(BYTE, WIDTH), 1), WORDS)
 
     def prefetch(self, address: Any) -> None:
@@ -236,8 +229,10 @@ class Emitter:
 
     @contextmanager
     def loop(self, count: Any, carried: list[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-        """Emit a loop of `count` turns, at least one: yields the turn, the values that it begins with, and a list for those that it ends
-        with, which afterwards holds what the last turn ended with.
+        """Emit a loop of `count` turns, at least one.
+
+        Yields the turn, the values it begins with, and a list that the caller fills with the values it ends with. Afterwards the list holds
+        the values of the last turn.
         """
         before, body = self.b.block, self.b.append_basic_block("turn")
         self.b.branch(body)
@@ -258,12 +253,12 @@ class Emitter:
 
     # ------------------------------------------------------------------ codes
 
-    def codes(self, fmt: QuantFormat, address: Any) -> Callable[[int], Any]:
-        """A function from a group to its codes, 64 bytes as 16 words, of the block whose codes lie at this address."""
+    def make_code_reader(self, fmt: QuantFormat, address: Any) -> Callable[[int], Any]:
+        """Return a function from a group to its codes (64 bytes as 16 words) in the quant block whose codes lie at this address."""
         planes, at = [], address
         for bits in fmt.planes:
-            planes.append((bits, [self.load(self.at(at, LINE * v), WORDS, LINE) for v in range(bits)]))
-            at = self.at(at, LINE * bits)
+            planes.append((bits, [self.load(self.offset(at, LINE * v), WORDS, LINE) for v in range(bits)]))
+            at = self.offset(at, LINE * bits)
 
         def group(g: int) -> Any:
             value, low = None, 0
@@ -273,65 +268,71 @@ class Emitter:
                 if bits < 8:
                     mask = ((1 << bits) - 1) << low
                     if shift > low:
-                        vector = self.b.lshr(vector, self.words(shift - low))
+                        vector = self.b.lshr(vector, self.splat_words(shift - low))
                     elif shift < low:
-                        vector = self.b.shl(vector, self.words(low - shift))
-                    vector = self.b.and_(vector, self.words(mask * 0x01010101))
+                        vector = self.b.shl(vector, self.splat_words(low - shift))
+                    vector = self.b.and_(vector, self.splat_words(mask * 0x01010101))
                 value = vector if value is None else self.b.or_(value, vector)
                 low += bits
-            return self.looked_up(value, fmt.values, fmt.zero) if fmt.values else value
+            return self.look_up_values(value, fmt.values, fmt.zero) if fmt.values else value
 
         return group
 
-    def looked_up(self, codes: Any, values: Sequence[int], zero: int) -> Any:
-        """values[code] + zero for codes of 4 bits, 64 bytes."""
+    def look_up_values(self, codes: Any, values: Sequence[int], zero: int) -> Any:
+        """Emit values[code] + zero for 64 codes of 4 bits, one per byte."""
         table = [value + zero for value in values]
         codes = self.b.bitcast(codes, BYTES)
         if self.target.dot == "vnni512":
             return self.b.bitcast(self.call("llvm.x86.avx512.pshuf.b.512", BYTES, ir.Constant(BYTES, table * 4), codes), WORDS)
         if self.target.dot in ("vnni256", "maddubs"):
             kind = ir.VectorType(BYTE, 32)
-            parts = [self.call("llvm.x86.avx2.pshuf.b", kind, ir.Constant(kind, table * 2), part) for part in self.parts(codes, 32)]
-            return self.b.bitcast(self.joined(parts), WORDS)
+            parts = [self.call("llvm.x86.avx2.pshuf.b", kind, ir.Constant(kind, table * 2), part) for part in self.split(codes, 32)]
+            return self.b.bitcast(self.join(parts), WORDS)
         result = ir.Constant(BYTES, [table[0]] * LINE)
         for code in range(1, 16):
             here = self.b.icmp_unsigned("==", codes, ir.Constant(BYTES, [code] * LINE))
             result = self.b.select(here, ir.Constant(BYTES, [table[code]] * LINE), result)
         return self.b.bitcast(result, WORDS)
 
-    def parts(self, vector: Any, n: int) -> list[Any]:
-        """A vector in pieces of n elements."""
+    def split(self, vector: Any, n: int) -> list[Any]:
+        """Split a vector into pieces of n elements."""
         whole = vector.type.count
         kind = ir.VectorType(WORD, n)
         undefined = ir.Constant(vector.type, ir.Undefined)
         return [self.b.shuffle_vector(vector, undefined, ir.Constant(kind, list(range(i, i + n)))) for i in range(0, whole, n)]
 
-    def joined(self, parts: list[Any]) -> Any:
+    def join(self, parts: list[Any]) -> Any:
         while len(parts) > 1:
             n = parts[0].type.count
             order = ir.Constant(ir.VectorType(WORD, 2 * n), list(range(2 * n)))
             parts = [self.b.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
-    def products(self, codes: Sequence[Callable[[int], Any]], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[list[Any]]]:
-        """[panels][rows][parts]: a block's unsigned codes of `bits` bits (a function from a group each) times the codes of activations at
-        these addresses, 16 sums each; of two parts, the block's halves have one each."""
+    def emit_products(self, codes: Sequence[Callable[[int], Any]], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[list[Any]]]:
+        """Emit the integer dot products of a quant block: sums [panels][rows][parts] of 16 int32 each.
+
+        `codes` has one function per panel, from a group to unsigned codes of `bits` bits; `x_at` holds the addresses of the rows' int8
+        codes. With two parts, each half of the block has a sum of its own.
+        """
         if self.target.dot == "maddubs":
-            return self._products_of_pairs(codes, x_at, bits, n_parts)
+            return self._emit_pair_products(codes, x_at, bits, n_parts)
         sums = [[[NOUGHTS] * n_parts for _ in x_at] for _ in codes]
         for g in range(GROUPS):
             vectors, part = [code(g) for code in codes], g * n_parts // GROUPS
             for r, address in enumerate(x_at):
-                four = self.load(self.at(address, 4 * g), WORD, 4)
+                four = self.load(self.offset(address, 4 * g), WORD, 4)
                 for k, vector in enumerate(vectors):
-                    sums[k][r][part] = self.dot(sums[k][r][part], vector, four, bits)
+                    sums[k][r][part] = self.emit_dot(sums[k][r][part], vector, four, bits)
         return sums
 
-    def _products_of_pairs(
+    def _emit_pair_products(
         self, codes: Sequence[Callable[[int], Any]], x_at: Sequence[Any], bits: int, n_parts: int
     ) -> list[list[list[Any]]]:
-        """Two products are added up in 16 bits, and several such sums as long as they fit; codes of 8 bits in two halves, of which two
-        products would not."""
+        """Emit `emit_products` with instructions that multiply pairs of bytes into 16-bit sums.
+
+        Sums stay in 16 bits as long as they cannot overflow. Codes of 8 bits are split into halves, since a pair of their products would
+        overflow.
+        """
         halves = [(0, 4), (4, 4)] if bits == 8 else [(0, bits)]  # by how much each is shifted, and its bits
         n_fit = (2**15 - 1) // (2 * 127 * (2 ** halves[0][1] - 1))
         period = min(n_fit, GROUPS // n_parts)
@@ -346,70 +347,72 @@ class Emitter:
                 pieces = [
                     (k, half, n, piece)
                     for k, code in enumerate(codes)
-                    for half, part in enumerate(self._halves(code(g), halves))
-                    for n, piece in enumerate(self.parts(self.b.bitcast(part, BYTES), 32))
+                    for half, part in enumerate(self._split_halves(code(g), halves))
+                    for n, piece in enumerate(self.split(self.b.bitcast(part, BYTES), 32))
                 ]
                 for r in rows:
-                    x = self.b.bitcast(self.spread(self.load(self.at(x_at[r], 4 * g), WORD, 4), 8), ir.VectorType(BYTE, 32))
+                    x = self.b.bitcast(self.spread(self.load(self.offset(x_at[r], 4 * g), WORD, 4), 8), ir.VectorType(BYTE, 32))
                     for k, half, n, piece in pieces:
                         two, key = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, piece, x), (r, k, half, n)
                         fresh[key] = self.b.add(fresh[key], two) if key in fresh else two
-                fresh = dict(zip(fresh, self.held(list(fresh.values())), strict=True))
+                fresh = dict(zip(fresh, self.pin_registers(list(fresh.values())), strict=True))
                 if (g + 1) % period == 0:
                     part = g * n_parts // GROUPS
                     for r, k, half in sorted({key[:3] for key in fresh}):
                         worth = ir.Constant(pairs, [1 << halves[half][0]] * 16)
                         four = [self.call("llvm.x86.avx2.pmadd.wd", wide, fresh.pop((r, k, half, n)), worth) for n in range(2)]
-                        sums[k][r][part] = self.b.add(sums[k][r][part], self.joined(four))
+                        sums[k][r][part] = self.b.add(sums[k][r][part], self.join(four))
         return sums
 
-    def held(self, values: list[Any]) -> list[Any]:
-        """The same, as they are in registers at this place: the compiler moves no sum across it."""
+    def pin_registers(self, values: list[Any]) -> list[Any]:
+        """Pin these values to registers at this point, so that the compiler moves no sum across it; return them."""
         n = len(values)
         kind = ir.FunctionType(ir.LiteralStructType([value.type for value in values]), [value.type for value in values])
         constraints = ",".join(["=x"] * n + [str(k) for k in range(n)])
         kept = self.b.call(ir.InlineAsm(kind, "", constraints), values)
         return [self.b.extract_value(kept, k) for k in range(n)]
 
-    def _halves(self, codes: Any, halves: Sequence[tuple[int, int]]) -> list[Any]:
+    def _split_halves(self, codes: Any, halves: Sequence[tuple[int, int]]) -> list[Any]:
         if len(halves) == 1:
             return [codes]
-        return [self.b.and_(self.b.lshr(codes, self.words(shift)), self.words(0x0F0F0F0F)) for shift, _ in halves]
+        return [self.b.and_(self.b.lshr(codes, self.splat_words(shift)), self.splat_words(0x0F0F0F0F)) for shift, _ in halves]
 
-    def dot(self, total: Any, codes: Any, four: Any, bits: int) -> Any:
-        """total[i] + the products of 4 unsigned codes of `bits` bits with the 4 signed bytes of the word `four`; the rest is as exact."""
+    def emit_dot(self, total: Any, codes: Any, four: Any, bits: int) -> Any:
+        """Emit total[i] + the products of 4 unsigned codes of `bits` bits with the 4 signed bytes of the word `four`; exact on every
+        target.
+        """
         kind = self.target.dot
         if kind == "vnni512":
-            return self.call("llvm.x86.avx512.vpdpbusd.512", WORDS, total, *self.operands(total, codes, self.spread(four), LINE))
+            return self.call("llvm.x86.avx512.vpdpbusd.512", WORDS, total, *self.cast_operands(total, codes, self.spread(four), LINE))
         if kind == "vnni256":
-            pieces = zip(self.parts(total, 8), self.parts(codes, 8), strict=True)
+            pieces = zip(self.split(total, 8), self.split(codes, 8), strict=True)
             x = self.spread(four, 8)
             name = "llvm.x86.avx512.vpdpbusd.256"
-            return self.joined([self.call(name, t.type, t, *self.operands(t, c, x, 32)) for t, c in pieces])
+            return self.join([self.call(name, t.type, t, *self.cast_operands(t, c, x, 32)) for t, c in pieces])
         if kind == "neon":
-            flipped = self.b.xor(codes, self.words(0x80808080)) if bits == 8 else codes  # as signed bytes: 128 less
+            flipped = self.b.xor(codes, self.splat_words(0x80808080)) if bits == 8 else codes  # as signed bytes: 128 less
             x = self.b.bitcast(self.spread(four, 4), ir.VectorType(BYTE, 16))
             sums = [
                 self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", t.type, t, c, x)
-                for t, c in zip(self.parts(total, 4), self.parts(self.b.bitcast(flipped, BYTES), 16), strict=True)
+                for t, c in zip(self.split(total, 4), self.split(self.b.bitcast(flipped, BYTES), 16), strict=True)
             ]
-            return self.joined(sums)
+            return self.join(sums)
         for j in range(4):
-            code = self.b.and_(self.b.lshr(codes, self.words(8 * j)), self.words(255))
+            code = self.b.and_(self.b.lshr(codes, self.splat_words(8 * j)), self.splat_words(255))
             x = self.b.ashr(self.b.shl(four, WORD(24 - 8 * j)), WORD(24))
             total = self.b.add(total, self.b.mul(code, self.spread(x)))
         return total
 
-    def operands(self, total: Any, codes: Any, x: Any, n: int) -> tuple[Any, Any]:
-        """As the instruction's declaration has them: words up to LLVM 21, bytes from 22 on."""
+    def cast_operands(self, total: Any, codes: Any, x: Any, n: int) -> tuple[Any, Any]:
+        """Cast operands to the types that the instruction's declaration has: words up to LLVM 21, bytes from 22 on."""
         if binding.llvm_version_info[0] < 22:
             return codes, x
         kind = ir.VectorType(BYTE, n)
         return self.b.bitcast(codes, kind), self.b.bitcast(x, kind)
 
 
-def widened(b: Any, bits: Any) -> Any:
-    """float16 bits, one or a vector of them, as float32 by integer arithmetic; finite numbers alone."""
+def widen_halves(b: Any, bits: Any) -> Any:
+    """Convert float16 bits, one or a vector of them, to float32 by integer arithmetic; finite numbers alone."""
     n = getattr(bits.type, "count", 0)
     kind, floats = (ir.VectorType(WORD, n), ir.VectorType(FLOAT, n)) if n else (WORD, FLOAT)
 
@@ -422,7 +425,7 @@ def widened(b: Any, bits: Any) -> Any:
     return b.bitcast(b.or_(b.bitcast(scaled, kind), b.shl(b.and_(wide, words(0x8000)), words(16))), floats)
 
 
-def _int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) -> None:
+def emit_int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) -> None:
     n_panels, n_blocks, x0, x_step, q0, q_step = args[1], args[3], args[6], args[7], args[8], args[9]
     xs, qs = [x0], [q0]
     for _ in range(n_rows - 1):
@@ -436,18 +439,18 @@ def _int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) -> Non
         ahead = e.b.select(e.b.icmp_signed(">", whole, LONG(LONG_PANELS)), LONG(AHEAD), whole)
         with e.loop(n_blocks, [panel.bias for panel in panels for _ in range(n_rows)]) as (i, carried, ends):
             totals = [carried[k * n_rows : (k + 1) * n_rows] for k in range(count)]
-            ends += _int8_block(e, fmt, panels, totals, i, xs, qs, ahead)
+            ends += _emit_int8_block(e, fmt, panels, totals, i, xs, qs, ahead)
         for k, panel in enumerate(panels):
             y = panel.y
             for total in ends[k * n_rows : (k + 1) * n_rows]:
                 e.store(total, y)
                 y = e.b.add(y, args[12])
 
-    _in_tiles(e, n_panels, 2 if 1 < n_rows <= e.target.chains // 4 else 1, tile)
+    _emit_tiles(e, n_panels, 2 if 1 < n_rows <= e.target.chains // 4 else 1, tile)
 
 
-def _in_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], None]) -> None:
-    """All panels, as many at a time as `most`, then one by one."""
+def _emit_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], None]) -> None:
+    """Emit all panels, `most` at a time, then the rest one by one."""
     wide = e.b.udiv(n_panels, LONG(most)) if most > 1 else LONG(0)
     if most > 1:
         with e.b.if_then(e.b.icmp_signed(">", wide, LONG(0))), e.loop(wide, []) as (p, _, _):
@@ -470,10 +473,10 @@ class _Panel:
         self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
 
 
-def _int8_block(
+def _emit_int8_block(
     e: Emitter, fmt: QuantFormat, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any], ahead: Any
 ) -> list[Any]:
-    """Totals [panels][rows] plus block i's products, one list."""
+    """Emit the totals [panels][rows] plus block i's products, as one flat list."""
     b = e.b
     bits = 8 if fmt.values else sum(fmt.planes)
     # a signed dot product of codes of 8 bits has taken 128 off them already
@@ -483,46 +486,46 @@ def _int8_block(
     for panel in panels:
         here = b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))
         for line in range(0, fmt.code_bytes, LINE):
-            e.prefetch(e.at(b.add(here, ahead), line))
-        codes.append(e.codes(fmt, here))
+            e.prefetch(e.offset(b.add(here, ahead), line))
+        codes.append(e.make_code_reader(fmt, here))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
-    q_at = [b.add(q, b.mul(i, LONG(RECORD))) for q in qs]
-    sums = e.products(codes, x_at, bits, n_parts)
+    q_at = [b.add(q, b.mul(i, LONG(ACT_SCALE_BYTES))) for q in qs]
+    sums = e.emit_products(codes, x_at, bits, n_parts)
     ends = []
     for k, panel in enumerate(panels):
         scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
         integers: list[Any] | None = None  # of the block's parts
         offsets: list[Any] | None = None
         if fmt.half_scales:
-            scale = e.halves(scales_at)
-            offset = e.halves(e.at(scales_at, 2 * WIDTH)) if fmt.offsets else None
+            scale = e.load_halves(scales_at)
+            offset = e.load_halves(e.offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
         else:
             heads = b.add(panel.supers, b.mul(b.lshr(i, LONG(SUPER.bit_length() - 1)), LONG(fmt.super_bytes)))
-            scale = e.halves(heads)
-            offset = b.fneg(e.halves(e.at(heads, 2 * WIDTH))) if fmt.offsets else None
-            integers = [b.sub(e.bytes_as_words(e.at(scales_at, WIDTH * n)), e.words(fmt.scale_zero)) for n in range(n_parts)]
+            scale = e.load_halves(heads)
+            offset = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH))) if fmt.offsets else None
+            integers = [b.sub(e.load_bytes_as_words(e.offset(scales_at, WIDTH * n)), e.splat_words(fmt.scale_zero)) for n in range(n_parts)]
             if fmt.offsets:
-                offsets = [e.bytes_as_words(e.at(scales_at, WIDTH * (n_parts + n))) for n in range(n_parts)]
+                offsets = [e.load_bytes_as_words(e.offset(scales_at, WIDTH * (n_parts + n))) for n in range(n_parts)]
         for r in range(n_rows):
             x_scale = e.spread(e.load(q_at[r], FLOAT, 4))
-            whole, first = (e.load(e.at(q_at[r], 4 * n), WORD, 4) for n in (1, 2))
+            whole, first = (e.load(e.offset(q_at[r], 4 * n), WORD, 4) for n in (1, 2))
             of_part, parts = [first, b.sub(whole, first)] if fmt.by_16 else [whole], sums[k][r]
             if zero:
                 parts = [b.sub(s, e.spread(b.mul(x_sum, WORD(zero % 2**32)))) for s, x_sum in zip(parts, of_part, strict=True)]
             if integers is not None:
                 parts = [b.mul(s, n) for s, n in zip(parts, integers, strict=True)]
-            end = e.fma(e.floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(scale, x_scale), totals[k][r])
+            end = e.fma(e.to_floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(scale, x_scale), totals[k][r])
             if offsets is not None:
                 parts = [b.mul(n, e.spread(x_sum)) for n, x_sum in zip(offsets, of_part, strict=True)]
-                end = e.fma(e.floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(offset, x_scale), end)
+                end = e.fma(e.to_floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(offset, x_scale), end)
             elif fmt.offsets:
-                end = e.fma(offset, e.spread(e.load(e.at(q_at[r], 12), FLOAT, 4)), end)
+                end = e.fma(offset, e.spread(e.load(e.offset(q_at[r], 12), FLOAT, 4)), end)
             ends.append(end)
     return ends
 
 
-def _weights(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, codes_at: Any, i: Any) -> Callable[[int], Any]:
-    """A function from an input of block i of the panel at w to its 16 weights, float32."""
+def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, codes_at: Any, i: Any) -> Callable[[int], Any]:
+    """Return a function from an input of block i of the panel at w to its 16 weights, float32."""
     b = e.b
     if isinstance(fmt, PlainFormat):
         here = b.add(w, b.mul(i, LONG(DEPTH * WIDTH * fmt.itemsize)))
@@ -530,29 +533,31 @@ def _weights(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, codes_at: Any
         e_halves = ir.VectorType(HALF, WIDTH)
 
         def plain(j: int) -> Any:
-            at = e.at(here, step * j)
+            at = e.offset(here, step * j)
             if fmt is PlainFormat.F32:
                 return e.load(at, FLOATS, 64)
             if fmt is PlainFormat.F16:
-                return e.halves(at)
-            return b.bitcast(b.shl(b.zext(e.load(at, e_halves, 32), WORDS), e.words(16)), FLOATS)
+                return e.load_halves(at)
+            return b.bitcast(b.shl(b.zext(e.load(at, e_halves, 32), WORDS), e.splat_words(16)), FLOATS)
 
         return plain
     scales_at = b.add(w, b.mul(i, LONG(fmt.scale_bytes)))
-    code = e.codes(fmt, b.add(b.add(w, codes_at), b.mul(i, LONG(fmt.code_bytes))))
+    code = e.make_code_reader(fmt, b.add(b.add(w, codes_at), b.mul(i, LONG(fmt.code_bytes))))
     n_parts = 2 if fmt.by_16 else 1
     if fmt.half_scales:
-        scales = [e.halves(scales_at)]
-        offsets = [e.halves(e.at(scales_at, 2 * WIDTH))] if fmt.offsets else None
+        scales = [e.load_halves(scales_at)]
+        offsets = [e.load_halves(e.offset(scales_at, 2 * WIDTH))] if fmt.offsets else None
     else:
         heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER.bit_length() - 1)), LONG(fmt.super_bytes)))
-        scale = e.halves(heads)
-        integers = [b.sub(e.bytes_as_words(e.at(scales_at, WIDTH * k)), e.words(fmt.scale_zero)) for k in range(n_parts)]
-        scales = [b.fmul(scale, e.floats(k)) for k in integers]
+        scale = e.load_halves(heads)
+        integers = [b.sub(e.load_bytes_as_words(e.offset(scales_at, WIDTH * k)), e.splat_words(fmt.scale_zero)) for k in range(n_parts)]
+        scales = [b.fmul(scale, e.to_floats(k)) for k in integers]
         offsets = None
         if fmt.offsets:
-            least = b.fneg(e.halves(e.at(heads, 2 * WIDTH)))
-            offsets = [b.fmul(least, e.floats(e.bytes_as_words(e.at(scales_at, WIDTH * (n_parts + k))))) for k in range(n_parts)]
+            least = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH)))
+            offsets = [
+                b.fmul(least, e.to_floats(e.load_bytes_as_words(e.offset(scales_at, WIDTH * (n_parts + k))))) for k in range(n_parts)
+            ]
     groups: dict[int, Any] = {}
 
     def weights(j: int) -> Any:
@@ -560,15 +565,17 @@ def _weights(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, codes_at: Any
         if g not in groups:
             groups.clear()
             groups[g] = code(g)
-        number = b.and_(b.lshr(groups[g], e.words(8 * (j % 4))), e.words(255)) if j % 4 < 3 else b.lshr(groups[g], e.words(24))
+        number = (
+            b.and_(b.lshr(groups[g], e.splat_words(8 * (j % 4))), e.splat_words(255)) if j % 4 < 3 else b.lshr(groups[g], e.splat_words(24))
+        )
         if offsets is not None:
-            return e.fma(scales[part], e.floats(number), offsets[part])
-        return b.fmul(scales[part], e.floats(b.sub(number, e.words(fmt.zero))))
+            return e.fma(scales[part], e.to_floats(number), offsets[part])
+        return b.fmul(scales[part], e.to_floats(b.sub(number, e.splat_words(fmt.zero))))
 
     return weights
 
 
-def _float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]) -> None:
+def emit_float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]) -> None:
     w0, n_panels, panel_bytes, n_blocks, super_at, codes_at, x0, x_step, _, _, bias0, y0, y_step = args
     b = e.b
     xs = [x0]
@@ -583,11 +590,11 @@ def _float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]) ->
             totals = [carried[r * count : (r + 1) * count] for r in range(n_rows)]
             x_shift = b.mul(i, LONG(4 * DEPTH))
             x_at = [b.add(x, x_shift) for x in xs]
-            of = [_weights(e, fmt, w, super_at, codes_at, i) for w in ws]
+            of = [_make_weight_reader(e, fmt, w, super_at, codes_at, i) for w in ws]
             for j in range(DEPTH):
                 weights = [one(j) for one in of]
                 for r in range(n_rows):
-                    x = e.spread(e.load(e.at(x_at[r], 4 * j), FLOAT, 4))
+                    x = e.spread(e.load(e.offset(x_at[r], 4 * j), FLOAT, 4))
                     totals[r] = [e.fma(x, weight, total) for weight, total in zip(weights, totals[r], strict=True)]
             ends += [total for row in totals for total in row]
         for r in range(n_rows):
@@ -595,30 +602,29 @@ def _float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]) ->
             for k, shift in enumerate(shifts):
                 e.store(ends[r * count + k], b.add(y, shift))
 
-    _in_tiles(e, n_panels, max(1, min(4, e.target.chains // n_rows)), panels)
+    _emit_tiles(e, n_panels, max(1, min(4, e.target.chains // n_rows)), panels)
 
 
-def _unpack(e: Emitter, fmt: WeightFormat, _rows: int, args: Sequence[Any]) -> None:
+def emit_unpack(e: Emitter, fmt: WeightFormat, _rows: int, args: Sequence[Any]) -> None:
     w, n_blocks, super_at, codes_at, y0 = args[:5]
     with e.loop(n_blocks, []) as (i, _, _):
-        weights = _weights(e, fmt, w, super_at, codes_at, i)
+        weights = _make_weight_reader(e, fmt, w, super_at, codes_at, i)
         y = e.b.add(y0, e.b.mul(i, LONG(4 * DEPTH * WIDTH)))
         for j in range(DEPTH):
-            e.store(weights(j), e.at(y, 4 * WIDTH * j))
+            e.store(weights(j), e.offset(y, 4 * WIDTH * j))
 
 
-LEAST = 1e-30
-"""Activations that are all smaller than this count as zeros."""
+LEAST = 1e-30  # A block whose activations are all smaller than this is quantised to zeros.
+# 1.5 · 2^23: adding it to a number of at most 22 bits rounds that to the nearest integer, ties to even.
 _ROUND = 12582912.0
-"""1.5 · 2^23: a number of at most 22 bits that is added to it loses its fraction, to the nearest, halves to the even one."""
 
 
-def _quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
-    x0, n_blocks, codes0, records0 = args[:4]
+def emit_quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
+    x0, n_blocks, codes0, act_scales0 = args[:4]
     b = e.b
     with e.loop(n_blocks, []) as (i, _, _):
         at = b.add(x0, b.mul(i, LONG(4 * DEPTH)))
-        xs = [e.load(e.at(at, 64 * k), FLOATS, 4) for k in range(2)]
+        xs = [e.load(e.offset(at, 64 * k), FLOATS, 4) for k in range(2)]
         sizes = [e.call("llvm.fabs.v16f32", FLOATS, x) for x in xs]
         most = b.select(b.fcmp_ordered(">", *sizes), *sizes)
         for width in (8, 4, 2, 1):
@@ -634,17 +640,17 @@ def _quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
         sums = []
         for k, x in enumerate(xs):
             moved = b.fadd(b.fmul(x, inverse), ir.Constant(FLOATS, [_ROUND] * WIDTH))
-            codes = b.sub(b.bitcast(moved, WORDS), e.words(0x4B400000))
-            e.store(b.trunc(codes, ir.VectorType(BYTE, WIDTH)), e.at(b.add(codes0, b.mul(i, LONG(DEPTH))), WIDTH * k), 1)
+            codes = b.sub(b.bitcast(moved, WORDS), e.splat_words(0x4B400000))
+            e.store(b.trunc(codes, ir.VectorType(BYTE, WIDTH)), e.offset(b.add(codes0, b.mul(i, LONG(DEPTH))), WIDTH * k), 1)
             sums.append(e.call("llvm.vector.reduce.add.v16i32", WORD, codes))
         whole = b.add(*sums)
-        record = b.add(records0, b.mul(i, LONG(RECORD)))
+        record = b.add(act_scales0, b.mul(i, LONG(ACT_SCALE_BYTES)))
         for k, value in enumerate((scale, whole, sums[0], b.fmul(scale, b.sitofp(whole, FLOAT)))):
-            e.store(value, e.at(record, 4 * k))
+            e.store(value, e.offset(record, 4 * k))
 
 
-def exp(e: Emitter, x: Any) -> Any:
-    """As `sampling.numeric.exp`, 16 at a time, with the same bits."""
+def emit_exp(e: Emitter, x: Any) -> Any:
+    """Emit `sampling.numeric.emit_exp` for 16 numbers at a time, with the same bits."""
     b = e.b
 
     def constant(value: Any) -> Any:
@@ -659,33 +665,33 @@ def exp(e: Emitter, x: Any) -> Any:
     for c in (numeric.C6, numeric.C5, numeric.C4, numeric.C3, numeric.C2):
         y = e.fma(y, r, constant(c))
     y = e.fma(y, b.fmul(r, r), b.fadd(r, constant(1.0)))
-    power = b.shl(b.add(b.fptosi(n, WORDS), e.words(127)), e.words(23))
+    power = b.shl(b.add(b.fptosi(n, WORDS), e.splat_words(127)), e.splat_words(23))
     return b.fmul(y, b.bitcast(power, FLOATS))
 
 
-def _silu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
+def emit_silu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
     gate0, up0, n_blocks, y0 = args[:4]
     b = e.b
     with e.loop(b.mul(n_blocks, LONG(2)), []) as (i, _, _):
         shift = b.mul(i, LONG(4 * WIDTH))
         gate, up = (e.load(b.add(start, shift), FLOATS, 4) for start in (gate0, up0))
         one = ir.Constant(FLOATS, [1.0] * WIDTH)
-        share = b.fdiv(gate, b.fadd(one, exp(e, b.fneg(gate))))
+        share = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(gate))))
         e.store(b.fmul(share, up), b.add(y0, shift))
 
 
 _DIGEST: list[str] = []
 
 
-def _source_digest() -> str:
+def _compute_source_digest() -> str:
     if not _DIGEST:
         sources = (Path(__file__), Path(formats.__file__))
         _DIGEST.append(hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest())
     return _DIGEST[0]
 
 
-def _read(path: Path | None) -> bytes | None:
-    """Code that was kept, if it is whole."""
+def _read_object(path: Path | None) -> bytes | None:
+    """Return cached machine code if it is intact."""
     try:
         kept = path.read_bytes() if path else b""
     except OSError:
@@ -694,7 +700,7 @@ def _read(path: Path | None) -> bytes | None:
     return code if code and hashlib.sha256(code).digest() == digest else None
 
 
-def _write(path: Path | None, code: bytes) -> None:
+def _write_object(path: Path | None, code: bytes) -> None:
     if path is None:
         return
     try:

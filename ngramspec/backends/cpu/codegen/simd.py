@@ -1,8 +1,8 @@
-"""The inner loop of attention on the CPU, for code that numba compiles: sums of products that stay in vector registers.
+"""Provide the inner loop of attention as numba intrinsics: sums of products that stay in vector registers.
 
-A tile is some rows by some panels of 16 outputs. Every output is one chain of fused multiply-adds over the inputs in their order, so that
-its bits depend neither on the other rows and panels of the tile nor on the width of the processor's vectors. Also how keys and values are
-kept: as float32, or as float16 whose bits an array of uint16 holds. Knows arrays alone.
+A tile is some rows by some panels of 16 outputs (see `README.md`). Every output is one chain of fused multiply-adds over the inputs in
+their order, so its bits depend neither on the other rows and panels of the tile nor on the width of the processor's vectors. Keys and
+values are stored as float32, or as float16 whose bits an array of uint16 holds. Knows arrays alone.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ngramspec.backends.cpu.codegen.kernels import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, exp, host_target, widened
+from ngramspec.backends.cpu.codegen.kernels import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, emit_exp, get_host_target, widen_halves
 from ngramspec.backends.cpu.formats import WIDTH
 
-STEP = 8
-"""Inputs in one turn of the loop."""
-HOST = host_target()
-CHAINS = HOST.chains
-"""Panels times rows whose sums, with the weights, fit into registers."""
-LOWEST = -3.0e38
-"""A score that counts for nothing."""
-_MOST = 65504.0
-"""The largest float16."""
+STEP = 8  # Inputs per turn of the loop.
+HOST = get_host_target()
+CHAINS = HOST.chains  # Register tile: panels × rows whose sums fit into vector registers besides the weights.
+LOWEST = -3.0e38  # A score whose weight in the softmax is zero.
+_MOST = 65504.0  # The largest float16.
 
 
 @intrinsic
-def kept(typing_context, array, x):
-    """x, float32, as an array of keys or values keeps it: itself, or the bits of the nearest float16, the largest for what is beyond."""
+def to_kv_dtype(typing_context, array, x):
+    """Convert x, float32, to the type of an array of keys or values: itself, or the bits of the nearest finite float16."""
 
     def codegen(context, builder, signature, args):
         if signature.return_type == types.float32:
@@ -39,13 +35,13 @@ def kept(typing_context, array, x):
             args = (args[0], builder.select(beyond, FLOAT(bound), args[1]))
         if HOST.halves:
             return builder.bitcast(builder.fptrunc(args[1], ir.HalfType()), HALF)
-        return _narrowed(builder, args[1])
+        return _narrow_to_half(builder, args[1])
 
     return (types.float32 if array.dtype == types.float32 else types.uint16)(array, types.float32), codegen
 
 
-def _narrowed(b: Any, x: Any) -> Any:
-    """The bits of the float16 nearest to a finite x, by integer arithmetic."""
+def _narrow_to_half(b: Any, x: Any) -> Any:
+    """Convert a finite x to the bits of the nearest float16 by integer arithmetic."""
     bits = b.bitcast(x, WORD)
     sign = b.and_(b.lshr(bits, WORD(16)), WORD(0x8000))
     size = b.and_(bits, WORD(0x7FFFFFFF))
@@ -57,22 +53,22 @@ def _narrowed(b: Any, x: Any) -> Any:
 
 
 @intrinsic
-def number(typing_context, array, i):
-    """Element i of a flat array of keys or values as float32."""
+def load_as_float32(typing_context, array, i):
+    """Return element i of a flat array of keys or values as float32."""
 
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         value = builder.load(builder.gep(data, [args[1]]))
         if array.dtype == types.float32:
             return value
-        return builder.fpext(builder.bitcast(value, ir.HalfType()), FLOAT) if HOST.halves else widened(builder, value)
+        return builder.fpext(builder.bitcast(value, ir.HalfType()), FLOAT) if HOST.halves else widen_halves(builder, value)
 
     return types.float32(array, types.int64), codegen
 
 
 @intrinsic
-def exponentials(typing_context, s, n):
-    """s[:n] to exp(s - their largest), in place, 0 where they are LOWEST; returns the sum, in 16 lanes. n is a multiple of 16, not 0."""
+def replace_by_exponentials(typing_context, s, n):
+    """Replace s[:n] by exp(s - max) in place, LOWEST by 0; return the sum, in 16 lanes. n is a positive multiple of 16."""
 
     def codegen(context, builder, signature, args):
         e = Emitter(builder, HOST)
@@ -90,7 +86,7 @@ def exponentials(typing_context, s, n):
         with e.loop(turns, [ZEROS]) as (i, (total,), ends):
             at = builder.add(start, builder.mul(i, LONG(4 * WIDTH)))
             x = e.load(at, FLOATS, 4)
-            y = builder.select(builder.fcmp_ordered("==", x, lowest), ZEROS, exp(e, builder.fsub(x, top)))
+            y = builder.select(builder.fcmp_ordered("==", x, lowest), ZEROS, emit_exp(e, builder.fsub(x, top)))
             e.store(y, at)
             ends.append(builder.fadd(total, y))
         total = FLOAT(0.0)
@@ -103,10 +99,10 @@ def exponentials(typing_context, s, n):
 
 @intrinsic(prefer_literal=True)
 def multiply_add(typing_context, panels, rows, step, onto, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
-    """y [rows, 16 panels] (plus itself where `onto` is 1) of x [rows, n_inputs] and w [n_inputs, 16 panels]; flat arrays of float32, or of
-    float16 as uint16 for w.
+    """Compute y [rows, 16 panels] (plus itself if `onto` is 1) of x [rows, n_inputs] and w [n_inputs, 16 panels].
 
-    `_at` and `_step` in elements, n_inputs a multiple of `step` and not 0. Rows from n_rows on are the last one again.
+    All arrays are flat, of float32, or for w of float16 as uint16. `_at` and `_step` count elements; n_inputs is a positive multiple of
+    `step`. Rows from n_rows on repeat the last one.
     """
     n_panels, n_tile_rows, n_step = panels.literal_value, rows.literal_value, step.literal_value
     size = w.dtype.bitwidth // 8
@@ -136,10 +132,10 @@ def multiply_add(typing_context, panels, rows, step, onto, x, x_at, x_step, n_ro
             inputs = [builder.add(at, builder.mul(i, LONG(4 * n_step))) for at in xs]
             for j in range(n_step):
                 here = builder.add(first, builder.mul(LONG(j), w_step))
-                read = e.halves if size == 2 else lambda at: e.load(at, FLOATS, 4)
-                weights = [read(e.at(here, size * WIDTH * p)) for p in range(n_panels)]
+                read = e.load_halves if size == 2 else lambda at: e.load(at, FLOATS, 4)
+                weights = [read(e.offset(here, size * WIDTH * p)) for p in range(n_panels)]
                 for r, at in enumerate(inputs):
-                    one = e.spread(e.load(e.at(at, 4 * j), FLOAT, 4))
+                    one = e.spread(e.load(e.offset(at, 4 * j), FLOAT, 4))
                     totals[r] = [e.fma(one, weight, total) for weight, total in zip(weights, totals[r], strict=True)]
             ends += [total for row in totals for total in row]
         for at, total in zip([at for row in ys for at in row], ends, strict=True):
