@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ngramspec.backends.base import check_supported, kv_shapes
+from ngramspec.backends.base import Runner, check_supported, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
@@ -204,7 +204,7 @@ class CpuRunner(LlamaRunner):
                 )
 
     def self_test(self) -> bool:
-        return self.rows_are_independent(self._logits_of, 20)
+        return Runner.self_test(self)
 
     def _decoder_error(self, decoder: LlamaDecoder, text: CheckText, wanted: Trace) -> float:
         """Return the difference of the decoder's layers, each given the input that transformers' layer was given."""
