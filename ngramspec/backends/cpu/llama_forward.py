@@ -390,7 +390,7 @@ def _embed(function, m, token, panel, x):
 @njit(cache=True, nogil=True)
 def _run_head_part(state, part, thread, n_threads, m, tables, n_rows, inputs, results):
     """Compute the logits of all rows and the top-k tokens of the pieces that this thread took, while they are in its cache."""
-    logits, _, (vocab_size, tokens, values, fine, _) = results
+    logits, _, vocab_size, tokens, values, fine, _ = results
     step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
     total = (m[PANELS] + step - 1) // step
     while True:
@@ -407,9 +407,8 @@ def _run_head_part(state, part, thread, n_threads, m, tables, n_rows, inputs, re
 
 
 @njit(cache=True, nogil=True)
-def _merge_top_k(best):
+def _merge_top_k(tokens, values, fine, greedy):
     """Merge all threads' top-k tokens into the first one's arrays."""
-    _, tokens, values, fine, greedy = best
     for r in range(greedy.shape[0]):
         for t in range(1, tokens.shape[0]):
             fine[0, r] &= fine[t, r]
@@ -438,26 +437,26 @@ _NO_LOGITS = np.empty((0, 0), np.float32)
 def _unpack_pass(model, p):
     """Unpack the two structs into what every thread needs."""
     batch = p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets
-    best = p.vocab_size, p.tokens, p.values, p.fine, p.greedy
-    return p.state, (p.first, p.last, p.embed), model.weights, model.pool, batch, model.work, (p.logits, p.states, best)
+    results = p.logits, p.states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
+    return p.state, (p.first, p.last, p.embed), model.weights, model.pool, batch, model.work, results
 
 
 @njit(cache=True, nogil=True, parallel=True)
 def compute(threads, model, p):
     """Run a pass."""
     state, layers, weights, pool, batch, work, results = _unpack_pass(model, p)
-    _, _, best = results
-    _, tokens, values, fine, _ = best
+    _, _, _, tokens, values, fine, greedy = results
     tokens[:], values[:], fine[:] = EMPTY, -np.inf, True
     for thread in prange(threads):
         _run_thread(np.int64(thread), threads, state, layers, weights, pool, batch, work, results)
-    _merge_top_k(best)
+    _merge_top_k(tokens, values, fine, greedy)
 
 
 @njit(cache=True, nogil=True)
 def _run_thread(thread, threads, state, layers, weights, pool, batch, work, results):
     """Run one thread's share of a pass."""
-    (first, last, embed), (_, states, _) = layers, results
+    first, last, embed = layers
+    states = results[1]
     matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales = weights
     all_keys, all_values = pool
     input_ids, wanted, items, block_tables, positions, bases, paths, blocks, offsets = batch
