@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.errors import InvalidInputError
-from ngramspec.options import Choice, Flag, Integer, Number, Text, check, option
+from ngramspec.options import ChoiceOf, Flag, Integer, Number, TextKind, check, option
 
 _MODEL, _SPECULATION = "Model and device", "Speculation"
 _DECODING = ("complete", "serve")
@@ -21,16 +21,16 @@ _DECODING = ("complete", "serve")
 class EngineConfig:
     """What an engine is to be. Raises InvalidInputError, naming the accepted range, for any value outside it."""
 
-    device: str = option("cpu", Text(), "cpu, cuda or cuda:N.", panel=_MODEL)
+    device: str = option("cpu", TextKind(), "cpu, cuda or cuda:N.", panel=_MODEL)
     dtype: str = option(
         "auto",
-        Choice(("auto", "float32", "bfloat16", "float16")),
+        ChoiceOf(("auto", "float32", "bfloat16", "float16")),
         "float32; on CUDA bfloat16, float16 or float32. auto: the first of these.",
         panel=_MODEL,
     )
     precision: str = option(
         "auto",
-        Choice(("auto", "int8", "float32")),
+        ChoiceOf(("auto", "int8", "float32")),
         "On the CPU, of products with weights in blocks of codes (GGUF's Q2_K to Q8_0): int8 takes activations as 8-bit codes, as "
         "llama.cpp does; float32 gives transformers' own sums and takes longer. auto: int8 for such weights, float32 for others.",
         metavar="auto|int8|float32",
@@ -38,14 +38,14 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "auto",
-        Choice(("auto", "float32", "float16")),
+        ChoiceOf(("auto", "float32", "float16")),
         "On the CPU, how keys and values are kept. auto: float16 with int8, else float32.",
         metavar="auto|float32|float16",
         panel=_MODEL,
     )
     quantize: str = option(
         "none",
-        Choice(("none", "q8_0")),
+        ChoiceOf(("none", "q8_0")),
         "On the CPU, make blocks of 8-bit codes of weights that are not in blocks, while loading: q8_0, GGML's.",
         metavar="none|q8_0",
         panel=_MODEL,
@@ -75,7 +75,7 @@ class EngineConfig:
     )
     linears: str = option(
         "exact",
-        Choice(("exact", "unpacked", "vendor")),
+        ChoiceOf(("exact", "unpacked", "vendor")),
         "For comparison: on the CPU, unpacked keeps every weight as the float32 number that it stands for; on CUDA, vendor takes the "
         "vendor's matrix products, with which rows depend on their number.",
         flags=None,
@@ -130,7 +130,7 @@ class EngineConfig:
     )
     acceptance: str = option(
         "walk",
-        Choice(("walk", "rejection")),
+        ChoiceOf(("walk", "rejection")),
         "walk: the text is the same as without drafts. rejection, with --alone: sampled text is only distributed alike (Leviathan et al.).",
         metavar="walk|rejection",
         panel=_SPECULATION,

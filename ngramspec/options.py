@@ -73,7 +73,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceOf:
     values: tuple[str, ...]
 
     @property
@@ -85,7 +85,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextKind:
     """A text whose meaning is checked where it is used."""
 
     accepted = "text"
@@ -95,7 +95,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextList:
     most: int
 
     @property
@@ -154,7 +154,7 @@ class Option:
     only: tuple[str, ...] = ()
     """The commands that have it; (): all that take such settings."""
     off: str = ""
-    """For a switch that is on by default: what it means to turn it off, the help of its --no-… flag."""
+    """What it means to turn off a switch that is on by default: the help of its --no-… flag."""
 
     @property
     def flag(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ngramspec.errors import InvalidInputError
 from ngramspec.grammar.base import Grammar, GrammarKind
-from ngramspec.options import MAX_INT, Flag, Integer, Number, Texts, TokenIds, TokenNumbers, check, option
+from ngramspec.options import MAX_INT, Flag, Integer, Number, TextList, TokenIds, TokenNumbers, check, option
 
 MAX_SEED, MAX_NEGATIVE_SEED = 2**64 - 1, 2**63
 MAX_STOPS = 64
@@ -61,7 +61,7 @@ class SamplingParams:
     n: int = option(1, Integer(1, 128), "How many samples to write; sample i uses its own stream of the seed.", flags=("--n",))
     stop: Sequence[str] = option(
         (),
-        Texts(MAX_STOPS),
+        TextList(MAX_STOPS),
         "Text, or a control token's name, that ends the output and is no part of it; may be given several times.",
         flags=("--stop", "-s"),
     )
@@ -72,7 +72,7 @@ class SamplingParams:
     )
     bad_words: Sequence[str] = option(
         (),
-        Texts(MAX_BAD_WORDS),
+        TextList(MAX_BAD_WORDS),
         "Texts of which the last token is not written behind the others, with or without a blank before.",
         flags=None,
     )

@@ -16,12 +16,12 @@ import typer
 
 from ngramspec.cli.common import BadInputError, check_text, option, parse_size
 from ngramspec.errors import InvalidInputError
-from ngramspec.options import Choice, Flag, Integer, Number, Option, Text, Texts, options_of
+from ngramspec.options import ChoiceOf, Flag, Integer, Number, Option, TextKind, TextList, options_of
 
 PROMPT, ENGINE, SAMPLING, SEARCH, SPECULATION, OUTPUT = "Prompt", "Model and device", "Sampling", "Search", "Speculation", "Output"
 _PANELS = (PROMPT, ENGINE, SAMPLING, SEARCH, SPECULATION)
 """The order in which `--help` shows them; others follow as they come, and `OUTPUT` is last."""
-_TYPES: dict[type, Any] = {Integer: int, Number: float, Flag: bool, Choice: str, Text: str, Texts: list[str]}
+_TYPES: dict[type, Any] = {Integer: int, Number: float, Flag: bool, ChoiceOf: str, TextKind: str, TextList: list[str]}
 _SIZE = "SIZE"
 """The metavar of numbers of bytes, which are given as 2G."""
 
@@ -78,7 +78,7 @@ def _parameter(each: Option) -> inspect.Parameter:
         help_text, default = each.off or f"Off: {each.help}", False
     declared = option(each.panel or SAMPLING, help_text, *_flags(each), metavar=each.metavar)
     annotation: Any = str if each.metavar == _SIZE else _TYPES[type(each.kind)]
-    if default is None or isinstance(each.kind, Texts):
+    if default is None or isinstance(each.kind, TextList):
         annotation, default = annotation | None, None
     return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, declared])
 

@@ -60,7 +60,7 @@ class DeviceConfig:
     exact: bool
     """Products with rows that do not depend on each other; on the CPU, with weights kept as they came."""
     precision: str
-    """On the CPU; elsewhere the dtype's."""
+    """`int8` or `float32` on the CPU; the name of the dtype elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -491,7 +491,7 @@ class Engine:
 
     @property
     def precision(self) -> str:
-        """In which products with the model's weights are computed: "int8" or a dtype."""
+        """The precision of products with the model's weights: "int8" or a dtype."""
         return self.runner.precision
 
     def _exactness(self, params: SamplingParams, speculation: bool) -> str:

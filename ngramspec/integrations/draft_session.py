@@ -33,7 +33,7 @@ SLOPE = 0.06  # time that a row is assumed to add at first, as a share of a step
 
 
 @dataclass(slots=True)
-class _Text:
+class _HostSequence:
     """What the guest knows of a text of the host's."""
 
     slot: int
@@ -92,7 +92,7 @@ class Guest:
         self._drafts = Proposer(
             vocab_size=self.vocab_size, max_seqs=max_seqs, spec_length=depth, spec_rows=depth, answers=answers, recycle=recycle
         )
-        self._texts: dict[Hashable, _Text] = {}
+        self._texts: dict[Hashable, _HostSequence] = {}
         self._free = list(range(max_seqs - 1, -1, -1))
         self._step = 0
         self.step_timer = HostStepTimer(min(max_seqs * (depth + 1), MAX_ROWS), slope, steady=steady)
@@ -190,7 +190,7 @@ class Guest:
         slot = self._free.pop()
         buffer = np.empty(len(known) + 256, np.int32)
         buffer[: len(known)] = known
-        self._texts[key] = _Text(slot, buffer, len(known), len(known) - n_output, tenant, chosen, self._step)
+        self._texts[key] = _HostSequence(slot, buffer, len(known), len(known) - n_output, tenant, chosen, self._step)
         self._drafts.begin(
             slot,
             known,
@@ -335,7 +335,7 @@ class Guest:
                 self._nodes += len(tree)
         return trees
 
-    def _cools_down(self, text: _Text) -> bool:
+    def _cools_down(self, text: _HostSequence) -> bool:
         """Return whether no draft is looked for in this step, since the text has been unpredictable."""
         text.cooldown, text.last_cooldown, pauses = update_cooldown(
             text.cooldown, text.last_cooldown, text.cooldown > 0 or self._drafts.is_unpredictable(text.slot)
@@ -352,7 +352,7 @@ class Guest:
         return ids.astype(np.int32)
 
 
-def _find_path(text: _Text, tokens: np.ndarray) -> np.ndarray:
+def _find_path(text: _HostSequence, tokens: np.ndarray) -> np.ndarray:
     """Return the nodes [j] int32 of the text's last tree that were accepted by a step that appended tokens [n].
 
     The last token is the model's own.

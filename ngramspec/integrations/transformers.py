@@ -211,7 +211,11 @@ def generate(
     try:
         candidates = _Candidates(helper, key, known, generation_config.max_length, keeps=not len(logits_processor))
         ends = _Ends(stopping_criteria, streamer, len(known))
-        rows = _Rows(logits_processor, candidates, generation_config) if len(logits_processor) or generation_config.do_sample else None
+        rows = (
+            _CandidateRows(logits_processor, candidates, generation_config)
+            if len(logits_processor) or generation_config.do_sample
+            else None
+        )
         if rows is not None:
             common["generation_config"] = rows.greedy
             ends.rows = rows
@@ -280,7 +284,7 @@ class _Candidates(CandidateGenerator):
         self._helper.observe(self._key, new)
 
 
-class _Rows:
+class _CandidateRows:
     """The logits' processors for the rows of a step, as plain decoding would have called them: for each row that a token is picked from, in
     order, and for no other. Where it samples, the token is drawn here, by the same call from the same state of the generator, and the row
     that is handed on has no other token."""
@@ -328,7 +332,7 @@ class _Ends:
     def __init__(self, criteria: Any, streamer: Any, n_prompt: int) -> None:
         self._criteria, self._streamer, self._n_prompt = criteria, streamer, n_prompt
         self._n = n_prompt
-        self.rows: _Rows | None = None
+        self.rows: _CandidateRows | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         grown = input_ids.shape[1]

@@ -31,7 +31,7 @@ from ngramspec.speculative.base import Candidates
 EAGLE_3 = ("d2t", "t2d", "midlayer.", "lm_head.", "norm.")
 
 
-class _Text:
+class _EagleState:
     """A sequence: its tokens, the model's states that it was given, and the layer's keys and values for them."""
 
     def __init__(self, tokens: list[int]) -> None:
@@ -45,10 +45,10 @@ class _Text:
         self.predicted: torch.Tensor | None = None  # [H], from the last state that it has read
 
 
-class _Rows(NamedTuple):
+class _EagleRows(NamedTuple):
     """Rows of one sequence in a pass of the layer."""
 
-    text: _Text
+    text: _EagleState
     tokens: torch.Tensor  # [m] int64
     states: torch.Tensor  # [m, H], each of the position before its token's
     positions: torch.Tensor  # [m] int64, of the states
@@ -76,7 +76,7 @@ class _Layer(nn.Module):
         layer.post_attention_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList([layer])
 
-    def forward(self, rows: list[_Rows]) -> list[torch.Tensor]:
+    def forward(self, rows: list[_EagleRows]) -> list[torch.Tensor]:
         """The predicted states [m, H] of each sequence's rows, whose keys and values go where its text has room for them."""
         layer: Any = self.layers[0]
         attn = layer.self_attn
@@ -128,7 +128,7 @@ class Eagle:
         check_shapes(self.where, tensors, {name: tensor.shape for name, tensor in layer.state_dict().items()})
         layer.load_state_dict(tensors, assign=True)
         self.layer = layer.eval()
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _EagleState] = {}
 
     def bind(self, runner: Any) -> None:
         """Raises UnsupportedModelError where the layer is not of this model's sizes."""
@@ -141,7 +141,7 @@ class Eagle:
                 raise UnsupportedModelError(f"{self.where}: {what} must be the model's {wanted}, is {mine}")
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
-        self._texts[seq] = _Text(tokens.tolist())
+        self._texts[seq] = _EagleState(tokens.tolist())
 
     @torch.inference_mode()
     def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
@@ -168,7 +168,7 @@ class Eagle:
         trees = dict(zip(ready, self._draft(list(ready.values()), min(budget, self.nodes)), strict=True))
         return [trees.get(seq, NOTHING) for seq in seqs]
 
-    def _read(self, texts: list[_Text]) -> None:
+    def _read(self, texts: list[_EagleState]) -> None:
         """Have the layer read the states after which a token is known."""
         rows = []
         for text in texts:
@@ -179,14 +179,14 @@ class Eagle:
                 self._make_room(text, n)
                 seen = torch.ones(m, n, dtype=torch.bool).tril(text.n)
                 tokens = torch.tensor(text.tokens[position + 1 : position + 1 + m])
-                rows.append(_Rows(text, tokens, torch.stack(text.waiting[:m]), torch.arange(position, position + m), seen))
+                rows.append(_EagleRows(text, tokens, torch.stack(text.waiting[:m]), torch.arange(position, position + m), seen))
         if rows:
             for r, predicted in zip(rows, self.layer(rows), strict=True):
                 r.text.predicted = predicted[-1]
                 r.text.n += len(predicted)
                 del r.text.waiting[: len(predicted)]
 
-    def _draft(self, texts: list[_Text], nodes: int) -> list[Candidates]:
+    def _draft(self, texts: list[_EagleState], nodes: int) -> list[Candidates]:
         B, k = len(texts), self.top
         states = torch.stack([text.predicted for text in texts if text.predicted is not None])[:, None]  # [B, 1, H]
         above = torch.zeros(B, 1)  # log-probabilities of the paths that are continued
@@ -213,12 +213,14 @@ class Eagle:
             rows = []
             for b, text in enumerate(texts):
                 position = torch.full((k,), len(text.tokens) - 1 + level)
-                rows.append(_Rows(text, chosen[b], before[b], position, torch.cat([torch.ones(k, text.n, dtype=torch.bool), seen[b]], 1)))
+                rows.append(
+                    _EagleRows(text, chosen[b], before[b], position, torch.cat([torch.ones(k, text.n, dtype=torch.bool), seen[b]], 1))
+                )
             states = torch.stack(self.layer(rows))
         kept = scores.argsort(dim=1, descending=True, stable=True)[:, :nodes]  # a parent is as likely as its child, and stands before it
         return [_tree(*(x[b].numpy() for x in (tokens, parents, scores, kept))) for b in range(B)]
 
-    def _make_room(self, text: _Text, n: int) -> None:
+    def _make_room(self, text: _EagleState, n: int) -> None:
         if text.kv.shape[1] < n:
             kv = torch.empty(2, 2 * n, self.layer.kv_heads, self.layer.head_dim)
             if text.n:

@@ -28,7 +28,7 @@ GUESSED, AHEAD = 0.5, 0.1
 
 
 @dataclass(slots=True)
-class _Text:
+class _LookaheadState:
     """A sequence."""
 
     columns: list[list[int]]
@@ -63,11 +63,11 @@ class Lookahead:
             raise ValueError(f"lookahead takes a window from 1, n-grams from 2 and guesses from 1, got {window}, {ngram}, {guesses}")
         self.window, self.ngram, self.guesses, self.from_text = window, ngram, guesses, from_text
         self._random = np.random.default_rng(seed)
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _LookaheadState] = {}
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         """The window's first tokens are drawn from these; a column grows by one level a pass to N - 1 of them."""
-        text = self._texts[seq] = _Text([[], *([token] for token in self._random.choice(tokens, self.window - 1).tolist())])
+        text = self._texts[seq] = _LookaheadState([[], *([token] for token in self._random.choice(tokens, self.window - 1).tolist())])
         self._read(text, tokens if self.from_text else tokens[1 - self.ngram :])
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
@@ -76,7 +76,7 @@ class Lookahead:
         n_guesses = min(self.guesses, room - n_columns)
         return [self._tree(self._texts[seq], n_columns, n_guesses) for seq in seqs]
 
-    def _tree(self, text: _Text, n_columns: int, n_guesses: int) -> Candidates:
+    def _tree(self, text: _LookaheadState, n_columns: int, n_guesses: int) -> Candidates:
         """Guesses, then the window; what begins alike is one path."""
         guesses = text.pool.get(text.tail[-1], [])[:n_guesses]
         window = list(text.paths())[:n_columns]
@@ -114,7 +114,7 @@ class Lookahead:
     def end(self, seq: int) -> None:
         self._texts.pop(seq, None)
 
-    def _read(self, text: _Text, tokens: np.ndarray) -> None:
+    def _read(self, text: _LookaheadState, tokens: np.ndarray) -> None:
         for token in tokens.tolist():
             text.tail.append(token)
             if len(text.tail) == self.ngram:
@@ -122,7 +122,7 @@ class Lookahead:
                     self._add(text, text.tail)
                 del text.tail[0]
 
-    def _add(self, text: _Text, ngram: list[int]) -> None:
+    def _add(self, text: _LookaheadState, ngram: list[int]) -> None:
         key, *rest = ngram
         follow = tuple(rest)
         known = text.pool.pop(key, [])

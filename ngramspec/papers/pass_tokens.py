@@ -24,8 +24,8 @@ GUESSED, AHEAD = 0.5, 0.1
 
 
 @dataclass(slots=True)
-class _Text:
-    """A sequence."""
+class _SlotState:
+    """The predicted tokens and the last pass of one sequence."""
 
     draft: list[int] = field(default_factory=list)
     """The predicted tokens after its last one."""
@@ -45,10 +45,10 @@ class ParallelTokens:
         if not ids or len(set(ids)) != len(ids) or min(ids) < 0:
             raise ValueError(f"look-ahead tokens are different ids from 0, one or more, got {list(ids)}")
         self.ids = list(ids)
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _SlotState] = {}
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
-        self._texts[seq] = _Text()
+        self._texts[seq] = _SlotState()
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
         return [self._tree(self._texts[seq].draft, budget) for seq in seqs]

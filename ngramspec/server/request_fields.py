@@ -18,7 +18,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import GrammarError, TokenizerError
 from ngramspec.grammar.base import MAX_BYTES, MAX_CHOICES, Grammar
 from ngramspec.grammar.json_schema import prepare_lark
-from ngramspec.options import MAX_INT, Choice, Flag, Integer, Kind, Number, Text, Texts, TokenIds, options_of
+from ngramspec.options import MAX_INT, ChoiceOf, Flag, Integer, Kind, Number, TextKind, TextList, TokenIds, options_of
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import field_support
 from ngramspec.server.error_responses import ApiError
@@ -65,11 +65,11 @@ def make_strict_type(kind: Kind) -> Any:
             return Annotated[float, Field(gt=low, le=high) if above else Field(ge=low, le=high)]
         case Flag():
             return bool
-        case Choice(values):
+        case ChoiceOf(values):
             return Literal[values]
-        case Text():
+        case TextKind():
             return str
-        case Texts(most):
+        case TextList(most):
             return Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=most)]
         case TokenIds(optional):
             return Annotated[Items[TokenId], Field(min_length=1 if optional else 0)]

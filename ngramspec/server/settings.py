@@ -24,8 +24,8 @@ class Key(BaseModel):
 
     key: SecretStr
     name: str = Field(default="", max_length=64, pattern=r"^[\w.@-]+$")
-    """For logs, and the tenant, within which answers and cached prompts are shared: no two keys have one name. Default: key1, key2, … in
-    order."""
+    """The name in logs, and the tenant, within which answers and cached prompts are shared: no two keys have one name. Default: key1,
+    key2, … in order."""
     admin: bool = False
     stores: frozenset[str] | None = None
     """Datastores that may be used; None: all."""

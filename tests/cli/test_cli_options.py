@@ -22,7 +22,7 @@ from ngramspec.cli.drafts import draft_settings
 from ngramspec.cli.flags import with_options
 from ngramspec.cli.main import app
 from ngramspec.config import EngineConfig
-from ngramspec.options import Choice, Flag, Integer, Number, Texts, option, options_of
+from ngramspec.options import ChoiceOf, Flag, Integer, Number, TextList, option, options_of
 from ngramspec.sampling_params import SamplingParams
 
 FLAGS = {
@@ -66,7 +66,7 @@ def test_every_setting_is_an_option_with_its_default(command: str, table: type) 
         elif each.default is True:
             assert any(flag.startswith("--no-") for flag in [*declared[each.name].opts, *declared[each.name].secondary_opts])
         else:
-            assert declared[each.name].default == (None if isinstance(each.kind, Texts) else each.default)
+            assert declared[each.name].default == (None if isinstance(each.kind, TextList) else each.default)
 
 
 def test_the_commands_have_the_same_options_on_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def test_a_setting_that_is_added_to_a_table_is_an_option(
 class Settings:
     depth: int | None = option(None, Integer(1, optional=True), "Deepest.")
     room: int = option(100, Integer(1), "Room.", metavar="SIZE", panel="Model and device")
-    name: str = option("a", Choice(("a", "b")), "Name.", flags=("--name", "-x"))
-    words: tuple[str, ...] = option((), Texts(2), "Words.")
+    name: str = option("a", ChoiceOf(("a", "b")), "Name.", flags=("--name", "-x"))
+    words: tuple[str, ...] = option((), TextList(2), "Words.")
     loud: bool = option(False, Flag(), "Loud.")
     quick: bool = option(True, Flag(), "Quick.", off="Slow.")
     both: bool = option(True, Flag(), "Both.", flags=("--both/--no-both",))

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 import ngramspec
 from ngramspec import sampling_params
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.options import MAX_INT, Choice, Flag, Integer, Kind, Number, Text, Texts, TokenIds, TokenNumbers, option
+from ngramspec.options import MAX_INT, ChoiceOf, Flag, Integer, Kind, Number, TextKind, TextList, TokenIds, TokenNumbers, option
 from ngramspec.server.request_fields import OWN_SHAPE, SHARED, StrictModel, make_strict_type
 from ngramspec.server.settings import ServerSettings
 
@@ -103,9 +103,9 @@ KINDS: tuple[Kind, ...] = (
     Number(0, 1, above=True),
     Number(-2, 2),
     Flag(),
-    Choice(("a", "b")),
-    Text(),
-    Texts(2),
+    ChoiceOf(("a", "b")),
+    TextKind(),
+    TextList(2),
     TokenIds(),
     TokenIds(optional=True),
 )

@@ -121,7 +121,7 @@ class _Buffers(NamedTuple):
 
     n_rows: int
     arrays: tuple[np.ndarray, ...]
-    """In the order in which `_run_thread` unpacks them."""
+    """They stand in the order in which `_run_thread` unpacks them."""
 
 
 class LlamaDecoder:

@@ -68,7 +68,7 @@ class HostOutput:
 
 
 class PackedPolicy:
-    """In which forms the weights of one shape are multiplied."""
+    """Decides in which forms the weights of one shape are multiplied."""
 
     bitwise = True
 

@@ -24,7 +24,7 @@ from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
-from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, Record, Recorder, decode_buckets
+from ngramspec.backends.cuda.graphs import ITEMS, ROWS, GraphRecorder, Graphs, Record, decode_buckets
 from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
 from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, LinearProduct, ModulesDecoder, PassDecoder, VendorProduct, Weight
 from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns, rows_per_item
@@ -190,7 +190,7 @@ class PassTimer:
 
 def recorder(device: torch.device) -> Record | None:
     """Return the recorder that captures passes on this device; None: passes are launched each time."""
-    return Recorder(device) if device.type == "cuda" else None
+    return GraphRecorder(device) if device.type == "cuda" else None
 
 
 class CudaRunner(Runner):

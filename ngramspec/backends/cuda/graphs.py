@@ -30,7 +30,7 @@ def bucket_for(n_rows: int, n_items: int) -> Bucket | None:
     return None if rows is None or items is None else Bucket(rows, min(items, rows))
 
 
-class Recorder:
+class GraphRecorder:
     """CUDA graphs in one memory pool: `record(run)` runs once, captures the launches and returns a function that launches them again."""
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Recorder:
         return graph.replay
 
 
-# Type of a `Recorder`: runs a function once and returns a function that launches it again.
+# Type of a `GraphRecorder`: runs a function once and returns a function that launches it again.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 

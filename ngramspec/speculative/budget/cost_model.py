@@ -85,7 +85,7 @@ class CostModel:
         self._age = np.zeros(n)
         """[n]: steps since one was near the knot."""
         self._predictions = np.zeros((max_rows + 1, 3))
-        """By rows: fading sums of steps, their predicted and their measured milliseconds."""
+        """[rows, 3]: fading sums of steps, their predicted and their measured milliseconds."""
         self._force = np.zeros(max(n - 1, 0))
         self._table = self._tabulate(sweeps=2000)
         self._extra_factors: list[float] = self._state[-3:].tolist()
