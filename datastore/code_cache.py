@@ -24,6 +24,7 @@ from numba.core.caching import CompileResultCacheImpl, InTreeCacheLocator, NullC
 from numba.core.serialize import dumps
 
 from .cache_dir import cache_dir
+from .code_digest import compute_code_digest
 
 log = logging.getLogger(__name__)
 SUFFIX = ".nbc"  # of a file of machine code, as numba has it
@@ -66,7 +67,8 @@ def make_cache(py_func: Callable[..., Any]) -> CodeCache | NullCache:
 class CodeCache(NullCache):
     """The compiled variants of one function, a file each: a SHA-256 digest, then the pickled signature and code.
 
-    The digest covers numba's version and the function's source file as well, so that code of another version is not even unpickled.
+    The digest covers numba's version, the function's source file and the code of all that it calls as well, so that code of another version
+    is not even unpickled.
     Saving a variant removes the function's files of earlier versions, so that edits do not pile up machine code.
     """
 
@@ -75,7 +77,7 @@ class CodeCache(NullCache):
         self._py_func, self._impl = py_func, _CacheImpl(py_func)
         self._folder = Path(self._impl.locator.get_cache_path())
         stamp = dumps((numba.__version__, self._impl.locator.get_source_stamp()))
-        self._version = stamp + py_func.__code__.co_code
+        self._stamp = stamp
         self._name = f"{self._impl.filename_base}.{hashlib.sha256(stamp).hexdigest()[:8]}-"
         self._enabled = True
         _folders.add(self._folder)
@@ -125,6 +127,11 @@ class CodeCache(NullCache):
                 partial.unlink(missing_ok=True)
         except OSError:
             report_unusable()
+
+    @functools.cached_property
+    def _version(self) -> bytes:
+        """What the digests of this version's files begin with; first read by a call, when the modules of all callees are imported."""
+        return self._stamp + compute_code_digest(self._py_func)
 
     def _compute_digest(self, content: bytes) -> bytes:
         return hashlib.sha256(self._version + content).digest()

@@ -74,6 +74,48 @@ def test_code_of_another_source_is_not_loaded(load: Callable[[], ModuleType], co
     assert (module.add(3, 4), _hits(module.add)) == (-1, 0)
 
 
+CALLEE = """
+from ngramspec.datastore.code_cache import njit
+
+FACTOR = 2
+
+@njit(cache=True)
+def scale(a):
+    return FACTOR * a
+"""
+CALLER = """
+import scaling
+from ngramspec.datastore.code_cache import njit
+
+@njit(cache=True)
+def add(a, b):
+    return scaling.scale(a) + b
+"""
+
+
+@pytest.mark.parametrize(
+    "change", [("FACTOR = 2", "FACTOR = 3"), ("FACTOR * a", "a * FACTOR + a"), (")\ndef", ", error_model='numpy')\ndef")]
+)
+def test_code_of_a_callee_that_changed_is_not_loaded(
+    load: Callable[[], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str]
+) -> None:
+    (tmp_path / "compiled" / "summing.py").write_text(CALLER)
+    path = tmp_path / "scaling.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the versions may have one size and time stamp
+    path.write_text(CALLEE)
+    for _ in range(2):
+        monkeypatch.delitem(sys.modules, "scaling", raising=False)
+        module = load()
+        assert module.add(1, 5) == 7
+    assert _hits(module.add) == 1
+    path.write_text(CALLEE.replace(*change))
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "scaling")
+    module = load()
+    assert (module.add(1, 5), _hits(module.add)) == (7 if "error" in change[1] else 8, 0)
+
+
 def _count_files(load: Callable[[], ModuleType], sources: list[str], change: Callable[[str], str]) -> int:
     """Compile each of `sources` in turn, in one file, and return how many files of machine code are left."""
     path = Path(str(load().__file__))
