@@ -24,7 +24,7 @@ WAYS = ("close", "reset", "half-close")
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where the server listens."""
+    """The port on which the server listens."""
 
     port: int
     host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Where texts end in ngramspec and in llama.cpp.
+"""Compare where texts end in ngramspec and in llama.cpp.
 
 Both hosts write greedily from the same token ids, each until the file's own end-of-generation tokens end its text. Rows have `prompt`
 (with `suffix`: a prompt to fill in the middle) or `messages`. Rounding differs between the hosts, so texts may part at any token; as long

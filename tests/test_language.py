@@ -28,26 +28,20 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in sorted((ROOT / "docs").glob("*.md")) if path != GLOSSARY)]
 
 LIMITS = {  # a limit may only fall
-    "class names with two meanings": 11,
+    "class names with two meanings": 1,
     "file names with two meanings": 0,
-    "bare-word function names, percent": 37,
-    "bare-word function names that are no listed verb": 395,
-    "functions with more than 9 arguments": 68,
+    "bare-word function names, percent": 30,
+    "bare-word function names that are no listed verb": 328,
+    "functions with more than 9 arguments": 62,
     "modules over 500 lines": 6,
-    "docstrings that begin with a preposition": 149,
-    "function docstrings without a sentence": 682,
-    "module constants explained below": 218,
-    "replaced words in docstrings": 107,
+    "docstrings that begin with a preposition": 0,
+    "function docstrings without a sentence": 259,
+    "module constants explained below": 63,
+    "replaced words in docstrings": 36,
     "replaced words in pages": 0,
     "replaced names in code": 3,
 }
 
-CLEAN_FOLDERS = (
-    "ngramspec/grammar/",
-    "ngramspec/kv_cache/",
-    "ngramspec/tokenizer/",
-    "tools/",
-)  # no docstring begins with a preposition here
 SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "base.py", "errors.py", "schemas.py", "routes.py"}  # the same thing in each package
 
 
@@ -313,10 +307,6 @@ COUNTED = {
 def test_a_rule_is_broken_no_more_often_than_before(what: str) -> None:
     places = COUNTED[what]()
     assert len(places) <= LIMITS[what], f"{what}: {len(places)}, at most {LIMITS[what]}\n  " + "\n  ".join(places)
-
-
-def test_folders_that_are_clean_stay_so() -> None:
-    assert not [place for place in prepositions() if place.startswith(CLEAN_FOLDERS)]
 
 
 def test_functions_are_called_by_verb_and_object() -> None:

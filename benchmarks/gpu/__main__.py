@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
     "replay": (3, 260, parts.replay),
     "generate": (3, 300, parts.generate),
 }
-"""By name: the third it belongs to, the seconds it may take, what it does."""
+"""The targets by name: the third each belongs to, the seconds it may take, what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

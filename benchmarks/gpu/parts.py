@@ -396,7 +396,7 @@ class Generate:
 
 
 def generate(plan: Plan) -> Named:
-    """Against transformers' own generation: the same weights, prompts of the same length (it compiles anew for another)."""
+    """Compare with transformers' own generation: the same weights, prompts of the same length (it compiles anew for another)."""
     for model in dict.fromkeys((plan.small, plan.large)):
         stock = load_model(model, dtype=getattr(torch, plan.dtype), device=plan.device).model
         with open_engine(plan, model) as engine:

@@ -40,7 +40,7 @@ class Category:
     followed: list[Prompt]
     """Those that drafts follow without a clock."""
     limit: int
-    """As many of them, the first ones, are measured by the clock."""
+    """The number of prompts, from the first on, that are measured by the clock."""
     predictions: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     """Text, by prompt, that its output will be much like, where the request has it."""
     store: Datastore | None = None
@@ -93,7 +93,7 @@ def repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: 
 
 
 def package_version(package: str) -> str:
-    """As its distribution has it, "" where it has none."""
+    """Return the version of its distribution, "" if it has none."""
     names = importlib.metadata.packages_distributions().get(package, [])
     return f"{package} {importlib.metadata.version(names[0])}" if names else package
 

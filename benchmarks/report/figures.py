@@ -50,7 +50,7 @@ def row_of(cell: Cell, n_prompts: int | None = None) -> Row:
 
 
 def speedups(cell: Cell) -> list[float]:
-    """Per prompt: tokens per second over those of speculation off, beside it."""
+    """Return for each prompt tokens per second over those of speculation off, beside it."""
     columns = (cell[name] for name in ("tokens", "seconds", "off_tokens", "off_seconds"))
     return [tokens / seconds * off_seconds / off_tokens for tokens, seconds, off_tokens, off_seconds in zip(*columns, strict=True)]
 
@@ -136,7 +136,7 @@ def over(a: Cell, b: Cell, what: str) -> float:
 
 
 def against_peers(cells: Sequence[Cell]) -> list[Row]:
-    """Per category and peer, how many times as fast the merged engine is: the median over the peer's prompts."""
+    """Return by category and peer how many times as fast the merged engine is: the median over the peer's prompts."""
     result = []
     for cell in cells:
         for merged in find(cells, contender=MERGED, **place_of(cell)) if cell["contender"] in NAMES else ():

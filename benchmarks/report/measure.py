@@ -52,11 +52,11 @@ LOOKED_UP = 10
 MAX_SEQS = 12
 CURVE_ROUNDS = 2
 ROUNDS = {"hf-assisted": 1, "layers": CURVE_ROUNDS}
-"""At most so many prompts of a category, for what is slow."""
+"""The most prompts of a category, for what is slow."""
 REPLAYED = ("pld-hf", "ngram-vllm", "arctic", "arctic-tree-f4", "arctic-tree-f4+cache", "rest-16", "rest-32")
-"""Of `benchmarks.replay`'s drafters, those that the report names."""
+"""The drafters of `benchmarks.replay` that the report names."""
 SHARE = 0.8
-"""Of the time that there is, what is for measuring by the clock."""
+"""The share of the time that is for measuring by the clock."""
 
 
 def code_digest() -> str:
@@ -212,7 +212,8 @@ def measure_block(
 
 
 def cell_of(name: str, runs: list[TimedRun], off: list[TimedRun]) -> Cell:
-    """Per prompt: tokens, seconds, passes and their cost, drafted nodes, and seconds and tokens of speculation off; by depth over all."""
+    """Return by prompt: tokens, seconds, passes and their cost, drafted nodes, and seconds and tokens of speculation off; by depth over
+    all."""
     off, stats = off[: len(runs)], add_stats(runs)
     return {
         "contender": name,
@@ -270,7 +271,7 @@ def _texts(bench: Bench, state: ResultLog, category: Category, temperature: floa
 
 
 def _trace(text: dict[str, Any]) -> RecordedText:
-    """As in the engine, the pass that ends the prompt gives the first token and has no draft."""
+    """The pass that ends the prompt gives the first token and has no draft."""
     top = np.array(text["top_ids"][1:], np.int64), np.array(text["top_logprobs"][1:], np.float32)
     return RecordedText([*text["prompt"], text["output"][0]], text["output"][1:], top=top)
 

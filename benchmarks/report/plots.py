@@ -55,7 +55,7 @@ def _picture(path: Path, width: float, height: float) -> Iterator[Axes]:
 
 
 def _draw_speed(path: Path, rows: Sequence[Row], fastest: dict[str, Row]) -> None:
-    """Per category two bars: the engine, and the fastest other tool, by name; plain decoding is 1."""
+    """Draw two bars per category: the engine, and the fastest other tool, by name; plain decoding is 1."""
     merged = sorted(find(rows, contender=MERGED), key=lambda row: row["speedup"])
     with _picture(path, 7.2, 0.46 * len(merged) + 0.9) as axes:
         for y, row in enumerate(merged):

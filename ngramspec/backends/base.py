@@ -295,7 +295,7 @@ def chain(n: int) -> DraftTree:
 
 
 def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, int]]:
-    """Per layer (n_kv_heads, head_dim), as the layers hand them to their attention function. Raises UnsupportedModelError."""
+    """Return (n_kv_heads, head_dim) of each layer, as the layers hand them to their attention function. Raises UnsupportedModelError."""
     import torch
 
     from ngramspec.models import masks

@@ -84,7 +84,7 @@ def _parameter(each: Option) -> inspect.Parameter:
 
 
 def _rank(parameter: inspect.Parameter) -> int:
-    """Where the heading of a parameter stands in `--help`."""
+    """The place where the heading of a parameter stands in `--help`."""
     declared = [each for each in getattr(parameter.annotation, "__metadata__", ()) if hasattr(each, "rich_help_panel")]
     panel = declared[0].rich_help_panel if declared else None
     if panel is None:

@@ -51,7 +51,7 @@ LEARNED = 500
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """Where an engine computes, and how."""
+    """The device that an engine computes on, and how."""
 
     device: str
     dtype: str

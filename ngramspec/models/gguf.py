@@ -67,7 +67,7 @@ class GgufHeader:
     metadata: dict[str, Any]
     """Strings and numbers; None for an array."""
     spans: dict[str, tuple[int, int]]
-    """Where a key and its value lie in `raw`."""
+    """The places of a key and its value in `raw`."""
     tensors: tuple[GgufTensor, ...]
     raw: bytes
     """The header's bytes."""

@@ -28,7 +28,7 @@ from ngramspec.models.tensor_source import KINDS, FileTensor, StoredTensor, Tens
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
     dtype: str
-    """As safetensors names it: "F32", "BF16", "I64", …"""
+    """The dtype as safetensors names it: "F32", "BF16", "I64", …"""
     shape: tuple[int, ...]
     path: Path
     offset: int

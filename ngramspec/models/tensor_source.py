@@ -47,7 +47,7 @@ class StoredTensor(ABC):
     kind: str
     """One of KINDS."""
     shape: tuple[int, ...]
-    """As transformers' model has it: [N, K], [N], …"""
+    """The shape in transformers' model: [N, K], [N], …"""
 
     @property
     def n_rows(self) -> int:

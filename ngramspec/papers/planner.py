@@ -89,7 +89,7 @@ class RunFigures:
     """Mean length of a draft, passes without one included."""
     seconds_per_token: float | None
     speedup: float | None
-    """Over the same without speculation, where the document says so."""
+    """The factor over the same without speculation, if the document has one."""
 
     def expect_tokens(self) -> float:
         """Return equation 1 at the run's alpha, as a mean over the lengths that its drafts had."""

@@ -27,7 +27,7 @@ Administrator = Annotated[Identity, Depends(administrator)]
 
 
 class Folder(BaseModel):
-    """Where a datastore lies."""
+    """The folder of a datastore."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -30,7 +30,7 @@ from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, detect_
 from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
 
 Tools = Sequence[dict[str, Any]]
-"""As OpenAI's chats declare them."""
+"""The tools as OpenAI's chats declare them."""
 Hide = Callable[[str, str], str]
 
 

@@ -1,4 +1,4 @@
-"""Where texts become token ids: threads of their own, so that neither long texts nor other work hold up short ones.
+"""Encode texts into token ids in threads of their own, so that neither long texts nor other work hold up short ones.
 
 Functions that encode enter, with their tenant and how much text they are about; their results leave. Short and long texts have a lane
 each, of one thread. A lane takes tenants in turn, and of one tenant the shortest text first. Knows nothing of tokenizers.
@@ -26,7 +26,7 @@ SHORT = 32 << 10
 MAX_WAITING, MAX_WAITING_LONG = 512, 16
 """Requests that wait in a lane; the next one is refused. A request of the largest body keeps the long lane for about a second."""
 STUCK_S = 60
-"""After so long in one encoding, /health says that something is wrong."""
+"""Seconds that one encoding may take before /health reports a problem."""
 
 
 class Encoders:

@@ -27,7 +27,7 @@ class Fate(Enum):
     ACCEPTED = "accepted"
     """Whatever it says: the text is the same."""
     REFUSED = "refused"
-    """Where it asks for something: 400."""
+    """Refused with 400 if it asks for something."""
 
 
 @dataclass(frozen=True, slots=True)

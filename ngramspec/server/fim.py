@@ -39,9 +39,9 @@ class Format:
     middle: str | None
     """None: the text goes on right behind the prefix."""
     repo: str | None = None
-    """Before the repository's name."""
+    """The control token before the repository's name."""
     file: str | None = None
-    """Before every file's path. None: the model was not trained with a separator, and `heading` stands in for it."""
+    """The control token before every file's path. None: the model was not trained with a separator, and `heading` stands in for it."""
     pad: str | None = None
     suffix_first: bool = False
     bos: bool = False

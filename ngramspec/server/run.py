@@ -56,7 +56,7 @@ LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="co
 <meta http-equiv="refresh" content="2"><title>ngramspec</title><p role="status">The model is being loaded.</p></html>"""
 """The page at / until the playground is there; it comes back by itself."""
 HALF_CLOSED_S = (0.01, 0.01, 0.2)
-"""After so long without an answer, a client that has shut its side down is asked whether it is there; when that is looked at, and how
+"""Seconds without an answer after which a client that has shut its side down is asked whether it is there; when that is looked at, and how
 often then."""
 LINGER_S = 3
 """Seconds that responses which are being written have when the server stops."""

@@ -112,7 +112,8 @@ class ServerSettings(BaseSettings):
     api_key_file: Path | None = None
     """Read once, at the start; its keys are added."""
     admin_on_loopback: bool = False
-    """Without keys: requests from this machine may administer. Whatever forwards requests from it (a proxy, a tunnel) can then, too."""
+    """If there are no keys, requests from this machine may administer. Whatever forwards requests from it (a proxy, a tunnel) can then,
+    too."""
     alias: Names = ()
     """Names under which the model is listed and answers, the first one first. None: the model's own."""
     strict_model: bool = False

@@ -28,7 +28,7 @@ class Candidates:
     probs: np.ndarray  # [N] float32, the drafter's own estimate that the model takes the whole path to the node
 
     drawn_from: list[np.ndarray] | None = None
-    """Per node the distribution [V] float64 that its token was drawn from; siblings stand in the order of their draws. None: not drawn."""
+    """The distribution [V] float64 that each node's token was drawn from; siblings stand in the order of their draws. None: not drawn."""
 
     def __len__(self) -> int:
         return len(self.tokens)

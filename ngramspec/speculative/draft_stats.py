@@ -21,7 +21,7 @@ BATCHED_PASSES = 8
 
 
 class StatsTable(NamedTuple):
-    """Where passes are counted: a row for each sequence."""
+    """Counters of passes, a row for each sequence."""
 
     counts: np.ndarray  # [n, columns[-1]] int64
     expected: np.ndarray  # [n, sources] float64: sums of the nodes' probabilities

@@ -45,9 +45,9 @@ class GraphInputs:
         """
         self.bucket, self.depth, self._dummy, self._sharing, self._adjusting = bucket, depth, dummy, sharing, adjusting
         self.picked: list[bool] = []
-        """Per sequence of the batch: whether the pass itself samples its tokens, follows its tree and moves its keys and values."""
+        """One flag per sequence: whether the pass itself samples its tokens, follows its tree and moves its keys and values."""
         self.results: Any = None
-        """Where a captured pass leaves its results."""
+        """The buffers in which a captured pass leaves its results."""
         n, i, shares = bucket.rows, bucket.items, sharing.room(bucket.items, device_tables.shape[1] * BLOCK)
         sizes = {
             "ids": n, "positions": n, "slots": n, "bases": n, "parents": n, "wanted": 2 * n,

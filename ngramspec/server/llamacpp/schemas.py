@@ -43,7 +43,7 @@ class LlamaRequest(GenerationFields):
     n_indent: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
     """A line with less indentation than so many blanks and tabs ends the text."""
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
-    """After so long, the next line end ends the text. 0, -1: never."""
+    """Milliseconds after which the next line end ends the text. 0, -1: never."""
     return_tokens: bool = False
     response_fields: Items[str] = Field(default_factory=list)
     """What to answer: field b of a is "a/b". None: everything."""

@@ -1,4 +1,4 @@
-"""Between text and token ids, as llama.cpp's routes have it: control tokens are parsed where a request says so.
+"""Convert between text and token ids as llama.cpp's routes do: control tokens are parsed where a request says so.
 
 Texts, ids and mixtures of both enter, ids and texts leave. Knows the engine's tokenizer, and nothing of sampling.
 """

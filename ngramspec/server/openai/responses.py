@@ -95,7 +95,7 @@ class _ResponseHandler(CompletionHandler):
                 yield numbered({"type": f"response.{response['status']}", "response": response})
 
     def _response(self, output: _Output, completion: Completion | None) -> dict[str, Any]:
-        """As it stands; `completion`: at its end."""
+        """Return the response as it stands; with `completion`, at its end."""
         body = self._body
         given = body.model_dump(exclude_unset=True, by_alias=True, include={"text", "tool_choice", "tools", "metadata"})
         usage = None if completion is None else self.usage([completion])
