@@ -331,9 +331,9 @@ def hash_outputs(outputs: Iterable[list[int]]) -> str:
     return hashlib.sha256(json.dumps(list(outputs)).encode()).hexdigest()[:16]
 
 
-def get_device_to_name(device: str) -> str:
+def get_device_name(device: str) -> str:
     if device.startswith("cuda"):
-        return torch.cuda.get_device_to_name(device)
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: *(.*)", info.read_text(), re.MULTILINE) if info.exists() else []
     isa = torch.backends.cpu.get_cpu_capability()
@@ -346,7 +346,7 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
     versions |= {package: importlib.metadata.version(package) for package in PACKAGES}
     if device.startswith("cuda"):
         versions |= {"triton": importlib.metadata.version("triton"), "cuda": str(torch.version.cuda), "driver": read_driver_version()}
-    return {"device": get_device_to_name(device), "threads": threads, "platform": platform.platform(), "versions": versions}
+    return {"device": get_device_name(device), "threads": threads, "platform": platform.platform(), "versions": versions}
 
 
 def read_driver_version() -> str:

@@ -508,15 +508,18 @@ def test_an_engine_used_after_a_fork_says_so() -> None:
 
 def test_a_failure_ends_the_samples_beside_it_and_no_other_request(truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples of a request fail together, in the middle of the step that carries them all and others."""
-    extend = sequence.Sequence.extend
 
-    def poisoned(self: sequence.Sequence, run: np.ndarray, *scores: Any) -> int:
-        if self.n_prompt == 3 and self.choice.index == 1 and self.n_output >= 4:
-            raise RuntimeError("poisoned")
-        return extend(self, run, *scores)
+    def poison(take: Callable[..., Any]) -> Callable[..., Any]:
+        def poisoned(self: sequence.Sequence, *given: Any) -> Any:
+            if self.n_prompt == 3 and self.choice.index == 1 and self.n_output >= 4:
+                raise RuntimeError("poisoned")
+            return take(self, *given)
+
+        return poisoned
 
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=5, max_model_len=120) as engine:
-        monkeypatch.setattr(sequence.Sequence, "extend", poisoned)
+        for name in ("extend", "append_all"):  # of single steps, and of native ones
+            monkeypatch.setattr(sequence.Sequence, name, poison(getattr(sequence.Sequence, name)))
         for _ in range(3):
             bad = engine.submit([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, n=4, temperature=1.0, seed=1))
             good = engine.submit(PROMPT, LONG)

@@ -47,7 +47,7 @@ ROWS = (1, 16, 17, 64, 128, 300, 2048)
 LAUNCHED = {
     paged_attention: ("_attend",),
     kv_move: ("_move",),
-    layers: ("_embed", "_norm", "_add_norm", "_gated"),
+    layers: ("_embed", "_norm", "_add_norm", "_gated_activation"),
     row_invariant_linear: ("_product", "_add_up"),
     quantised: ("_quantised", "_dequantise"),
     rope_kv: ("_rope_kv", "_write_kv"),

@@ -114,7 +114,7 @@ def read_weights(plan: Plan, model: str) -> tuple[int, Figures]:
     """Bytes of weights that a pass of the model reads, and how fast the device can."""
     dtype = getattr(torch, plan.dtype)
     empty = empty_model(read_shape(model), dtype) if model.startswith(PREFIX) else load_model(model, dtype=dtype).model
-    n_bytes = step.weight_bytes(empty)
+    n_bytes = step.count_weight_bytes(empty)
     found = bandwidth(plan.device, n_bytes)
     release(plan)
     return n_bytes, found

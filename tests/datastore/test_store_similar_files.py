@@ -358,7 +358,7 @@ def test_the_proposer_drafts_from_similar_text_but_never_its_ends(monkeypatch: p
     proposer = Proposer(vocab_size=100, max_seqs=1, weights=make_cold_weights(), recycle=False, datastore=drafter)
     slots, depth, cost = np.zeros(1, np.int32), np.full(1, 8, np.int32), 1 + 0.001 * np.arange(64.0)
     similar = np.array([*range(20, 40), -1, *range(50, 60), -1], np.int32)
-    monkeypatch.setattr(drafter, "similar", lambda prompt, may: similar)
+    monkeypatch.setattr(drafter, "find_similar", lambda prompt, may: similar)
     drafted = {}
     for last in (28, 37, 57):
         proposer.begin(0, np.array([1, 2, last - 2, last - 1, last], np.int32))

@@ -342,7 +342,9 @@ def test_a_sequence_that_ended_while_there_was_no_store_wakes_none_later(store: 
     drafts.use_datastores({"store": opened}, [])
     drafts.begin(1, foreign)
     asked: list[int] = []
-    monkeypatch.setattr(drafts._turns, "_next_period", lambda: asked.append(1) or type(drafts._turns)._next_period(drafts._turns))
+    schedule = drafts._schedule
+    find = schedule._find_shortest_period
+    monkeypatch.setattr(schedule, "_find_shortest_period", lambda: asked.append(1) or find())
     for _ in range(2000):
         drafts.propose(slots, depth, cost, 1, 4)
         drafts.observe(slots, [foreign[:1]], [nothing])

@@ -80,7 +80,7 @@ def test_an_engine_compiles_anew_after_a_crash(cache: Path, tmp_path: Path) -> N
     source = f"""
 from unittest import mock
 from ngramspec.datastore import code_cache
-with mock.patch.object(code_cache, "clear") as clear:
+with mock.patch.object(code_cache, "clear_all") as clear:
     from ngramspec import Engine
     for _ in range(2):
         with Engine({str(path)!r}, max_seqs=1, kv_memory=1 << 22, threads=1): pass

@@ -66,7 +66,7 @@ def test_a_chain_is_drawn_from_the_distribution_it_claims() -> None:
         seen[tuple(chain.tokens)] += 1
     assert chain.parents.tolist() == [-1, 0]
     assert chain.drawn_from is not None
-    q = [made.get_distribution(TEXT), made.distribution(chain.tokens[:1])]
+    q = [made.get_distribution(TEXT), made.get_distribution(chain.tokens[:1])]
     assert chain.drawn_from[0] == pytest.approx(q[0], rel=1e-5)
     assert chain.drawn_from[1] == pytest.approx(q[1], rel=1e-5)
     assert chain.probs == pytest.approx(np.cumprod([q[0][chain.tokens[0]], q[1][chain.tokens[1]]]), rel=1e-5)

@@ -31,7 +31,7 @@ def opened(settings: ServerSettings) -> dict[str, tuple[str, bool, list[str] | N
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], ServerSettings]]:
     """What `serve` would run."""
     calls: list[tuple[str, dict[str, Any], ServerSettings]] = []
-    monkeypatch.setattr(cli_serve, "_run", lambda *call: calls.append(call))
+    monkeypatch.setattr(cli_serve, "_run_server", lambda *call: calls.append(call))
     return calls
 
 

@@ -83,7 +83,7 @@ class Run:
                 tokens = rng.integers(400, VOCAB, (len(new), 8)).astype(np.int32)
                 before = np.append(text[n - 2 : n], new)
                 logits = np.tile(np.arange(0.0, -40.0, -5.0, np.float32), (len(new), 1))
-                self.proposer.keep(before[: len(new)], before[1:][: len(new)], tokens, logits)
+                self.proposer.record_topk(before[: len(new)], before[1:][: len(new)], tokens, logits)
             self.proposer.observe(SLOT, [new], [np.array(path, np.int32)])
             n += len(new)
             ends.append(n)

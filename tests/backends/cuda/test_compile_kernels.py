@@ -22,7 +22,7 @@ def compiled() -> None:
     quantised = [variant for variant in found if variant.fn.__name__ in ("_quantised", "_dequantise")]
     assert {dict(variant.constants)["BITS"] for variant in quantised} == {4, 5}
     assert "_product" not in {variant.fn.__name__ for variant in found}
-    (gated,) = (variant for variant in found if variant.fn.__name__ == "_gated")
+    (gated,) = (variant for variant in found if variant.fn.__name__ == "_gated_activation")
     for capability in compile_kernels.PROCESSORS:
         assert compile_kernels.compiled(gated, capability) == ""
         assert compile_kernels.compiled(quantised[0], capability) == ""

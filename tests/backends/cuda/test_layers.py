@@ -102,7 +102,7 @@ def compiled() -> None:
         launches = [(layers._add_norm, {"BLOCK": row["BLOCK"]}, row["num_warps"])]
         if width == 4096:
             launches += [(layers._norm, {"BLOCK": width}, row["num_warps"])]
-            launches += [(layers._gated, {"ACTIVATION": "silu", "BLOCK": 512}, 4)]
+            launches += [(layers._gated_activation, {"ACTIVATION": "silu", "BLOCK": 512}, 4)]
         for fn, constants, warps in launches:
             kernel = compile_kernel(fn, types, constants, capability=capability, num_warps=warps)
             print(capability, name, width, kernel.summary(), flush=True)
