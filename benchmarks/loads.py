@@ -234,7 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"prompts of each set, evenly over its file, {WAVES} times as many with several at a time (32)",
     )
     add("--max-tokens", type=common.parse_positive, default=96, metavar="K", help="96")
-    add("--temperatures", type=numbers, default=[0.0, 0.8], metavar="T,T,...", help="with a seed; default 0,0.8")
+    add("--temperatures", type=common.parse_floats, default=[0.0, 0.8], metavar="T,T,...", help="with a seed; default 0,0.8")
     add("--concurrency", type=common.parse_counts, default=[1, 8, 32], metavar="C,C,...", help="requests under way; default 1,8,32")
     add("--rounds", type=common.parse_positive, default=2, metavar="R", help="of every cell with several requests under way (2)")
     add("--datastore", type=decode.parse_datastore, metavar="D", help="of a text that has nothing to do with the prompts")
@@ -251,13 +251,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--prompts or --random-prompts is needed")
     args.dtype = common.settle_dtype(args.device, args.dtype)
     return args
-
-
-def numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"numbers separated by commas, got {text!r}") from error
 
 
 def disturbed_cost(args: argparse.Namespace) -> CostModel:

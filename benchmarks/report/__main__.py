@@ -146,7 +146,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-prompt", type=common.parse_positive, default=768, metavar="K", help="longer prompts are left out")
     known = common.make_name_parser(CATEGORIES)
     add("--categories", type=known, default=list(CATEGORIES), metavar="C,...", help=",".join(CATEGORIES))
-    add("--temperatures", type=temperatures, default=[0.0, 0.8], metavar="T,...", help="other tools run at 0")
+    add("--temperatures", type=common.parse_floats, default=[0.0, 0.8], metavar="T,...", help="other tools run at 0")
     add(
         "--drafter",
         action="append",
@@ -166,15 +166,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     wanted = {file for name in args.categories for file in CATEGORIES[name]["files"]}
     if missing := sorted(file for file in wanted if not (args.data / file).is_file()):
         parser.error(f"--data: {args.data} lacks {', '.join(missing)}; other categories can be chosen with --categories")
+    args.temperatures = sorted(set(args.temperatures))
     args.dtype = common.settle_dtype(args.device, args.dtype)
     return args
-
-
-def temperatures(text: str) -> list[float]:
-    try:
-        return sorted({float(part) for part in text.split(",")})
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"temperatures with commas between, got {text!r}") from error
 
 
 if __name__ == "__main__":
