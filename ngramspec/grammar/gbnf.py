@@ -7,7 +7,7 @@ own parser. Raises GrammarError with line, column and what was expected. `gbnf_l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ngramspec.errors import GrammarError
@@ -113,10 +113,10 @@ def complement_ranges(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, i
 ANY = Chars(complement_ranges(()))
 
 
-def find_nullable_rules(rules: dict[str, Node]) -> set[str]:
-    """Return the names of the rules that match the empty text."""
+def find_rules(rules: dict[str, Node], holds: Callable[[Node, set[str]], bool]) -> set[str]:
+    """Return the names of the rules of which `holds(rule, names)` is true, `names` being those found so far, from none on."""
     found: set[str] = set()
-    while new := {name for name, node in rules.items() if name not in found and is_nullable(node, found)}:
+    while new := {name for name, node in rules.items() if name not in found and holds(node, found)}:
         found |= new
     return found
 
@@ -137,7 +137,7 @@ def is_nullable(node: Node, nullable: set[str]) -> bool:
 
 def _find_left_recursion(rules: dict[str, Node]) -> list[str]:
     """Return the names along a cycle of rules that can begin with one another, or nothing."""
-    nullable = find_nullable_rules(rules)
+    nullable = find_rules(rules, is_nullable)
     begins = {name: list(dict.fromkeys(_find_leftmost(node, nullable))) for name, node in rules.items()}
     done: set[str] = set()
     for start in rules:

@@ -8,10 +8,10 @@ one, or itself, may have ended (`gbnf_terminals`) is divided into its parts. Ter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ngramspec.errors import GrammarError
-from ngramspec.grammar.gbnf import ANY, EMPTY, Alt, Chars, Node, Ref, Repeat, Seq, Token
+from ngramspec.grammar.gbnf import ANY, EMPTY, Alt, Chars, Node, Ref, Repeat, Seq, Token, find_rules
 from ngramspec.grammar.gbnf_terminals import FollowSets, Lowered, Terminal, can_run_on
 
 # Characters of a grammar after its rules without recursion are written out, about as many as fit into the largest grammar's text.
@@ -68,14 +68,20 @@ def _keep_reachable(rules: dict[str, Node]) -> dict[str, Node]:
 
 
 def _find_references(node: Node) -> list[str]:
-    match node:
-        case Ref():
-            return [node.name]
-        case Repeat():
-            return _find_references(node.item)
-        case Seq(parts) | Alt(parts):
-            return [name for part in parts for name in _find_references(part)]
-    return []
+    return [each.name for each in _walk(node) if isinstance(each, Ref)]
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    """Yield a node and all that it is made of, from left to right."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        yield node
+        match node:
+            case Repeat():
+                pending.append(node.item)
+            case Seq(parts) | Alt(parts):
+                pending += reversed(parts)
 
 
 def _turn_into_loop(name: str, node: Node) -> Node:
@@ -107,7 +113,7 @@ def _list_options(node: Node) -> list[Node]:
 class _Translation:
     def __init__(self, rules: dict[str, Node], special: Mapping[str, int]) -> None:
         self._rules, self._special = rules, special
-        self._sizes = dict.fromkeys(_find_regular_rules(rules), 0)
+        self._sizes = dict.fromkeys(find_rules(rules, _is_regular), 0)
         for name in _sort_rules(rules, self._sizes):
             self._sizes[name] = self._count_positions(rules[name])
             if self._sizes[name] > MAX_POSITIONS:
@@ -295,15 +301,8 @@ class _Translation:
         return "\n".join(lines)
 
 
-def _find_regular_rules(rules: dict[str, Node]) -> set[str]:
-    """Return the names of the rules without recursion and tokens."""
-    found: set[str] = set()
-    while new := {name for name, node in rules.items() if name not in found and _is_regular(node, found)}:
-        found |= new
-    return found
-
-
 def _is_regular(node: Node, regular: set[str]) -> bool:
+    """Return whether a node has no tokens and, given the rules for which this is so, no recursion."""
     match node:
         case Token():
             return False
@@ -327,21 +326,10 @@ def _sort_rules(rules: dict[str, Node], regular: Iterable[str]) -> list[str]:
 
 def _number_classes(rules: dict[str, Node]) -> dict[tuple[tuple[int, int], ...], int]:
     """Return the sets of characters of a grammar as bits, with one bit for all characters that no set tells apart."""
-    sets = {ranges for node in rules.values() for ranges in _list_sets(node)}
+    sets = {each.ranges for node in rules.values() for each in _walk(node) if isinstance(each, Chars)}
     starts = sorted({edge for ranges in sets for low, high in ranges for edge in (low, high + 1)})
     index = {start: i for i, start in enumerate(starts)}
     return {ranges: sum((1 << index[high + 1]) - (1 << index[low]) for low, high in ranges) for ranges in sets}
-
-
-def _list_sets(node: Node) -> list[tuple[tuple[int, int], ...]]:
-    match node:
-        case Chars():
-            return [node.ranges]
-        case Repeat():
-            return _list_sets(node.item)
-        case Seq(parts) | Alt(parts):
-            return [ranges for part in parts for ranges in _list_sets(part)]
-    return []
 
 
 def _write_rule(node: Lowered, names: dict[str, str], symbols: dict[str, str]) -> str:
