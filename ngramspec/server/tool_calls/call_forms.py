@@ -212,11 +212,8 @@ def _read_function(scan: Scanner) -> Parse:
         arguments = yield from _tagged_values(scan, name, _PARAMETER, _PARAMETER_END, 40)
         if arguments is None:
             return False
-    closed = yield from scan.match(_FUNCTION_END)
-    call = None if closed is None and not scan.ended else make_call(name, arguments, scan.tools, checked=False)
-    if call is None:
+    if not (yield from _end_call(scan, name, arguments, _FUNCTION_END)):
         return False
-    yield from emit_calls([call])
     yield from scan.match(_TOOL_CALL_END)
     return True
 
@@ -237,6 +234,16 @@ def _tagged_values(
     return arguments
 
 
+def _end_call(scan: Scanner, name: str, arguments: Any, end: regex.Pattern[str]) -> Parse:
+    """Read the `end` of a call, for which the end of the text stands too, and emit the call."""
+    closed = yield from scan.match(end)
+    call = None if closed is None and not scan.ended else make_call(name, arguments, scan.tools, checked=False)
+    if call is None:
+        return False
+    yield from emit_calls([call])
+    return True
+
+
 _GLM = regex.compile(rf"<tool_call>\s*{_ANY_NAME}\s*(?=<arg_key>|</tool_call>)")
 _GLM_KEY, _GLM_VALUE = regex.compile(r"\s*<arg_key>\s*(?P<key>[^<]{1,200}?)\s*</arg_key>\s*<arg_value>"), regex.compile("</arg_value>")
 
@@ -249,12 +256,7 @@ def _read_glm(scan: Scanner) -> Parse:
     arguments = yield from _tagged_values(scan, name, _GLM_KEY, _GLM_VALUE, 12)
     if arguments is None:
         return False
-    closed = yield from scan.match(_TOOL_CALL_END)
-    call = None if closed is None and not scan.ended else make_call(name, arguments, scan.tools, checked=False)
-    if call is None:
-        return False
-    yield from emit_calls([call])
-    return True
+    return (yield from _end_call(scan, name, arguments, _TOOL_CALL_END))
 
 
 # ------------------------------------------------------------------ Python
