@@ -206,6 +206,21 @@ def check_grammar(form: FieldGrammar | None, engine: Engine, tenant: str | None)
             raise ApiError(400, f"{field}: {error}", param=field) from None
 
 
+def _make_client_grammar(grammar: str) -> Grammar:
+    """vLLM's fields take both notations. In Lark's, schemas hold no more than those that are given as such. Raises GrammarError."""
+    made = Grammar.written(grammar)
+    return Grammar.lark(prepare_lark(grammar)) if made.kind == "lark" else made
+
+
+# vLLM's forms: in `structured_outputs`, and with `guided_` before the name.
+_MAKERS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": _make_client_grammar,
+}
+
+
 def _read_forms(request: GenerationFields) -> Iterator[tuple[str, Any, Callable[[Any], Grammar]]]:
     """The fields that ask for a form, with what they say and what makes a grammar of that. Raises ApiError."""
     if request.response_format is not None:
@@ -214,24 +229,14 @@ def _read_forms(request: GenerationFields) -> Iterator[tuple[str, Any, Callable[
         for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
             if getattr(wanted, name):
                 raise _unsupported(f"structured_outputs.{name}")
-        for name, make in (
-            ("json_", Grammar.json_schema),
-            ("regex", Grammar.regex),
-            ("choice", Grammar.choice),
-            ("grammar", _make_client_grammar),
-        ):
-            if (value := getattr(wanted, name)) is not None:
-                yield f"structured_outputs.{name.rstrip('_')}", value, make
+        for name, make in _MAKERS.items():
+            if (value := getattr(wanted, "json_" if name == "json" else name)) is not None:
+                yield f"structured_outputs.{name}", value, make
         if wanted.json_object:
             yield "structured_outputs.json_object", None, _make_any_object
-    for field, make in (
-        ("guided_json", Grammar.json_schema),
-        ("guided_regex", Grammar.regex),
-        ("guided_choice", Grammar.choice),
-        ("guided_grammar", _make_client_grammar),
-    ):
-        if (value := getattr(request, field)) is not None:
-            yield field, value, make
+    for name, make in _MAKERS.items():
+        if (value := getattr(request, f"guided_{name}")) is not None:
+            yield f"guided_{name}", value, make
     if request.grammar:
         yield "grammar", request.grammar, Grammar.gbnf
     if request.json_schema not in (None, "", {}):  # llama.cpp's words for none
@@ -256,12 +261,6 @@ def _read_response_format(wanted: ResponseFormat) -> Iterator[tuple[str, Any, Ca
         case other:
             why = f"response_format: must be of type 'text', 'json_object' or 'json_schema', got {other[:40]!r}"
             raise ApiError(400, why, param="response_format", code="not_supported")
-
-
-def _make_client_grammar(grammar: str) -> Grammar:
-    """vLLM's fields take both notations. In Lark's, schemas hold no more than those that are given as such. Raises GrammarError."""
-    made = Grammar.written(grammar)
-    return Grammar.lark(prepare_lark(grammar)) if made.kind == "lark" else made
 
 
 def _make_any_object(_: object) -> Grammar:
