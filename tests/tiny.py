@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,3 +132,9 @@ class FreeRows(CostModel):
 
     def observe(self, load: Load, ms: float) -> None:
         pass
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change settings in the config.json of a model's folder."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import struct
 import tracemalloc
@@ -20,25 +19,6 @@ from safetensors.torch import save_file
 
 from ngramspec.errors import ModelNotFoundError, NgramspecError, UnsupportedModelError
 from ngramspec.models import loader
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.tiny_model("llama").save_pretrained(folder)
-    tiny.byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
 
 HUGE = 10**9
 
@@ -67,7 +47,7 @@ HUGE = 10**9
     ids=str,
 )
 def test_a_config_that_no_tensors_account_for(folder: Path, changes: dict[str, Any]) -> None:
-    edit_config(folder, **changes)
+    tiny.edit_config(folder, **changes)
     with pytest.raises(UnsupportedModelError, match="accepted: ") as raised:
         loader.open_model(str(folder))
     assert next(key for key in changes if key != "model_type") in str(raised.value) or "partial_rotary_factor" in str(raised.value)
@@ -80,7 +60,7 @@ def test_a_config_that_no_tensors_account_for(folder: Path, changes: dict[str, A
 )
 @pytest.mark.parametrize("value", [0, 1.5, "x", [], {}, ["x"] * 100_000, float("nan"), True], ids=lambda v: str(v)[:10])
 def test_a_value_of_another_kind_is_a_typed_error_or_harmless(folder: Path, key: str, value: object) -> None:
-    edit_config(folder, **{key: value})
+    tiny.edit_config(folder, **{key: value})
     try:
         loader.open_model(str(folder))
     except NgramspecError as error:

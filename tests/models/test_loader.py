@@ -30,25 +30,6 @@ from ngramspec.models.gguf import Gguf
 from ngramspec.models.loader import LoadedModel, load_model, load_tokenizer
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.tiny_model("llama").save_pretrained(folder)
-    tiny.byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """A model that the test may damage."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
 def test_a_folder_loads_as_it_was_saved(saved: Path) -> None:
     loaded = load_model(str(saved))
     assert loaded.name == str(saved)
@@ -69,7 +50,7 @@ def test_dtype_and_another_tokenizer(folder: Path) -> None:
 
 
 def test_end_ids_of_all_configs_count(folder: Path) -> None:
-    edit_config(folder, eos_token_id=3)
+    tiny.edit_config(folder, eos_token_id=3)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 4]}))
     assert load_model(str(folder)).eos_token_ids == (3, 4, 5, tiny.EOS)
 
@@ -124,36 +105,36 @@ def missing_shard(folder: Path) -> None:
 
 
 def more_layers_than_weights(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=3)
+    tiny.edit_config(folder, num_hidden_layers=3)
 
 
 def wrong_shapes(folder: Path) -> None:
-    edit_config(folder, intermediate_size=97)
+    tiny.edit_config(folder, intermediate_size=97)
 
 
 def own_code(folder: Path) -> None:
-    edit_config(folder, model_type="new-kind", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    tiny.edit_config(folder, model_type="new-kind", auto_map={"AutoModelForCausalLM": "modeling.Model"})
     (folder / "modeling.py").write_text("raise SystemExit('ran')")
 
 
 def unknown_kind(folder: Path) -> None:
-    edit_config(folder, model_type="new-kind")
+    tiny.edit_config(folder, model_type="new-kind")
 
 
 def encoder_decoder(folder: Path) -> None:
-    edit_config(folder, model_type="bart", is_encoder_decoder=True)
+    tiny.edit_config(folder, model_type="bart", is_encoder_decoder=True)
 
 
 def t5(folder: Path) -> None:
-    edit_config(folder, model_type="t5", is_encoder_decoder=True)
+    tiny.edit_config(folder, model_type="t5", is_encoder_decoder=True)
 
 
 def encoder(folder: Path) -> None:
-    edit_config(folder, model_type="bert")
+    tiny.edit_config(folder, model_type="bert")
 
 
 def vision(folder: Path) -> None:
-    edit_config(folder, model_type="gemma3", vision_config={})
+    tiny.edit_config(folder, model_type="gemma3", vision_config={})
 
 
 def no_tokenizer(folder: Path) -> None:
@@ -214,7 +195,7 @@ def test_memory_that_runs_out_while_loading(folder: Path, monkeypatch: pytest.Mo
         raise error
 
     if quantised:  # transformers loads these
-        edit_config(folder, quantization_config={})
+        tiny.edit_config(folder, quantization_config={})
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
     else:
         monkeypatch.setattr(loader, "fill", fails)
@@ -225,20 +206,20 @@ def test_memory_that_runs_out_while_loading(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("method", ["aqlm", "bitsandbytes"])
 def test_weights_that_another_package_quantised(folder: Path, method: str) -> None:
     for how in ({"quant_method": method, "bits": 4}, method):
-        edit_config(folder, quantization_config=how)
+        tiny.edit_config(folder, quantization_config=how)
         with pytest.raises(UnsupportedModelError, match=f"quantised by '{method}'.*GGUF"):
             load_model(str(folder))
 
 
 @pytest.mark.parametrize("how", ["fp8", "awq", [], 4])
 def test_a_quantisation_that_is_no_object(folder: Path, how: object) -> None:
-    edit_config(folder, quantization_config=how)
+    tiny.edit_config(folder, quantization_config=how)
     with pytest.raises(UnsupportedModelError, match=r"quantised by .*not read here"):
         load_model(str(folder))
 
 
 def test_no_quantisation_may_be_told(folder: Path) -> None:
-    edit_config(folder, quantization_config=None)
+    tiny.edit_config(folder, quantization_config=None)
     assert load_model(str(folder)).model.dtype == torch.float32
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, tiny_engine
+from tiny_server import Server, tiny_engine
 
 from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import lock_for_writing

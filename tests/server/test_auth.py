@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
+from tiny_server import Server
 
 from ngramspec.server import auth
 from ngramspec.server.auth import Identity, Keyring

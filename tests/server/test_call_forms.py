@@ -9,12 +9,13 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from call_events import collect_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat
 from ngramspec.server.tool_calls.call_reader import CallReader
-from ngramspec.server.tool_calls.call_scanner import KnownTools, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.server.tool_calls.call_scanner import KnownTools, TextDelta
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -59,7 +60,6 @@ def read(
 ) -> tuple[str, list[tuple[str, Any]]]:
     """(what is said, the calls), with nothing said or called twice; `as_tokens`: special tokens come as such."""
     reader = CallReader(form, known(*strict), **more)
-    said, calls = "", []
     events = []
     for piece in pieces:
         at = 0
@@ -67,14 +67,7 @@ def read(
             events += reader.push(piece[at : found.start()]) + reader.push_special(found[0])
             at = found.end()
         events += reader.push(piece[at:])
-    for event in [*events, *reader.finish(cut=cut)]:
-        match event:
-            case TextDelta(text):
-                said += text
-            case ToolCallStart(name):
-                calls.append((name, ""))
-            case ToolCallArguments(text):
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    said, calls = collect_calls([*events, *reader.finish(cut=cut)])
     assert reader.n_calls == len(calls)
     return said, [(name, json.loads(arguments)) for name, arguments in calls]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import jsonschema_rs
 import pytest
 import tiny
+from call_events import collect_calls
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, grammar_from
@@ -18,7 +19,7 @@ from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
 from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, Tool, make_call_grammar
 from ngramspec.server.tool_calls.call_reader import CallReader
-from ngramspec.server.tool_calls.call_scanner import KnownTools, StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.server.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
 
 LLAMA = CallFormat('{"name": "', '", "parameters": ', None, "}")
 MISTRAL = CallFormat(
@@ -41,21 +42,12 @@ SPECIAL = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "<tool_call>": 258}
 def read(form: CallFormat, pieces: Sequence[str], *, held: bool = False) -> tuple[str, list[tuple[str, str]]]:
     """(what is said, (name, arguments) of what is called)"""
     reader = CallReader(form, KNOWN, held=held)
-    said, calls = "", []
     events: list[StreamDelta] = []
     for piece in pieces:
         for i, text in enumerate(piece.split(MARK)):
             events += reader.push_special("[TOOL_CALLS]") if i else []
             events += reader.push(text)
-    for event in [*events, *reader.finish()]:
-        match event:
-            case TextDelta(text):
-                assert text
-                said += text
-            case ToolCallStart(name):
-                calls.append((name, ""))
-            case ToolCallArguments(text):
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    said, calls = collect_calls([*events, *reader.finish()])
     assert reader.n_calls == len(calls)
     return said, calls
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
+from tiny_server import Server
 
 from ngramspec.server.settings import ServerSettings
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
 from scripted import Gate, reciting_engine, tokenizer_with
+from tiny_server import Server
 
 from ngramspec.server.settings import ServerSettings
 

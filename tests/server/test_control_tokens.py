@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import fim_tokenizer, left_clean, tiny_engine
 from starlette.testclient import TestClient
 from templates import QWEN
+from tiny_server import fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams

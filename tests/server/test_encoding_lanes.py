@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, chat_tokenizer, fim_tokenizer, left_clean, tiny_engine
+from tiny_server import Server, chat_tokenizer, fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import UnsupportedModelError

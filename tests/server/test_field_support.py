@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import routes_of
 from pydantic import BaseModel
 from starlette.testclient import TestClient
+from tiny_server import routes_of
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.field_support import BY_ROUTE, CHAT, COMPLETIONS, INFILL, LLAMA, LLAMAS, OPENAI, RESPONSES, ROUTES, Fate

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from pydantic import BaseModel
+from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import routes_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from tiny_server import routes_of
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.grammar import compiler_pool

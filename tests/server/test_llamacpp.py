@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import tiny
-from conftest import left_clean
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_server import left_clean
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Server, left_clean, tiny_engine
+from tiny_server import Server, left_clean, tiny_engine
 
 from benchmarks import rude_clients
 from benchmarks import server as server_benchmark

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
 from prometheus_client.parser import text_string_to_metric_families
+from tiny_server import Server
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Choice, Completion, Stats

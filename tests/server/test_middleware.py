@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from conftest import Server
+from tiny_server import Server
 
 from ngramspec.server.logs import JsonFormatter
 from ngramspec.server.settings import Limits, ServerSettings

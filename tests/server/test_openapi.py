@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from pydantic import SecretStr
+from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, left_clean, tiny_engine
+from tiny_server import Server, left_clean, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import OutOfMemoryError

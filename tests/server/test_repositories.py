@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
-from conftest import Server, chat_tokenizer, tiny_engine
+from tiny_server import Server, chat_tokenizer, tiny_engine
 
 from ngramspec.datastore import Datastore
 from ngramspec.engine.llm_engine import Engine

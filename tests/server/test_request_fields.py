@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from conftest import fim_tokenizer, tiny_engine
 from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError, create_model
 from starlette.testclient import TestClient
+from tiny_server import fim_tokenizer, tiny_engine
 
 import ngramspec
 from ngramspec import sampling_params

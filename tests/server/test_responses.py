@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Server
 from pydantic import BaseModel
 from scripted import reciting_engine
 from templates import Template
 from test_tools import LITTLE, SHAPE, TIME, TOOLS, Tokenizing, check
+from tiny_server import Server
 
 from ngramspec.server.chat_template import Prompts
 from ngramspec.server.tool_calls.tool_prompt import Turn

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 import tiny
-from conftest import Server, chat_tokenizer, tiny_engine
 from test_queue import Brake
+from tiny_server import Server, chat_tokenizer, tiny_engine
 
 from ngramspec.datastore.build import build as build_store
 from ngramspec.engine.llm_engine import Engine

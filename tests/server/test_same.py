@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import tiny
-from conftest import Server, fim_tokenizer, left_clean, tiny_engine
 from prometheus_client.parser import text_string_to_metric_families
+from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.datastore.build import build
 from ngramspec.engine.llm_engine import Engine

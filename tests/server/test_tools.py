@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 import tiny
-from conftest import left_clean
 from pydantic import BaseModel
 from scripted import reciting_engine
 from templates import TEMPLATES, Template
+from tiny_server import left_clean
 from transformers import PreTrainedTokenizerFast
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
