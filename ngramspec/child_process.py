@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +79,8 @@ class ChildProcess:
     def receive(self, limit_s: float = math.inf) -> Message:
         """Return the child's next message. After `limit_s` it is killed. Raises ChildEndedError."""
         assert self._process.stdout is not None
-        timer = None if limit_s == math.inf else threading.Timer(limit_s, self.kill, [limit_s])
-        if timer is not None:
-            timer.start()
-        try:
+        with self._limit(limit_s):
             line = self._process.stdout.readline()
-        finally:
-            if timer is not None:
-                timer.cancel()
         if not line.endswith(b"\n"):
             self._is_over = True
             raise ChildEndedError(self._limit_s)
@@ -94,11 +88,20 @@ class ChildProcess:
 
     def ask(self, message: Message, limit_s: float) -> Message:
         """Send a message and return the answer. A child that takes longer than `limit_s` is killed. Raises ChildEndedError."""
-        timer = threading.Timer(limit_s, self.kill, [limit_s])  # sending blocks, too, if the child does not read
-        timer.start()
-        try:
+        with self._limit(limit_s):  # sending blocks, too, if the child does not read
             self.send(message)
             return self.receive()
+
+    @contextlib.contextmanager
+    def _limit(self, limit_s: float) -> Iterator[None]:
+        """Kill the child if the `with` block takes longer than `limit_s`, which may be infinite."""
+        if limit_s == math.inf:
+            yield
+            return
+        timer = threading.Timer(limit_s, self.kill, [limit_s])
+        timer.start()
+        try:
+            yield
         finally:
             timer.cancel()
 
@@ -122,15 +125,16 @@ class ChildProcess:
     def close(self) -> int:
         """Kill the child if it still runs, release its pipes and return its exit status."""
         self._process.kill()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait until the child has ended by itself, release its pipes and return its exit status."""
+        status = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        return self._process.wait()
-
-    def wait(self) -> int:
-        """Wait until the child has ended by itself. Returns its exit status."""
-        return self._process.wait()
+        return status
 
 
 class ProcessPool:
