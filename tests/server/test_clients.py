@@ -152,6 +152,21 @@ def test_as_many_tokens_as_fit(client: httpx.Client, server: Server) -> None:
         assert made.status_code == 200, made.text
 
 
+@pytest.mark.parametrize(
+    ("more", "status", "param"),
+    [
+        ({"min_tokens": 4, "stop": [chr(c) for c in range(32, 36)]}, 200, None),
+        ({"min_tokens": 100_000}, 400, "min_tokens"),
+        ({"stop": ["x"] * 65}, 400, "stop"),
+    ],
+)
+def test_other_parameters_beside_as_many_tokens_as_fit(client: httpx.Client, more: dict[str, Any], status: int, param: str | None) -> None:
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        made = client.post(route, json=WARM[route] | {"max_tokens": -1} | more)
+        assert made.status_code == status, made.text
+        assert made.json().get("error", {}).get("param") == param, made.text
+
+
 def test_the_javascript_client_passes_a_browsers_preflight(make_server: Callable[..., Server]) -> None:
     asked = (
         "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,x-stainless-retry-count"

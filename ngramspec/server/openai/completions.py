@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
-from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.chat_template import Prompts
 from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction
@@ -90,23 +89,19 @@ class _TextHandler(CompletionHandler):
             _refuse(not all(isinstance(prompt, str) for prompt in self.prompts), "suffix", "only with prompts of text")
         self._fim = state.fim if body.suffix else None
         self.form = read_grammar(body)
-        make = partial(
-            make_params,
+        self._fills_context = max_tokens < 0  # as many tokens as fit, which is known when the prompts are encoded
+        params = make_params(
             body,
+            max_tokens=max(body.min_tokens or 1, 1) if self._fills_context else max(max_tokens, 1),  # type: ignore[attr-defined]
             n=self.best_of,
             logprobs=0 if body.logprobs is None and self.best_of > self.n else body.logprobs,  # they rank
             prompt_logprobs=body.logprobs if self.echo else None,
             grammar=self.form and self.form[1],
-            more_stop_ids=() if self._fim is None else self._fim.stop_ids,
         )
-
-        def make_checked(max_tokens: int) -> SamplingParams:
-            params = make(max_tokens=max(max_tokens, 1))
-            self._limits.check_params(params, len(self.prompts))
-            return params
-
-        self._make_params = make_checked
-        self._params = None if max_tokens < 0 else make_checked(max_tokens)  # None: as many tokens as fit, which is known later
+        self._limits.check_params(params, len(self.prompts))
+        if self._fim is not None and not params.ignore_eos:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._fim.stop_ids))
+        self._params = params
         texts_given = [prompt for prompt in self.prompts if isinstance(prompt, str)]
         self.n_chars = sum(map(len, [*texts_given, body.suffix or "", body.prediction or ""]))
         """Characters to be encoded."""
@@ -119,7 +114,10 @@ class _TextHandler(CompletionHandler):
         """Encodes; may take a while. Raises ApiError, ValueError."""
         encode_prediction(self.hints, self._body.prediction, self._engine)
         prompts = [self._encode(prompt) for prompt in self.prompts]
-        params = self._params or self._make_params(self._limits.count_room(max(map(len, prompts))))
+        params = self._params
+        if self._fills_context:
+            params = replace(params, max_tokens=self._limits.count_room(max(map(len, prompts))))
+            self._limits.check_params(params, len(prompts))
         return [EngineInput(ids, params, self.hints) for ids in prompts]
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
@@ -131,7 +129,7 @@ class _TextHandler(CompletionHandler):
             ids = self._fim.prompt(prompt, self._body.suffix or "")
         else:
             ids = self._prompts.to_continue(prompt, parse_special=self._parse_special)
-        room = self._engine.max_model_len - (1 if self._params is None else self._params.max_tokens)
+        room = self._engine.max_model_len - (1 if self._fills_context else self._params.max_tokens)
         ids = cut_prompt(ids, self._body.truncate_prompt_tokens, room=room, side=self._body.truncation_side)
         _refuse(not ids, "prompt", "is empty, and this model's tokenizer begins texts with nothing")
         self._limits.check_prompt(len(ids))

@@ -185,15 +185,9 @@ def make_params(
     logprobs: int | None,
     grammar: Grammar | None,
     prompt_logprobs: int | None = None,
-    more_stop_ids: Sequence[int] = (),
 ) -> SamplingParams:
-    """Return the sampling parameters of a request. `more_stop_ids` end the text, too, unless it ignores its end.
-
-    Raises ApiError (400) that names the field.
-    """
+    """Return the sampling parameters of a request. Raises ApiError (400) that names the field."""
     given = {"temperature": TEMPERATURE} | read_sampling_fields(request)
-    if more_stop_ids and not given.get("ignore_eos"):
-        given["stop_token_ids"] = (*given.get("stop_token_ids", ()), *more_stop_ids)
     try:
         return SamplingParams(
             max_tokens=max_tokens,
