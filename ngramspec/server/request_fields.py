@@ -207,7 +207,10 @@ def check_grammar(form: FieldGrammar | None, engine: Engine, tenant: str | None)
 
 
 def _make_client_grammar(grammar: str) -> Grammar:
-    """vLLM's fields take both notations. In Lark's, schemas hold no more than those that are given as such. Raises GrammarError."""
+    """Make a grammar of GBNF or Lark, as vLLM's fields take it. In Lark's, schemas hold no more than those given as such.
+
+    Raises GrammarError.
+    """
     made = Grammar.written(grammar)
     return Grammar.lark(prepare_lark(grammar)) if made.kind == "lark" else made
 
@@ -222,7 +225,7 @@ _MAKERS: dict[str, Callable[[Any], Grammar]] = {
 
 
 def _read_forms(request: GenerationFields) -> Iterator[tuple[str, Any, Callable[[Any], Grammar]]]:
-    """The fields that ask for a form, with what they say and what makes a grammar of that. Raises ApiError."""
+    """Yield the fields that ask for a form, with what they say and what makes a grammar of that. Raises ApiError."""
     if request.response_format is not None:
         yield from _read_response_format(request.response_format)
     if (wanted := request.structured_outputs) is not None:
