@@ -156,7 +156,8 @@ def fill_batch(spans, tokens, node_parents, tables, rows_per_item):
                 n_logits += 1
         for i in range(0, n + m, rows_per_item):
             items[n_items, 0], items[n_items, 1], owners[n_items] = row + i, row + min(i + rows_per_item, n + m), slot
-            item_tables[n_items] = tables[slot, :n_blocks]
+            for j in range(n_blocks):  # copying a slice would compile an error message of other shapes, for 2 s
+                item_tables[n_items, j] = tables[slot, j]
             n_items += 1
         row += n + m
         node += m

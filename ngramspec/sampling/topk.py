@@ -16,7 +16,7 @@ EMPTY = np.int32(2**31 - 1)
 _CHUNK = 128
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _precedes(token, x, other, y):
     """Return whether a token with logit x ranks before another with logit y."""
     return x > y or (x == y and token < other)

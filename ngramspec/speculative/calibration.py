@@ -61,7 +61,7 @@ def new_calibration() -> Calibration:
     return Calibration(by_source, by_level, np.zeros((MAX_SOURCES, N_LEVELS, 3)))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def find_level(p):
     """Return the index of the level that probability p is in."""
     level = 0
@@ -70,13 +70,13 @@ def find_level(p):
     return level
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def get_odds_against(calibration, kind, source, p):
     """Return the corrected odds that a candidate with raw probability p is wrong. kind: 0 greedy, 1 sampled."""
     return (1.0 - p) / p * calibration.by_source[kind, source, _FACTOR] * calibration.by_level[kind, source, find_level(p), _FACTOR]
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _add_outcome(cell, at, p, made):
     cell[at + _MADE] += made
     cell[at + _EXPECTED] += p
@@ -101,7 +101,8 @@ def _count_outcome(cell, p, believed, made, trust):
             continue
         _add_outcome(cell, run + 1, p, made)
         if cell[run] > CUSUM_LIMIT:
-            cell[:_COUNTS] = cell[run + 1 : run + 1 + _COUNTS]
+            for i in range(_COUNTS):  # copying a slice would compile an error message of other shapes, for 2 s
+                cell[i] = cell[run + 1 + i]
             cell[_RUNS[0] :] = 0.0
             changed = True
             break
@@ -127,7 +128,7 @@ def record_candidate(calibration, kind, source, p, made):
         _count_outcome(level, from_source, believed, made, LEVEL_TRUST)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def count_node(calibration, source, p, accepted):
     """Count a drafted node of path probability p (accepted 0.0), or that such a node was accepted (1.0, in a second call)."""
     cell = calibration.verified[source, find_level(p)]

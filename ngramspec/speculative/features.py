@@ -149,7 +149,7 @@ _DEPARTED = _make_levels((1, 2, 3, 5), 17)  # 5 levels
 _HIT_RATE_LEVELS = _make_levels((1, 4, 7, 10, 13, 16), 17)  # 7 levels
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _count_bits(x):
     """Count the set bits of a number below 2**62."""
     x = x - ((x >> 1) & 0x5555555555555555)
@@ -160,14 +160,14 @@ def _count_bits(x):
     return (x + (x >> 32)) & 0x7F
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def push_hit(hit_history, right):
     """Shift one outcome in. A leading one marks how many are known; `hit_history` starts at 1 and keeps MEMORY outcomes."""
     hit_history = (hit_history << 1) | right
     return hit_history if hit_history < 2 * _FULL else (hit_history & (_FULL - 1)) | _FULL
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _count_known(hit_history):
     """Return how many outcomes are known: the index of the leading one."""
     n = 0
@@ -177,7 +177,7 @@ def _count_known(hit_history):
     return n
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _hit_rate_class(hit_history):
     """Return 0 if too few outcomes are known; 1 .. 4: few to nearly all of the latest tokens were predicted."""
     if hit_history < 256:
@@ -186,7 +186,7 @@ def _hit_rate_class(hit_history):
     return 1 + (8 * right > 3 * known) + (8 * right > 5 * known) + (20 * right > 17 * known)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _hit_rate_level(hit_history):
     """Return a level of the hit rate, 1 .. 8, over the latest 16 outcomes; 0: none yet."""
     if hit_history < 2:
@@ -196,7 +196,7 @@ def _hit_rate_level(hit_history):
     return 1 + _HIT_RATE_LEVELS[16 * (_count_bits(hit_history) - 1) // _count_known(hit_history)]
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _context_state(seen, visits, run):
     """Return a candidate's state in one context: a bit per latest event, newest lowest, set if it followed, after a leading one."""
     if seen == 0:
@@ -206,7 +206,7 @@ def _context_state(seen, visits, run):
     return (1 << visits) | seen
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _find_candidate(nodes, q, n, token):
     """Return the index of the token among the n candidates from row q on, n if it is not there. The caller adds it if there is room."""
     j = 0
@@ -215,7 +215,7 @@ def _find_candidate(nodes, q, n, token):
     return j
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _read_recent(state, seq, nodes, r, first, recent):
     """Write the tokens before the children of node r, newest first; return how many."""
     tokens, mask, n, node = seq.tokens, len(seq.tokens) - 1, 0, r - first
@@ -230,7 +230,7 @@ def _read_recent(state, seq, nodes, r, first, recent):
     return min(longest, last + 1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _find_copied(state, seq, nodes, r, m, scratch):
     """Return the token that node r copies: at the position being followed, or, if a longer context matches, at its nearest occurrence."""
     at, matched, mask = nodes.cursor[r, 0], nodes.cursor[r, 1], len(seq.tokens) - 1
@@ -249,7 +249,7 @@ def _find_copied(state, seq, nodes, r, m, scratch):
     return np.int64(seq.tokens[at & mask]) if state[START] <= at < state[LENGTH] else np.int64(-1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _add_external(nodes, r, n, external, tree, n_drafters, scratch):
     """Add the external trees' children of node r to its n candidates and return the new n. Fills scratch.codes (-1: not proposed)."""
     q = r * MAX_CANDIDATES
@@ -270,19 +270,19 @@ def _add_external(nodes, r, n, external, tree, n_drafters, scratch):
     return n
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def pair_key(a, b):
     """Return the key of two neighbouring tokens, the later one last."""
     return (np.int64(a) << 32) | np.int64(b)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def pair_row(key, n):
     """Return the row of a pair in a table of n (a power of two) rows."""
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)) & (n - 1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _add_recycled(nodes, q, n, tokens, gaps, states):
     """Add a row of recycled candidates; return the new n. states [MAX_CANDIDATES]: 1 for candidates that are not in it."""
     for j in range(MAX_CANDIDATES):
@@ -298,7 +298,7 @@ def _add_recycled(nodes, q, n, tokens, gaps, states):
     return n
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _count_events(seq, nodes, q, n, k, at, alike_longer, scratch):
     """Record in which of the latest events of one context each candidate followed; add its tokens as candidates; return the new n."""
     heads, totals, runs, visits, seen = scratch.heads, scratch.totals, scratch.runs, scratch.visits, scratch.seen
@@ -326,7 +326,7 @@ def _count_events(seq, nodes, q, n, k, at, alike_longer, scratch):
     return n
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def extract_features(state, seq, cached_state, cached, prediction, recycled, nodes, r, first, external, tree, n_drafters, scratch):
     """Collect the candidates below node r and every group's state of them.
 

@@ -85,7 +85,7 @@ def view_arrays(state, contexts):
     return TableView(table, tokens, links, contexts)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _fnv_token(h, token):
     """Continue the 64-bit FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv/) `h` with a token's four bytes."""
     x = np.uint64(token)
@@ -95,12 +95,12 @@ def _fnv_token(h, token):
     return (h ^ ((x >> _24) & _BYTE)) * FNV_PRIME
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _home_entry(key, shift):
     return np.int64((key * _GOLDEN) >> np.uint64(shift))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _find_entry(table, shift, key):
     """Return the index of the entry with this key, or of the empty one where it would go."""
     mask = (len(table) >> 1) - 1
@@ -110,7 +110,7 @@ def _find_entry(table, shift, key):
     return s
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _pack_entry(head, total, run):
     return (np.uint64(head) << _32) | (np.uint64(total) << _8) | np.uint64(run)
 
@@ -132,13 +132,13 @@ def _remove_entry(table, shift, hole):
     table[2 * hole] = _ZERO
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _gap_key(a, b):
     h = _fnv_token(_fnv_token(FNV_OFFSET ^ _GOLDEN, a), b)
     return h if h != _ZERO else _ONE
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _event_keys(seq, position, keys):
     """Write the keys of the contexts that end just before `position`, the gapped one last; return how many of the ladder have one."""
     mask, K = len(seq.tokens) - 1, len(seq.contexts)
@@ -155,7 +155,7 @@ def _event_keys(seq, position, keys):
     return K
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _add_event(state, seq, position, keys):
     K, mask = len(seq.contexts) + 1, len(seq.tokens) - 1
     token = seq.tokens[position & mask]
@@ -178,7 +178,7 @@ def _add_event(state, seq, position, keys):
             seq.links[row + k] = head
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _forget_event(state, seq, position, keys):
     K = len(seq.contexts) + 1
     n = _event_keys(seq, position, keys)
@@ -203,7 +203,7 @@ def has_room_for(state, contexts, history, n):
     return ring <= state[CAP] and state[ENTRIES] + n * (len(contexts) + 1) <= size - (size >> 2)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def push_token(state, seq, token, history, keys):
     """Append one token and its events; forget the event that leaves the window."""
     i = state[LENGTH]
@@ -250,10 +250,11 @@ def copy_tables(old, new, contexts):
     for i in range(max(old[LENGTH] - old[CAP], 0), old[LENGTH]):
         p, q = i & (old[CAP] - 1), i & (new[CAP] - 1)
         b.tokens[q] = a.tokens[p]
-        b.links[q * K : q * K + K] = a.links[p * K : p * K + K]
+        for j in range(K):  # copying a slice would compile an error message of other shapes, for 2 s
+            b.links[q * K + j] = a.links[p * K + j]
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _read_entry(table, s, heads, totals, runs, k):
     value = table[2 * s + 1]
     heads[k] = np.int64(value >> _32)
@@ -261,7 +262,7 @@ def _read_entry(table, s, heads, totals, runs, k):
     runs[k] = np.int64(value & _BYTE)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, runs):
     """Look the contexts that end in `recent` (newest first) up in a sequence's tables and another's; return how many orders each has.
 
@@ -289,7 +290,7 @@ def look_up(state, seq, other_state, other, recent, n_recent, heads, totals, run
     return mine, theirs
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def look_up_gap(state, seq, recent, n_recent, heads, totals, runs, k):
     """Look the gapped context up; write its entry at k; return whether there is one."""
     if n_recent < GAP_REACH or len(seq.contexts) == 0:

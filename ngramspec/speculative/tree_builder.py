@@ -144,7 +144,7 @@ def _view_arrays(draft_state):
     return unowned_view(draft_state.states), unowned_view(draft_state.contexts), nodes, weights, scratch, calibration
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def score_candidates(
     state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, calibration, source_map, scratch
 ):
@@ -179,7 +179,7 @@ def score_candidates(
             nodes.cand_prob[c] /= total
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _learn_from_node(nodes, r, truth, kind, n_drafters, weights, rates, calibration):
     """Learn that `truth` follows node r: one step down the gradient of the log loss, with rates of mix and states.
 
@@ -199,7 +199,7 @@ def _learn_from_node(nodes, r, truth, kind, n_drafters, weights, rates, calibrat
         weights.mix[w, BIAS] += rates[0] * error
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _sift_up(keys, refs, i):
     key, ref = keys[i], refs[i]
     while i:
@@ -211,7 +211,7 @@ def _sift_up(keys, refs, i):
     keys[i], refs[i] = key, ref
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _sift_down(keys, refs, n):
     key, ref, i = keys[0], refs[0], 0
     while True:
@@ -242,7 +242,7 @@ def _find_ban(bans, slot, token):
     return 1 + (bans.codes[slot, lo] & 1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def _push_children(nodes, r, bans, slot, chains, keys, refs, size):
     """Push the children of node r onto the heap, for a chain only the most likely one; return the heap's new size."""
     first = size
@@ -261,14 +261,14 @@ def _push_children(nodes, r, bans, slot, chains, keys, refs, size):
     return size
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def follow_copy(state, seq, at, matched, misses, token):
     """Call `follow_text` for the sequence's own text."""
     mask = len(seq.tokens) - 1
     return follow_text(seq.tokens, mask, max(state[LENGTH] - mask, 0), state[LENGTH], at, matched, misses, token)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, forceinline=True)
 def follow_prediction(state, at, matched, misses, token):
     """Call `follow_text` for the predicted output."""
     if at < 0:

@@ -156,8 +156,7 @@ class CostModel:
         return table
 
 
-@njit(cache=True, nogil=True)
-def _lower_hull(x, y):
+def _lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return the greatest convex function below the points, at the points: [n] float64."""
     n = len(x)
     corners = np.empty(n, np.int64)
