@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -209,19 +210,21 @@ def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("+avx2,+fma,+f16c,+avx512bw") == ["maddubs", "maddubs", "plain"]
     assert names("+avx2,+fma,+f16c,+avx512bw,+avx512vnni") == ["vnni512", "maddubs", "plain"]
     assert names("+neon,+dotprod") == ["neon", "plain"]
+    assert names("+neon,+dotprod,+i8mm") == ["usdot", "neon", "plain"]
+    assert names("+neon,+i8mm") == ["plain"]
     assert names("+neon") == ["plain"]
 
 
-def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool) -> str:
+def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool, dot: str = "neon") -> str:
     """Assembly of the kernels that a processor of that kind with dot products gets."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    triple = "aarch64-unknown-linux-gnu"
+    triple, features = "aarch64-unknown-linux-gnu", "+dotprod,+i8mm" if dot == "usdot" else "+dotprod"
     try:
-        machine = binding.Target.from_triple(triple).create_target_machine(cpu="generic", features="+neon,+dotprod", opt=3)
+        machine = binding.Target.from_triple(triple).create_target_machine(cpu="generic", features=features, opt=3)
     except RuntimeError:
         pytest.skip("this llvmlite does not write code for AArch64")
-    target = Target("NEON", "neon", "generic", "+neon,+dotprod", True, 6)
+    target = Target("NEON", dot, "generic", features, True, 6)
     source = module.build_module(target, fmt, counts, module.emit_int8 if int8 else module.emit_float32)
     parsed = binding.parse_assembly(re.sub('target triple = ".*"', f'target triple = "{triple}"', source))
     parsed.verify()
@@ -231,12 +234,15 @@ def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "IQ4_XS"])
-def test_code_for_arm(kind: str) -> None:
-    """A block of 32 inputs by 16 outputs takes 32 instructions for each row."""
-    code = aarch64(QUANTISED[kind], (1, 4), True)
+@pytest.mark.parametrize(("dot", "instruction"), [("neon", "sdot"), ("usdot", "usdot")])
+def test_code_for_arm(kind: str, dot: str, instruction: str) -> None:
+    """A block of 32 inputs by 16 outputs takes 32 instructions for each row; `usdot` flips no sign bits before."""
+    code = aarch64(QUANTISED[kind], (1, 4), True, dot)
     one, four = re.split(r"^rows_4:", code, flags=re.MULTILINE)
-    assert len(re.findall(r"\bsdot\t", one)) == 32
-    assert len(re.findall(r"\bsdot\t", four)) == 4 * 32
+    assert len(re.findall(rf"\b{instruction}\t", one)) == 32
+    assert len(re.findall(rf"\b{instruction}\t", four)) == 4 * 32
+    if kind == "Q8_0":
+        assert len(re.findall(r"\beor\t", one)) == (32 if dot == "neon" else 0)
 
 
 def test_float32_code_for_arm() -> None:
@@ -280,10 +286,20 @@ def digest() -> str:
     return f"{get_host_target().dot} {get_host_target().halves} {digest.hexdigest()}"
 
 
+# Another processor of this kind: its name, its features, and what its target is. All processors of the kind can run its code.
+OTHERS = {
+    "x86_64": ("haswell", "+avx2,+fma,+avx,+f16c", ["maddubs", "True"]),
+    "aarch64": ("generic", "+neon", ["plain", "False"]),
+}
+KIND = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+
+
+@pytest.mark.skipif(KIND not in OTHERS, reason=f"no other processor of the kind {KIND} is known here")
 def test_bits_are_those_of_another_processor() -> None:
-    """A processor without AVX-512 has other instructions, other tiles and other sums of rows."""
+    """A processor without this one's best instructions has other ones, other tiles and other sums of rows."""
     path = os.pathsep.join((str(Path(__file__).parents[3]), str(Path(__file__).parent)))
-    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+f16c", "PYTHONPATH": path}
+    name, features, target = OTHERS[KIND]
+    variables = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "PYTHONPATH": path}
     command = [sys.executable, "-c", "import test_kernels; print(test_kernels.digest())"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | features)
-    assert done.stdout.split() == ["maddubs", "True", digest().split()[2]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | variables)
+    assert done.stdout.split() == [*target, digest().split()[2]]

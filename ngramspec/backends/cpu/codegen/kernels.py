@@ -19,6 +19,7 @@ from llvmlite import binding, ir
 from numba.core import config as numba_config
 
 from ngramspec.backends.cpu import formats
+from ngramspec.backends.cpu.codegen.arm_features import detect_arm_features
 from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 from ngramspec.sampling import numeric
 
@@ -47,7 +48,7 @@ class Target(NamedTuple):
 
     name: str
     dot: str
-    """How codes are multiplied: "vnni512", "vnni256", "maddubs", "neon" or "plain"."""
+    """How codes are multiplied: "vnni512", "vnni256", "maddubs", "usdot", "neon" or "plain"."""
     cpu: str
     features: str
     halves: bool
@@ -67,6 +68,7 @@ def list_targets() -> list[Target]:
         has = dict(binding.get_host_cpu_features())
     except RuntimeError:  # a processor that does not tell
         has = {}
+    has |= detect_arm_features()  # LLVM does not report them
     if numba_config.CPU_FEATURES:  # as whoever wants to see another processor's code sets it
         has = {name[1:]: name[0] == "+" for name in numba_config.CPU_FEATURES.split(",") if name}
     cpu = numba_config.CPU_NAME or binding.get_host_cpu_name()
@@ -80,6 +82,8 @@ def list_targets() -> list[Target]:
         found.append(Target("AVX-VNNI", "vnni256", "x86-64-v3", "+avxvnni", True, 6))
     if has.get("avx2") and has.get("fma") and has.get("f16c"):
         found.append(Target("AVX2", "maddubs", "x86-64-v3", "", True, 6))
+    if has.get("dotprod") and has.get("i8mm"):
+        found.append(Target("NEON i8mm", "usdot", cpu, flags, True, 6))
     if has.get("dotprod"):
         found.append(Target("NEON", "neon", cpu, flags, True, 6))
     plain_cpu = "x86-64" if binding.get_default_triple().startswith(("x86_64", "amd64")) else "generic"
@@ -389,12 +393,14 @@ class Emitter:
             x = self.spread(four, 8)
             name = "llvm.x86.avx512.vpdpbusd.256"
             return self.join([self.call(name, t.type, t, *self.cast_operands(t, c, x, 32)) for t, c in pieces])
-        if kind == "neon":
-            flipped = self.b.xor(codes, self.splat_words(0x80808080)) if bits == 8 else codes  # as signed bytes: 128 less
+        if kind in ("usdot", "neon"):
+            if kind == "neon" and bits == 8:
+                codes = self.b.xor(codes, self.splat_words(0x80808080))  # as signed bytes: 128 less
+            name = f"llvm.aarch64.neon.{'usdot' if kind == 'usdot' else 'sdot'}.v4i32.v16i8"
             x = self.b.bitcast(self.spread(four, 4), ir.VectorType(BYTE, 16))
             sums = [
-                self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", t.type, t, c, x)
-                for t, c in zip(self.split(total, 4), self.split(self.b.bitcast(flipped, BYTES), 16), strict=True)
+                self.call(name, t.type, t, c, x)
+                for t, c in zip(self.split(total, 4), self.split(self.b.bitcast(codes, BYTES), 16), strict=True)
             ]
             return self.join(sums)
         for j in range(4):
