@@ -50,7 +50,7 @@ class EngineConfig:
         metavar="none|q8_0",
         panel=_MODEL,
     )
-    threads: int | None = option(None, Integer(1, optional=True), "Processor threads. Default: all cores.", panel=_MODEL)
+    threads: int | None = option(None, Integer(1, optional=True), "Processor threads. Default: one per performance core.", panel=_MODEL)
     max_model_len: int | None = option(
         None, Integer(2, optional=True), "Most tokens of prompt and output. Default: what model and memory allow.", panel=_MODEL
     )

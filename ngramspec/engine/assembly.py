@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
 
 from ngramspec.backends.base import Runner
+from ngramspec.backends.cpu.cores import count_cores
 from ngramspec.backends.cpu.llama_runner import LlamaRunner, count_packed_bytes
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
@@ -105,7 +104,7 @@ def check_device(config: EngineConfig) -> DeviceConfig:
     if kind == "cuda" and (config.precision, config.kv_dtype, config.quantize) != ("auto", "auto", "none"):
         raise InvalidInputError("precision, kv_dtype and quantize are settings of the CPU; on CUDA, dtype says both")
     exact = config.linears == "exact"
-    threads = config.threads or n_cores()
+    threads = config.threads or count_cores()
     return DeviceConfig(device, dtype, threads, max_rows, exact, config.precision if exact else "float32")
 
 
@@ -294,21 +293,6 @@ def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter
         similar=config.similar,
         drafters=drafters,
     )
-
-
-def n_cores() -> int:
-    """Cores that this process may use; two threads of one core count once."""
-    try:
-        mine = os.sched_getaffinity(0)
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
-    siblings = set()
-    for cpu in mine:
-        try:
-            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
-        except OSError:
-            siblings.add(str(cpu))
-    return len(siblings)
 
 
 def _default_kv_bytes() -> int:

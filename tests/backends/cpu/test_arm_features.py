@@ -29,7 +29,7 @@ hw.optional.arm.FEAT_I8MM: 0
 """
 
 
-def cpuinfo(*cores: tuple[str, str]) -> str:
+def write_cpuinfo(*cores: tuple[str, str]) -> str:
     """The text of /proc/cpuinfo for cores with these features and part numbers."""
     return "".join(
         f"processor\t: {i}\nBogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
@@ -40,12 +40,12 @@ def cpuinfo(*cores: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize(("features", "part", "expected"), [m[1:] for m in LINUX], ids=[m[0] for m in LINUX])
 def test_linux(features: str, part: str, expected: dict[str, bool]) -> None:
-    assert parse_cpuinfo(cpuinfo(*[(features, part)] * 4)) == expected
+    assert parse_cpuinfo(write_cpuinfo(*[(features, part)] * 4)) == expected
 
 
 def test_only_what_all_cores_have() -> None:
-    assert parse_cpuinfo(cpuinfo((NEOVERSE_V1, "0xd40"), (CORTEX_A76, "0xd0b"))) == {"dotprod": True, "i8mm": False}
-    assert parse_cpuinfo(cpuinfo((NEOVERSE_V1, "0xd40"), (CORTEX_A72, "0xd08"))) == {"dotprod": False, "i8mm": False}
+    assert parse_cpuinfo(write_cpuinfo((NEOVERSE_V1, "0xd40"), (CORTEX_A76, "0xd0b"))) == {"dotprod": True, "i8mm": False}
+    assert parse_cpuinfo(write_cpuinfo((NEOVERSE_V1, "0xd40"), (CORTEX_A72, "0xd08"))) == {"dotprod": False, "i8mm": False}
 
 
 def test_a_text_that_tells_nothing() -> None:
