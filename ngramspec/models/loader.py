@@ -37,6 +37,7 @@ from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import read_shape
 from ngramspec.models.start_cache import Progress, get_derived_folder, remove_converted
 from ngramspec.models.tensor_source import TensorSource, to_q8_source
+from ngramspec.tokenizer.deferred import DeferredTokenizer
 from ngramspec.tokenizer.encode import get_added_tokens
 
 DEQUANTISED = ("fp8", "mxfp4")  # Quantisation methods that transformers dequantises while it loads, without another package.
@@ -256,7 +257,7 @@ def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
         raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
     try:
         if (folder / start_cache.TENSOR_NAMES).is_file():
-            return start_cache.read_tokenizer(folder)
+            return DeferredTokenizer(folder).whole
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Tokenizer libraries raise bare Exceptions for damaged files.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -23,10 +24,9 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import transformers
 from filelock import FileLock, Timeout
 
 from ngramspec.errors import UnsupportedModelError
@@ -34,9 +34,7 @@ from ngramspec.models import gguf
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.models.tensor_source import KINDS, ComputedTensor, FileTensor, StoredTensor, TensorSource, WeightFile, interleaved_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
@@ -44,6 +42,8 @@ RECORD_FORMAT, FOLDER_FORMAT = 2, 3  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
+
+_TRANSFORMERS = importlib.metadata.version("transformers")  # importing it takes a second
 
 TENSOR_NAMES = "tensors.json"  # per parameter: its tensor, the rule between the two, and the heads of an interleaving rule
 ROPE_FACTORS = "rope_freqs.weight"  # tensor that divides the frequencies of rotary angles: Llama 3's scaling, not in the metadata
@@ -89,7 +89,7 @@ def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) 
         if not path.is_file() or path.suffix.lower() != ".gguf":
             return None
         file = gguf.read(path)
-        key = [RECORD_FORMAT, transformers.__version__, _describe_processor(), _digest_code(), file.fingerprint(), list(map(str, settings))]
+        key = [RECORD_FORMAT, _TRANSFORMERS, _describe_processor(), _digest_code(), file.fingerprint(), list(map(str, settings))]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         return StartRecord(cache_dir / "starts" / f"{name}.json", file)
     return None
@@ -201,7 +201,7 @@ def _make_cached_folder(file: Gguf, derive: Callable[[Gguf, Path], None], cache_
 
 
 def _describe_origin(file: Gguf) -> dict[str, Any]:
-    return {"format": FOLDER_FORMAT, "transformers": transformers.__version__, **file.fingerprint()}
+    return {"format": FOLDER_FORMAT, "transformers": _TRANSFORMERS, **file.fingerprint()}
 
 
 def _write_manifest(folder: Path, file: Gguf) -> None:
@@ -238,19 +238,9 @@ def reopen_model(file: Gguf, tokenizer: Any, cache_dir: Path) -> CachedModel | N
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = json.loads((folder / "config.json").read_bytes())
         ends = read_end_token_ids(folder, tokenizer)
-        tokenizer = tokenizer or read_tokenizer(folder)
+        tokenizer = tokenizer or DeferredTokenizer(folder)
         return CachedModel(read_tensor_source(file, folder), tokenizer, file.name, config, ends)
     return None
-
-
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Read the tokenizer of a derived folder. `from_pretrained` makes the same one, but parses its megabytes twice."""
-    from transformers import PreTrainedTokenizerFast
-
-    config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    template = folder / "chat_template.jinja"
-    config["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **config)
 
 
 def read_end_token_ids(folder: Path, given: Any = None) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ module does not know file formats, tensor names, or what callers do with the row
 from __future__ import annotations
 
 import math
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -203,12 +204,18 @@ class WeightFile:
         """Fill an array with the bytes from `offset` on. Raises ModelNotFoundError if the file ends before, or cannot be read."""
         into, done = rows.reshape(-1).data, 0
         try:
-            with self._lock:
-                self._file.seek(offset)
-                while done < len(into):
-                    n = self._file.readinto(into[done:])
-                    if not n:
-                        raise ModelNotFoundError(f"{self.path} ends at byte {offset + done}, before the weights that its header names")
-                    done += n
+            while done < len(into):
+                n = self._read_part(into[done:], offset + done)
+                if not n:
+                    raise ModelNotFoundError(f"{self.path} ends at byte {offset + done}, before the weights that its header names")
+                done += n
         except OSError as error:
             raise ModelNotFoundError(f"{self.path} cannot be read: {error}") from error
+
+    def _read_part(self, into: memoryview, offset: int) -> int:
+        """Read as much as the system gives at once, without a lock if it can read at a position; return the number of bytes."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [into], offset)
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.readinto(into) or 0

@@ -166,7 +166,7 @@ class Proposer(Speculator):
     def _make_draft_state(self) -> DraftState:
         tables = self._states, self._output_cache.states, self._contexts
         learned = self._recycled, self._calibration, SOURCE_MAP, self._rates
-        return DraftState(*tables, self._nodes, self.weights, self._bans, *learned, self._scratch)
+        return tree_builder.new_draft_state(*tables, self._nodes, self.weights, self._bans, *learned, self._scratch)
 
     def bind(self, runner: Any) -> None:
         for drafter in self.drafters:

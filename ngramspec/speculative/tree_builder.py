@@ -108,6 +108,12 @@ structref.define_proxy(DraftState, DraftStateType, list(_DRAFT_STATE_FIELDS))
 
 
 @njit(cache=True, nogil=True)
+def new_draft_state(*members):
+    """Return a DraftState. One made by Python would be compiled anew in every process, for a second."""
+    return DraftState(*members)
+
+
+@njit(cache=True, nogil=True)
 def _view_arrays(draft_state):
     """Return the arrays without reference counts: valid while the caller holds the originals."""
     nodes, scratch, calibration, weights = draft_state.nodes, draft_state.scratch, draft_state.calibration, draft_state.weights

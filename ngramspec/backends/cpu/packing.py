@@ -1,24 +1,29 @@
 """Pack weights for the matrix product: rows of a file's quant blocks go in, panels of 16 outputs of the same size come out (`formats`).
 
-Blocks are taken apart bit by bit as GGML lays them out (ggml-common.h); nothing is computed with them. Large matrices are read piece by
-piece. The module does not know who multiplies with them.
+Blocks are taken apart as GGML lays them out (ggml-common.h), four codes at a time: a word of 4 bytes goes in, a word of a panel's vector
+comes out. Nothing is computed with them. Several threads read and pack a piece of a matrix each, small enough to stay in their caches. The
+module does not know who multiplies with them.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from numba import prange
+from numba import get_num_threads
 
+from ngramspec.backends.cpu.codegen.intrinsics import load_word, store_word
 from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat, count_panel_bytes, get_format
 from ngramspec.datastore.code_cache import njit
 
-PIECE = 16 << 20  # Bytes of a matrix that are read at a time.
+PIECE = 1 << 20  # Bytes of a matrix that a thread reads at a time.
 _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _IQ4_NL, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_XS = range(12)
+# The low bit, 2 bits and 4 bits of each byte of a word.
+_1, _2, _4 = np.uint64(0x01010101), np.uint64(0x03030303), np.uint64(0x0F0F0F0F)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def packed_bytes(kind: str, n_out: int, n_in: int) -> int:
 def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray], arena: Arena) -> PackedWeight:
     """Pack a weight of shape [N, K] and GGML's type `kind`; `rows(first, end)` returns its rows, uint8 [end - first, bytes of a row].
 
-    Raises MemoryError, and what `rows` raises.
+    `rows` is called by several threads at once. Raises MemoryError, and what `rows` raises.
     """
     fmt, (n_out, n_in) = get_format(kind), shape
     n_panels, n_blocks = -(-n_out // WIDTH), -(-n_in // DEPTH)
@@ -89,25 +94,32 @@ def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray]
     weight = PackedWeight(fmt, n_out, n_in, data)
     row_bytes = max(1, len(rows(0, 1)[0]))
     step = max(1, PIECE // row_bytes // WIDTH) * WIDTH
-    for first in range(0, n_out, step):
+    assert isinstance(fmt, PlainFormat) or n_in % DEPTH == 0, (kind, n_in)
+
+    def pack_piece(first: int) -> None:
         some = np.ascontiguousarray(rows(first, min(n_out, first + step)))
         panels = data[first // WIDTH : -(-min(n_out, first + step) // WIDTH)]
         if isinstance(fmt, PlainFormat):
             numbers = np.dtype(np.uint32 if fmt is PlainFormat.F32 else np.uint16)
             _pack_numbers(some.view(numbers), panels.view(numbers).reshape(len(panels), n_blocks * DEPTH, WIDTH))
         else:
-            assert n_in % DEPTH == 0, (kind, n_in)
             _pack_blocks(_KINDS.index(kind), some, panels, n_blocks, weight.super_at, weight.codes_at)
+
+    pieces = range(0, n_out, step)
+    if len(pieces) == 1:
+        pack_piece(0)
+    else:
+        with ThreadPoolExecutor(get_num_threads()) as pool:
+            list(pool.map(pack_piece, pieces))
     return weight
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True)
 def _pack_numbers(rows, panels):
     n, k = rows.shape
-    for panel in prange(panels.shape[0]):
-        p = np.int64(panel)
-        for lane in range(min(WIDTH, n - p * WIDTH)):
-            for j in range(k):
+    for p in range(panels.shape[0]):
+        for j in range(k):
+            for lane in range(min(WIDTH, n - p * WIDTH)):
                 panels[p, j, lane] = rows[p * WIDTH + lane, j]
 
 
@@ -124,54 +136,69 @@ def _copy_half(to, at, lane, source, s):
 
 
 @njit(cache=True, nogil=True)
-def _copy_nibbles(to, at, lane, source, s):
+def _load(address, word, shift, mask):
+    """Return a word's bits from `shift` on that are in `mask`."""
+    return (load_word(address + 4 * word) >> np.uint64(shift)) & mask
+
+
+@njit(cache=True, nogil=True)
+def _copy_nibbles(to, source):
     """Copy 16 bytes whose low halves are the first 16 inputs, as they are."""
     for v in range(4):
-        for j in range(4):
-            to[at + LINE * v + 4 * lane + j] = source[s + 4 * v + j]
+        store_word(to + LINE * v, load_word(source + 4 * v))
 
 
 @njit(cache=True, nogil=True)
-def _pack_plane_4(to, at, lane, codes):
+def _pack_plane_4(to, source, shift):
+    """Pack the 4 bits from `shift` on of 32 bytes."""
     for v in range(4):
-        for j in range(4):
-            to[at + LINE * v + 4 * lane + j] = (codes[4 * v + j] & 15) | (codes[16 + 4 * v + j] & 15) << 4
+        store_word(to + LINE * v, _load(source, v, shift, _4) | _load(source, v + 4, shift, _4) << np.uint64(4))
 
 
 @njit(cache=True, nogil=True)
-def _pack_plane_2(to, at, lane, codes, low):
+def _pack_plane_2(to, source, shift):
+    """Pack the 2 bits from `shift` on of 32 bytes."""
     for v in range(2):
-        for j in range(4):
-            value = 0
-            for g in range(4):
-                value |= (_read_byte(codes, 16 * v + 4 * g + j) >> low & 3) << 2 * g
-            to[at + LINE * v + 4 * lane + j] = value
+        word = np.uint64(0)
+        for g in range(4):
+            word |= _load(source, 4 * v + g, shift, _2) << np.uint64(2 * g)
+        store_word(to + LINE * v, word)
 
 
 @njit(cache=True, nogil=True)
-def _pack_plane_1(to, at, lane, codes, low):
+def _pack_plane_1(to, source, shift):
+    """Pack bit `shift` of 32 bytes."""
+    word = np.uint64(0)
+    for g in range(8):
+        word |= _load(source, g, shift, _1) << np.uint64(g)
+    store_word(to, word)
+
+
+@njit(cache=True, nogil=True)
+def _pack_bits(to, source):
+    """Pack 32 bits that are side by side: bit 4 g + j becomes bit g of byte j."""
+    bits, word = load_word(source), np.uint64(0)
     for j in range(4):
-        value = 0
         for g in range(8):
-            value |= (_read_byte(codes, 4 * g + j) >> low & 1) << g
-        to[at + 4 * lane + j] = value
+            word |= (bits >> np.uint64(4 * g + j) & np.uint64(1)) << np.uint64(8 * j + g)
+    store_word(to, word)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True)
 def _pack_blocks(kind, rows, panels, n_blocks, super_at, codes_at):
     n = rows.shape[0]
-    for panel in prange(panels.shape[0]):
-        p = np.int64(panel)
-        codes = np.empty(DEPTH, np.uint8)
+    for p in range(panels.shape[0]):
         for lane in range(min(WIDTH, n - p * WIDTH)):
+            row, to = rows[p * WIDTH + lane], panels[p]
             if kind >= _Q2_K:
-                _pack_super_row(kind, rows[p * WIDTH + lane], panels[p], lane, n_blocks, super_at, codes_at, codes)
+                _pack_super_row(kind, row, to, lane, n_blocks, super_at, to.ctypes.data + codes_at + 4 * lane)
             else:
-                _pack_row(kind, rows[p * WIDTH + lane], panels[p], lane, n_blocks, codes_at, codes)
+                _pack_row(kind, row, to, lane, n_blocks, to.ctypes.data + codes_at + 4 * lane)
 
 
 @njit(cache=True, nogil=True)
-def _pack_row(kind, row, to, lane, n_blocks, codes_at, codes):
+def _pack_row(kind, row, to, lane, n_blocks, codes_to):
+    """Pack a row [bytes] of blocks with float16 scales; `codes_to`: address of the lane's first word of codes."""
     offsets = kind in (_Q4_1, _Q5_1)
     size = row.shape[0] // n_blocks
     scale_bytes = 4 * WIDTH if offsets else 2 * WIDTH
@@ -180,24 +207,20 @@ def _pack_row(kind, row, to, lane, n_blocks, codes_at, codes):
         _copy_half(to, b * scale_bytes, lane, row, s)
         if offsets:
             _copy_half(to, b * scale_bytes + 2 * WIDTH, lane, row, s + 2)
-        q = s + (4 if offsets else 2)
+        q = row.ctypes.data + s + (4 if offsets else 2)
         if kind == _Q8_0:
-            at = codes_at + b * DEPTH * WIDTH
             for g in range(8):
-                for j in range(4):
-                    to[at + LINE * g + 4 * lane + j] = _read_byte(row, q + 4 * g + j) ^ 128
+                store_word(codes_to + (8 * b + g) * LINE, load_word(q + 4 * g) ^ np.uint64(0x80808080))
         elif kind in (_Q5_0, _Q5_1):
-            at = codes_at + b * 5 * LINE
-            _copy_nibbles(to, at, lane, row, q + 4)
-            for i in range(DEPTH):
-                codes[i] = _read_byte(row, q + (i >> 3)) >> (i & 7) & 1
-            _pack_plane_1(to, at + 4 * LINE, lane, codes, 0)
+            _copy_nibbles(codes_to + 5 * b * LINE, q + 4)
+            _pack_bits(codes_to + (5 * b + 4) * LINE, q)
         else:
-            _copy_nibbles(to, codes_at + b * 4 * LINE, lane, row, q)
+            _copy_nibbles(codes_to + 4 * b * LINE, q)
 
 
 @njit(cache=True, nogil=True)
-def _pack_super_row(kind, row, to, lane, n_blocks, super_at, codes_at, codes):
+def _pack_super_row(kind, row, to, lane, n_blocks, super_at, codes_to):
+    """Pack a row [bytes] of super-blocks; `codes_to`: address of the lane's first word of codes."""
     n_supers = n_blocks // SUPER
     size = row.shape[0] // n_supers
     for u in range(n_supers):
@@ -211,6 +234,7 @@ def _pack_super_row(kind, row, to, lane, n_blocks, super_at, codes_at, codes):
         else:
             d = 108 if kind == _Q3_K else (208 if kind == _Q6_K else 0)
             _copy_half(to, super_at + u * 2 * WIDTH, lane, row, s + d)
+        source = row.ctypes.data + s
         for k in range(SUPER):
             b = u * SUPER + k
             if kind in (_Q4_K, _Q5_K):
@@ -221,45 +245,31 @@ def _pack_super_row(kind, row, to, lane, n_blocks, super_at, codes_at, codes):
                     scale = (_read_byte(row, t + k + 4) & 15) | _read_byte(row, t + k - 4) >> 6 << 4
                     least = _read_byte(row, t + k + 4) >> 4 | _read_byte(row, t + k) >> 6 << 4
                 to[b * 2 * WIDTH + lane], to[b * 2 * WIDTH + WIDTH + lane] = scale, least
-                q = s + (16 if kind == _Q4_K else 48) + 32 * (k // 2)
-                shift = 4 * (k % 2)
-                for i in range(DEPTH):
-                    codes[i] = _read_byte(row, q + i) >> shift & 15
-                at = codes_at + b * (4 if kind == _Q4_K else 5) * LINE
-                _pack_plane_4(to, at, lane, codes)
+                at = codes_to + b * (4 if kind == _Q4_K else 5) * LINE
+                _pack_plane_4(at, source + (16 if kind == _Q4_K else 48) + 32 * (k // 2), 4 * (k % 2))
                 if kind == _Q5_K:
-                    for i in range(DEPTH):
-                        codes[i] = _read_byte(row, s + 16 + i) >> k & 1
-                    _pack_plane_1(to, at + 4 * LINE, lane, codes, 0)
+                    _pack_plane_1(at + 4 * LINE, source + 16, k)
             elif kind == _Q6_K:
                 for half in range(2):
                     to[b * 2 * WIDTH + half * WIDTH + lane] = _read_byte(row, s + 192 + 2 * k + half) ^ 128
-                h, turn = k // 4, k % 4
-                low, high = s + 64 * h + 32 * (turn % 2), s + 128 + 32 * h
-                for i in range(DEPTH):
-                    codes[i] = (_read_byte(row, low + i) >> 4 * (turn // 2) & 15) | (_read_byte(row, high + i) >> 2 * turn & 3) << 4
-                at = codes_at + b * 6 * LINE
-                _pack_plane_4(to, at, lane, codes)
-                _pack_plane_2(to, at + 4 * LINE, lane, codes, 4)
+                h, turn, at = k // 4, k % 4, codes_to + 6 * b * LINE
+                _pack_plane_4(at, source + 64 * h + 32 * (turn % 2), 4 * (turn // 2))
+                _pack_plane_2(at + 4 * LINE, source + 128 + 32 * h, 2 * turn)
             elif kind == _Q2_K:
                 for half in range(2):
                     both = _read_byte(row, s + 2 * k + half)
                     to[b * 4 * WIDTH + half * WIDTH + lane] = both & 15
                     to[b * 4 * WIDTH + (2 + half) * WIDTH + lane] = both >> 4
-                for i in range(DEPTH):
-                    codes[i] = _read_byte(row, s + 16 + 32 * (k // 4) + i) >> 2 * (k % 4) & 3
-                _pack_plane_2(to, codes_at + b * 2 * LINE, lane, codes, 0)
+                _pack_plane_2(codes_to + 2 * b * LINE, source + 16 + 32 * (k // 4), 2 * (k % 4))
             elif kind == _Q3_K:
                 for half in range(2):
                     i = 2 * k + half
                     low = _read_byte(row, s + 96 + i) & 15 if i < 8 else _read_byte(row, s + 96 + i - 8) >> 4
                     to[b * 2 * WIDTH + half * WIDTH + lane] = low | (_read_byte(row, s + 104 + i % 4) >> 2 * (i // 4) & 3) << 4
-                for i in range(DEPTH):
-                    codes[i] = (_read_byte(row, s + 32 + 32 * (k // 4) + i) >> 2 * (k % 4) & 3) | (_read_byte(row, s + i) >> k & 1) << 2
-                at = codes_at + b * 3 * LINE
-                _pack_plane_2(to, at, lane, codes, 0)
-                _pack_plane_1(to, at + 2 * LINE, lane, codes, 2)
+                at = codes_to + 3 * b * LINE
+                _pack_plane_2(at, source + 32 + 32 * (k // 4), 2 * (k % 4))
+                _pack_plane_1(at + 2 * LINE, source, k)
             else:
                 high = _read_byte(row, s + 2 + k // 4) >> 2 * (k % 4) & 3
                 to[b * WIDTH + lane] = (_read_byte(row, s + 4 + k // 2) >> 4 * (k % 2) & 15) | high << 4
-                _copy_nibbles(to, codes_at + b * 4 * LINE, lane, row, s + 8 + 16 * k)
+                _copy_nibbles(codes_to + 4 * b * LINE, source + 8 + 16 * k)

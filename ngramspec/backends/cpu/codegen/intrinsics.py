@@ -1,4 +1,7 @@
-"""Provide numba intrinsics for calls of generated code, atomic counters and waiting loops. Knows nothing of what they are used for."""
+"""Provide numba intrinsics for calls of generated code, words at addresses, atomic counters and waiting loops.
+
+Knows nothing of what they are used for.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,29 @@ def pause(typing_context):
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def load_word(typing_context, address):
+    """Load the 4 bytes at an address, aligned or not, as uint64."""
+
+    def codegen(context, builder, signature, args):
+        word = builder.load(builder.inttoptr(args[0], ir.IntType(32).as_pointer()), align=1)
+        return builder.zext(word, ir.IntType(64))
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic
+def store_word(typing_context, address, word):
+    """Store the low 4 bytes of a word at an address, aligned or not."""
+
+    def codegen(context, builder, signature, args):
+        low = builder.trunc(args[1], ir.IntType(32))
+        builder.store(low, builder.inttoptr(args[0], ir.IntType(32).as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64), codegen
 
 
 @intrinsic

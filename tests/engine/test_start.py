@@ -1,0 +1,89 @@
+"""What a start of the engine on the CPU imports and reads: a later start needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_gguf
+
+from ngramspec.tokenizer.deferred import DeferredTokenizer
+
+_COMPLETE = """
+import sys
+from ngramspec.cli.main import app
+app(["complete", "def f(", "--model", sys.argv[1], "--max-tokens", "4", "--seed", "1", "--quiet"], standalone_mode=False)
+print("\\n", sorted({"torch", "transformers"} & sys.modules.keys()), sep="")
+"""
+_SERVE = """
+import asyncio, os, signal, sys, threading, time, urllib.error, urllib.request
+from ngramspec.cli.main import app
+
+def stop():
+    while True:
+        try:
+            urllib.request.urlopen("http://127.0.0.1:%s/health" % sys.argv[2])
+            break
+        except (OSError, urllib.error.HTTPError):
+            time.sleep(0.1)
+    print(sorted({"torch", "transformers"} & sys.modules.keys()), flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=stop, daemon=True).start()
+app(["serve", "--model", sys.argv[1], "--port", sys.argv[2]], standalone_mode=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf.write(tmp_path_factory.mktemp("start") / "tiny.gguf", "qwen2", "Q4_K", std=0.1)
+
+
+def find_free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def run(program: str, *arguments: str) -> list[str]:
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_a_later_start_imports_neither_torch_nor_transformers(path: Path) -> None:
+    first, second = run(_COMPLETE, str(path)), run(_COMPLETE, str(path))
+    assert first[-1] == "['torch', 'transformers']"
+    assert second == [*first[:-1], "[]"]
+    assert run(_SERVE, str(path), str(find_free_port()))[-1] == "[]"
+
+
+def test_a_deferred_tokenizer_is_that_of_transformers(path: Path) -> None:
+    from ngramspec.datastore.cache_dir import cache_dir
+    from ngramspec.models import gguf
+    from ngramspec.models.loader import load_tokenizer
+    from ngramspec.models.start_cache import get_folder_path
+
+    whole = load_tokenizer(str(path))
+    deferred = DeferredTokenizer(get_folder_path(gguf.read(path), cache_dir()))
+    assert deferred.backend_tokenizer.to_str() == whole.backend_tokenizer.to_str()
+    for name in (
+        "special_tokens_map",
+        "eos_token_id",
+        "bos_token_id",
+        "mask_token_id",
+        "chat_template",
+        "added_tokens_decoder",
+        "eos_token",
+    ):
+        assert getattr(deferred, name) == getattr(whole, name), name
+    for text in ("", "def f(x):\n    return 1", "<|endoftext|>ä"):
+        for special in (True, False):
+            ids = deferred(text, add_special_tokens=special)["input_ids"]
+            assert ids == whole(text, add_special_tokens=special)["input_ids"]
+        for options in ({}, {"skip_special_tokens": True}, {"clean_up_tokenization_spaces": False}):
+            assert deferred.decode(ids, **options) == whole.decode(ids, **options)
+    assert len(deferred) == len(whole)
+    with pytest.raises(AttributeError):
+        _ = deferred.no_such_thing
