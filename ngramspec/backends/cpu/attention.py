@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import get_num_threads, prange
 
-from ngramspec.backends.cpu.codegen.simd import CHAINS, LOWEST, STEP, load_as_float32, multiply_add, replace_by_exponentials, to_kv_dtype
+from ngramspec.backends.cpu.codegen.simd import (
+    LOWEST,
+    TILE_BLOCKS,
+    TILE_PANELS,
+    TILE_ROWS,
+    load_as_float32,
+    mix_blocks,
+    multiply_add,
+    replace_by_exponentials,
+    score_blocks,
+    to_kv_dtype,
+)
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import UnsupportedModelError
@@ -48,57 +59,77 @@ def _softmax(s, start, end):
 
 
 @cache
-def _make_multiply_add(panels, rows, step, onto):
-    """Compile `multiply_add` for up to `rows` rows, under a name of its own: see "numba's traps" in `codegen/README.md`."""
+def _make_multiply_add(panels):
+    """Compile `multiply_add` for up to TILE_ROWS rows, under a name of its own: see "numba's traps" in `codegen/README.md`."""
 
     def run(x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
-        multiply_add(panels, rows, step, onto, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step)
+        multiply_add(panels, TILE_ROWS, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step)
 
-    run.__name__ = run.__qualname__ = f"_multiply_add_{panels}_{rows}_{step}_{onto}"
+    run.__name__ = run.__qualname__ = f"_multiply_add_{panels}"
     return njit(cache=True, nogil=True)(run)
 
 
-_KEYS, _WIDE = BLOCK // WIDTH, 4  # Panels in a tile of keys; panels of values that are mixed at a time.
-_MOST_SCORED, _MOST_MIXED = CHAINS // _KEYS, max(1, CHAINS // _WIDE)
-_score_1, _score_some, _score_most = (_make_multiply_add(_KEYS, rows, STEP, 0) for rows in (1, max(1, _MOST_SCORED // 2), _MOST_SCORED))
-_mix_1, _mix_most = _make_multiply_add(_WIDE, 1, STEP, 1), _make_multiply_add(_WIDE, _MOST_MIXED, STEP, 1)
-_mix_part, _mix_narrow = _make_multiply_add(_WIDE, _MOST_MIXED, 1, 1), _make_multiply_add(1, _MOST_MIXED, 1, 1)
+_add_wide, _add_narrow = _make_multiply_add(TILE_PANELS), _make_multiply_add(1)
 
 
 @njit(cache=True, nogil=True)
-def _score_tile(q, n, n_dim, keys, at, s, s_at, width):
-    """Compute s[m, s_at : +BLOCK] = q[m] · keys of the tile [D, BLOCK] at `at`, for n queries q [n, D], s [n, width]; all flat."""
-    for m in range(0, n, _MOST_SCORED):
-        count = min(_MOST_SCORED, n - m)
-        if count == 1:
-            _score_1(q, m * n_dim, n_dim, count, keys, at, BLOCK, n_dim, s, m * width + s_at, width)
-        elif count <= _MOST_SCORED // 2:
-            _score_some(q, m * n_dim, n_dim, count, keys, at, BLOCK, n_dim, s, m * width + s_at, width)
-        else:
-            _score_most(q, m * n_dim, n_dim, count, keys, at, BLOCK, n_dim, s, m * width + s_at, width)
+def _score(q, sizes, head, first, end, s, width):
+    """Compute s[m, BLOCK · t : +BLOCK] = q[m] · keys of block table[t] for t from first to end, for queries q [n, D]; s [n, width].
+
+    `sizes`: n, D. `head`: keys, where those of the head begin in a block, the size of a block, table. Arrays are flat. What lies in s up to
+    TILE_BLOCKS - 1 blocks behind the last is overwritten.
+    """
+    (n, n_dim), (keys, head_at, block_step, table) = sizes, head
+    parts = (n + TILE_ROWS - 1) // TILE_ROWS
+    for t in range(first, end, TILE_BLOCKS):
+        for i in range(parts):
+            a, b = n * i // parts, n * (i + 1) // parts
+            blocks = head_at, block_step, table.ctypes.data, t, min(t + TILE_BLOCKS, end - 1) if i == 0 else t, end - 1
+            queries = q.ctypes.data + 4 * a * n_dim, 4 * n_dim, b - a, n_dim
+            score_blocks(queries, keys, blocks, (s.ctypes.data + 4 * (a * width + t * BLOCK), 4 * width))
 
 
 @njit(cache=True, nogil=True)
-def _mix(acc, acc_at, n, n_dim, s, s_at, width, values, at, n_keys):
-    """Add s[m, s_at : +n_keys] · values [n_keys, D] at `at` to acc[m], for n rows of acc [n, D] from acc_at on, s [n, width]; all flat."""
-    for m in range(0, n, _MOST_MIXED):
-        count, d = min(_MOST_MIXED, n - m), 0
+def _mix_keys(acc, acc_at, sizes, s, s_at, width, values, at, n_keys):
+    """Add s[m, s_at : +n_keys] · values [n_keys, D] at `at` to acc[m], for n rows of acc [n, D] from acc_at on and s [n, width]; all flat.
+
+    `sizes`: n, D, first element of the values that is not left out.
+    """
+    n, n_dim, first_dim = sizes
+    for m in range(0, n, TILE_ROWS):
+        count, d = min(TILE_ROWS, n - m), first_dim
         x, y = s_at + m * width, acc_at + m * n_dim
-        while d + _WIDE * WIDTH <= n_dim:
-            if n_keys % STEP != 0:
-                _mix_part(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
-            elif count == 1:
-                _mix_1(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
-            else:
-                _mix_most(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
-            d += _WIDE * WIDTH
+        while d + TILE_PANELS * WIDTH <= n_dim:
+            _add_wide(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            d += TILE_PANELS * WIDTH
         while d + WIDTH <= n_dim:
-            _mix_narrow(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            _add_narrow(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
             d += WIDTH
         for r in range(count if d < n_dim else 0):
             for j in range(n_keys):
                 for e in range(d, n_dim):
                     acc[y + r * n_dim + e] = fma(s[x + r * width + j], load_as_float32(values, at + j * n_dim + e), acc[y + r * n_dim + e])
+
+
+@njit(cache=True, nogil=True)
+def _mix_blocks(acc, sizes, s, width, head, first, end):
+    """Add s[m, BLOCK · t : +BLOCK] · values of block table[t] to acc[m] for t from first to end, for n rows of acc [n, D], s [n, width].
+
+    `sizes` and `head` are those of `_score`, of values.
+    """
+    (n, n_dim), (values, head_at, block_step, table) = sizes, head
+    parts, whole = (n + TILE_ROWS - 1) // TILE_ROWS, n_dim // (TILE_PANELS * WIDTH) * TILE_PANELS * WIDTH
+    for t in range(first, end, TILE_BLOCKS):
+        n_blocks = min(TILE_BLOCKS, end - t)
+        for d in range(0, whole, TILE_PANELS * WIDTH):
+            for i in range(parts):
+                a, b = n * i // parts, n * (i + 1) // parts
+                ahead = min(t + TILE_BLOCKS, end - n_blocks) if i == 0 else t
+                shares = s.ctypes.data + 4 * (a * width + t * BLOCK), 4 * width, b - a
+                blocks = head_at + d, n_dim, block_step, table.ctypes.data, t, ahead, n_blocks
+                mix_blocks(shares, values, blocks, (acc.ctypes.data + 4 * (a * n_dim + d), 4 * n_dim))
+        for i in range(t, t + n_blocks if whole < n_dim else t):
+            _mix_keys(acc, 0, (n, n_dim, whole), s, i * BLOCK, width, values, np.int64(table[i]) * block_step + head_at, BLOCK)
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -139,12 +170,22 @@ def rope_kv_row(x, cos, sin, q, keys, values, offset, k_at, v_at):
 PARALLEL = 1 << 14  # Numbers in a small operation from which on starting a second thread pays (measured).
 
 
+_LOADING = 2  # Cost of reading a key and its value, in queries that are multiplied by it (measured: 1 to 3).
+
+
 @njit(cache=True, nogil=True)
 def n_splits(n_items, n_rows, n_kv, group, n_threads):
-    """Return (rows, heads): into how many parts an item's rows and a group of query heads are divided, so that every thread has work."""
-    wanted = (2 * n_threads + n_items * n_kv - 1) // max(1, n_items * n_kv)
-    by_rows = min(wanted, (n_rows + n_items - 1) // max(1, n_items))
-    return by_rows, group if by_rows < wanted else 1
+    """Return (rows, heads): into how many parts an item's rows and a group of query heads are divided, so that threads end soonest."""
+    per_item = (n_rows + n_items - 1) // max(1, n_items)
+    rows, heads, least = 1, 1, np.int64(1 << 62)
+    for by_rows in range(1, per_item + 1):
+        for by_heads in range(1, group + 1):
+            if group % by_heads == 0:
+                turns = (n_items * n_kv * by_rows * by_heads + n_threads - 1) // n_threads
+                cost = turns * ((per_item + by_rows - 1) // by_rows * (group // by_heads) + _LOADING)
+                if cost < least:
+                    rows, heads, least = by_rows, by_heads, cost
+    return rows, heads
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -175,15 +216,15 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
         for p in range(bases[r], positions[r] + 1):
             top_slot = max(top_slot, np.int64(paths[r, p - bases[r]]))
     tile0, n_tiles = earliest // BLOCK, top_slot // BLOCK + 1
-    width = n_tiles * BLOCK
+    width = (n_tiles + TILE_BLOCKS) * BLOCK
     n_heads = (row1 - row0) * part
     queries = np.empty(n_heads * n_dim, np.float32)
     for m in range(n_heads):
         for d in range(n_dim):
             queries[m * n_dim + d] = q[row0 + m // part, head0 + m % part, d] * scale
     s = np.empty(n_heads * width, np.float32)
-    for t in range(tile0, n_tiles):
-        _score_tile(queries, n_heads, n_dim, flat_keys, (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, s, t * BLOCK, width)
+    block_step, head_at = n_kv * BLOCK * n_dim, h * BLOCK * n_dim
+    _score(queries, (n_heads, n_dim), (flat_keys, head_at, block_step, table), tile0, n_tiles, s, width)
     logical = np.empty(paths.shape[1], np.float32)
     totals = np.empty(n_heads, np.float32)
     acc = np.zeros(n_heads * n_dim, np.float32)
@@ -199,22 +240,30 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
             for p in range(start, end):
                 scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
         totals[m] = _softmax(scores, start, end)
+    all_from, all_to = (latest + BLOCK - 1) // BLOCK, shared // BLOCK  # blocks that all rows see whole, in the slots of their positions
     for t in range(tile0, n_tiles):
-        tile, first = (np.int64(table[t]) * n_kv + h) * BLOCK * n_dim, t * BLOCK
+        first = t * BLOCK
+        if all_from <= t < all_to:
+            if t == all_from:
+                _mix_blocks(acc, (n_heads, n_dim), s, width, (flat_values, head_at, block_step, table), t, all_to)
+            continue
+        tile = np.int64(table[t]) * block_step + head_at
         common = min(shared - first, BLOCK) if latest <= first else np.int64(0)  # keys that all rows see, in the slots of their positions
         if common > 0:
-            _mix(acc, 0, n_heads, n_dim, s, first, width, flat_values, tile, common)
+            _mix_keys(acc, 0, (n_heads, n_dim, 0), s, first, width, flat_values, tile, common)
         for r in range(row0, row1):
             base, end = np.int64(bases[r]), np.int64(positions[r]) + 1
             p = max(first + max(common, np.int64(0)), end - window if window > 0 else np.int64(0))
-            m = (r - row0) * part
-            while p < min(end, first + BLOCK):
-                n_keys = min(base, first + BLOCK) - p
-                at = tile + (p - first) * n_dim
+            end = min(end, first + BLOCK)
+            while p < end:
+                n_keys, at = min(base, end) - p, tile + (p - first) * n_dim
                 if p >= base:
-                    slot = np.int64(paths[r, p - base])
-                    at, n_keys = ((np.int64(table[slot // BLOCK]) * n_kv + h) * BLOCK + slot % BLOCK) * n_dim, np.int64(1)
-                _mix(acc, m * n_dim, part, n_dim, s, m * width + p, width, flat_values, at, n_keys)
+                    slot, n_keys = np.int64(paths[r, p - base]), np.int64(1)
+                    at = np.int64(table[slot // BLOCK]) * block_step + head_at + slot % BLOCK * n_dim
+                    while p + n_keys < end and (slot + n_keys) % BLOCK and paths[r, p + n_keys - base] == slot + n_keys:
+                        n_keys += 1
+                m = (r - row0) * part
+                _mix_keys(acc, m * n_dim, (part, n_dim, 0), s, m * width + p, width, flat_values, at, n_keys)
                 p += n_keys
     for m in range(n_heads):
         inverse = _ONE / totals[m]

@@ -7,18 +7,26 @@ values are stored as float32, or as float16 whose bits an array of uint16 holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ngramspec.backends.cpu.codegen.kernels import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, emit_exp, get_host_target, widen_halves
-from ngramspec.backends.cpu.formats import WIDTH
+from ngramspec.backends.cpu.formats import LINE, WIDTH
+from ngramspec.outputs import BLOCK
 
-STEP = 8  # Inputs per turn of the loop.
+STEP = 8  # Inputs per turn of the loops of `score_blocks` and `mix_blocks`.
 HOST = get_host_target()
-CHAINS = HOST.chains  # Register tile: panels × rows whose sums fit into vector registers besides the weights.
+# Register tile: panels and rows whose sums fit into vector registers besides the weights. 6 rows by 4 panels take fewer loads than 24 rows
+# by one (50 against 42 thousand million products a second).
+TILE_PANELS = 4 if HOST.chains >= 24 else 2
+TILE_ROWS = HOST.chains // TILE_PANELS
+TILE_BLOCKS = TILE_PANELS * WIDTH // BLOCK  # Blocks of keys that `score_blocks` multiplies at a time.
+assert TILE_BLOCKS * BLOCK == TILE_PANELS * WIDTH
 LOWEST = -3.0e38  # A score whose weight in the softmax is zero.
 _MOST = 65504.0  # The largest float16.
 
@@ -97,50 +105,174 @@ def replace_by_exponentials(typing_context, s, n):
     return types.float32(s, types.int64), codegen
 
 
-@intrinsic(prefer_literal=True)
-def multiply_add(typing_context, panels, rows, step, onto, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
-    """Compute y [rows, 16 panels] (plus itself if `onto` is 1) of x [rows, n_inputs] and w [n_inputs, 16 panels].
+def _emit_by_rows(builder: Any, n_rows: Any, emit: Callable[[int], None]) -> None:
+    """Emit `emit(rows)` for 1 to TILE_ROWS rows and a branch to the one for n_rows."""
+    after = builder.append_basic_block("rows_end")
+    blocks = [builder.append_basic_block(f"rows_{rows}") for rows in range(1, TILE_ROWS + 1)]
+    branch = builder.switch(n_rows, blocks[-1])
+    for rows, block in enumerate(blocks, 1):
+        if rows < TILE_ROWS:
+            branch.add_case(LONG(rows), block)
+        builder.position_at_end(block)
+        emit(rows)
+        builder.branch(after)
+    builder.position_at_end(after)
 
-    All arrays are flat, of float32, or for w of float16 as uint16. `_at` and `_step` count elements; n_inputs is a positive multiple of
-    `step`. Rows from n_rows on repeat the last one.
+
+def _get_data(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+    return builder.ptrtoint(context.make_array(kind)(context, builder, array).data, LONG)
+
+
+def _make_block_finder(e: Emitter, data: Any, table: Any, step: Any) -> Callable[[Any], Any]:
+    """Return a function from an index in the table of blocks, int32, to the address of that block, `step` bytes from the next one."""
+
+    def find(i: Any) -> Any:
+        block = e.load(e.b.add(table, e.b.mul(i, LONG(4))), WORD, 4)
+        return e.b.add(data, e.b.mul(e.b.sext(block, LONG), step))
+
+    return find
+
+
+def _emit_fetch(e: Emitter, address: Any, n_bytes: int) -> None:
+    for line in range(0, n_bytes, LINE):
+        e.prefetch(e.offset(address, line))
+
+
+def _emit_sums(e: Emitter, size: int, xs: list[Any], ws: list[Any], totals: list[Any]) -> list[Any]:
+    """Emit totals [rows · panels] plus the products of the numbers at xs [rows] and of 16 weights at each of ws [panels].
+
+    `size`: bytes of a weight.
     """
-    n_panels, n_tile_rows, n_step = panels.literal_value, rows.literal_value, step.literal_value
+    weights = [(e.load_halves(at) if size == 2 else e.load(at, FLOATS, 4)) for at in ws]
+    ends = []
+    for r, at in enumerate(xs):  # a row's number is loaded when it is needed, so that it takes no register before
+        x = e.spread(e.load(at, FLOAT, 4))
+        ends += [e.fma(x, weight, total) for weight, total in zip(weights, totals[r * len(ws) :], strict=False)]
+    return ends
+
+
+@intrinsic
+def score_blocks(typing_context, queries, keys, blocks, scores):
+    """Compute the scores [n_rows, TILE_BLOCKS · BLOCK] of queries [n_rows, n_dim] and the keys [n_dim, BLOCK] of blocks table[first], … .
+
+    `queries`: address, bytes from row to row, n_rows (1 to TILE_ROWS), n_dim (a positive multiple of STEP); `scores`: address, bytes from
+    row to row. `keys` is a flat array. `blocks`: where the head's keys begin in a block and the size of a block, both in elements; address
+    of the table, int32; first; ahead; last. As many blocks from table[ahead] on are fetched into the cache. Beyond table[last], its block
+    is repeated.
+    """
+    size = keys.dtype.bitwidth // 8
+
+    def codegen(context, builder, signature, args):
+        (q, q_step, n_rows, n_dim), (key_at, block_step, table, first, ahead, last), (s, s_step) = (
+            cgutils.unpack_tuple(builder, args[i]) for i in (0, 2, 3)
+        )
+        e = Emitter(builder, HOST)
+        data = builder.add(_get_data(context, builder, keys, args[1]), builder.mul(key_at, LONG(size)))
+        find = _make_block_finder(e, data, table, builder.mul(block_step, LONG(size)))
+
+        def find_blocks(first: Any) -> list[Any]:
+            numbers = [builder.add(first, LONG(k)) for k in range(TILE_BLOCKS)]
+            return [find(builder.select(builder.icmp_signed("<", i, last), i, last)) for i in numbers]
+
+        blocks, later = find_blocks(first), find_blocks(ahead)
+
+        def emit(rows: int) -> None:
+            with e.loop(builder.sdiv(n_dim, LONG(STEP)), [ZEROS] * (rows * TILE_PANELS)) as (i, totals, ends):
+                at = builder.mul(i, LONG(STEP * size * BLOCK))
+                for block in later:
+                    _emit_fetch(e, builder.add(block, at), STEP * size * BLOCK)
+                d = builder.mul(i, LONG(4 * STEP))
+                xs = [builder.add(builder.add(q, builder.mul(LONG(r), q_step)), d) for r in range(rows)]
+                for j in range(STEP):
+                    ws = [
+                        e.offset(builder.add(block, at), size * (j * BLOCK + panel)) for block in blocks for panel in range(0, BLOCK, WIDTH)
+                    ]
+                    totals = _emit_sums(e, size, [e.offset(x, 4 * j) for x in xs], ws, totals)
+                ends += totals
+            for r in range(rows):
+                y = builder.add(s, builder.mul(LONG(r), s_step))
+                for p in range(TILE_PANELS):
+                    e.store(ends[r * TILE_PANELS + p], e.offset(y, 4 * WIDTH * p))
+
+        _emit_by_rows(builder, n_rows, emit)
+        return context.get_dummy_value()
+
+    return types.void(queries, keys, blocks, scores), codegen
+
+
+@intrinsic
+def mix_blocks(typing_context, shares, values, blocks, mixed):
+    """Add the products of shares [n_rows, n_blocks · BLOCK] and values [BLOCK, 16 · TILE_PANELS] to mixed [n_rows, 16 · TILE_PANELS].
+
+    `shares`: address, bytes from row to row, n_rows (1 to TILE_ROWS); `mixed`: address, bytes from row to row. `values` is a flat array.
+    `blocks`: where the values begin in a block, the distance from key to key, and the size of a block, all in elements; address of the
+    table, int32; first; ahead; n_blocks. The values are those of blocks table[first], … ; as many from table[ahead] on are fetched into the
+    cache.
+    """
+    size = values.dtype.bitwidth // 8
+
+    def codegen(context, builder, signature, args):
+        (s, s_step, n_rows), (value_at, row_step, block_step, table, first, ahead, n_blocks), (y, y_step) = (
+            cgutils.unpack_tuple(builder, args[i]) for i in (0, 2, 3)
+        )
+        e, row_step = Emitter(builder, HOST), builder.mul(row_step, LONG(size))
+        data = builder.add(_get_data(context, builder, values, args[1]), builder.mul(value_at, LONG(size)))
+        find = _make_block_finder(e, data, table, builder.mul(block_step, LONG(size)))
+
+        def emit(rows: int) -> None:
+            ys = [e.offset(builder.add(y, builder.mul(LONG(r), y_step)), 4 * WIDTH * p) for r in range(rows) for p in range(TILE_PANELS)]
+            with e.loop(n_blocks, [e.load(at, FLOATS, 4) for at in ys]) as (t, carried, ends):
+                block, later = (find(builder.add(i, t)) for i in (first, ahead))
+                with e.loop(LONG(BLOCK // STEP), carried) as (i, totals, inner_ends):
+                    at = builder.mul(builder.mul(i, LONG(STEP)), row_step)
+                    x = builder.add(s, builder.mul(builder.add(builder.mul(t, LONG(BLOCK)), builder.mul(i, LONG(STEP))), LONG(4)))
+                    xs = [builder.add(x, builder.mul(LONG(r), s_step)) for r in range(rows)]
+                    for j in range(STEP):
+                        key = builder.add(at, builder.mul(LONG(j), row_step))
+                        _emit_fetch(e, builder.add(later, key), TILE_PANELS * size * WIDTH)
+                        ws = [e.offset(builder.add(block, key), size * WIDTH * p) for p in range(TILE_PANELS)]
+                        totals = _emit_sums(e, size, [e.offset(x, 4 * j) for x in xs], ws, totals)
+                    inner_ends += totals
+                ends += inner_ends
+            for at, total in zip(ys, ends, strict=True):
+                e.store(total, at)
+
+        _emit_by_rows(builder, n_rows, emit)
+        return context.get_dummy_value()
+
+    return types.void(shares, values, blocks, mixed), codegen
+
+
+@intrinsic(prefer_literal=True)
+def multiply_add(typing_context, panels, rows, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
+    """Add x [rows, n_inputs] · w [n_inputs, 16 panels] to y [rows, 16 panels].
+
+    All arrays are flat, of float32, or for w of float16 as uint16. `_at` and `_step` count elements; n_inputs is positive. Rows from n_rows
+    on repeat the last one.
+    """
+    n_panels, n_tile_rows = panels.literal_value, rows.literal_value
     size = w.dtype.bitwidth // 8
 
     def codegen(context, builder, signature, args):
         e = Emitter(builder, HOST)
 
         def address(i, item):
-            array = context.make_array(signature.args[i])(context, builder, args[i])
-            return builder.add(builder.ptrtoint(array.data, LONG), builder.mul(args[i + 1], LONG(item)))
+            return builder.add(_get_data(context, builder, signature.args[i], args[i]), builder.mul(args[i + 1], LONG(item)))
 
-        def bytes_of(i, item=4):
-            return builder.mul(args[i], LONG(item))
-
-        x, w, y = address(4, 4), address(8, size), address(12, 4)
-        last = builder.sub(args[7], LONG(1))
+        x, w, y = address(2, 4), address(6, size), address(10, 4)
+        last = builder.sub(args[5], LONG(1))
         lines = [builder.select(builder.icmp_signed("<", LONG(r), last), LONG(r), last) for r in range(n_tile_rows)]
-        xs = [builder.add(x, builder.mul(line, bytes_of(6))) for line in lines]
-        ys = [
-            [builder.add(builder.add(y, builder.mul(line, bytes_of(14))), LONG(4 * WIDTH * p)) for p in range(n_panels)] for line in lines
-        ]
-        starts = [e.load(at, FLOATS, 4) if onto.literal_value else ZEROS for row in ys for at in row]
-        w_step = bytes_of(10, size)
-        with e.loop(builder.sdiv(args[11], LONG(n_step)), starts) as (i, carried, ends):
-            totals = [carried[r * n_panels : (r + 1) * n_panels] for r in range(n_tile_rows)]
-            first = builder.add(w, builder.mul(builder.mul(i, LONG(n_step)), w_step))
-            inputs = [builder.add(at, builder.mul(i, LONG(4 * n_step))) for at in xs]
-            for j in range(n_step):
-                here = builder.add(first, builder.mul(LONG(j), w_step))
-                read = e.load_halves if size == 2 else lambda at: e.load(at, FLOATS, 4)
-                weights = [read(e.offset(here, size * WIDTH * p)) for p in range(n_panels)]
-                for r, at in enumerate(inputs):
-                    one = e.spread(e.load(e.offset(at, 4 * j), FLOAT, 4))
-                    totals[r] = [e.fma(one, weight, total) for weight, total in zip(weights, totals[r], strict=True)]
-            ends += [total for row in totals for total in row]
-        for at, total in zip([at for row in ys for at in row], ends, strict=True):
+        xs = [builder.add(x, builder.mul(line, builder.mul(args[4], LONG(4)))) for line in lines]
+        rows = [builder.add(y, builder.mul(line, builder.mul(args[12], LONG(4)))) for line in lines]
+        ys = [e.offset(row, 4 * WIDTH * p) for row in rows for p in range(n_panels)]
+        w_step = builder.mul(args[8], LONG(size))
+        with e.loop(args[9], [e.load(at, FLOATS, 4) for at in ys]) as (i, totals, ends):
+            here, shift = builder.add(w, builder.mul(i, w_step)), builder.mul(i, LONG(4))
+            ws = [e.offset(here, size * WIDTH * p) for p in range(n_panels)]
+            ends += _emit_sums(e, size, [builder.add(at, shift) for at in xs], ws, totals)
+        for at, total in zip(ys, ends, strict=True):
             e.store(total, at)
         return context.get_dummy_value()
 
     whole = types.int64
-    return types.void(panels, rows, step, onto, x, whole, whole, whole, w, whole, whole, whole, y, whole, whole), codegen
+    return types.void(panels, rows, x, whole, whole, whole, w, whole, whole, whole, y, whole, whole), codegen
