@@ -38,7 +38,6 @@ COPY --from=build /opt/ngramspec /opt/ngramspec
 RUN useradd --uid 10001 --create-home ngramspec && install -d -o ngramspec -g ngramspec /cache
 USER ngramspec
 WORKDIR /home/ngramspec
-VOLUME /cache
 # Converted models, downloads and compiled functions: what can be made again, and takes minutes.
 ENV NGRAMSPEC_CACHE=/cache/ngramspec \
     HF_HOME=/cache/huggingface \
@@ -46,6 +45,9 @@ ENV NGRAMSPEC_CACHE=/cache/ngramspec \
     PYTHONUNBUFFERED=1 \
     NGRAMSPEC_HOST=0.0.0.0 \
     NGRAMSPEC_PORT=8000
+# For processors like the one that builds the image; others compile at their first start. A new volume begins with what is there.
+RUN ngramspec warm-up
+VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=180s --retries=3 \
   CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ['NGRAMSPEC_PORT'] + '/health', timeout=4)"]

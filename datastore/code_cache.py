@@ -14,6 +14,7 @@ import glob
 import hashlib
 import logging
 import pickle
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".nbc"  # of a file of machine code, as numba has it
 _DIGEST = hashlib.sha256().digest_size
 _folders: set[Path] = set()  # where this process looks for machine code
+_caches: dict[Callable[..., Any], CodeCache] = {}  # by function
 
 
 def njit(*function: Callable[..., Any], cache: Any = False, **options: Any) -> Any:
@@ -58,10 +60,31 @@ def clear_folder(folder: Path) -> None:
 def make_cache(py_func: Callable[..., Any]) -> CodeCache | NullCache:
     """Return a function's cache, or one that keeps nothing if no folder can be written."""
     try:
-        return CodeCache(py_func)
+        _caches[py_func] = CodeCache(py_func)
+        return _caches[py_func]
     except RuntimeError:  # raised by numba if every locator has declined
         report_unusable()
         return NullCache()
+
+
+def is_kept(dispatcher: Any) -> bool:
+    """Return whether machine code of any variant of this version of a compiled function is on disk; its callees may have changed."""
+    cache = _caches.get(dispatcher.py_func)
+    return cache is not None and cache.has_files()
+
+
+def is_writable(dispatcher: Any) -> bool:
+    """Return whether a compiled function's machine code can be kept."""
+    cache = _caches.get(dispatcher.py_func)
+    if cache is None:
+        return False
+    folder = Path(cache.cache_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 class CodeCache(NullCache):
@@ -135,6 +158,10 @@ class CodeCache(NullCache):
 
     def _compute_digest(self, content: bytes) -> bytes:
         return hashlib.sha256(self._version + content).digest()
+
+    def has_files(self) -> bool:
+        """Return whether any variant of this version is on disk."""
+        return any(path.name.startswith(self._name) for path in self._find_files())
 
     def _find_files(self) -> Iterator[Path]:
         return self._folder.glob(f"{glob.escape(self._impl.filename_base)}.*{SUFFIX}")

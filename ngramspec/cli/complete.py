@@ -78,10 +78,13 @@ def complete(
         ids = _encode_prompt(engine, text, chat, model)
         view = screen.CompletionView(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)
         done, interrupted = _show_stream(engine, ids, params, view, expected)
-    if as_json:
-        print(json.dumps(_to_json(done, model)))
-    if not quiet:
-        view.print_statistics(done)
+        if as_json:
+            print(json.dumps(_to_json(done, model)), flush=True)
+        if not quiet:
+            view.print_statistics(done)
+        if not interrupted:  # what a short text has not waited for would be compiled again at every start
+            with screen.show_progress(quiet) as progress:
+                engine.finish_compiling(progress)
     if interrupted:
         raise KeyboardInterrupt
 

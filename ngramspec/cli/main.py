@@ -28,6 +28,7 @@ _COMMANDS = {
     "plan": "plan:plan",
     "serve": "serve:serve",
     "complete": "complete:complete",
+    "warm-up": "warm_up:warm_up",
     "datastore": "datastore:app",
 }
 

@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -22,16 +23,14 @@ from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
-from ngramspec.engine import native_steps
+from ngramspec.engine import background_compiler
 from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
-from ngramspec.sampling import sampler, verify
-from ngramspec.speculative import draft_stats, proposer
+from ngramspec.speculative import proposer
 from ngramspec.speculative.base import Drafter, Speculator
-from ngramspec.speculative.budget import cost_model
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.single import SingleDrafter
 from ngramspec.tokenizer.encode import Encoding
@@ -44,6 +43,7 @@ if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor f
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+WaitForCode = Callable[..., None]  # waits until the stages of `background_compiler` that its arguments name have been compiled
 LEARNED = 500
 """Steps after which the curve that they taught is kept for later starts, beside the one that was measured."""
 
@@ -76,6 +76,8 @@ class BoundModel:
     encoding: Encoding
     keep: Callable[[], None]
     """Leave to later starts what was learned of the cost of passes."""
+    code: background_compiler.BackgroundCompiler | None = None
+    """Compiles what drafting and native steps need; None if that has been compiled."""
 
 
 def check_device(config: EngineConfig) -> DeviceConfig:
@@ -130,17 +132,39 @@ def _bind(
     model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool
 ) -> BoundModel:
     numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
-    warmer = threading.Thread(target=warm_up, daemon=True)
-    warmer.start()
+    code = background_compiler.start_compiling(_guess_kv_dtype(model, config, device), progress) if device.device == "cpu" else None
+    try:
+        return _bind_beside(code, model, tokenizer, config, device, progress, modules)
+    except BaseException:
+        if code is not None:
+            code.close()
+        raise
+
+
+def _bind_beside(
+    code: background_compiler.BackgroundCompiler | None, model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig,
+    device: DeviceConfig, progress: Progress, modules: bool,
+) -> BoundModel:  # fmt: skip
+    """Bind a model while `code`, or a thread of this process, compiles what steps need besides it."""
+    warmer = threading.Thread(target=background_compiler.warm_up, daemon=True)
+    if code is None:
+        warmer.start()
+
+    def wait_for_code(*stages: str) -> None:
+        if code is not None:
+            code.wait(*stages)
+
     kept, found = None, None
     if isinstance(model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
         settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
         kept = start_cache.find_start_record(model, settings, cache_dir())
         found = kept.read() if kept else None
-    again = _again(found, kept, tokenizer, config, device, progress) if found and kept and not modules else None
-    runner, about = again or _first_time(model, tokenizer, config, device, progress)
+    again = _again(found, kept, tokenizer, config, device, progress, wait_for_code) if found and kept and not modules else None
+    runner, about = again or _first_time(model, tokenizer, config, device, progress, wait_for_code)
     runner.tokenizer, runner.max_model_len = about.tokenizer, min(_longest(config, about.trained), runner.pool.n_tokens)
-    warmer.join()
+    if code is None:
+        warmer.join()
+    wait_for_code(*background_compiler.PLAIN)
     row_counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
     times, taught = ((found or {}).get(key, []) for key in ("measured_ms", "learned_ms"))
     if not times or len(times) > len(row_counts):
@@ -158,7 +182,7 @@ def _bind(
     keep()
     log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
     encoding = Encoding(about.tokenizer, runner.vocab_size)
-    return BoundModel(about.name, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, keep)
+    return BoundModel(about.name, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, keep, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +201,13 @@ def _longest(config: EngineConfig, trained: int) -> int:
 
 
 def _again(
-    found: dict[str, Any], kept: start_cache.StartRecord, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
+    found: dict[str, Any],
+    kept: start_cache.StartRecord,
+    tokenizer: Any,
+    config: EngineConfig,
+    device: DeviceConfig,
+    progress: Progress,
+    wait_for_code: WaitForCode,
 ) -> tuple[LlamaRunner, _About] | None:
     """A model that an earlier start has checked, from its file and what was kept; None where that is not enough."""
     if (opened := start_cache.reopen_model(kept.file, tokenizer, cache_dir())) is None:
@@ -197,12 +227,19 @@ def _again(
         return open_model(str(kept.file.path)).model
 
     options = _cpu_options(config, device, _longest(config, about.trained), progress)
+    options["wait_for_code"] = partial(wait_for_code, *background_compiler.PLAIN)
+    wait_for_code("packing")
     runner = LlamaRunner(weight_map, source, make_model=make_model, **options)
     return runner, about
 
 
 def _first_time(
-    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress
+    model: str | PreTrainedModel,
+    tokenizer: Any,
+    config: EngineConfig,
+    device: DeviceConfig,
+    progress: Progress,
+    wait_for_code: WaitForCode,
 ) -> tuple[Runner, _About]:
     """A model by transformers' modules, which are then replaced."""
     import torch
@@ -225,10 +262,12 @@ def _first_time(
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
     about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained)
     with silence_transformers():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them
-        return _runner(loaded, config, device, _longest(config, trained), progress), about
+        return _runner(loaded, config, device, _longest(config, trained), progress, wait_for_code), about
 
 
-def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress) -> Runner:
+def _runner(
+    loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress, wait_for_code: WaitForCode
+) -> Runner:
     """A model's runner where nothing is known of it yet."""
     if device.device == "cpu":
         from ngramspec.backends.cpu.runner import CpuRunner
@@ -238,9 +277,10 @@ def _runner(loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, lon
         source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
         plain = not device.exact
         check_memory(count_packed_bytes(source, plain), "cpu", loaded.name)
-        runner = CpuRunner(loaded.model, source, plain=plain, **_cpu_options(config, device, longest, progress))
-        native_steps.compile_steps(runner)
-        return runner
+        options = _cpu_options(config, device, longest, progress)
+        options["wait_for_code"] = partial(wait_for_code, *background_compiler.PLAIN)
+        wait_for_code("packing")
+        return CpuRunner(loaded.model, source, plain=plain, **options)
     from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
 
     return CudaRunner(
@@ -295,16 +335,15 @@ def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter
     )
 
 
+def _guess_kv_dtype(model: str | PreTrainedModel, config: EngineConfig, device: DeviceConfig) -> str:
+    """Guess the type of keys and values before the model's file has been read: float16 beside quantised weights."""
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    is_gguf = isinstance(model, str) and (model == "smollm2" or model.lower().endswith(".gguf"))
+    return "float16" if (is_gguf or config.quantize == "q8_0") and device.precision != "float32" else "float32"
+
+
 def _default_kv_bytes() -> int:
     """A quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
     free = available_memory()
     return min(4 << 30, free // 4) if free else 1 << 30
-
-
-def warm_up() -> None:
-    """Compile, or load from disk, what the steps need besides the model, while the model loads."""
-    proposer.warmup()
-    sampler.warmup()
-    verify.warmup()
-    draft_stats.warmup()
-    cost_model.warmup()

@@ -7,8 +7,10 @@ and what an engine is made of, is `core`'s and `assembly`'s business.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import secrets
+import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
@@ -16,13 +18,14 @@ import numpy as np
 
 from ngramspec.config import EngineConfig
 from ngramspec.datastore.reader import Datastore
-from ngramspec.engine import assembly, sequence
+from ngramspec.engine import assembly, native_steps, sequence
 from ngramspec.engine.acceptance import Acceptance, acceptance
 from ngramspec.engine.assembly import Progress
+from ngramspec.engine.background_compiler import STAGES, BackgroundCompiler, warm_up
 from ngramspec.engine.request import Deliver, Hints, Request
 from ngramspec.engine.step import Core
 from ngramspec.engine.thread import StepThread
-from ngramspec.errors import InvalidInputError, PromptTooLongError
+from ngramspec.errors import EngineClosedError, InvalidInputError, PromptTooLongError
 from ngramspec.grammar import forced_tokens
 from ngramspec.grammar.base import Constraint, Grammar
 from ngramspec.grammar.llguidance import Grammars
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Deliver", "Engine", "Hints", "Request"]
 
+log = logging.getLogger(__name__)
 _LEAST_EXACT = SamplingParams(temperature=1.0)  # parameters for which every acceptance rule promises least
 
 
@@ -87,6 +91,7 @@ class Engine:
                 check_store(store, bound.encoding, bound.name)
             drafts = assembly.speculator(config, bound.runner.vocab_size, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
+            core.lacks_code = bound.code is not None
             if stores:
                 core.use_datastores(stores)
             return core
@@ -98,6 +103,13 @@ class Engine:
         self._keep = bound.keep
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
+        self._code = bound.code
+        self._speculates = threading.Event()  # set once nothing is being compiled
+        if self._code is None:
+            self._speculates.set()
+        else:
+            self._code.progress = log.info
+            threading.Thread(target=self._begin_speculation, args=(self._code,), name="ngramspec-joining", daemon=True).start()
 
     @property
     def core(self) -> Core:
@@ -545,9 +557,36 @@ class Engine:
             reliability=self.speculator.reliability(),
         )
 
+    def finish_compiling(self, progress: Progress) -> None:
+        """Wait until drafting and native steps have been compiled, if this start found no machine code of them."""
+        if self._code is not None and not self.closed:
+            self._code.progress = progress
+        self._speculates.wait()
+
+    def _begin_speculation(self, code: BackgroundCompiler) -> None:
+        """Draft as soon as the code for it has been compiled; until then passes are plain, with the same texts."""
+
+        def begin() -> None:
+            if (forward := self.runner.native_forward()) is not None:
+                native_steps.compile_steps(forward, self.runner.pool)
+            self.core.begin_speculation()
+
+        code.wait(*STAGES)
+        try:
+            if not self.closed:
+                warm_up()
+                self._thread.call(begin)
+                log.info("everything is compiled: speculation begins")
+        except EngineClosedError:
+            pass
+        finally:
+            self._speculates.set()
+
     def close(self) -> None:
         """Stop; requests under way end with EngineClosedError. Any number of times."""
         self._thread.close()
+        if self._code is not None:
+            self._code.close()
         self._grammars.close()
         self._keep()
 

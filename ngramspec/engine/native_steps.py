@@ -1,7 +1,7 @@
 """Multi-steps: several steps natively, while no sequence needs a hook in Python.
 
 A step whose sequences all decode and want nothing but their tokens needs no Python between one forward pass and the next. Here one compiled
-call (`_advance`) stands between two passes: accept and commit the last one, then draft and pack the next. Nothing else would be as fast: a
+call (`advance`) stands between two passes: accept and commit the last one, then draft and pack the next. Nothing else would be as fast: a
 pass fills the processor's caches with weights, after which a line of Python takes five times as long as in a loop.
 
 The loop ends when a sequence ends or lacks room, when somebody calls the engine, and after MAX_STEPS or MAX_MS. The forward pass is handed
@@ -152,19 +152,17 @@ class NativeSteps:
         return _begin(self._state, *given, draws, budget.n_steps)
 
 
-def compile_steps(runner: Runner) -> None:
-    """Compile the loop for a runner's forward pass, or load it from disk."""
-    if (forward := runner.native_forward()) is None:
-        return
+def compile_steps(forward: NativeForward, pool: BlockTables) -> None:
+    """Compile the loop for a runner's forward pass and its pool, or load it from disk."""
     forward.reserve(1, 1)
     budget, stats = StepBudget(1, np.zeros(2), 1.0, 1, plain=False), StatsTable(np.zeros((1, 1), np.int64), np.zeros((1, 1)), _INTS)
-    given = _given(runner.pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
+    given = _given(pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
     state = _new_state(*given, *_NO_DRAWS, *NO_EXTERNAL, *stats, *_UNSET)
     _set_stats(state, *stats)
     _begin(state, *given, _NO_DRAWS, 1)
     signature = numba.typeof(state), numba.typeof(forward.inputs)
     _prepare.compile(signature)
-    _advance.compile((*signature, types.boolean))
+    advance.compile((*signature, types.boolean))
 
 
 def make_table(seqs: list[Sequence], stats_rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -221,7 +219,7 @@ def _run_steps(state: Any, forward: NativeForward, records: np.ndarray, interrup
         forward.run()
         computed = clock()
         times += started, computed
-        flags = _advance(state, inputs, (computed - began) * 1e3 > MAX_MS or bool(interrupt[0]))
+        flags = advance(state, inputs, (computed - began) * 1e3 > MAX_MS or bool(interrupt[0]))
         if flags & HAS_MOVES:
             forward.keep_paths(*_moves(state))
     records = records[: len(times) // 2]
@@ -350,7 +348,7 @@ def _accept(t, p):
 
 
 @njit(cache=True, nogil=True)
-def _advance(t, p, stop):
+def advance(t, p, stop):
     """Accept, and unless there is a reason to stop prepare the next pass -> IS_OVER and HAS_MOVES, added up."""
     is_over = _accept(t, p) or stop or t.step == len(t.records)
     if not is_over:

@@ -50,6 +50,8 @@ class Core:
         self.n_passes = 0
         self._max_rows = sys.maxsize  # of a pass with drafts; less once one did not fit into memory
         self.drafts_forced_tokens = True
+        self.lacks_code = False
+        """Whether drafting and native steps are still being compiled: passes are plain until `begin_speculation`."""
         self._n_drafting = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self.use(speculator)
@@ -75,9 +77,17 @@ class Core:
         self._observers = Observers(speculator, self.runner.pool)
         self.native_steps = NativeSteps(self.runner, speculator, self._observers)
 
+    def begin_speculation(self) -> None:
+        """Draft and make native steps from the next step on, for running sequences too: their code has been compiled."""
+        self.lacks_code = False
+        for seq in self.scheduler.running:
+            if seq.speculation:
+                self._begin(seq)
+
     def use_datastores(self, stores: Mapping[str, Datastore], ready: list[VectorIndex] | None = None) -> None:
         """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
-        running = ((seq.slot, seq.tokens, seq.datastores) for seq in self.scheduler.running if seq.speculation)
+        begun = [] if self.lacks_code else self.scheduler.running
+        running = ((seq.slot, seq.tokens, seq.datastores) for seq in begun if seq.speculation)
         self.speculator.use_datastores(stores, running, ready)
 
     def add(self, seq: Sequence) -> None:
@@ -103,7 +113,7 @@ class Core:
         if not rows:
             meanwhile()
             return []
-        if interrupt is not None and self.native_steps.can_run(rows, self.acceptance):
+        if interrupt is not None and not self.lacks_code and self.native_steps.can_run(rows, self.acceptance):
             changed = self._step_natively([each.seq for each in rows], interrupt)
             if changed is not None:
                 meanwhile()
@@ -175,7 +185,7 @@ class Core:
         for slot in preempted:
             self.speculator.end(slot)
         for seq in admitted:
-            if seq.speculation:
+            if seq.speculation and not self.lacks_code:
                 self._begin(seq)
         return rows
 
@@ -199,8 +209,8 @@ class Core:
             each.seq.tree = None
         sampling = [each.seq for each in rows if each.samples]
         seqs = [seq for seq in sampling if seq.max_depth > 0]
-        self._n_drafting, self._speculates = 0, bool(seqs)
-        if not seqs:
+        self._n_drafting, self._speculates = 0, bool(seqs) and not self.lacks_code
+        if not self._speculates:
             return
         plain = self.timing.should_probe()
         for seq in seqs:
@@ -319,7 +329,7 @@ class Core:
                 self._finish(seq)
             else:
                 self.runner.pool.truncate_to(seq.slot, seq.n_computed)
-            if seq.speculation:
+            if seq.speculation and not self.lacks_code:
                 if not seq.finished:
                     going_on.append(each)
                 if self.speculator.needs_topk and not seq.drafting_paused:
@@ -344,7 +354,7 @@ class Core:
 
     def _finish(self, seq: Sequence) -> None:
         self.remove(seq)
-        if seq.speculation and seq.tenant is not None:
+        if seq.speculation and seq.tenant is not None and not self.lacks_code:
             self.speculator.remember(seq.tokens[seq.n_prompt :], seq.tenant)
 
     def _fail(self, seq: Sequence, error: Exception) -> None:

@@ -133,8 +133,16 @@ def match_drawn(which, input_ids, parents, roots, ends, root_logits, greedy, log
         to[b] = root + n
 
 
+def warmup_batches() -> None:
+    """Compile, or load from disk, `pack` and what finds the best tokens of a pass."""
+    tables = BlockTables(1, 1, BLOCK)
+    tables.reserve(0, 1)
+    pack([Span(0, np.zeros(1, np.int32), 0)], tables)
+    rank_rows(np.zeros((1, 8), np.float32))
+
+
 def warmup() -> None:
-    """Compile, or load from disk, everything here and in `pack`."""
+    """Compile, or load from disk, everything here."""
     tables = BlockTables(2, 2, BLOCK)
     tree = DraftTree(np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, np.float32), np.zeros(1, np.uint8))
     spans = []

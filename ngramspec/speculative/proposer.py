@@ -159,9 +159,16 @@ class Proposer(Speculator):
             cand_state=np.zeros((rows * features.MAX_CANDIDATES, features.GROUPS), np.int16),
         )
         self._scratch = features.new_scratch()
-        self._draft_state = self._make_draft_state()
+        self._draft_state_made: DraftState | None = None
         self._last_trees: dict[int, DraftTree] = {}
         self._n_external = 0
+
+    @property
+    def _draft_state(self) -> DraftState:
+        """The arrays for compiled code; made by compiled code when a draft first needs them."""
+        if self._draft_state_made is None:
+            self._draft_state_made = self._make_draft_state()
+        return self._draft_state_made
 
     def _make_draft_state(self) -> DraftState:
         tables = self._states, self._output_cache.states, self._contexts
@@ -227,7 +234,7 @@ class Proposer(Speculator):
             wider = np.zeros((len(self._buffers), _power_of_two(len(codes))), np.int64)
             wider[:, : self._bans.codes.shape[1]] = self._bans.codes
             self._bans = TokenBans(self._bans.n, wider)
-            self._draft_state = self._make_draft_state()
+            self._draft_state_made = None
         self._bans.n[slot] = len(codes)
         self._bans.codes[slot, : len(codes)] = codes
         for d in range(len(self.drafters)):

@@ -41,6 +41,9 @@ class PlaybackEngine:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def finish_compiling(self, progress: Callable[[str], None]) -> None:
+        pass
+
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)
 

@@ -149,12 +149,13 @@ class LlamaRunner(Runner):
         code: Path | None = None,
         make_model: Callable[[], PreTrainedModel] | None = None,
         progress: Callable[[str], None] = lambda _: None,
+        wait_for_code: Callable[[], object] = lambda: None,
     ) -> None:
         """Build a decoder that an earlier start compared with transformers, by this version on this machine.
 
         `kv_bytes`: memory for the pool. `precision`: "int8" for 8-bit activations with weights in quant blocks, "float32", or "auto" for
         the first if there are such weights. `kv_dtype`: "float32", "float16", or "auto" for float16 with int8. `code`: folder that caches
-        compiled code. `make_model`: returns transformers' model, without weights.
+        compiled code. `make_model`: returns transformers' model, without weights. `wait_for_code` is called before the first pass.
 
         Raises OutOfMemoryError, UnsupportedModelError, ModelNotFoundError if a file has changed.
         """
@@ -169,6 +170,7 @@ class LlamaRunner(Runner):
         self.vocab_size = self.decoder.vocab_size
         self.policies = collect_policies(self.decoder.matrices)
         self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
+        wait_for_code()
         self.prove()
 
     @property

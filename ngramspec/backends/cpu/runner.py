@@ -73,6 +73,7 @@ class CpuRunner(LlamaRunner):
         plain: bool = False,
         code: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
+        wait_for_code: Callable[[], object] = lambda: None,
     ) -> None:
         """Bind a model and compare it with transformers.
 
@@ -122,6 +123,7 @@ class CpuRunner(LlamaRunner):
                 small = Reference(model, source, self.kv_dtype)
                 for layer in kinds:
                     expected += zip(texts, small.trace(layer, texts, gives_tuple=expected[0][1].gives_tuple), strict=True)
+            wait_for_code()
             self._check(expected)
             self._context.switch(self.precision == "int8")
             self._build_decoder(source, binder)

@@ -1,0 +1,56 @@
+"""Run a pass of a model of one layer and 32 numbers, so that what real models need of compiled code is compiled or loaded.
+
+The types of a pass's arguments are the same for every model, but for the type of keys and values. Knows no file and no request.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ngramspec.backends.cpu import packing
+from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.backends.cpu.llama_forward import LayerWeights, LlamaDecoder
+from ngramspec.backends.cpu.llama_runner import make_pool
+from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
+from ngramspec.backends.cpu.native_forward import NativeLlamaForward
+from ngramspec.outputs import BLOCK
+from ngramspec.sampling.batch import ROWS_PER_ITEM, Span, pack
+
+_SIZE = 32  # of hidden states, heads and vocabulary: one quant block
+
+
+def compile_packing() -> None:
+    """Compile the functions that pack weights, or load them from disk."""
+    for kind, row_bytes in (("Q8_0", 34), ("F32", 4 * _SIZE), ("F16", 2 * _SIZE)):
+        packing.pack(kind, (1, _SIZE), partial(_make_rows, row_bytes), packing.Arena())
+
+
+def _make_rows(n_bytes: int, first: int, end: int) -> np.ndarray:
+    return np.zeros((end - first, n_bytes), np.uint8)
+
+
+def run_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPool]:
+    """Run a pass; return what native steps need. `kv_dtype`: "float16" or "float32"; `folder` caches kernels."""
+    context = MatmulContext(int8=False, folder=folder)
+
+    def make_matrix() -> Matrix:
+        return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
+
+    def make_angles(_first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones((n, _SIZE), np.float32), np.zeros((n, _SIZE), np.float32)
+
+    matrix, norm = make_matrix(), np.ones(_SIZE, np.float32)
+    decoder = LlamaDecoder(
+        context, [LayerWeights((matrix,) * 7, (norm, norm), None)], embedding=matrix, head=matrix, norm=norm, eps=1e-5, scale=1.0,
+        n_heads=1, head_dim=_SIZE, angles=make_angles, query_scales=lambda _first, _n: np.empty(0, np.float32),
+    )  # fmt: skip
+    pool = make_pool([(1, _SIZE)], kv_dtype, 1 << 20, 1, 2 * BLOCK, None)
+    pool.reserve(0, 4)
+    decoder.run(pack([Span(0, np.zeros(3, np.int32), 0)], pool), pool, 1)
+    forward = NativeLlamaForward(decoder, pool, ROWS_PER_ITEM)
+    slots = np.zeros(1, np.int64)
+    forward.keep_paths(slots, slots + 2, slots + 1, slots + 3)
+    return forward, pool

@@ -1,0 +1,45 @@
+"""`ngramspec warm-up`: compile what the engine runs, and check a model, before the first request waits for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from ngramspec.cli import common
+
+
+def warm_up(
+    model: Annotated[
+        str | None,
+        common.option(
+            "Model",
+            "Also convert this model and compare it with transformers: a .gguf file, folder, hub name, or smollm2.",
+            "--model",
+            "-m",
+        ),
+    ] = None,
+    quiet: Annotated[bool, common.option("Output", "No progress.", "--quiet", "-q")] = False,
+) -> None:
+    """Compile for this processor what the engine runs, so that no later start has to. Once per installation.
+
+    Without this, the first start compiles beside its work, and speculation joins once its part is compiled.
+
+    Examples:
+
+      ngramspec warm-up
+
+      ngramspec warm-up --model ./my-model.gguf
+    """
+    from ngramspec.cli import screen
+
+    if model is not None:
+        common.check_model(model)
+    started = time.monotonic()
+    with screen.show_progress(quiet) as progress:
+        from ngramspec.engine.background_compiler import compile_all
+
+        compile_all(progress)
+        if model is not None:
+            common.open_engine(model, progress=progress).close()
+    if not quiet:
+        print(f"ready after {common.format_duration(time.monotonic() - started)}")

@@ -1,0 +1,169 @@
+"""Compile what an engine on the CPU runs, ahead of its first use: in two child processes beside the first start, or in this one.
+
+Children write machine code to the cache on disk (`datastore.code_cache`), from where this process loads it. A model's start waits for the
+few stages that plain passes need; drafting and native steps join when theirs are done. What a child could not compile, this process
+compiles when it calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ngramspec.backends.cpu import llama_forward, tiny_pass
+from ngramspec.child_process import ChildEndedError, ChildProcess, Message, answer_messages
+from ngramspec.datastore import code_cache
+from ngramspec.datastore.cache_dir import cache_dir
+from ngramspec.engine import native_steps
+from ngramspec.sampling import sampler, verify
+from ngramspec.speculative import draft_stats, proposer, tree_builder
+from ngramspec.speculative.budget import cost_model
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+# Stages and what each compiles or loads, given the type of keys and values.
+STAGES: dict[str, Callable[[str], object]] = {
+    "packing": lambda _kv: tiny_pass.compile_packing(),
+    "batches": lambda _kv: verify.warmup_batches(),
+    "sampling": lambda _kv: sampler.warmup(),
+    "verification": lambda _kv: verify.warmup(),
+    "statistics": lambda _kv: draft_stats.warmup(),
+    "cost": lambda _kv: cost_model.warmup(),
+    "pass": lambda kv: tiny_pass.run_tiny_pass(kv, cache_dir() / "code"),
+    "drafting": lambda _kv: proposer.warmup(),
+    "native": lambda kv: native_steps.compile_steps(*tiny_pass.run_tiny_pass(kv, cache_dir() / "code")),
+}
+PLAIN = ("packing", "batches", "sampling", "verification", "statistics", "cost", "pass")  # stages that a first token needs
+# Which child compiles which stages, in order. The pass takes as long as the drafting: 15 to 20 s of processor time each.
+_CHILDREN = (("packing", "pass", "native"), ("batches", "sampling", "verification", "statistics", "cost", "drafting"))
+# Stages whose code others contain: two children must not compile the same function.
+_NEEDS = {"pass": ("batches",), "native": ("verification", "drafting")}
+NICE = 5  # priority given up by a child once what it compiles is not needed for a first token
+POLL_S = 1.0  # seconds between two looks whether the parent still lives
+
+
+def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) -> None:
+    """Compile in this process, or load from disk, what steps need. `kv_dtype`: also passes, with keys and values of that type."""
+    names = [name for name in STAGES if kv_dtype or name not in ("packing", "pass", "native")]
+    for i, name in enumerate(names):
+        progress(f"compiling, {i + 1} of {len(names)}, once per installation")
+        STAGES[name](kv_dtype or "float16")
+
+
+def is_compiled() -> bool:
+    """Return whether the machine code of the largest functions is kept, of this version."""
+    return all(map(code_cache.is_kept, (llama_forward.compute, tree_builder.update, native_steps.advance)))
+
+
+class BackgroundCompiler:
+    """Two child processes that compile all stages. For any thread."""
+
+    def __init__(self, kv_dtype: str, progress: Progress) -> None:
+        """Start compiling. `progress` is told how far it is, until it is set to None. Raises OSError."""
+        self.progress: Progress | None = progress
+        self._done = {name: threading.Event() for name in STAGES}
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._children: list[ChildProcess] = []
+        try:
+            for _ in _CHILDREN:
+                child = ChildProcess(__name__, ("ngramspec", "numba", "llvmlite", "numpy"), {"kv_dtype": kv_dtype}, use_site=True)
+                self._children.append(child)
+        except OSError:
+            self.close()
+            raise
+        for child, names in zip(self._children, _CHILDREN, strict=True):
+            threading.Thread(target=self._compile, args=(child, names), name="ngramspec-compiling", daemon=True).start()
+
+    @property
+    def n_done(self) -> int:
+        return sum(event.is_set() for event in self._done.values())
+
+    def wait(self, *names: str) -> None:
+        """Wait until these stages are done, or have failed."""
+        for name in names:
+            self._done[name].wait()
+
+    def close(self) -> None:
+        """End the children. Can be called any number of times."""
+        self._is_closed = True
+        for child in self._children:
+            child.close()
+
+    def _compile(self, child: ChildProcess, names: Sequence[str]) -> None:
+        try:
+            child.wait_until_ready()
+            for name in names:
+                self.wait(*_NEEDS.get(name, ()))
+                child.ask({"stage": name}, math.inf)
+                self._done[name].set()
+                if self.progress is not None:
+                    self.progress(f"compiling, {self.n_done} of {len(STAGES)}, once per installation")
+                log.debug("compiled %s", name)
+        except ChildEndedError as error:
+            if self._error is None and not self._is_closed:
+                self._error = error
+                log.warning("%s: what it was to compile is compiled in this process, which takes longer", error)
+        finally:
+            for name in names:
+                self._done[name].set()
+            child.close()
+
+
+def start_compiling(kv_dtype: str, progress: Progress) -> BackgroundCompiler | None:
+    """Compile in the background; None if there is nothing to compile, or if it cannot be kept or no process can be started."""
+    if is_compiled() or not code_cache.is_writable(llama_forward.compute):
+        return None
+    progress("compiling, once per installation")
+    try:
+        return BackgroundCompiler(kv_dtype, progress)
+    except OSError as error:
+        log.warning("no process can be started to compile in (%s): compiling in this one, which takes longer", error)
+        return None
+
+
+def compile_all(progress: Progress) -> None:
+    """Compile everything for quantised and for float32 models, and return when it is done. Raises OSError if it cannot be kept."""
+    if not code_cache.is_writable(llama_forward.compute):
+        raise OSError("compiled code cannot be kept, so compiling ahead is of no use (NGRAMSPEC_CACHE may name a folder with room)")
+    if (code := start_compiling("float16", progress)) is not None:
+        code.wait(*STAGES)
+        code.close()
+    for kv_dtype in ("float16", "float32"):
+        warm_up(kv_dtype, progress)  # compiles what the children could not, and the other type of keys and values
+
+
+# ------------------------------------------------------------------ in the child
+
+
+def serve() -> None:
+    """Compile the stages that the parent names."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    answer_messages(_make_answer)
+
+
+def _make_answer(setup: Message) -> Callable[[Message], Message]:
+    def answer(message: Message) -> Message:
+        name = message["stage"]
+        if name not in PLAIN and hasattr(os, "nice"):
+            with contextlib.suppress(OSError):
+                os.nice(NICE)
+        STAGES[name](setup["kv_dtype"])
+        return {}
+
+    return answer
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process if its parent has ended, in the middle of a function."""
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)

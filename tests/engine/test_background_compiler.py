@@ -1,0 +1,137 @@
+"""Compiling beside the first start: nothing twice, the same texts before and after, and a start that goes on without it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_gguf
+
+from ngramspec import SamplingParams
+from ngramspec.datastore import code_cache
+from ngramspec.engine import background_compiler
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.outputs import Delta
+
+_COMPLETE = """
+import json, sys
+from numba.core import event
+from ngramspec.cli.main import app
+
+class Compilations(event.Listener):
+    names = []
+    def on_start(self, event):
+        self.names.append(str(event.data["dispatcher"].py_func.__qualname__))
+    def on_end(self, event):
+        pass
+
+with event.install_listener("numba:compile", Compilations()):
+    app(["complete", "def f(x):", "--model", sys.argv[1], "--max-tokens", "40", "--seed", "1", "--quiet", "--temperature", "0.7"],
+        standalone_mode=False)
+print("\\n" + json.dumps(Compilations.names))
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf.write(tmp_path_factory.mktemp("model") / "tiny.gguf", "qwen2", "Q4_K", std=0.1)
+
+
+def complete(path: Path, cache: Path) -> tuple[list[str], list[str]]:
+    """Complete in a new process -> its text, and the functions that it compiled itself."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache / "numba"), "NGRAMSPEC_CACHE": str(cache / "ngramspec")}
+    run = subprocess.run([sys.executable, "-c", _COMPLETE, str(path)], capture_output=True, check=True, env=environment)
+    *text, names = run.stdout.decode(errors="replace").splitlines()
+    return text, json.loads(names)
+
+
+def test_a_first_start_leaves_nothing_to_compile(path: Path, tmp_path: Path) -> None:
+    text, first = complete(path, tmp_path)
+    again, second = complete(path, tmp_path)
+    assert again == text
+    assert not {"compute", "build_trees", "update", "fill_batch", "advance", "_pack_blocks"} & {*first}, "left to the children"
+    assert second == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
+    prompt = [1, 2, 3, 4] * 10
+    with Engine(str(path), speculation=False) as plain:
+        expected = plain.complete(prompt, params)
+    for join_at in (0, 1, 20):
+        with Engine(str(path)) as engine:
+            engine.core.lacks_code = True
+            tokens = list[int]()
+
+            def deliver(delta: Delta | Exception, engine: Engine = engine, tokens: list[int] = tokens, join_at: int = join_at) -> None:
+                assert isinstance(delta, Delta)
+                tokens += delta.token_ids
+                if engine.core.lacks_code and len(tokens) >= join_at:  # this runs in the engine's thread
+                    engine.core.begin_speculation()
+
+            done = engine.submit(prompt, params, deliver=deliver).result()
+            assert done.token_ids == tokens == expected.token_ids
+            assert done.stats.drafted > 0
+
+
+def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(code_cache.CodeCache, "cache_path", property(lambda _: str(tmp_path / "file" / "numba")))
+    monkeypatch.setattr(code_cache.CodeCache, "has_files", lambda _: False)
+    assert background_compiler.start_compiling("float16", lambda _: None) is None
+    with pytest.raises(OSError, match="cannot be kept"):
+        background_compiler.compile_all(lambda _: None)
+
+
+def test_children_that_are_killed_are_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    before = find_children()
+    told = list[str]()
+    compiler = background_compiler.BackgroundCompiler("float16", told.append)
+    try:
+        new = find_children() - before
+        assert len(new) == 2
+        with caplog.at_level(logging.WARNING):
+            for child in new:
+                os.kill(child, signal.SIGKILL)
+            compiler.wait(*background_compiler.STAGES)
+    finally:
+        compiler.close()
+    assert sum("is compiled in this process" in record.message for record in caplog.records) == 1
+
+
+def find_children() -> set[int]:
+    return {int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def test_a_closed_compiler_leaves_no_process_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    before = find_children()
+    compiler = background_compiler.BackgroundCompiler("float16", lambda _: None)
+    compiler.close()
+    compiler.wait(*background_compiler.STAGES)
+    assert find_children() == before
+    assert not caplog.records
+
+
+def test_the_command(path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "ngramspec", "warm-up", *arguments], capture_output=True, text=True, check=False)
+
+    shown = run("--help")
+    assert shown.returncode == 0
+    assert "--model" in shown.stdout
+    assert "Once per installation" in " ".join(shown.stdout.split())
+    wrong = run("--model", "/no/such/model.gguf")
+    assert wrong.returncode == 2
+    assert "/no/such/model.gguf" in wrong.stderr
+    done = run("--model", str(path))
+    assert done.returncode == 0
+    assert done.stdout.startswith("ready after ")
+    assert "once per installation" in done.stderr
+    assert run("--quiet").stderr == ""
