@@ -15,6 +15,7 @@ import hashlib
 import logging
 import pickle
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,20 +31,44 @@ from .code_digest import compute_code_digest
 log = logging.getLogger(__name__)
 SUFFIX = ".nbc"  # of a file of machine code, as numba has it
 _DIGEST = hashlib.sha256().digest_size
+_turn = threading.Lock()
 _folders: set[Path] = set()  # where this process looks for machine code
 _caches: dict[Callable[..., Any], CodeCache] = {}  # by function
 
 
 def njit(*function: Callable[..., Any], cache: Any = False, **options: Any) -> Any:
-    """Do what `numba.njit` does; with `cache` the machine code is kept in checked files."""
+    """Do what `numba.njit` does; with `cache` the machine code is kept in checked files.
+
+    A function with `parallel` is for Python alone to call: see `_take_turns`.
+    """
 
     def compile_lazily(py_func: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(py_func)
         if cache:
             setattr(dispatcher, "_cache", make_cache(py_func))  # noqa: B010  # what `enable_caching` sets; numba has no public way
-        return dispatcher
+        return _take_turns(dispatcher) if options.get("parallel") else dispatcher
 
     return compile_lazily(*function) if function else compile_lazily
+
+
+def _take_turns(dispatcher: Any) -> Callable[..., Any]:
+    """Let threads take turns in parallel loops if numba's threading layer serves one caller at a time.
+
+    "workqueue", the layer of a macOS without OpenMP, aborts the process when two threads of it run parallel loops at once.
+    """
+
+    @functools.wraps(dispatcher.py_func)
+    def call(*args: Any) -> Any:
+        try:
+            shared = numba.threading_layer() != "workqueue"
+        except ValueError:  # no layer has been chosen yet
+            shared = False
+        if shared:
+            return dispatcher(*args)
+        with _turn:
+            return dispatcher(*args)
+
+    return call
 
 
 def clear_all() -> None:

@@ -12,11 +12,12 @@ numba's cache of a compiled pass contains the functions that it calls, attention
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.experimental import structref
 
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
@@ -35,6 +36,7 @@ from ngramspec.backends.cpu.matmul import (
     locate_rows,
     multiply,
 )
+from ngramspec.backends.cpu.thread_team import ThreadTeam, close_pass, leave_pass, open_pass, take_seat, wait_for_pass
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.batch import Batch
@@ -100,6 +102,17 @@ class CompiledPass(structref.StructRefProxy):
     """
 
 
+@structref.register
+class SharedPassType(types.StructRef):
+    pass
+
+
+class SharedPass(structref.StructRefProxy):
+    """What the threads of a team share: the compiled model and the current pass."""
+
+
+structref.define_proxy(SharedPass, SharedPassType, ["model", "current"])
+
 _ROWS = ("input_ids", "wanted", "items", "tables", "positions", "bases", "paths", "blocks", "offsets")
 _LEFT = ("logits", "states", "tokens", "values", "fine", "greedy")
 structref.define_proxy(CompiledPass, CompiledPassType, ["first", "last", "embed", "vocab_size", "state", *_ROWS, *_LEFT])
@@ -114,6 +127,11 @@ def _new_model(*members):
 @njit(cache=True, nogil=True)
 def _new_pass(*members):
     return CompiledPass(*members)
+
+
+@njit(cache=True, nogil=True)
+def _new_shared(*members):
+    return SharedPass(*members)
 
 
 class _Buffers(NamedTuple):
@@ -167,6 +185,8 @@ class LlamaDecoder:
         self._model_of: tuple[object, ...] = ()
         """The pool and the arrays that it is made of."""
         self._pass: CompiledPass | None = None
+        self._shared: SharedPass | None = None
+        self._team = ThreadTeam()
         self._logits = np.zeros((0, 0), np.float32)
 
     def begin_at(self, position: int) -> None:
@@ -208,9 +228,18 @@ class LlamaDecoder:
         if self._pass is None:
             self._pass = self.make_empty_pass()
         _fill_pass(self._pass, first, last, x is None, make_counters(count_parts(last - first)), rows, left)
-        compute(threads, model, self._pass)
+        self.run_pass(threads, model, self._pass)
         _release_logits(self._pass, _NO_LOGITS)
         return ForwardOutput(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
+
+    def run_pass(self, threads: int, model: CompiledModel, current: CompiledPass) -> None:
+        """Run a pass whose `tokens`, `values` and `fine` have room for this number of threads, with as many of them."""
+        if self._shared is None:
+            self._shared = _new_shared(model, current)
+            weakref.finalize(self, self._team.stop)
+        _set_pass(self._shared, model, current)
+        self._team.grow(threads - 1, compute, False, self._shared, self._team.state)
+        compute(True, self._shared, self._team.state)
 
     def make_empty_pass(self) -> CompiledPass:
         """Make a pass through all layers whose arrays are filled in later."""
@@ -441,15 +470,42 @@ def _unpack_pass(model, p):
     return p.state, (p.first, p.last, p.embed), model.weights, model.pool, batch, model.work, results
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def compute(threads, model, p):
-    """Run a pass."""
-    state, layers, weights, pool, batch, work, results = _unpack_pass(model, p)
-    _, _, _, tokens, values, fine, greedy = results
-    tokens[:], values[:], fine[:] = EMPTY, -np.inf, True
-    for thread in prange(threads):
-        _run_thread(np.int64(thread), threads, state, layers, weights, pool, batch, work, results)
-    _merge_top_k(tokens, values, fine, greedy)
+@njit(cache=True, nogil=True)
+def _set_pass(shared, model, p):
+    shared.model, shared.current = model, p
+
+
+@njit(cache=True, nogil=True)
+def _run_published(shared, thread):
+    """Run one thread's share of the pass that is open; no reference to its arrays is left afterwards."""
+    state, layers, weights, pool, batch, work, results = _unpack_pass(shared.model, shared.current)
+    _run_thread(thread, results[3].shape[0], state, layers, weights, pool, batch, work, results)
+
+
+@njit(cache=True, nogil=True)
+def compute(leads, shared, team):
+    """Run the pass in `shared` if the thread leads; else take part in passes until the team is stopped."""
+    number = np.int64(0)
+    if leads:
+        p = shared.current
+        p.tokens[:], p.values[:], p.fine[:] = EMPTY, -np.inf, True
+        n_seats = p.tokens.shape[0] - 1
+        open_pass(team, n_seats)
+    while True:
+        seat = np.int64(0)
+        if not leads:
+            number = wait_for_pass(team, number)
+            if number < 0:
+                break
+            seat = take_seat(team)
+        if leads or seat:  # one call of what is compiled for long
+            _run_published(shared, seat)
+        if leads:
+            close_pass(team, n_seats)
+            _merge_top_k(p.tokens, p.values, p.fine, p.greedy)
+            break
+        if seat:
+            leave_pass(team)
 
 
 @njit(cache=True, nogil=True)

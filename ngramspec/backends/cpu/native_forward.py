@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu.kv_pool import KVPool, move_all
-from ngramspec.backends.cpu.llama_forward import CompiledModel, LlamaDecoder, compute
+from ngramspec.backends.cpu.llama_forward import CompiledModel, LlamaDecoder
 
 
 class NativeLlamaForward:
@@ -21,7 +21,8 @@ class NativeLlamaForward:
             self.logits = self.decoder.allocate_logits(n_rows)
 
     def run(self) -> None:
-        compute(self.n_threads, self._model, self.inputs)
+        assert self._model is not None
+        self.decoder.run_pass(self.n_threads, self._model, self.inputs)
 
     def keep_paths(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
         move_all(self._pool.all_keys, self._pool.all_values, self._pool.tables, slots, starts, ends, positions)

@@ -29,14 +29,14 @@ def make_counters(n_parts: int) -> np.ndarray:
 if sys.platform == "win32":
 
     @njit(cache=True, nogil=True)
-    def _yield_processor(times):
+    def yield_processor():
         pause()
 
 else:
     _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
     @njit(cache=True, nogil=True)
-    def _yield_processor(times):
+    def yield_processor():
         _usleep(np.uint32(1))
 
 
@@ -61,4 +61,4 @@ def wait_for_pieces(state, part, n_pieces):
         if spins < SPINS:
             pause()
         else:
-            _yield_processor(spins)
+            yield_processor()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ import tiny
 import tiny_gguf
 import torch
 
-from ngramspec.backends.cpu import llama_forward as stack_module
 from ngramspec.backends.cpu import runner as runner_module
 from ngramspec.backends.cpu import weight_map as weight_map_module
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, count_packed_bytes, is_quantised
 from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
@@ -157,23 +156,15 @@ def test_bits_are_the_same_however_a_text_is_cut(bind: Bind, family: str, precis
         assert torch.equal(runner.run([Span(1, np.array(words[-1:], np.int32), n + len(words))])[0], got[2 + node])
 
 
-def test_threads_that_come_late_or_never(bind: Bind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_come", [0, 1, 7])
+def test_threads_that_come_late_or_never(bind: Bind, monkeypatch: pytest.MonkeyPatch, n_come: int) -> None:
+    """Passes for eight threads, of which some exist; on few cores most come late."""
     runner = bind("llama")
     alone = logits_of(runner)
-
-    def one_of_four(_threads: int, *whole: Any) -> None:
-        stack_module._run_thread(0, 4, *stack_module._unpack_pass(*whole))
-
-    def late(threads: int, *whole: Any) -> None:
-        arguments = stack_module._unpack_pass(*whole)
-        first = threading.Thread(target=stack_module._run_thread, args=(1, threads, *arguments))
-        first.start()
-        stack_module._run_thread(0, threads, *arguments)
-        first.join()
-        stack_module._run_thread(0, threads, *arguments)
-
-    for how in (one_of_four, late):
-        monkeypatch.setattr(stack_module, "compute", how)
+    grow = ThreadTeam.grow
+    monkeypatch.setattr(numba, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(ThreadTeam, "grow", lambda team, _, *whole: grow(team, n_come, *whole))
+    for _ in range(5):
         assert torch.equal(logits_of(runner), alone)
 
 

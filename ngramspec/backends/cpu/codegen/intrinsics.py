@@ -41,11 +41,33 @@ def atomic_add(typing_context, array, part, number):
 
 
 @intrinsic
+def atomic_exchange(typing_context, array, part, number, value):
+    """Set array[part, number] atomically and return its former value."""
+
+    def codegen(context, builder, signature, args):
+        at = _element(context, builder, signature.args[0], *args[:3])
+        return builder.atomic_rmw("xchg", at, args[3], "seq_cst")
+
+    return types.int64(array, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_compare_exchange(typing_context, array, part, number, expected, value):
+    """Set array[part, number] atomically if it is `expected`; return its former value."""
+
+    def codegen(context, builder, signature, args):
+        at = _element(context, builder, signature.args[0], *args[:3])
+        return builder.extract_value(builder.cmpxchg(at, args[3], args[4], "seq_cst", "seq_cst"), 0)
+
+    return types.int64(array, types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def atomic_load(typing_context, array, part, number):
     """Load array[part, number] atomically; what other threads wrote before it is visible afterwards."""
 
     def codegen(context, builder, signature, args):
-        return builder.load_atomic(_element(context, builder, signature.args[0], *args), "acquire", 8)
+        return builder.load_atomic(_element(context, builder, signature.args[0], *args), "seq_cst", 8)
 
     return types.int64(array, types.int64, types.int64), codegen
 
