@@ -129,7 +129,7 @@ def _mix_blocks(acc, sizes, s, width, head, first, end):
                 blocks = head_at + d, n_dim, block_step, table.ctypes.data, t, ahead, n_blocks
                 mix_blocks(shares, values, blocks, (acc.ctypes.data + 4 * (a * n_dim + d), 4 * n_dim))
         for i in range(t, t + n_blocks if whole < n_dim else t):
-            _mix_keys(acc, 0, (n, n_dim, whole), s, i * BLOCK, width, values, np.int64(table[i]) * block_step + head_at, BLOCK)
+            _mix_keys(acc, np.int64(0), (n, n_dim, whole), s, i * BLOCK, width, values, np.int64(table[i]) * block_step + head_at, BLOCK)
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -240,6 +240,7 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
             for p in range(start, end):
                 scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
         totals[m] = _softmax(scores, start, end)
+    none = np.int64(0)  # a literal in a tuple would be a type of its own
     all_from, all_to = (latest + BLOCK - 1) // BLOCK, shared // BLOCK  # blocks that all rows see whole, in the slots of their positions
     for t in range(tile0, n_tiles):
         first = t * BLOCK
@@ -248,12 +249,12 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
                 _mix_blocks(acc, (n_heads, n_dim), s, width, (flat_values, head_at, block_step, table), t, all_to)
             continue
         tile = np.int64(table[t]) * block_step + head_at
-        common = min(shared - first, BLOCK) if latest <= first else np.int64(0)  # keys that all rows see, in the slots of their positions
+        common = min(shared - first, BLOCK) if latest <= first else none  # keys that all rows see, in the slots of their positions
         if common > 0:
-            _mix_keys(acc, 0, (n_heads, n_dim, 0), s, first, width, flat_values, tile, common)
+            _mix_keys(acc, none, (n_heads, n_dim, none), s, first, width, flat_values, tile, common)
         for r in range(row0, row1):
             base, end = np.int64(bases[r]), np.int64(positions[r]) + 1
-            p = max(first + max(common, np.int64(0)), end - window if window > 0 else np.int64(0))
+            p = max(first + max(common, none), end - window if window > 0 else np.int64(0))
             end = min(end, first + BLOCK)
             while p < end:
                 n_keys, at = min(base, end) - p, tile + (p - first) * n_dim
@@ -263,7 +264,7 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
                     while p + n_keys < end and (slot + n_keys) % BLOCK and paths[r, p + n_keys - base] == slot + n_keys:
                         n_keys += 1
                 m = (r - row0) * part
-                _mix_keys(acc, m * n_dim, (part, n_dim, 0), s, m * width + p, width, flat_values, at, n_keys)
+                _mix_keys(acc, m * n_dim, (part, n_dim, none), s, m * width + p, width, flat_values, at, n_keys)
                 p += n_keys
     for m in range(n_heads):
         inverse = _ONE / totals[m]

@@ -19,7 +19,7 @@ from ngramspec.backends.cpu.codegen.kernels import FLOAT, FLOATS, HALF, LONG, WO
 from ngramspec.backends.cpu.formats import LINE, WIDTH
 from ngramspec.outputs import BLOCK
 
-STEP = 8  # Inputs per turn of the loops of `score_blocks` and `mix_blocks`.
+STEP = 2  # Inputs per turn of the loops of `score_blocks` and `mix_blocks`: 8 are no faster and take a second more to compile.
 HOST = get_host_target()
 # Register tile: panels and rows whose sums fit into vector registers besides the weights. 6 rows by 4 panels take fewer loads than 24 rows
 # by one (50 against 42 thousand million products a second).
