@@ -262,7 +262,9 @@ def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousa
     else:
         streak[0] = 0
     state += towards * (off / math.sqrt(variance))
-    state[: n - 3] = np.maximum(state[: n - 3], 1e-6)
+    for i in range(n - 3):  # copying a slice would compile an error message of other shapes, for 2 s
+        if state[i] < 1e-6:
+            state[i] = 1e-6
     for i in range(n):
         for j in range(n):
             cov[i, j] -= towards[i] * towards[j] / variance
