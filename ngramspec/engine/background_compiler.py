@@ -44,8 +44,8 @@ STAGES: dict[str, Callable[[str], object]] = {
 PLAIN = ("packing", "batches", "sampling", "verification", "statistics", "cost", "pass")  # stages that a first token needs
 # Which child compiles which stages, in order. The pass takes as long as the drafting: 15 to 20 s of processor time each.
 _CHILDREN = (("packing", "pass", "native"), ("batches", "sampling", "verification", "statistics", "cost", "drafting"))
-# Stages whose code others contain: two children must not compile the same function.
-_NEEDS = {"pass": ("batches",), "native": ("verification", "drafting")}
+# What a stage waits for. Two children must not compile the same function, and on two cores drafting would delay the first token.
+_NEEDS = {"pass": ("batches",), "drafting": ("pass",), "native": ("verification", "drafting")}
 NICE = 5  # priority given up by a child once what it compiles is not needed for a first token
 POLL_S = 1.0  # seconds between two looks whether the parent still lives
 
