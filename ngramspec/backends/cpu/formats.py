@@ -42,6 +42,11 @@ class QuantFormat(NamedTuple):
     """Values that 4-bit codes stand for; None: the codes themselves."""
 
     @property
+    def by_super(self) -> bool:
+        """Whether it has super-blocks, and activations are quantised by 256 for it, not by 32."""
+        return not self.half_scales
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of one block of a panel."""
         each = 2 * WIDTH if self.half_scales else WIDTH * (1 + self.by_16)

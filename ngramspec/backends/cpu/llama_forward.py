@@ -22,7 +22,7 @@ from numba.experimental import structref
 
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
-from ngramspec.backends.cpu.formats import DEPTH, WIDTH
+from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.matmul import (
     BLOCKS,
@@ -35,6 +35,7 @@ from ngramspec.backends.cpu.matmul import (
     count_panels_per_piece,
     locate_rows,
     multiply,
+    quantise_row,
 )
 from ngramspec.backends.cpu.thread_team import ThreadTeam, close_pass, leave_pass, open_pass, take_seat, wait_for_pass
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
@@ -178,7 +179,9 @@ class LlamaDecoder:
         self._rotary = np.array([layer.rotary for layer in layers], np.bool_)
         kernels = context.kernels
         unpack = kernels.get_unpack(embedding.weight.format)
-        self._functions = np.array([kernels.get_quantise() if context.int8 else 0, kernels.get_silu(), unpack], np.int64)
+        self._functions = np.array(
+            [kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0, kernels.get_silu(), unpack], np.int64
+        )
         self.begin_at(0)
         self._buffers: _Buffers | None = None
         self._model: CompiledModel | None = None
@@ -280,10 +283,10 @@ class LlamaDecoder:
             out = zeros(mixed)
             heads = np.lib.stride_tricks.as_strided(out, (n, self.n_heads, self.head_dim), (out.strides[0], 4 * self.head_dim, 4))
             arrays = (
-                zeros(self.hidden), zeros(layer[OUT].weight.n_panels * WIDTH), zeros(wide), zeros(codes, dtype=np.int8),
-                zeros(codes // DEPTH, 4), zeros(sum(layer[i].weight.n_panels for i in (Q, K, V)) * WIDTH),
+                zeros(self.hidden), zeros(layer[OUT].weight.n_panels * WIDTH), zeros(wide), zeros(2, codes, dtype=np.int8),
+                zeros(2, codes // DEPTH, 4), zeros(sum(layer[i].weight.n_panels for i in (Q, K, V)) * WIDTH),
                 zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
-                zeros(_round_up(inner), dtype=np.int8), zeros(_round_up(inner) // DEPTH, 4),
+                zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
             )  # fmt: skip
             self._buffers = _Buffers(n, arrays)
 
@@ -334,20 +337,13 @@ def norm_row(x, weight, eps, out):
 
 
 @njit(cache=True, nogil=True)
-def _quantise_row(function, x, codes, act_scales):
-    """Quantise a row x [K] to codes [K] and activation scales [K / 32, 4]; K is a multiple of 32."""
-    if function:
-        call_kernel(function, (x.ctypes.data, x.shape[0] // DEPTH, codes.ctypes.data, act_scales.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
-
-
-@njit(cache=True, nogil=True)
 def _norm_and_quantise_row(x, delta, add, weight, eps, normed, function, codes, act_scales):
     """Add delta to x [H] if `add` is set; write x's norm to `normed` and, quantised, to `codes` and `act_scales`."""
     if add:
         for j in range(x.shape[0]):
             x[j] += delta[j]
     norm_row(x, weight, eps, normed[: x.shape[0]])
-    _quantise_row(function, normed, codes, act_scales)
+    quantise_row(function, normed, codes, act_scales)
 
 
 @njit(cache=True, nogil=True)
@@ -379,14 +375,14 @@ def _run_product_part(state, part, n_threads, matrices, columns, tables, n_rows,
 
 @njit(cache=True, nogil=True)
 def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, inputs, buffers):
-    """Compute silu(gate) · up of all rows, and its codes. A piece is some blocks of 32 of the products' outputs.
+    """Compute silu(gate) · up of all rows, and its codes. A piece is some super-blocks of 256 of the products' outputs.
 
     `matrices`: gate and up; `functions`: addresses of quantise and silu; `buffers`: gate and up's outputs, the result, its codes and their
     activation scales.
     """
     gate, (quantise, silu), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
     n_blocks = middle.shape[1] // DEPTH
-    step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // 2)
+    step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // (2 * SUPER)) * SUPER
     total = (n_blocks + step - 1) // step
     while True:
         piece = take_piece(state, part, total)
@@ -402,7 +398,7 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
             call_kernel(
                 silu, (both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0)
             )
-            _quantise_row(quantise, row, out_codes[r, a:b], out_act_scales[r, first:end])
+            quantise_row(quantise, row, out_codes[r, :, a:b], out_act_scales[r, :, first:end])
         finish_piece(state, part)
     wait_for_pieces(state, part, total)
 
@@ -521,8 +517,8 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
     hidden, eps, scale = x.shape[1], numbers[0], numbers[1]
     quantise, silu, unpack = functions[0], functions[1], functions[2]
     pieces = min(n_rows, PIECES)
-    codes_wide, codes_mixed = codes[:, : normed.shape[1]], codes[:, : mixed.shape[1]]
-    act_scales_wide, act_scales_mixed = act_scales[:, : normed.shape[1] // DEPTH], act_scales[:, : mixed.shape[1] // DEPTH]
+    codes_wide, codes_mixed = codes[:, :, : normed.shape[1]], codes[:, :, : mixed.shape[1]]
+    act_scales_wide, act_scales_mixed = act_scales[:, :, : normed.shape[1] // DEPTH], act_scales[:, :, : mixed.shape[1] // DEPTH]
     wide_rows = locate_rows(normed, codes_wide, act_scales_wide)
     mixed_rows = locate_rows(mixed, codes_mixed, act_scales_mixed)
     middle_rows = locate_rows(middle, middle_codes, middle_act_scales)
@@ -596,7 +592,7 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
                 if i >= pieces:
                     break
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                    _quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
+                    quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
                 finish_piece(state, part + 4)
             wait_for_pieces(state, part + 4, pieces)
         _run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
@@ -625,7 +621,7 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
             row[j] = x[r, j] + delta[r, j]
         if i < n_wanted:
             norm_row(row, weight, eps, normed[i, :hidden])
-            _quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
+            quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
         else:
             norm_row(row, weight, eps, states[r])
         finish_piece(state, part)

@@ -29,9 +29,11 @@ MOST_ROWS = 64  # Largest number of rows that `plan_rows` plans; of more rows, t
 # addresses of the kernels, by their number of rows.
 STEPS, FUNCTIONS = 0, MOST_ROWS + 1
 TABLE = FUNCTIONS + 17
-# Fields of a matrix as compiled code sees it; LINE_OF: its line of `MatmulContext.tables`.
+# Fields of a matrix as compiled code sees it. LINE_OF: its line of `MatmulContext.tables`; INT8: which codes of the activations it is
+# multiplied with, if any.
 ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = range(9)
 MATRIX = 9
+BY_BLOCK, BY_SUPER = 1, 2  # Codes: one scale per 32 activations, or per 256.
 CACHED = 1 << 18  # Bytes of panels that stay in the second-level cache while rows are multiplied.
 EACH = 0.25  # Extra cost of each further kernel call for a number of rows, in measured times of one row.
 SHARES = 4  # Pieces of a product per thread, so that a thread that is held back leaves work to the others.
@@ -61,10 +63,10 @@ class MatmulContext:
         whole = np.zeros(weight.n_panels * WIDTH, np.float32)
         if bias is not None:
             whole[: weight.n_out] = bias
-        int8 = self.int8 and isinstance(weight.format, QuantFormat)
+        int8 = choose_codes(weight.format, self.int8)
         fields = (
             weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
-            whole.ctypes.data, self._get_line(weight.format, int8), int8,
+            whole.ctypes.data, self._get_line(weight.format, int8 > 0), int8,
         )  # fmt: skip
         self._made.append(Matrix(weight, whole, np.array(fields, np.int64)))
         return self._made[-1]
@@ -76,8 +78,8 @@ class MatmulContext:
         """
         self.int8 = int8
         for m in self._made:
-            one = int8 and isinstance(m.weight.format, QuantFormat)
-            m.fields[LINE_OF], m.fields[INT8] = self._get_line(m.weight.format, one, soon_over), one
+            one = choose_codes(m.weight.format, int8)
+            m.fields[LINE_OF], m.fields[INT8] = self._get_line(m.weight.format, one > 0, soon_over), one
 
     def _get_line(self, fmt: WeightFormat, int8: bool, soon_over: bool = False) -> int:
         if (fmt, int8, soon_over) not in self._lines:
@@ -89,6 +91,13 @@ class MatmulContext:
             self.tables = np.concatenate([self.tables, line])
             self._lines[fmt, int8, soon_over] = len(self.tables) - 1
         return self._lines[fmt, int8, soon_over]
+
+
+def choose_codes(fmt: WeightFormat, int8: bool) -> int:
+    """Return which codes of the activations weights of a format are multiplied with; 0: float32."""
+    if not int8 or not isinstance(fmt, QuantFormat):
+        return 0
+    return BY_SUPER if fmt.by_super else BY_BLOCK
 
 
 def measure_kernels(functions: dict[int, int], fmt: WeightFormat, int8: bool, repeat: int = 7) -> dict[int, float]:
@@ -138,8 +147,14 @@ def _call_often(address, times, arguments):
 
 @njit(cache=True, nogil=True)
 def locate_rows(x, codes, act_scales):
-    """Return addresses and bytes between rows of x, its codes and its activation scales, as `multiply` takes them."""
-    return x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0], act_scales.ctypes.data, act_scales.strides[0]
+    """Return where x [T, K], its codes [T, 2, K] and activation scales [T, 2, K / 32, 4] lie, as `multiply` takes it.
+
+    Of each the address and the bytes between rows, of the latter two also those between the codes by block and by super-block.
+    """
+    return (
+        x.ctypes.data, x.strides[0], codes.ctypes.data, codes.strides[0], codes.strides[1], act_scales.ctypes.data, act_scales.strides[0],
+        act_scales.strides[1],
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
@@ -148,11 +163,14 @@ def multiply(m, tables, first, end, n_rows, inputs, y, y_step):
 
     `y_step`: bytes between two rows of y.
     """
-    x, x_step, codes, codes_step, act_scales, act_scales_step = inputs
+    x_at, x_step, codes, codes_step, codes_shift, act_scales_at, act_scales_step, act_scales_shift = inputs
+    x, act_scales = np.int64(x_at), np.int64(act_scales_at)
     line, weights = m[LINE_OF], m[ADDRESS] + first * m[PANEL_BYTES]
     bias, to = m[BIAS] + first * 4 * WIDTH, y + first * 4 * WIDTH
     if m[INT8]:
-        x, x_step = codes, codes_step
+        kind = m[INT8] - BY_BLOCK
+        x, x_step = np.int64(codes) + kind * codes_shift, codes_step
+        act_scales += kind * act_scales_shift
     row = 0
     while row < n_rows:
         rows = tables[line, STEPS + min(n_rows - row, MOST_ROWS)]
@@ -173,12 +191,19 @@ def count_panels_per_piece(n_panels, bytes_of_one, n_threads):
 
 
 @njit(cache=True, nogil=True)
-def quantise_rows(function, x, codes, act_scales, first, end):
-    """Quantise rows first to end of x [T, K] to codes [T, K] and activation scales [T, K / 32, 4]."""
-    for r in range(first, end):
+def quantise_row(function, x, codes, act_scales):
+    """Quantise a row x [K] to codes [2, K] and activation scales [2, K / 32, 4], by blocks and by super-blocks, as far as needed.
+
+    `function`: see `Kernels.get_quantise`; K is a multiple of 32.
+    """
+    if function:
         call_kernel(
-            function, (x[r].ctypes.data, x.shape[1] // DEPTH, codes[r].ctypes.data, act_scales[r].ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        )
+            function,
+            (
+                x.ctypes.data, x.shape[0] // DEPTH, codes[0].ctypes.data, act_scales[0].ctypes.data, codes[1].ctypes.data,
+                act_scales[1].ctypes.data, 0, 0, 0, 0, 0, 0, 0,
+            ),
+        )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -187,7 +212,8 @@ def _multiply_all(matrices, columns, tables, quantise, x, codes, act_scales, y, 
     n_rows = x.shape[0]
     if codes.shape[0]:
         for t in prange(threads):
-            quantise_rows(quantise, x, codes, act_scales, n_rows * t // threads, n_rows * (t + 1) // threads)
+            for r in range(n_rows * t // threads, n_rows * (t + 1) // threads):
+                quantise_row(quantise, x[r], codes[r], act_scales[r])
     inputs = locate_rows(x, codes, act_scales)
     for i in range(matrices.shape[0]):
         m = matrices[i]
@@ -218,8 +244,8 @@ class CpuProduct:
         if n_rows:
             fields = np.stack([m.fields for m in self.matrices])
             n_codes = n_rows if fields[:, INT8].any() else 0
-            codes, act_scales = np.empty((n_codes, n_in), np.int8), np.empty((n_codes, n_in // DEPTH, 4), np.float32)
-            function = self.context.kernels.get_quantise() if n_codes else 0
+            codes, act_scales = np.empty((n_codes, 2, n_in), np.int8), np.empty((n_codes, 2, n_in // DEPTH, 4), np.float32)
+            function = self.context.kernels.get_quantise(m.weight.format for m in self.matrices) if n_codes else 0
             _multiply_all(fields, self.columns, self.context.tables, function, x, codes, act_scales, y, threads)
         return y
 

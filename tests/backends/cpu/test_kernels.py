@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,8 @@ from weights import (
 
 from ngramspec.backends.cpu.codegen import kernels as module
 from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, CompiledModules, Kernels, Target, get_host_target, list_targets
-from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, PlainFormat, QuantFormat
-from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext
+from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat
+from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, quantise_row
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.sampling.numeric import exp
 
@@ -58,7 +59,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> None:
 def test_int8_products_are_those_of_numpy(kind: str, generic: Kernels) -> None:
     weight, x = random_weight(kind, N, K), activations(3, K)
     bias = bias_of(weight.n_panels)
-    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
+    codes, act_scales = codes_and_act_scales(generic, x, weight.format)
     got = multiply(generic.get_row_functions(weight.format, True)[3], weight, codes, act_scales, bias)
     same_bits(got[:, :N], int8_product(weight, x, bias[:N]))
     assert (got[:, N:] == bias[N:]).all()  # outputs that no row of the file has
@@ -76,13 +77,14 @@ def test_float32_products_are_those_of_numpy(kind: str, generic: Kernels) -> Non
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_int8_products_are_near_the_exact_ones(kind: str, generic: Kernels) -> None:
     weight, x = random_weight(kind, N, K), np.random.default_rng(5).normal(0, 1, (12, K)).astype(np.float32)
-    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
+    codes, act_scales = codes_and_act_scales(generic, x, weight.format)
     got = multiply(
         generic.get_row_functions(weight.format, True)[12], weight, codes, act_scales, np.zeros(weight.n_panels * WIDTH, np.float32)
     )[:, :N]
     values = reference_values(kind, rows_of_kind(kind, N, K)).astype(np.float64)
     # a code is off by 1/2 of 127ths of its block's largest number at the most, evenly spread
-    off = np.abs(x).reshape(12, -1, DEPTH).max(-1).repeat(DEPTH, 1) / 127 / np.sqrt(12)
+    size = SUPER * DEPTH if weight.format.by_super else DEPTH
+    off = np.abs(x).reshape(12, -1, size).max(-1).repeat(size, 1) / 127 / np.sqrt(12)
     expected_error = np.sqrt(off**2 @ (values**2).T)
     z = (got - x.astype(np.float64) @ values.T) / expected_error
     assert np.abs(z).max() < 5, "standard deviations; 444 outputs"
@@ -93,7 +95,7 @@ def test_int8_products_are_near_the_exact_ones(kind: str, generic: Kernels) -> N
 def test_int8_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, generic: Kernels, other: Kernels) -> None:
     weight, x = random_weight(kind, N, K), activations(MOST, K)
     bias = bias_of(weight.n_panels)
-    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
+    codes, act_scales = codes_and_act_scales(generic, x, weight.format)
     expected = multiply(generic.get_row_functions(weight.format, True)[MOST], weight, codes, act_scales, bias)
     for made in (generic, other):
         functions = made.get_row_functions(weight.format, True)
@@ -111,7 +113,7 @@ def test_the_largest_codes(kind: str, generic: Kernels, other: Kernels) -> None:
     weight.data[:, weight.codes_at :] = 255
     x = np.array([3.0, -3.0, 2.9, -2.9, 3.0, -3.0])[:, None] * np.ones(K, np.float32)
     x[2, ::2] = x[3, 1::2] = 0
-    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x.astype(np.float32))
+    codes, act_scales = codes_and_act_scales(generic, x.astype(np.float32), weight.format)
     assert {codes.min(), codes.max()} == {-127, 127}
     bias = bias_of(weight.n_panels)
     expected = multiply(generic.get_row_functions(weight.format, True)[6], weight, codes, act_scales, bias)
@@ -148,7 +150,7 @@ def extremes() -> np.ndarray:
 
 def test_codes_of_activations(generic: Kernels, other: Kernels) -> None:
     x = np.concatenate([activations(5, 64), extremes()])
-    codes, act_scales = codes_and_act_scales(generic.get_quantise(), x)
+    codes, act_scales = codes_and_act_scales(generic, x, QUANTISED["Q4_0"])
     wanted, scales = quantised(x)
     np.testing.assert_array_equal(codes.reshape(wanted.shape), wanted)
     assert np.abs(wanted).max() == 127
@@ -158,9 +160,41 @@ def test_codes_of_activations(generic: Kernels, other: Kernels) -> None:
     np.testing.assert_array_equal(integers[:, :, 2], wanted[:, :, :16].sum(-1))
     with np.errstate(over="ignore"):
         same_bits(act_scales[:, :, 3], scales * wanted.sum(-1).astype(np.float32))
-    same = codes_and_act_scales(other.get_quantise(), x)
+    same = codes_and_act_scales(other, x, QUANTISED["Q4_0"])
     np.testing.assert_array_equal(same[0], codes)
     same_bits(same[1], act_scales)
+
+
+def test_codes_of_activations_by_super_blocks(generic: Kernels, other: Kernels) -> None:
+    size = SUPER * DEPTH
+    x = np.concatenate([activations(5, 2 * size), np.tile(extremes(), (1, 2 * size // 64))])
+    codes, act_scales = codes_and_act_scales(generic, x, QUANTISED["Q4_K"])
+    wanted, scales = quantised(x, size)
+    np.testing.assert_array_equal(codes.reshape(wanted.shape), wanted)
+    records = act_scales.reshape(len(x), 2, -1)
+    same_bits(records[:, :, 0], scales)
+    sums = records.view(np.int16)
+    np.testing.assert_array_equal(sums[:, :, 8:16], wanted.reshape(len(x), 2, 8, 32).sum(-1))
+    np.testing.assert_array_equal(sums[:, :, 16:32], wanted.reshape(len(x), 2, 16, 16).sum(-1))
+    same = codes_and_act_scales(other, x, QUANTISED["Q4_K"])
+    np.testing.assert_array_equal(same[0], codes)
+    same_bits(same[1], act_scales)
+
+
+def test_codes_are_the_same_whatever_else_is_quantised(generic: Kernels) -> None:
+    """Both kinds of codes, and rows that have no whole super-block."""
+    both = generic.get_quantise(QUANTISED.values())
+    assert len({both, *(generic.get_quantise([QUANTISED[kind]]) for kind in ("Q4_0", "Q8_0", "Q4_K", "Q6_K"))}) == 3
+    assert generic.get_quantise([PlainFormat.F16]) == 0
+    for k, n_supers in ((512, 2), (224, 0)):
+        x = activations(1, k)[0]
+        codes, act_scales = np.zeros((2, k), np.int8), np.zeros((2, k // DEPTH, 4), np.float32)
+        quantise_row(both, x, codes, act_scales)
+        for plane, kind in ((0, "Q4_0"), (1, "Q4_K")) if n_supers else ((0, "Q4_0"),):
+            wanted = codes_and_act_scales(generic, x[None], QUANTISED[kind])
+            np.testing.assert_array_equal(codes[plane], wanted[0][0])
+            same_bits(act_scales[plane], wanted[1][0])
+        assert n_supers or not codes[1].any()
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-38, 1e-40, 1e-45])
@@ -170,7 +204,7 @@ def test_numbers_too_small_for_a_scale(size: float, generic: Kernels, other: Ker
     weight = random_weight("Q4_K", WIDTH, 256)
     x = np.tile(x, (1, 4))
     for made in (generic, other):
-        codes, act_scales = codes_and_act_scales(made.get_quantise(), x)
+        codes, act_scales = codes_and_act_scales(made, x, weight.format)
         y = multiply(made.get_row_functions(weight.format, True)[1], weight, codes, act_scales, np.zeros(WIDTH, np.float32))
         assert np.abs(y).max() < 1e-30
 
@@ -256,11 +290,13 @@ def test_kept_code_is_used_again_if_it_is_whole(tmp_path: Path) -> None:
 
     def source() -> str:
         written.append(1)
-        return module.build_module(list_targets()[-1], None, (1,), module.emit_quantise)
+        return module.build_module(list_targets()[-1], None, (1,), partial(module.emit_quantise, blocks=True, supers=False))
 
     def compiled() -> np.ndarray:
         code = CompiledModules(list_targets()[-1], tmp_path)  # its functions live as long as it does
-        return codes_and_act_scales(code.compile("quantise", source)("rows_1"), activations(2, 64))[0]
+        x, codes, act_scales = activations(1, 64)[0], np.zeros((2, 64), np.int8), np.zeros((2, 2, 4), np.float32)
+        quantise_row(code.compile("quantise", source)("rows_1"), x, codes, act_scales)
+        return codes
 
     first = compiled()
     np.testing.assert_array_equal(compiled(), first)

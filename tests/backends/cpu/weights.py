@@ -12,8 +12,9 @@ import numpy as np
 from numba import njit
 
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
-from ngramspec.backends.cpu.codegen.kernels import LEAST, N_ARGUMENTS
+from ngramspec.backends.cpu.codegen.kernels import LEAST, N_ARGUMENTS, Kernels
 from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat
+from ngramspec.backends.cpu.matmul import quantise_row
 from ngramspec.backends.cpu.packing import Arena, PackedWeight, pack
 from ngramspec.models.tensor_source import KINDS, dequantise
 
@@ -117,35 +118,53 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.where(even & (error != 0), np.nextafter(total, towards), total).astype(np.float32)
 
 
-def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [T, B, 32] int64 and scales [T, B] float32 of rows x [T, K]."""
-    blocks = x.reshape(len(x), -1, DEPTH)
+def quantised(x: np.ndarray, size: int = DEPTH) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [T, B, size] int64 and scales [T, B] float32 of rows x [T, K]."""
+    blocks = x.reshape(len(x), -1, size)
     top = np.abs(blocks).max(-1)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > np.float32(LEAST))
     return np.rint(blocks * inverse[:, :, None]).astype(np.int64), top / np.float32(127)
 
 
 def int8_product(weight: PackedWeight, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """[T, N] float32 of x [T, K]: integer sums of blocks, then one chain of float32 over them."""
-    read = read_panels(weight)
+    """[T, N] float32 of x [T, K]: integer sums of what has one scale, then a chain of float32 over them."""
+    fmt = weight.format
+    assert isinstance(fmt, QuantFormat)
+    multiply_all = _super_block_product if fmt.by_super else _block_product
+    return multiply_all(fmt, read_panels(weight), x, np.tile(bias.astype(np.float32), (len(x), 1)))
+
+
+def _block_product(fmt: QuantFormat, read: Read, x: np.ndarray, total: np.ndarray) -> np.ndarray:
     codes, x_scale = quantised(x)
-    halves = codes.reshape(*codes.shape[:2], -1, DEPTH // 2).sum(-1)  # [T, B, 2]
-    sums = halves if read.integers is not None and read.integers.shape[2] == 2 else codes.sum(-1)[:, :, None]  # [T, B, P]
-    n_parts = sums.shape[2]
-    total = np.tile(bias.astype(np.float32), (len(x), 1))
     for b in range(codes.shape[1]):
-        parts = np.einsum(
-            "tpj,npj->tnp", codes[:, b].reshape(len(x), n_parts, -1), read.numbers[:, b].reshape(len(read.numbers), n_parts, -1)
-        )
-        products = parts if read.integers is None else parts * read.integers[:, b]
         scale = x_scale[:, b, None]
-        total = fma(products.sum(-1).astype(np.float32), read.scale[:, b] * scale, total)
-        if read.offset_integers is not None:
-            assert read.offset is not None
-            integers = (sums[:, None, b] * read.offset_integers[:, b]).sum(-1).astype(np.float32)
-            total = fma(integers, read.offset[:, b] * scale, total)
-        elif read.offset is not None:
+        products = np.einsum("tj,nj->tn", codes[:, b], read.numbers[:, b]).astype(np.float32)
+        total = fma(products, read.scale[:, b] * scale, total)
+        if read.offset is not None:
             total = fma(np.broadcast_to(read.offset[:, b], total.shape), scale * codes[:, b].sum(-1).astype(np.float32)[:, None], total)
+    return total
+
+
+def _super_block_product(fmt: QuantFormat, read: Read, x: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Codes are multiplied with their zero in them, which is subtracted once per super-block."""
+    assert read.integers is not None
+    codes, x_scale = quantised(x, SUPER * DEPTH)
+    n_parts = read.integers.shape[2]
+    for s in range(codes.shape[1]):
+        scale, of_sums, whole = x_scale[:, s, None], np.zeros(total.shape, np.int64), np.zeros(total.shape, np.float32)
+        parts = codes[:, s].reshape(len(x), SUPER, n_parts, -1)
+        integers = read.integers if read.offset_integers is None else read.offset_integers
+        for k in range(SUPER):
+            numbers = (read.numbers[:, s * SUPER + k] + fmt.zero).reshape(len(read.numbers), n_parts, -1)
+            for p in range(n_parts):
+                products = np.einsum("tj,nj->tn", parts[:, k, p], numbers[:, p]).astype(np.float32)
+                whole = fma(products, read.integers[:, s * SUPER + k, p].astype(np.float32), whole)
+                of_sums += parts[:, k, p].sum(-1)[:, None] * integers[:, s * SUPER + k, p]
+        if fmt.zero:
+            whole = fma(of_sums.astype(np.float32), np.float32(-fmt.zero), whole)
+        total = fma(whole, read.scale[:, s * SUPER] * scale, total)
+        if read.offset is not None:
+            total = fma(of_sums.astype(np.float32), read.offset[:, s * SUPER] * scale, total)
     return total
 
 
@@ -178,12 +197,13 @@ def multiply(function: int, weight: PackedWeight, x: np.ndarray, act_scales: np.
     return y
 
 
-def codes_and_act_scales(function: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the quantising kernel makes of rows x [T, K]: [T, K] int8, [T, K / 32, 4] as float32."""
-    codes, act_scales = np.zeros(x.shape, np.int8), np.zeros((len(x), x.shape[1] // DEPTH, 4), np.float32)
+def codes_and_act_scales(made: Kernels, x: np.ndarray, fmt: QuantFormat) -> tuple[np.ndarray, np.ndarray]:
+    """What the quantising kernel makes of rows x [T, K] for weights of a format: [T, K] int8, [T, K / 32, 4] as float32."""
+    codes, act_scales = np.zeros((len(x), 2, x.shape[1]), np.int8), np.zeros((len(x), 2, x.shape[1] // DEPTH, 4), np.float32)
     for i in range(len(x)):
-        run(function, x[i].ctypes.data, x.shape[1] // DEPTH, codes[i].ctypes.data, act_scales[i].ctypes.data)
-    return codes, act_scales
+        quantise_row(made.get_quantise([fmt]), x[i], codes[i], act_scales[i])
+    assert not codes[:, int(not fmt.by_super)].any()  # not needed
+    return codes[:, int(fmt.by_super)], act_scales[:, int(fmt.by_super)]
 
 
 EVERY = (*QUANTISED, *PlainFormat.__members__)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +32,14 @@ INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # Row counts with a kernel of their own; 
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
 FEW_ROWS = (1, 4)  # Row counts compiled for a few passes only, of either precision: they take a seventh of the time to compile.
 GROUPS = DEPTH // 4  # Groups of four inputs in a quant block.
+SUPER_SHIFT = SUPER.bit_length() - 1  # n >> SUPER_SHIFT: super-blocks of n blocks
 # Bytes of the activation scales of a block of 32 activations: float32 scale, int32 sum of the codes, int32 sum of the first 16 codes,
 # float32 scale · sum.
 ACT_SCALE_BYTES = 16
-AHEAD = 4096  # Bytes: prefetch distance within a long panel.
-LONG_PANELS = 1 << 15  # Bytes of the panels of one tile: if they are larger, prefetching the next panels would be too early.
+# Those of a super-block of 256 take the room of its blocks: a float32 scale, the int16 sums of the codes of its 8 blocks, of its 16 halves.
+BLOCK_SUMS_AT, HALF_SUMS_AT = 16, 32
+MOST_IN_TWO = 3  # Most rows that are multiplied by two panels at a time, so that a few rows have enough sums under way.
+AT_ONCE = 2  # Rows whose sums are under way at a time with AVX-512 VNNI: their registers are free again before the next rows need some.
 KEPT = 300  # Compiled modules kept in the folder, latest first; one version needs some tens.
 # Arguments of a kernel, all int64. Addresses: weights (0), activations (6), activation scales (8, int8 only), biases (10), results (11).
 # Numbers: panels (1), blocks (3). Bytes: of a panel (2), in a panel before the super-blocks' scales (4) and the codes (5), between two
@@ -148,9 +152,18 @@ class Kernels:
                 self._found[fmt, int8, few] = {rows: address(f"rows_{rows}") for rows in counts}
             return self._found[fmt, int8, few]
 
-    def get_quantise(self) -> int:
-        """Return a function of (address of a row [K] float32, its number of blocks, addresses of its codes [K] int8 and scales)."""
-        return self._get_function("quantise", None, emit_quantise)
+    def get_quantise(self, formats: Iterable[WeightFormat]) -> int:
+        """Return a function that quantises activations for products with weights of these formats; 0 if no format has blocks.
+
+        It takes (address of a row [K] float32, its number of blocks, addresses of its codes [K] int8 and activation scales by blocks, the
+        same by super-blocks) and writes those that are needed.
+        """
+        kinds = {fmt.by_super for fmt in formats if isinstance(fmt, QuantFormat)}
+        if not kinds:
+            return 0
+        names = {False: "blocks", True: "super-blocks"}
+        write = partial(emit_quantise, blocks=False in kinds, supers=True in kinds)
+        return self._get_function(f"quantise {' '.join(names[kind] for kind in sorted(kinds))}", None, write)
 
     def get_silu(self) -> int:
         """Return a function of (addresses of gate and up, number of blocks of 32, address of the result silu(gate) · up, float32)."""
@@ -227,9 +240,10 @@ class Emitter:
         return self.b.zext(self.load(address, ir.VectorType(BYTE, WIDTH), 1), WORDS)
 
     def prefetch(self, address: Any) -> None:
+        """Emit a request for the line at this address, into the second-level cache."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), WORD, WORD, WORD])
         function = self.b.module.globals.get("llvm.prefetch.p0") or ir.Function(self.b.module, kind, "llvm.prefetch.p0")
-        self.b.call(function, [self.b.inttoptr(address, BYTE.as_pointer()), WORD(0), WORD(3), WORD(1)])
+        self.b.call(function, [self.b.inttoptr(address, BYTE.as_pointer()), WORD(0), WORD(2), WORD(1)])
 
     @contextmanager
     def loop(self, count: Any, carried: list[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
@@ -409,6 +423,21 @@ class Emitter:
             total = self.b.add(total, self.b.mul(code, self.spread(x)))
         return total
 
+    def emit_pair_dot(self, total: Any, integers: Any, two: Any) -> Any:
+        """Emit total[i] + the products of the 2 int16 of integers[i] with those of the word `two`; exact."""
+        if self.target.dot in ("vnni512", "maddubs", "vnni256"):
+            name, n = ("avx512.pmaddw.d.512", 16) if self.target.chains > 6 else ("avx2.pmadd.wd", 8)
+            pairs, x = ir.VectorType(HALF, 2 * n), self.b.bitcast(self.spread(two, n), ir.VectorType(HALF, 2 * n))
+            parts = [
+                self.b.add(t, self.call(f"llvm.x86.{name}", ir.VectorType(WORD, n), self.b.bitcast(w, pairs), x))
+                for t, w in zip(self.split(total, n), self.split(integers, n), strict=True)
+            ]
+            return self.join(parts)
+        low, high = self.b.ashr(self.b.shl(two, WORD(16)), WORD(16)), self.b.ashr(two, WORD(16))
+        first = self.b.ashr(self.b.shl(integers, self.splat_words(16)), self.splat_words(16))
+        total = self.b.add(total, self.b.mul(first, self.spread(low)))
+        return self.b.add(total, self.b.mul(self.b.ashr(integers, self.splat_words(16)), self.spread(high)))
+
     def cast_operands(self, total: Any, codes: Any, x: Any, n: int) -> tuple[Any, Any]:
         """Cast operands to the types that the instruction's declaration has: words up to LLVM 21, bytes from 22 on."""
         if binding.llvm_version_info[0] < 22:
@@ -432,7 +461,7 @@ def widen_halves(b: Any, bits: Any) -> Any:
 
 
 def emit_int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) -> None:
-    n_panels, n_blocks, x0, x_step, q0, q_step = args[1], args[3], args[6], args[7], args[8], args[9]
+    b, n_panels, n_blocks, x0, x_step, q0, q_step = e.b, args[1], args[3], args[6], args[7], args[8], args[9]
     xs, qs = [x0], [q0]
     for _ in range(n_rows - 1):
         xs.append(e.b.add(xs[-1], x_step))
@@ -440,19 +469,18 @@ def emit_int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) ->
 
     def tile(first: Any, count: int) -> None:
         panels = [_Panel(e, fmt, e.b.add(first, LONG(k)), args) for k in range(count)]
-        # the next panels' same block, or of long panels what is a little further
-        whole = e.b.mul(args[2], LONG(count))
-        ahead = e.b.select(e.b.icmp_signed(">", whole, LONG(LONG_PANELS)), LONG(AHEAD), whole)
-        with e.loop(n_blocks, [panel.bias for panel in panels for _ in range(n_rows)]) as (i, carried, ends):
+        ahead = e.b.mul(args[2], LONG(count))  # the next panels come into the cache, bit by bit, while these are multiplied
+        n_turns, emit = (b.lshr(n_blocks, LONG(SUPER_SHIFT)), _emit_int8_super) if fmt.by_super else (n_blocks, _emit_int8_block)
+        with e.loop(n_turns, [panel.bias for panel in panels for _ in range(n_rows)]) as (i, carried, ends):
             totals = [carried[k * n_rows : (k + 1) * n_rows] for k in range(count)]
-            ends += _emit_int8_block(e, fmt, panels, totals, i, xs, qs, ahead)
+            ends += emit(e, fmt, panels, totals, i, xs, qs, ahead)
         for k, panel in enumerate(panels):
             y = panel.y
             for total in ends[k * n_rows : (k + 1) * n_rows]:
                 e.store(total, y)
                 y = e.b.add(y, args[12])
 
-    _emit_tiles(e, n_panels, 2 if 1 < n_rows <= e.target.chains // 4 else 1, tile)
+    _emit_tiles(e, n_panels, 2 if 1 < n_rows <= min(MOST_IN_TWO, e.target.chains // 4) else 1, tile)
 
 
 def _emit_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], None]) -> None:
@@ -479,55 +507,112 @@ class _Panel:
         self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
 
 
+def _emit_block_products(
+    e: Emitter, fmt: QuantFormat, panels: list[_Panel], i: Any, xs: list[Any], ahead: Any
+) -> tuple[list[list[list[Any]]], int]:
+    """Emit the dot products of block i: sums [panels][rows][parts] of codes, and the zero that they still contain."""
+    b = e.b
+    bits = 8 if fmt.values else sum(fmt.planes)
+    codes = []
+    for panel in panels:
+        here = b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))
+        step = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER  # the share that a block has in a panel
+        cursor = b.add(b.add(panel.scales, ahead), b.mul(i, LONG(step)))
+        for line in range(0, step, LINE):
+            e.prefetch(e.offset(cursor, line))
+        codes.append(cache(e.make_code_reader(fmt, here)))
+    x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
+    # a signed dot product of codes of 8 bits has taken 128 off them already
+    zero = fmt.zero - 128 if e.target.dot == "neon" and bits == 8 else fmt.zero
+    at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
+    sums: list[list[list[Any]]] = [[] for _ in panels]
+    for r in range(0, len(xs), at_once):
+        for k, more in enumerate(e.emit_products(codes, x_at[r : r + at_once], bits, 2 if fmt.by_16 else 1)):
+            sums[k] += more
+    return sums, zero
+
+
 def _emit_int8_block(
     e: Emitter, fmt: QuantFormat, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any], ahead: Any
 ) -> list[Any]:
     """Emit the totals [panels][rows] plus block i's products, as one flat list."""
     b = e.b
-    bits = 8 if fmt.values else sum(fmt.planes)
-    # a signed dot product of codes of 8 bits has taken 128 off them already
-    zero = fmt.zero - 128 if e.target.dot == "neon" and bits == 8 else fmt.zero
-    n_rows, n_parts = len(xs), 2 if fmt.by_16 else 1
-    codes = []
-    for panel in panels:
-        here = b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))
-        for line in range(0, fmt.code_bytes, LINE):
-            e.prefetch(e.offset(b.add(here, ahead), line))
-        codes.append(e.make_code_reader(fmt, here))
-    x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     q_at = [b.add(q, b.mul(i, LONG(ACT_SCALE_BYTES))) for q in qs]
-    sums = e.emit_products(codes, x_at, bits, n_parts)
+    sums, zero = _emit_block_products(e, fmt, panels, i, xs, ahead)
     ends = []
     for k, panel in enumerate(panels):
         scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
-        integers: list[Any] | None = None  # of the block's parts
-        offsets: list[Any] | None = None
-        if fmt.half_scales:
-            scale = e.load_halves(scales_at)
-            offset = e.load_halves(e.offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
-        else:
-            heads = b.add(panel.supers, b.mul(b.lshr(i, LONG(SUPER.bit_length() - 1)), LONG(fmt.super_bytes)))
-            scale = e.load_halves(heads)
-            offset = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH))) if fmt.offsets else None
-            integers = [b.sub(e.load_bytes_as_words(e.offset(scales_at, WIDTH * n)), e.splat_words(fmt.scale_zero)) for n in range(n_parts)]
-            if fmt.offsets:
-                offsets = [e.load_bytes_as_words(e.offset(scales_at, WIDTH * (n_parts + n))) for n in range(n_parts)]
-        for r in range(n_rows):
-            x_scale = e.spread(e.load(q_at[r], FLOAT, 4))
-            whole, first = (e.load(e.offset(q_at[r], 4 * n), WORD, 4) for n in (1, 2))
-            of_part, parts = [first, b.sub(whole, first)] if fmt.by_16 else [whole], sums[k][r]
+        scale = e.load_halves(scales_at)
+        offset = e.load_halves(e.offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
+        for r in range(len(xs)):
+            x_scale, (whole,) = e.spread(e.load(q_at[r], FLOAT, 4)), sums[k][r]
             if zero:
-                parts = [b.sub(s, e.spread(b.mul(x_sum, WORD(zero % 2**32)))) for s, x_sum in zip(parts, of_part, strict=True)]
-            if integers is not None:
-                parts = [b.mul(s, n) for s, n in zip(parts, integers, strict=True)]
-            end = e.fma(e.to_floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(scale, x_scale), totals[k][r])
-            if offsets is not None:
-                parts = [b.mul(n, e.spread(x_sum)) for n, x_sum in zip(offsets, of_part, strict=True)]
-                end = e.fma(e.to_floats(parts[0] if len(parts) == 1 else b.add(*parts)), b.fmul(offset, x_scale), end)
-            elif fmt.offsets:
+                whole = b.sub(whole, b.mul(e.spread(e.load(e.offset(q_at[r], 4), WORD, 4)), e.splat_words(zero % 2**32)))
+            end = e.fma(e.to_floats(whole), b.fmul(scale, x_scale), totals[k][r])
+            if offset is not None:
                 end = e.fma(offset, e.spread(e.load(e.offset(q_at[r], 12), FLOAT, 4)), end)
             ends.append(end)
     return ends
+
+
+def _emit_int8_super(
+    e: Emitter, fmt: QuantFormat, panels: list[_Panel], totals: list[list[Any]], s: Any, xs: list[Any], qs: list[Any], ahead: Any
+) -> list[Any]:
+    """Emit the totals [panels][rows] plus super-block s's products, as one flat list.
+
+    Sums of a scale's 16 or 32 codes are integers, their sum over the super-block one chain of float32.
+    """
+    b, n_rows, n_parts = e.b, len(xs), 2 if fmt.by_16 else 1
+    q_at = [b.add(q, b.mul(s, LONG(SUPER * ACT_SCALE_BYTES))) for q in qs]
+    sums_at = [e.offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
+    first = b.shl(s, LONG(SUPER_SHIFT))
+    with e.loop(LONG(SUPER), [ZEROS] * (n_rows * len(panels))) as (j, carried, products):
+        i = b.add(first, j)
+        sums, zero = _emit_block_products(e, fmt, panels, i, xs, ahead)
+        for k, panel in enumerate(panels):
+            scales = [e.to_floats(_load_integer(e, fmt, panel, i, n, fmt.scale_zero)) for n in range(n_parts)]
+            for r in range(n_rows):
+                total = carried[k * n_rows + r]
+                for n, (part, scale) in enumerate(zip(sums[k][r], scales, strict=True)):
+                    if zero != fmt.zero:  # put back what was taken off the codes: sums are rounded from here on
+                        at = b.add(sums_at[r], b.mul(b.add(b.mul(j, LONG(n_parts)), LONG(n)), LONG(2)))
+                        of_codes = b.mul(b.sext(e.load(at, HALF, 2), WORD), WORD(fmt.zero - zero))
+                        part = b.add(part, e.spread(of_codes))
+                    total = e.fma(e.to_floats(part), scale, total)
+                products.append(total)
+    ends = []
+    for k, panel in enumerate(panels):
+        heads = b.add(panel.supers, b.mul(s, LONG(fmt.super_bytes)))
+        scale = e.load_halves(heads)
+        offset = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH))) if fmt.offsets else None
+        of_sums = [NOUGHTS] * n_rows  # the sums of the codes of x, each times its integer offset, or the scale that the zero has
+        if offset is not None or fmt.zero:
+            for pair in range(SUPER * n_parts // 2):
+                at = [divmod(2 * pair + n, n_parts) for n in range(2)]
+                integers = [
+                    _load_integer(
+                        e, fmt, panel, b.add(first, LONG(block)), n_parts + n if fmt.offsets else n, 0 if fmt.offsets else fmt.scale_zero
+                    )
+                    for block, n in at
+                ]
+                both = b.or_(b.and_(integers[0], e.splat_words(0xFFFF)), b.shl(integers[1], e.splat_words(16)))
+                of_sums = [e.emit_pair_dot(of_sums[r], both, e.load(e.offset(sums_at[r], 4 * pair), WORD, 4)) for r in range(n_rows)]
+        for r in range(n_rows):
+            x_scale, whole = e.spread(e.load(q_at[r], FLOAT, 4)), products[k * n_rows + r]
+            if fmt.zero:
+                whole = e.fma(e.to_floats(of_sums[r]), ir.Constant(FLOATS, [-float(fmt.zero)] * WIDTH), whole)
+            end = e.fma(whole, b.fmul(scale, x_scale), totals[k][r])
+            if offset is not None:
+                end = e.fma(e.to_floats(of_sums[r]), b.fmul(offset, x_scale), end)
+            ends.append(end)
+    return ends
+
+
+def _load_integer(e: Emitter, fmt: QuantFormat, panel: _Panel, i: Any, n: int, zero: int) -> Any:
+    """Load the n-th integers of block i, less `zero`."""
+    at = e.b.add(panel.scales, e.b.add(e.b.mul(i, LONG(fmt.scale_bytes)), LONG(WIDTH * n)))
+    integers = e.load_bytes_as_words(at)
+    return e.b.sub(integers, e.splat_words(zero)) if zero else integers
 
 
 def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, codes_at: Any, i: Any) -> Callable[[int], Any]:
@@ -554,7 +639,7 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
         scales = [e.load_halves(scales_at)]
         offsets = [e.load_halves(e.offset(scales_at, 2 * WIDTH))] if fmt.offsets else None
     else:
-        heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER.bit_length() - 1)), LONG(fmt.super_bytes)))
+        heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER_SHIFT)), LONG(fmt.super_bytes)))
         scale = e.load_halves(heads)
         integers = [b.sub(e.load_bytes_as_words(e.offset(scales_at, WIDTH * k)), e.splat_words(fmt.scale_zero)) for k in range(n_parts)]
         scales = [b.fmul(scale, e.to_floats(k)) for k in integers]
@@ -625,34 +710,52 @@ LEAST = 1e-30  # A block whose activations are all smaller than this is quantise
 _ROUND = 12582912.0
 
 
-def emit_quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
-    x0, n_blocks, codes0, act_scales0 = args[:4]
+def emit_quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, blocks: bool, supers: bool) -> None:
+    """Emit `Kernels.get_quantise`."""
+    x0, n_blocks, codes0, act_scales0, super_codes0, super_scales0 = args[:6]
     b = e.b
-    with e.loop(n_blocks, []) as (i, _, _):
-        at = b.add(x0, b.mul(i, LONG(4 * DEPTH)))
-        xs = [e.load(e.offset(at, 64 * k), FLOATS, 4) for k in range(2)]
-        sizes = [e.call("llvm.fabs.v16f32", FLOATS, x) for x in xs]
-        most = b.select(b.fcmp_ordered(">", *sizes), *sizes)
-        for width in (8, 4, 2, 1):
-            undefined = ir.Constant(most.type, ir.Undefined)
-            halves = [
-                b.shuffle_vector(most, undefined, ir.Constant(ir.VectorType(WORD, width), list(range(k, k + width)))) for k in (0, width)
-            ]
-            most = b.select(b.fcmp_ordered(">", *halves), *halves)
-        top = b.extract_element(most, WORD(0))
-        some = b.fcmp_ordered(">", top, FLOAT(LEAST))
-        inverse = e.spread(b.select(some, b.fdiv(FLOAT(127.0), top), FLOAT(0.0)))
-        scale = b.fdiv(top, FLOAT(127.0))
-        sums = []
-        for k, x in enumerate(xs):
-            moved = b.fadd(b.fmul(x, inverse), ir.Constant(FLOATS, [_ROUND] * WIDTH))
-            codes = b.sub(b.bitcast(moved, WORDS), e.splat_words(0x4B400000))
-            e.store(b.trunc(codes, ir.VectorType(BYTE, WIDTH)), e.offset(b.add(codes0, b.mul(i, LONG(DEPTH))), WIDTH * k), 1)
-            sums.append(e.call("llvm.vector.reduce.add.v16i32", WORD, codes))
-        whole = b.add(*sums)
-        record = b.add(act_scales0, b.mul(i, LONG(ACT_SCALE_BYTES)))
-        for k, value in enumerate((scale, whole, sums[0], b.fmul(scale, b.sitofp(whole, FLOAT)))):
-            e.store(value, e.offset(record, 4 * k))
+    if blocks:
+        with e.loop(n_blocks, []) as (i, _, _):
+            record = b.add(act_scales0, b.mul(i, LONG(ACT_SCALE_BYTES)))
+            scale, (first, second) = _emit_quantise_vectors(e, x0, codes0, b.mul(i, LONG(DEPTH)), DEPTH // WIDTH)
+            whole = b.add(first, second)
+            for k, value in enumerate((scale, whole, first, b.fmul(scale, b.sitofp(whole, FLOAT)))):
+                e.store(value, e.offset(record, 4 * k))
+    if supers:
+        n_supers = b.lshr(n_blocks, LONG(SUPER_SHIFT))  # none in a row of other weights
+        with b.if_then(b.icmp_signed(">", n_supers, LONG(0))), e.loop(n_supers, []) as (s, _, _):
+            record = b.add(super_scales0, b.mul(s, LONG(SUPER * ACT_SCALE_BYTES)))
+            scale, sums = _emit_quantise_vectors(e, x0, super_codes0, b.mul(s, LONG(SUPER * DEPTH)), SUPER * DEPTH // WIDTH)
+            e.store(scale, record)
+            for k, value in enumerate(sums):
+                e.store(b.trunc(value, HALF), e.offset(record, HALF_SUMS_AT + 2 * k), 2)
+                if k % 2:
+                    e.store(b.trunc(b.add(sums[k - 1], value), HALF), e.offset(record, BLOCK_SUMS_AT + k - 1), 2)
+
+
+def _emit_quantise_vectors(e: Emitter, x0: Any, codes0: Any, first: Any, n: int) -> tuple[Any, list[Any]]:
+    """Quantise n vectors of 16 activations, from activation `first` on, by one scale; return that and each vector's sum of codes."""
+    b = e.b
+    at = b.add(x0, b.mul(first, LONG(4)))
+    xs = [e.load(e.offset(at, 4 * WIDTH * k), FLOATS, 4) for k in range(n)]
+    most = e.call("llvm.fabs.v16f32", FLOATS, xs[0])
+    for x in xs[1:]:
+        size = e.call("llvm.fabs.v16f32", FLOATS, x)
+        most = b.select(b.fcmp_ordered(">", most, size), most, size)
+    for width in (8, 4, 2, 1):
+        undefined = ir.Constant(most.type, ir.Undefined)
+        halves = [b.shuffle_vector(most, undefined, ir.Constant(ir.VectorType(WORD, width), list(range(k, k + width)))) for k in (0, width)]
+        most = b.select(b.fcmp_ordered(">", *halves), *halves)
+    top = b.extract_element(most, WORD(0))
+    some = b.fcmp_ordered(">", top, FLOAT(LEAST))
+    inverse = e.spread(b.select(some, b.fdiv(FLOAT(127.0), top), FLOAT(0.0)))
+    sums = []
+    for k, x in enumerate(xs):
+        moved = b.fadd(b.fmul(x, inverse), ir.Constant(FLOATS, [_ROUND] * WIDTH))
+        codes = b.sub(b.bitcast(moved, WORDS), e.splat_words(0x4B400000))
+        e.store(b.trunc(codes, ir.VectorType(BYTE, WIDTH)), e.offset(b.add(codes0, first), WIDTH * k), 1)
+        sums.append(e.call("llvm.vector.reduce.add.v16i32", WORD, codes))
+    return b.fdiv(top, FLOAT(127.0)), sums
 
 
 def emit_exp(e: Emitter, x: Any) -> Any:
