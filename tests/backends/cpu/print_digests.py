@@ -40,8 +40,8 @@ def make_rows(n: int, k: int) -> np.ndarray:
 
 
 def digest_quantisation(kernels: Kernels) -> dict[str, str]:
-    """Digest codes and activation scales."""
-    return {"quantise": digest_arrays(*codes_and_act_scales(kernels.get_quantise(), make_rows(9, N_IN)))}
+    """Digest codes and activation scales by blocks and by super-blocks."""
+    return {kind: digest_arrays(*codes_and_act_scales(kernels, make_rows(9, N_IN), QUANTISED[kind])) for kind in ("Q4_0", "Q4_K")}
 
 
 def digest_silu(kernels: Kernels) -> dict[str, str]:
@@ -55,12 +55,11 @@ def digest_silu(kernels: Kernels) -> dict[str, str]:
 def digest_products(kernels: Kernels) -> dict[str, str]:
     """Digest products of one row and of four with weights of every format in both precisions."""
     found, x, bias = {}, make_rows(max(FEW_ROWS), N_IN), make_rows(1, N_OUT)[0]
-    codes, act_scales = codes_and_act_scales(kernels.get_quantise(), x)
     for kind in EVERY:
         weight = random_weight(kind, N_OUT, N_IN)
         for int8 in (True, False) if kind in QUANTISED else (False,):
             functions = kernels.get_row_functions(weight.format, int8, few=True)
-            rows, scales = (codes, act_scales) if int8 else (x, None)
+            rows, scales = codes_and_act_scales(kernels, x, QUANTISED[kind]) if int8 else (x, None)
             made = [multiply(functions[n], weight, rows[:n], scales[:n] if scales is not None else None, bias) for n in FEW_ROWS]
             found[f"{kind} {'int8' if int8 else 'float32'}"] = digest_arrays(*made)
     return found
