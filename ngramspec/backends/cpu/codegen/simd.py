@@ -24,9 +24,9 @@ HOST = get_host_target()
 # by one (50 against 42 thousand million products a second).
 TILE_PANELS = 4 if HOST.chains >= 24 else 2
 TILE_ROWS = HOST.chains // TILE_PANELS
-# Inputs per turn of the loops of `score_blocks` and `mix_blocks`. Large tiles are no faster with 8 and take a second more to compile; small
-# ones are 10 % faster.
-STEP = 2 if HOST.chains >= 24 else 8
+# Inputs per turn of the loops of `score_blocks` and keys per turn of those of `mix_blocks`. Large tiles are no faster with 8 and take a
+# second more to compile, and with 2 keys a turn sums leave the registers; small ones are 10 % faster with 8.
+SCORE_STEP, MIX_STEP = (2, 1) if HOST.chains >= 24 else (8, 8)
 TILE_BLOCKS = TILE_PANELS * WIDTH // BLOCK  # Blocks of keys that `score_blocks` multiplies at a time.
 assert TILE_BLOCKS * BLOCK == TILE_PANELS * WIDTH
 LOWEST = -3.0e38  # A score whose weight in the softmax is zero.
@@ -157,10 +157,10 @@ def _emit_sums(e: Emitter, size: int, xs: list[Any], ws: list[Any], totals: list
 def score_blocks(typing_context, queries, keys, blocks, scores):
     """Compute the scores [n_rows, TILE_BLOCKS · BLOCK] of queries [n_rows, n_dim] and the keys [n_dim, BLOCK] of blocks table[first], … .
 
-    `queries`: address, bytes from row to row, n_rows (1 to TILE_ROWS), n_dim (a positive multiple of STEP); `scores`: address, bytes from
-    row to row. `keys` is a flat array. `blocks`: where the head's keys begin in a block and the size of a block, both in elements; address
-    of the table, int32; first; ahead; last. As many blocks from table[ahead] on are fetched into the cache. Beyond table[last], its block
-    is repeated.
+    `queries`: address, bytes from row to row, n_rows (1 to TILE_ROWS), n_dim (a positive multiple of SCORE_STEP); `scores`: address, bytes
+    from row to row. `keys` is a flat array. `blocks`: where the head's keys begin in a block and the size of a block, both in elements;
+    address of the table, int32; first; ahead; last. As many blocks from table[ahead] on are fetched into the cache. Beyond table[last], its
+    block is repeated.
     """
     size = keys.dtype.bitwidth // 8
 
@@ -179,13 +179,13 @@ def score_blocks(typing_context, queries, keys, blocks, scores):
         blocks, later = find_blocks(first), find_blocks(ahead)
 
         def emit(rows: int) -> None:
-            with e.loop(builder.sdiv(n_dim, LONG(STEP)), [ZEROS] * (rows * TILE_PANELS)) as (i, totals, ends):
-                at = builder.mul(i, LONG(STEP * size * BLOCK))
+            with e.loop(builder.sdiv(n_dim, LONG(SCORE_STEP)), [ZEROS] * (rows * TILE_PANELS)) as (i, totals, ends):
+                at = builder.mul(i, LONG(SCORE_STEP * size * BLOCK))
                 for block in later:
-                    _emit_fetch(e, builder.add(block, at), STEP * size * BLOCK)
-                d = builder.mul(i, LONG(4 * STEP))
+                    _emit_fetch(e, builder.add(block, at), SCORE_STEP * size * BLOCK)
+                d = builder.mul(i, LONG(4 * SCORE_STEP))
                 xs = [builder.add(builder.add(q, builder.mul(LONG(r), q_step)), d) for r in range(rows)]
-                for j in range(STEP):
+                for j in range(SCORE_STEP):
                     ws = [
                         e.offset(builder.add(block, at), size * (j * BLOCK + panel)) for block in blocks for panel in range(0, BLOCK, WIDTH)
                     ]
@@ -225,11 +225,11 @@ def mix_blocks(typing_context, shares, values, blocks, mixed):
             ys = [e.offset(builder.add(y, builder.mul(LONG(r), y_step)), 4 * WIDTH * p) for r in range(rows) for p in range(TILE_PANELS)]
             with e.loop(n_blocks, [e.load(at, FLOATS, 4) for at in ys]) as (t, carried, ends):
                 block, later = (find(builder.add(i, t)) for i in (first, ahead))
-                with e.loop(LONG(BLOCK // STEP), carried) as (i, totals, inner_ends):
-                    at = builder.mul(builder.mul(i, LONG(STEP)), row_step)
-                    x = builder.add(s, builder.mul(builder.add(builder.mul(t, LONG(BLOCK)), builder.mul(i, LONG(STEP))), LONG(4)))
+                with e.loop(LONG(BLOCK // MIX_STEP), carried) as (i, totals, inner_ends):
+                    at = builder.mul(builder.mul(i, LONG(MIX_STEP)), row_step)
+                    x = builder.add(s, builder.mul(builder.add(builder.mul(t, LONG(BLOCK)), builder.mul(i, LONG(MIX_STEP))), LONG(4)))
                     xs = [builder.add(x, builder.mul(LONG(r), s_step)) for r in range(rows)]
-                    for j in range(STEP):
+                    for j in range(MIX_STEP):
                         key = builder.add(at, builder.mul(LONG(j), row_step))
                         _emit_fetch(e, builder.add(later, key), TILE_PANELS * size * WIDTH)
                         ws = [e.offset(builder.add(block, key), size * WIDTH * p) for p in range(TILE_PANELS)]
