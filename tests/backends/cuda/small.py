@@ -43,7 +43,7 @@ def take_on_trust(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_engine(model: PreTrainedModel, device: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
     """An engine with the device's runner. Without a device the kernels run under the interpreter, on the CPU."""
 
-    def make_runner(loaded: Any, config: Any, where: Any, max_model_len: int, progress: Any) -> CudaRunner:
+    def make_runner(loaded: Any, config: Any, where: Any, max_model_len: int, progress: Any, wait_for_code: Any) -> CudaRunner:
         assert loaded.model.device.type == torch.device(device).type
         return CudaRunner(
             loaded.model,
