@@ -104,14 +104,12 @@ def test_the_pool_is_what_the_largest_pass_leaves(device: str, monkeypatch: pyte
 @pytest.fixture(scope="module")
 def on_device(device: str) -> Iterator[Engine]:
     """Without a device its kernels run under the interpreter."""
-    made = pytest.MonkeyPatch()
-    with make_engine(make_model("llama"), device, made) as made_engine:
+    with pytest.MonkeyPatch.context() as made, make_engine(make_model("llama"), device, made) as made_engine:
         assert made_engine.exactness == "bitwise"
         made_engine.core.cost = tiny.FreeRows()  # what passes take under the interpreter says nothing
         yield made_engine
         made_engine.runner.pool.check_integrity()
         assert made_engine.runner.pool.n_available == made_engine.runner.pool.n_blocks
-    made.undo()
 
 
 def test_engines_of_these_tests_ask_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
