@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,16 +305,23 @@ def _translate_memory_errors(spec: str, device: str) -> Iterator[None]:
         raise OutOfMemoryError(f"{spec}: memory ran out while its weights were loaded on {device}: {error}") from error
 
 
+_TRANSFORMERS = threading.RLock()
+
+
 @contextlib.contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Switch transformers' progress bars and warnings off within this context."""
+    """Switch transformers' progress bars and warnings off within this context, in which one thread is at a time.
+
+    While transformers makes a model, it switches parts of itself off for the whole process: one made meanwhile lacks its tied weights.
+    """
     log = transformers.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if bars:
-            log.enable_progress_bar()
+    with _TRANSFORMERS:
+        level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+        log.set_verbosity_error()
+        log.disable_progress_bar()
+        try:
+            yield
+        finally:
+            log.set_verbosity(level)
+            if bars:
+                log.enable_progress_bar()

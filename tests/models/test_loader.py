@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def test_a_folder_loads_as_it_was_saved(saved: Path) -> None:
     assert not any(p.requires_grad for p in loaded.model.parameters())
     wanted = tiny.tiny_model("llama").state_dict()
     assert all(torch.equal(wanted[name], value) for name, value in loaded.model.state_dict().items())
+
+
+def test_threads_load_at_once(tmp_path: Path) -> None:
+    """transformers switches the tying of weights off for the process while it makes a model."""
+    paths = [str(tiny_gguf.write(tmp_path / f"{n}.gguf", "gemma2")) for n in range(8)]
+    with ThreadPoolExecutor(len(paths)) as pool:
+        loaded = list(pool.map(loader.open_model, paths))
+    assert len(loaded) == len(paths)
 
 
 def test_dtype_and_another_tokenizer(folder: Path) -> None:
