@@ -47,9 +47,19 @@ class QuantFormat(NamedTuple):
         return not self.half_scales
 
     @property
+    def bits(self) -> int:
+        """Bits of what a code is multiplied as."""
+        return 8 if self.values else sum(self.planes)
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of a block that have a scale each."""
+        return 2 if self.by_16 else 1
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of one block of a panel."""
-        each = 2 * WIDTH if self.half_scales else WIDTH * (1 + self.by_16)
+        each = 2 * WIDTH if self.half_scales else WIDTH * self.n_parts
         return each * (1 + self.offsets)
 
     @property

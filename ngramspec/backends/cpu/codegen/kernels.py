@@ -507,12 +507,12 @@ class _Panel:
         self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
 
 
-def _emit_block_products(
-    e: Emitter, fmt: QuantFormat, panels: list[_Panel], i: Any, xs: list[Any], ahead: Any
-) -> tuple[list[list[list[Any]]], int]:
-    """Emit the dot products of block i: sums [panels][rows][parts] of codes, and the zero that they still contain."""
+def _emit_block_products(e: Emitter, fmt: QuantFormat, panels: list[_Panel], i: Any, xs: list[Any], ahead: Any) -> list[list[list[Any]]]:
+    """Emit the dot products of block i with codes from which no zero has been taken but what `_find_zero` leaves out.
+
+    Returns sums [panels][rows][parts].
+    """
     b = e.b
-    bits = 8 if fmt.values else sum(fmt.planes)
     codes = []
     for panel in panels:
         here = b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))
@@ -522,23 +522,26 @@ def _emit_block_products(
             e.prefetch(e.offset(cursor, line))
         codes.append(cache(e.make_code_reader(fmt, here)))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
-    # a signed dot product of codes of 8 bits has taken 128 off them already
-    zero = fmt.zero - 128 if e.target.dot == "neon" and bits == 8 else fmt.zero
     at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
     sums: list[list[list[Any]]] = [[] for _ in panels]
     for r in range(0, len(xs), at_once):
-        for k, more in enumerate(e.emit_products(codes, x_at[r : r + at_once], bits, 2 if fmt.by_16 else 1)):
+        for k, more in enumerate(e.emit_products(codes, x_at[r : r + at_once], fmt.bits, fmt.n_parts)):
             sums[k] += more
-    return sums, zero
+    return sums
+
+
+def _find_zero(e: Emitter, fmt: QuantFormat) -> int:
+    """Return the zero that codes still contain in dot products: signed ones of codes of 8 bits have taken 128 off."""
+    return fmt.zero - 128 if e.target.dot == "neon" and fmt.bits == 8 else fmt.zero
 
 
 def _emit_int8_block(
     e: Emitter, fmt: QuantFormat, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any], ahead: Any
 ) -> list[Any]:
     """Emit the totals [panels][rows] plus block i's products, as one flat list."""
-    b = e.b
+    b, zero = e.b, _find_zero(e, fmt)
     q_at = [b.add(q, b.mul(i, LONG(ACT_SCALE_BYTES))) for q in qs]
-    sums, zero = _emit_block_products(e, fmt, panels, i, xs, ahead)
+    sums = _emit_block_products(e, fmt, panels, i, xs, ahead)
     ends = []
     for k, panel in enumerate(panels):
         scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
@@ -562,15 +565,15 @@ def _emit_int8_super(
 
     Sums of a scale's 16 or 32 codes are integers, their sum over the super-block one chain of float32.
     """
-    b, n_rows, n_parts = e.b, len(xs), 2 if fmt.by_16 else 1
+    b, n_rows, n_parts, zero = e.b, len(xs), fmt.n_parts, _find_zero(e, fmt)
     q_at = [b.add(q, b.mul(s, LONG(SUPER * ACT_SCALE_BYTES))) for q in qs]
     sums_at = [e.offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
     first = b.shl(s, LONG(SUPER_SHIFT))
     with e.loop(LONG(SUPER), [ZEROS] * (n_rows * len(panels))) as (j, carried, products):
         i = b.add(first, j)
-        sums, zero = _emit_block_products(e, fmt, panels, i, xs, ahead)
+        sums = _emit_block_products(e, fmt, panels, i, xs, ahead)
         for k, panel in enumerate(panels):
-            scales = [e.to_floats(_load_integer(e, fmt, panel, i, n, fmt.scale_zero)) for n in range(n_parts)]
+            scales = [e.to_floats(_load_integer(e, fmt, panel.scales, i, n)) for n in range(n_parts)]
             for r in range(n_rows):
                 total = carried[k * n_rows + r]
                 for n, (part, scale) in enumerate(zip(sums[k][r], scales, strict=True)):
@@ -589,12 +592,8 @@ def _emit_int8_super(
         if offset is not None or fmt.zero:
             for pair in range(SUPER * n_parts // 2):
                 at = [divmod(2 * pair + n, n_parts) for n in range(2)]
-                integers = [
-                    _load_integer(
-                        e, fmt, panel, b.add(first, LONG(block)), n_parts + n if fmt.offsets else n, 0 if fmt.offsets else fmt.scale_zero
-                    )
-                    for block, n in at
-                ]
+                shift = n_parts if fmt.offsets else 0
+                integers = [_load_integer(e, fmt, panel.scales, b.add(first, LONG(block)), shift + n) for block, n in at]
                 both = b.or_(b.and_(integers[0], e.splat_words(0xFFFF)), b.shl(integers[1], e.splat_words(16)))
                 of_sums = [e.emit_pair_dot(of_sums[r], both, e.load(e.offset(sums_at[r], 4 * pair), WORD, 4)) for r in range(n_rows)]
         for r in range(n_rows):
@@ -608,11 +607,11 @@ def _emit_int8_super(
     return ends
 
 
-def _load_integer(e: Emitter, fmt: QuantFormat, panel: _Panel, i: Any, n: int, zero: int) -> Any:
-    """Load the n-th integers of block i, less `zero`."""
-    at = e.b.add(panel.scales, e.b.add(e.b.mul(i, LONG(fmt.scale_bytes)), LONG(WIDTH * n)))
+def _load_integer(e: Emitter, fmt: QuantFormat, scales: Any, i: Any, n: int) -> Any:
+    """Load the n-th integers of block i of a panel whose scales lie at this address: the scales of its parts, then their offsets."""
+    at = e.b.add(scales, e.b.add(e.b.mul(i, LONG(fmt.scale_bytes)), LONG(WIDTH * n)))
     integers = e.load_bytes_as_words(at)
-    return e.b.sub(integers, e.splat_words(zero)) if zero else integers
+    return e.b.sub(integers, e.splat_words(fmt.scale_zero)) if fmt.scale_zero and n < fmt.n_parts else integers
 
 
 def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, codes_at: Any, i: Any) -> Callable[[int], Any]:
@@ -634,21 +633,18 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
         return plain
     scales_at = b.add(w, b.mul(i, LONG(fmt.scale_bytes)))
     code = e.make_code_reader(fmt, b.add(b.add(w, codes_at), b.mul(i, LONG(fmt.code_bytes))))
-    n_parts = 2 if fmt.by_16 else 1
+    n_parts = fmt.n_parts
     if fmt.half_scales:
         scales = [e.load_halves(scales_at)]
         offsets = [e.load_halves(e.offset(scales_at, 2 * WIDTH))] if fmt.offsets else None
     else:
         heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER_SHIFT)), LONG(fmt.super_bytes)))
         scale = e.load_halves(heads)
-        integers = [b.sub(e.load_bytes_as_words(e.offset(scales_at, WIDTH * k)), e.splat_words(fmt.scale_zero)) for k in range(n_parts)]
-        scales = [b.fmul(scale, e.to_floats(k)) for k in integers]
+        scales = [b.fmul(scale, e.to_floats(_load_integer(e, fmt, w, i, n))) for n in range(n_parts)]
         offsets = None
         if fmt.offsets:
             least = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH)))
-            offsets = [
-                b.fmul(least, e.to_floats(e.load_bytes_as_words(e.offset(scales_at, WIDTH * (n_parts + k))))) for k in range(n_parts)
-            ]
+            offsets = [b.fmul(least, e.to_floats(_load_integer(e, fmt, w, i, n_parts + n))) for n in range(n_parts)]
     groups: dict[int, Any] = {}
 
     def weights(j: int) -> Any:
