@@ -226,20 +226,14 @@ def _again(
 
         return open_model(str(kept.file.path)).model
 
-    options = _cpu_options(config, device, _longest(config, about.trained), progress)
-    options["wait_for_code"] = partial(wait_for_code, *background_compiler.PLAIN)
+    options = _cpu_options(config, device, _longest(config, about.trained), progress, wait_for_code)
     wait_for_code("packing")
     runner = LlamaRunner(weight_map, source, make_model=make_model, **options)
     return runner, about
 
 
 def _first_time(
-    model: str | PreTrainedModel,
-    tokenizer: Any,
-    config: EngineConfig,
-    device: DeviceConfig,
-    progress: Progress,
-    wait_for_code: WaitForCode,
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, wait_for_code: WaitForCode
 ) -> tuple[Runner, _About]:
     """A model by transformers' modules, which are then replaced."""
     import torch
@@ -277,8 +271,7 @@ def _runner(
         source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
         plain = not device.exact
         check_memory(count_packed_bytes(source, plain), "cpu", loaded.name)
-        options = _cpu_options(config, device, longest, progress)
-        options["wait_for_code"] = partial(wait_for_code, *background_compiler.PLAIN)
+        options = _cpu_options(config, device, longest, progress, wait_for_code)
         wait_for_code("packing")
         return CpuRunner(loaded.model, source, plain=plain, **options)
     from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
@@ -301,7 +294,9 @@ def _max_len(config: EngineConfig, longest: int) -> int:
     return longest + config.spec_rows + 1  # draft nodes stand behind the last token: room for them past the longest text
 
 
-def _cpu_options(config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress) -> dict[str, Any]:
+def _cpu_options(
+    config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress, wait_for_code: WaitForCode
+) -> dict[str, Any]:
     return {
         "max_len": _max_len(config, longest),
         "max_seqs": config.max_seqs,
@@ -311,6 +306,7 @@ def _cpu_options(config: EngineConfig, device: DeviceConfig, longest: int, progr
         "kv_dtype": config.kv_dtype,
         "code": cache_dir() / "code",
         "progress": progress,
+        "wait_for_code": partial(wait_for_code, *background_compiler.PLAIN),
     }
 
 
