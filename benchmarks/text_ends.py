@@ -21,7 +21,7 @@ from benchmarks.our_engine import describe_engine, find_gguf_files
 from benchmarks.peers import PeerAbsentError, open_llama_worker
 from ngramspec import Engine, SamplingParams
 from ngramspec.models.loader import load_tokenizer
-from ngramspec.server.fim import Fim
+from ngramspec.prompts.fim import Fim
 
 MAX_PROMPT = 2048  # tokens of the longest prompts that are compared
 # The same text; texts that part at some token; that part where one of them ends; and one that goes on after the other's end token.

@@ -8,6 +8,11 @@ class NgramspecError(Exception):
 class InvalidInputError(NgramspecError, ValueError):
     """A prompt, parameter, hint or setting is out of bounds or of the wrong type; the message says which and what is accepted."""
 
+    def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
+        """Make the error. `param`: the field at fault, such as `messages[0].content`; `code`: OpenAI's word for what is wrong."""
+        super().__init__(message)
+        self.param, self.code = param, code
+
 
 class GrammarError(InvalidInputError):
     """A grammar is malformed, matches nothing, is too large or takes too long; or what compiles grammars is not installed."""

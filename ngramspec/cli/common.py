@@ -45,8 +45,9 @@ _EXTRAS = {
         "jinja2",
         "llguidance",
         "regex",
+        "jsonschema_rs",
     ),
-    "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette", "jsonschema_rs"),
+    "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette"),
 }
 
 

@@ -249,8 +249,8 @@ def _run_server(
 
     from ngramspec.cli import editors
     from ngramspec.datastore.cache_dir import cache_dir
+    from ngramspec.prompts.fim import Fim
     from ngramspec.server import logs
-    from ngramspec.server.fim import Fim
     from ngramspec.server.repositories import Repositories
     from ngramspec.server.run import run
 

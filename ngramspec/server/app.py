@@ -8,12 +8,12 @@ from fastapi.middleware.cors import CORSMiddleware
 from ngramspec import __version__
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.grammar.fewest_tokens import FewestTokens
+from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.fim import Fim
 from ngramspec.server import admin, error_responses, health, playground
 from ngramspec.server.auth import Keyring, identify
-from ngramspec.server.chat_template import Prompts
 from ngramspec.server.encoding import Encoders
 from ngramspec.server.engine_input import RequestLimits
-from ngramspec.server.fim import Fim
 from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.middleware import RequestMiddleware

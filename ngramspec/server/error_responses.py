@@ -97,9 +97,10 @@ def translate_error(error: Exception, *, is_clients: bool = False) -> ApiError:
 
 
 def make_bad_request(error: Exception) -> ApiError:
-    """Return a 400 from a message that names its parameter first, as those of `SamplingParams` do."""
+    """Return a 400 with the parameter that the error knows, or that its message names first, as those of `SamplingParams` do."""
     named = re.match(r"(\w+) must be ", str(error))
-    return ApiError(400, str(error), param=named[1] if named else None)
+    param = getattr(error, "param", None) or (named[1] if named else None)
+    return ApiError(400, str(error), param=param, code=getattr(error, "code", None))
 
 
 def retry_after(seconds: float) -> dict[str, str]:
@@ -115,6 +116,9 @@ def install_error_handlers(app: FastAPI) -> None:
             request.app.state.server.metrics.refused("invalid")
         return error.response()
 
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        return await known(request, translate_error(error))
+
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         return await known(request, make_validation_error(error.errors()))
@@ -127,6 +131,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return ApiError(CLIENT_GONE, "the client went away").response()
 
     app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(InvalidInputError, refuse)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGone, gone)

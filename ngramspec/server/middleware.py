@@ -24,7 +24,7 @@ from ngramspec.server.auth import AllowedHosts, given_key
 from ngramspec.server.error_responses import ApiError, ClientGone
 from ngramspec.server.settings import Limits
 from ngramspec.server.state import ServerState
-from ngramspec.server.token_strings import replace_lone_surrogates
+from ngramspec.tokenizer.encode import replace_lone_surrogates
 
 log = logging.getLogger(__name__)
 

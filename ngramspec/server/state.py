@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.prompts.fim import Fim
 from ngramspec.server.auth import Keyring
 from ngramspec.server.encoding import Encoders
 from ngramspec.server.engine_input import RequestLimits
 from ngramspec.server.error_responses import ApiError
-from ngramspec.server.fim import Fim
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.queue import AdmissionQueue
 from ngramspec.server.repositories import Repositories

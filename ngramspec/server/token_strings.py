@@ -74,13 +74,3 @@ _LETTERS = _letters()
 def finite(logprob: float) -> float:
     """A log-probability that JSON can say."""
     return max(logprob, LEAST)
-
-
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
-)  # an escape of a JSON string; every one is matched, since a backslash can be escaped itself
-
-
-def replace_lone_surrogates(raw: bytes) -> bytes:
-    """Replace halves of surrogate pairs in JSON, which are no characters, by U+FFFD: what is left of an emoji that a client cut in two."""
-    return _ESCAPE.sub(lambda found: rb"\ufffd" if found["lone"] else found[0], raw)

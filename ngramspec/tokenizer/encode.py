@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -112,6 +113,16 @@ def check_unicode(text: object, what: str) -> None:
     except UnicodeEncodeError as error:
         wrong = ascii(text[error.start])
         raise InvalidInputError(f"a {what} must be valid Unicode text: character {error.start} is the lone surrogate {wrong}") from None
+
+
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)  # an escape of a JSON string; every one is matched, since a backslash can be escaped itself
+
+
+def replace_lone_surrogates(raw: bytes) -> bytes:
+    """Replace halves of surrogate pairs in JSON, which are no characters, by U+FFFD: what is left of an emoji that a client cut in two."""
+    return _ESCAPE.sub(lambda found: rb"\ufffd" if found["lone"] else found[0], raw)
 
 
 def _to_integers(given: Any) -> np.ndarray | None:

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Delta
+from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.engine_input import EngineInput
-from ngramspec.server.fim import Fim
 from ngramspec.server.llamacpp.answers import LlamaAnswer
 from ngramspec.server.llamacpp.schemas import LlamaCompletionBody
 from ngramspec.server.settings import ServerSettings

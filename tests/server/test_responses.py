@@ -15,8 +15,8 @@ from templates import Template
 from test_tools import LITTLE, SHAPE, TIME, TOOLS, Tokenizing, check
 from tiny_server import Server
 
-from ngramspec.server.chat_template import Prompts
-from ngramspec.server.tool_calls.tool_prompt import Turn
+from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.tool_calls.tool_prompt import Turn
 
 FLAT: list[Any] = [
     {"type": "function", "name": "draw", "description": "a draw", "parameters": SHAPE, "strict": False},

@@ -20,8 +20,8 @@ from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.datastore.build import build
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.server.fim import Fim
 from ngramspec.speculative.budget.threshold import SpeculationThreshold
 
 N_CLIENTS = 16

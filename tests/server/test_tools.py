@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.server.chat_template import Prompts
-from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat
-from ngramspec.server.tool_calls.stream_parser import ToolDeclared, make_toolbox
-from ngramspec.server.tool_calls.tool_prompt import Call, Turn
+from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
+from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
+from ngramspec.server.tool_fields import ToolDeclared, make_toolbox
 
 SHAPE = {
     "type": "object",

@@ -15,11 +15,11 @@ from fastapi import APIRouter, Depends, Request
 
 from ngramspec import __version__
 from ngramspec.grammar.base import Grammar
+from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, identify, operator
 from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints
 from ngramspec.server.error_responses import ApiError, make_bad_request
-from ngramspec.server.fim import Fim
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import (
     OTHER_NAMES,

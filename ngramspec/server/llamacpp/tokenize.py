@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.server.chat_template import Prompts
+from ngramspec.prompts.chat_template import Prompts
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.llamacpp.schemas import TextOrTokens, TokenizeBody, TokenizeResponse, TokenPiece
 from ngramspec.server.token_strings import TokenTexts

@@ -12,8 +12,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
+from ngramspec.prompts.chat_template import Prompts, Style
+from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.stream_parser import StreamParser
+from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.chat_template import Prompts, Style
 from ngramspec.server.engine_input import EngineInput, encode_prediction
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.middleware import ParsedBodyRoute
@@ -22,9 +25,7 @@ from ngramspec.server.openai.schemas import ApplyTemplateRequest, ApplyTemplateR
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 from ngramspec.server.token_strings import TokenTexts, finite
-from ngramspec.server.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
-from ngramspec.server.tool_calls.stream_parser import StreamParser, make_toolbox, read_calls
-from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
+from ngramspec.server.tool_fields import make_toolbox, read_calls
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"

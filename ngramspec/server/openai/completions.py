@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
+from ngramspec.prompts.chat_template import Prompts
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.chat_template import Prompts
 from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.middleware import ParsedBodyRoute

@@ -16,18 +16,19 @@ from ngramspec.engine.llm_engine import Hints
 from ngramspec.grammar.base import Grammar
 from ngramspec.options import MAX_INT
 from ngramspec.outputs import Choice, Completion, Delta
+from ngramspec.prompts.chat_template import ANSWER, Prompts, Style
+from ngramspec.prompts.tool_calls.call_reader import CallReader
+from ngramspec.prompts.tool_calls.stream_parser import StreamParser
+from ngramspec.prompts.tool_calls.tool_prompt import Turn
+from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
-from ngramspec.server.chat_template import ANSWER, Prompts, Style
 from ngramspec.server.engine_input import EngineInput, cut_prompt, make_hints
 from ngramspec.server.error_responses import ApiError, make_bad_request
 from ngramspec.server.openai.schemas import OpenAIRequest, Part
 from ngramspec.server.request_fields import check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.state import ServerState, model_not_found
-from ngramspec.server.tool_calls.call_reader import CallReader
-from ngramspec.server.tool_calls.stream_parser import StreamParser, Toolbox
-from ngramspec.server.tool_calls.tool_prompt import Turn
 
 TEMPERATURE = 1.0  # OpenAI's default
 
@@ -164,7 +165,7 @@ class Conversation:
         state.limits.check_params(params)
         check_grammar(form, state.engine, hints["tenant"])
         if box.tools and grammar is not None:
-            box.check_grammar(state.engine, grammar, hints["tenant"])
+            box.check_grammar(lambda each: state.engine.compile_grammar(each, tenant=hints["tenant"]), grammar)
             self.held = box.required or form_grammar is not None
         return EngineInput(ids, params, hints)
 

@@ -13,15 +13,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec.outputs import Choice, Completion, Delta
+from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.chat_template import Prompts
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation
 from ngramspec.server.openai.responses_schemas import Response, ResponsesRequest, in_its_words
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
-from ngramspec.server.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
 
 Event = dict[str, Any]
 

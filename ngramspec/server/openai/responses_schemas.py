@@ -14,24 +14,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from ngramspec.options import MAX_INT
-from ngramspec.server.chat_template import ANSWER, Style
+from ngramspec.prompts.chat_template import ANSWER, Style
+from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
+from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.field_support import RESPONSES
 from ngramspec.server.openai.schemas import OpenAIRequest, Part
 from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
-from ngramspec.server.tool_calls.stream_parser import (
+from ngramspec.server.tool_fields import (
     MAX_TOOLS,
     AllowedTools,
     ChosenTool,
     FunctionDeclared,
     FunctionNamed,
-    Toolbox,
     ToolChoice,
     ToolDeclared,
     ToolNamed,
     make_toolbox,
 )
-from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
 
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": "user", "assistant": ASSISTANT}
 _TEXTS = ("input_text", "output_text", "text", "refusal")

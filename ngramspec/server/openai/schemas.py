@@ -14,7 +14,7 @@ from ngramspec.options import MAX_INT
 from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import CHAT, COMPLETIONS
 from ngramspec.server.request_fields import Few, GenerationFields, Items, StrictModel, TokenId
-from ngramspec.server.tool_calls.stream_parser import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
+from ngramspec.server.tool_fields import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 
 MaxTokens = Annotated[int, Field(ge=-1, le=MAX_INT)]
 """-1: as many as fit; 0: the prompt is computed, and nothing is written."""

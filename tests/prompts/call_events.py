@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ngramspec.server.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 
 def collect_calls(events: Iterable[StreamDelta]) -> tuple[str, list[tuple[str, str]]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ngramspec.server.template_process import TemplateLimitError, get_template_processes
+from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hällo \ud800 \U000f0000"}, {"role": "assistant", "content": " b "}]
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}{{ tools | tojson }}{{ extra }}{% endfor %}"

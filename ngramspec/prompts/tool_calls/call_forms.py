@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import regex
 
-from ngramspec.server.tool_calls.call_formats import CallFormat
-from ngramspec.server.tool_calls.call_scanner import Parse, Scanner, TextDelta, ToolCallArguments, ToolCallStart
-from ngramspec.server.tool_calls.call_values import (
+from ngramspec.prompts.tool_calls.call_formats import CallFormat
+from ngramspec.prompts.tool_calls.call_scanner import Parse, Scanner, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_values import (
     Calls,
     emit_calls,
     make_call,

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Self
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
-from ngramspec.server.chat_template import before_text
+from ngramspec.prompts.chat_template import before_text
 
 PREFIX_SHARE = 0.75
 """The share of the room for both that the text before the cursor gets when neither it nor the text after it fits."""

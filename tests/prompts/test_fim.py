@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.server.fim import FORMATS, Fim, Format
+from ngramspec.prompts.fim import FORMATS, Fim, Format
 
 CODE = ["def add(a, b):\n    return a + b\n", "import os\n\nfor name in os.listdir('.'):\n    print(name)\n", "class A:\n    pass\n"]
 BOS, EOS = "<s>", "</s>"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ngramspec.server.tool_calls.call_formats import HERMES
+from ngramspec.prompts.tool_calls.call_formats import HERMES
 
 ASSISTANT, SYSTEM, TOOL, USER = "assistant", "system", "tool", "user"
 _TOOLS_TEXT = """# Tools

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from ngramspec.server.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
 
 Calls: TypeAlias = list[tuple[str, str]]
 """(name, arguments as JSON) of each call."""

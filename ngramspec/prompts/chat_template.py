@@ -15,19 +15,17 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import AddedToken, Tokenizer
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
-from ngramspec.engine.llm_engine import Engine
-from ngramspec.errors import UnsupportedModelError
-from ngramspec.server.error_responses import ApiError
-from ngramspec.server.template_process import TemplateLimitError, get_template_processes
-from ngramspec.server.token_strings import replace_lone_surrogates
-from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
-from ngramspec.server.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
+from ngramspec.errors import InvalidInputError, UnsupportedModelError
+from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
+from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
+from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
+from ngramspec.tokenizer.encode import replace_lone_surrogates
 
 Tools = Sequence[dict[str, Any]]
 """The tools as OpenAI's chats declare them."""
@@ -48,11 +46,19 @@ class Style(NamedTuple):
 ANSWER = Style()
 
 
+class TextEncoder(Protocol):
+    """The part of an engine that encodes texts."""
+
+    tokenizer: Any
+
+    def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]: ...
+
+
 class Prompts:
     """The prompts of one engine. Threads may share it; encoding a long text takes a while."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._tokenizer = engine, engine.tokenizer
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder, self._tokenizer = encoder, encoder.tokenizer
         self._bos: list[int] = [] if self._tokenizer is None else before_text(self._tokenizer)
         controls = {} if self._tokenizer is None else _control_tokens(self._tokenizer.backend_tokenizer)
         self._control_ids = frozenset(controls)
@@ -72,7 +78,7 @@ class Prompts:
 
     def to_continue(self, text: str, *, parse_special: bool) -> list[int]:
         """The ids of a text to be continued, behind the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
-        return self._bos + self._engine.encode_text(text, parse_special=parse_special)
+        return self._bos + self._encoder.encode_text(text, parse_special=parse_special)
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -92,7 +98,7 @@ class Prompts:
     def chat(
         self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER, check: Callable[[str], None] | None = None
     ) -> list[int]:
-        """The model's own template over the messages, up to where its answer begins. Raises ApiError (400) where it refuses them.
+        """The model's own template over the messages, up to where its answer begins. Raises InvalidInputError where it refuses them.
 
         Control tokens in a message are text: each is hidden from the template and the tokenizer behind a random mark, and encoded apart.
         So is what the template could join with its own or another message's text to a control token, if it does. What the assistant is
@@ -129,20 +135,20 @@ class Prompts:
         return ids
 
     def text(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> str:
-        """What `chat` encodes. Raises ApiError (400)."""
+        """Return the text that `chat` encodes. Raises InvalidInputError."""
         self._check(turns, style)
         return self._render(*self._plainly(turns, tools), style)
 
     def _check(self, turns: Sequence[Turn], style: Style) -> None:
-        """Raises ApiError (400)."""
+        """Raises InvalidInputError."""
         if style.goes_on and (turns[-1].role != ASSISTANT or turns[-1].calls):
             why = "continue_final_message: the last message must be a text of the assistant"
-            raise ApiError(400, why, param="continue_final_message")
+            raise InvalidInputError(why, param="continue_final_message")
         for name in style.variables:
             if name in self._own_names or not name.isidentifier():
                 why = "the server's own" if name.isidentifier() else "no name of a variable"
                 param = "chat_template_kwargs"
-                raise ApiError(400, f"{param}: {name[:40]!r} is {why}", param=param)
+                raise InvalidInputError(f"{param}: {name[:40]!r} is {why}", param=param)
 
     @cached_property
     def _own_names(self) -> frozenset[str]:
@@ -192,13 +198,13 @@ class Prompts:
         return _Told([self._message(turn, hide) for turn in turns], [_hidden(tool, hide) for tool in tools], style, variables)
 
     def _rendered(self, told: _Told) -> str:
-        """Raises ApiError (400)."""
+        """Raises InvalidInputError."""
         try:
             return self._continued(told) if told.style.goes_on else self._template(*told[:2], told.style.answer_follows, **told.variables)
         except TemplateLimitError as e:
-            raise ApiError(400, f"these messages are too much: {e}", param="messages", code="template_limit") from None
+            raise InvalidInputError(f"these messages are too much: {e}", param="messages", code="template_limit") from None
         except ValueError as e:
-            raise ApiError(400, f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
+            raise InvalidInputError(f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
 
     def _continued(self, told: _Told) -> str:
         """The prompt up to the end of the last message, without the blanks there where the template strips them, as transformers has it.
@@ -256,7 +262,7 @@ class Prompts:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _join(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
-        spelled = cache(self._engine.encode_text)  # the same few texts, maybe very often
+        spelled = cache(self._encoder.encode_text)  # the same few texts, maybe very often
         return [token for text, is_user in pieces for token in (spelled(text) if is_user else self._encode(text))]
 
 
@@ -300,7 +306,7 @@ _WORD = re.compile(r"[A-Za-z0-9_]*")
 
 
 def _hidden(value: Any, hide: Hide) -> Any:
-    """A value of JSON with every text in it hidden."""
+    """Return a value of JSON with every text in it hidden."""
     if isinstance(value, str):
         return hide(value, TOOL)
     if isinstance(value, Mapping):
@@ -340,7 +346,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def before_text(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer puts before a text."""
+    """Return the ids that the tokenizer puts before a text."""
     with_special, without = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
     for at in range(len(with_special) - len(without) + 1):
         if with_special[at : at + len(without)] == without:

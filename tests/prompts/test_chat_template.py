@@ -12,9 +12,9 @@ from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
-from ngramspec.server.chat_template import Prompts
-from ngramspec.server.error_responses import ApiError
-from ngramspec.server.tool_calls.tool_prompt import Turn
+from ngramspec.errors import InvalidInputError
+from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.tool_calls.tool_prompt import Turn
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -174,9 +174,9 @@ def test_private_use_characters_are_characters() -> None:
 
 def test_a_template_that_refuses_says_so() -> None:
     prompts, _ = make("{{ raise_exception('system messages are not for this model') }}")
-    with pytest.raises(ApiError, match="system messages are not for this model") as caught:
+    with pytest.raises(InvalidInputError, match="system messages are not for this model") as caught:
         prompts.chat([Turn("system", "a")])
-    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert caught.value.param == "messages"
 
 
 def test_a_model_may_have_no_template() -> None:

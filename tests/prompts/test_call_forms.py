@@ -13,9 +13,9 @@ from call_events import collect_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat
-from ngramspec.server.tool_calls.call_reader import CallReader
-from ngramspec.server.tool_calls.call_scanner import KnownTools, TextDelta
+from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
+from ngramspec.prompts.tool_calls.call_reader import CallReader
+from ngramspec.prompts.tool_calls.call_scanner import KnownTools, TextDelta
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {

@@ -11,9 +11,9 @@ from collections.abc import Generator, Iterator
 
 import regex
 
-from ngramspec.server.tool_calls.call_formats import CallFormat
-from ngramspec.server.tool_calls.call_forms import FORMS, CallForm, make_template_form
-from ngramspec.server.tool_calls.call_scanner import KnownTools, Parse, Scanner, StreamDelta, TextDelta, ToolCallStart
+from ngramspec.prompts.tool_calls.call_formats import CallFormat
+from ngramspec.prompts.tool_calls.call_forms import FORMS, CallForm, make_template_form
+from ngramspec.prompts.tool_calls.call_scanner import KnownTools, Parse, Scanner, StreamDelta, TextDelta, ToolCallStart
 
 CONTEXT = 256  # characters kept before the place where a call is looked for: some forms begin only after certain characters
 MAX_WASTED = 1_000_000  # characters read in vain as calls, after which a text is passed on as it is

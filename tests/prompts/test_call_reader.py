@@ -17,9 +17,9 @@ from tokenizers import AddedToken
 
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
-from ngramspec.server.tool_calls.call_formats import HERMES, CallFormat, Tool, make_call_grammar
-from ngramspec.server.tool_calls.call_reader import CallReader
-from ngramspec.server.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, Tool, make_call_grammar
+from ngramspec.prompts.tool_calls.call_reader import CallReader
+from ngramspec.prompts.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
 
 LLAMA = CallFormat('{"name": "', '", "parameters": ', None, "}")
 MISTRAL = CallFormat(
