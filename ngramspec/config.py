@@ -85,7 +85,24 @@ class EngineConfig:
         True,
         Flag(),
         "Use again what was computed for a prompt that begins alike.",
-        flags=("--prefix-cache/--no-prefix-cache",),
+        panel=_MODEL,
+        only=("serve",),
+        off="Compute every prompt from its beginning.",
+    )
+    prefix_cache_path: str | None = option(
+        None,
+        TextKind(optional=True),
+        "A folder that keeps what was computed for prompts across restarts. It holds what prompts say: it is made for this user alone.",
+        flags=("--prefix-cache",),
+        metavar="FOLDER",
+        panel=_MODEL,
+        only=("serve",),
+    )
+    prefix_cache_size: int = option(
+        4 << 30,
+        Integer(1, 2**63 - 1),
+        "Most bytes in that folder, such as 4G; what was used least recently goes first.",
+        metavar="SIZE",
         panel=_MODEL,
         only=("serve",),
     )

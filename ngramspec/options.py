@@ -88,10 +88,15 @@ class ChoiceOf:
 class TextKind:
     """A text whose meaning is checked where it is used."""
 
-    accepted = "text"
+    optional: bool = False
+    """None is accepted, too."""
+
+    @property
+    def accepted(self) -> str:
+        return "None or text" if self.optional else "text"
 
     def accepts(self, value: object) -> bool:
-        return isinstance(value, str)
+        return isinstance(value, str) or (value is None and self.optional)
 
 
 @dataclass(frozen=True, slots=True)

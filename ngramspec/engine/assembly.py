@@ -5,6 +5,7 @@ The one module that knows which devices there are. Knows nothing of requests.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import shutil
@@ -12,9 +13,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
+import numpy as np
 
 from ngramspec.backends.base import Runner
 from ngramspec.backends.cpu.cores import count_cores
@@ -25,10 +28,12 @@ from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine import background_compiler
 from ngramspec.errors import InvalidInputError, MissingPackageError
+from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
+from ngramspec.sampling.batch import Span, pack
 from ngramspec.speculative import proposer
 from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
@@ -308,6 +313,24 @@ def _cpu_options(
         "progress": progress,
         "wait_for_code": partial(wait_for_code, *background_compiler.PLAIN),
     }
+
+
+def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | None:
+    """Open the folder that keeps blocks of the prefix cache; None if there is to be none. In the thread that runs the model.
+
+    Blocks are kept by what computes them: the digest of a trial block's keys and values stands for weights, precision and arithmetic.
+    Raises InvalidInputError if the folder cannot be used.
+    """
+    if config.prefix_cache_path is None or not config.prefix_cache:
+        return None
+    pool, slot = runner.pool, runner.slot_for_tests(BLOCK)
+    tokens = (np.arange(BLOCK) * 7919 % runner.vocab_size).astype(np.int32)
+    runner.forward(pack([Span(slot, tokens, 0, logits=0)], pool, runner.rows_per_item)).wait()
+    trial = pool.read_block(int(pool.tables[slot, 0]))
+    pool.release(slot)
+    model = hashlib.sha256(trial + start_cache.digest_code().encode()).hexdigest()[:32]
+    folder = PrefixFolder(Path(config.prefix_cache_path).expanduser(), model, len(trial), config.prefix_cache_size)
+    return PrefixStore(folder, pool)
 
 
 def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:

@@ -92,6 +92,7 @@ class Engine:
             drafts = assembly.speculator(config, bound.runner.vocab_size, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
             core.lacks_code = bound.code is not None
+            core.prefixes = assembly.open_prefix_store(config, bound.runner)
             if stores:
                 core.use_datastores(stores)
             return core

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ngramspec.engine.sequence import Sequence
 from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.kv_cache.prefix_folder import PrefixStore
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import SCORED_ROWS
 
@@ -74,8 +75,11 @@ class Scheduler:
         self.slots.append(slot)
         return slot
 
-    def schedule(self) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
-        """Return (rows for this step, sequences that were admitted, slots of sequences that were preempted)."""
+    def schedule(self, prefixes: PrefixStore | None = None) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
+        """Return (rows for this step, sequences that were admitted, slots of sequences that were preempted).
+
+        `prefixes`: brings blocks back into the prefix cache that were kept on disk.
+        """
         preempted: list[int] = []
         work: list[ScheduledRows] = []
         for seq in list(self.running):
@@ -100,7 +104,7 @@ class Scheduler:
         while self.waiting and self.slots and not preempted and _count_chunk_rows(self.waiting[0], left, scored) > 0:
             seq = self.waiting[0]
             drafted = [s.n_tokens for s in (*admitted, seq) if s.speculation]
-            if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq)):
+            if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq, prefixes)):
                 break
             self.waiting.popleft()
             self.running.append(seq)
@@ -109,10 +113,12 @@ class Scheduler:
             left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
         return work, admitted, preempted
 
-    def _admit(self, seq: Sequence) -> bool:
+    def _admit(self, seq: Sequence, prefixes: PrefixStore | None) -> bool:
         """Give the sequence a slot and blocks for all its tokens, with known KV as far as possible; its last token is always computed."""
         reads = seq.block_hashes is not None and not seq.lacks_prompt_logprobs
-        names = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else ()
+        names = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else []
+        if prefixes is not None:
+            prefixes.restore(names)
         taken = self.tables.admit(self.slots[-1], names, seq.n_tokens)
         if taken < 0:
             return False

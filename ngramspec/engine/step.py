@@ -21,7 +21,8 @@ from ngramspec.engine.observers import Accepted, Observers
 from ngramspec.engine.scheduler import ScheduledRows, Scheduler
 from ngramspec.engine.sequence import Sequence
 from ngramspec.grammar import forced_tokens
-from ngramspec.outputs import DraftTree, TokenLogprob
+from ngramspec.kv_cache.prefix_folder import PrefixStore
+from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.verify import Match
 from ngramspec.speculative.base import SequenceInfo, Speculator, make_pass_topk
@@ -52,6 +53,8 @@ class Core:
         self.drafts_forced_tokens = True
         self.lacks_code = False
         """Whether drafting and native steps are still being compiled: passes are plain until `begin_speculation`."""
+        self.prefixes: PrefixStore | None = None
+        """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
         self._n_drafting = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self.use(speculator)
@@ -97,6 +100,9 @@ class Core:
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running; its blocks are free when this returns."""
+        if self.prefixes is not None and seq.slot >= 0 and seq.block_hashes is not None:
+            n_registered = self.runner.pool.registered[seq.slot]
+            self.prefixes.note_request(seq.block_hashes.hashes[:n_registered], seq.n_cached // BLOCK)
         slot = self.scheduler.remove(seq)
         if slot >= 0:
             self.speculator.end(slot)
@@ -109,6 +115,8 @@ class Core:
         0; None: one step.
         """
         self.timing.start_step()
+        if self.prefixes is not None:
+            self.prefixes.note_work()
         rows = self._schedule()
         if not rows:
             meanwhile()
@@ -181,7 +189,7 @@ class Core:
 
     def _schedule(self) -> list[ScheduledRows]:
         """Schedule the step and notify the speculator of admitted and preempted sequences."""
-        rows, admitted, preempted = self.scheduler.schedule()
+        rows, admitted, preempted = self.scheduler.schedule(self.prefixes)
         for slot in preempted:
             self.speculator.end(slot)
         for seq in admitted:

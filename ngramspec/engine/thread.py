@@ -163,7 +163,12 @@ class StepThread:
         ready.set_result(None)
         try:
             while self._wait():
-                self._step()
+                if self.core.scheduler.has_work:
+                    self._step()
+                elif self.core.prefixes is not None:
+                    self.core.prefixes.save_some()
+            if self.core.prefixes is not None:
+                self.core.prefixes.close()
         except BaseException as e:
             log.exception("the engine stops")
             error = EngineClosedError(f"the engine died: {e}")
@@ -183,7 +188,9 @@ class StepThread:
         """Wait until there is something to do, and do what was posted; False if the engine is closed."""
         with self._wake:
             while not (self._inbox or self.core.scheduler.has_work or self._closed):
-                self._wake.wait()
+                idle_after_s = None if self.core.prefixes is None else self.core.prefixes.idle_after_s
+                if not self._wake.wait(idle_after_s):
+                    break
             if self._closed:
                 return False
             messages = list(self._inbox)

@@ -72,6 +72,14 @@ class BlockTables:
         """Return how many blocks hold so many positions."""
         return -(-n_positions // BLOCK)
 
+    def read_block(self, block: int) -> bytes:
+        """Return a block's keys and values, layer by layer."""
+        raise NotImplementedError
+
+    def write_block(self, block: int, body: bytes) -> None:
+        """Set a block's keys and values to what `read_block` has returned, of this pool or one like it."""
+        raise NotImplementedError
+
     def admit(self, slot: int, hashes: Sequence[bytes], n_positions: int) -> int:
         """Let a sequence that holds nothing take over the longest registered prefix of `hashes`, and reserve positions 0..n_positions-1.
 
@@ -132,6 +140,21 @@ class BlockTables:
         del self.block_of[digest]
         self._hashes[block] = None
         return block
+
+    def adopt(self, digest: bytes) -> int:
+        """Register a block that nobody holds under a hash that no block has, and return it: the caller writes its contents."""
+        block = self.free.pop() if self.free else self.evict()
+        self._hashes[block] = digest
+        self.block_of[digest] = block
+        self.cached[block] = None
+        return block
+
+    def touch(self, digest: bytes) -> None:
+        """Let a registered block be evicted last of those that nobody holds."""
+        block = self.block_of[digest]
+        if block in self.cached:
+            del self.cached[block]
+            self.cached[block] = None
 
     def register(self, slot: int, hashes: Sequence[bytes]) -> None:
         """Register the sequence's first len(hashes) blocks, which are full of committed tokens, under these hashes.

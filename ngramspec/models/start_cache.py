@@ -89,7 +89,7 @@ def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) 
         if not path.is_file() or path.suffix.lower() != ".gguf":
             return None
         file = gguf.read(path)
-        key = [RECORD_FORMAT, _TRANSFORMERS, _describe_processor(), _digest_code(), file.fingerprint(), list(map(str, settings))]
+        key = [RECORD_FORMAT, _TRANSFORMERS, _describe_processor(), digest_code(), file.fingerprint(), list(map(str, settings))]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         return StartRecord(cache_dir / "starts" / f"{name}.json", file)
     return None
@@ -108,7 +108,7 @@ def _describe_processor() -> list[str]:
     return [platform.machine(), platform.processor()]
 
 
-def _digest_code() -> str:
+def digest_code() -> str:
     """Return a digest of the code that computes logits: a change of it is another version."""
     root = Path(__file__).parent.parent
     files = sorted(root.glob("*.py"))

@@ -78,6 +78,17 @@ class KVPool(BlockTables):
     def block_bytes(shapes: list[tuple[int, int]], dtype: type[np.generic] = np.float32) -> int:
         return sum(2 * h * d * BLOCK * np.dtype(dtype).itemsize for h, d in shapes)
 
+    def read_block(self, block: int) -> bytes:
+        return b"".join(part[block].tobytes() for both in zip(self.keys, self.values, strict=True) for part in both)
+
+    def write_block(self, block: int, body: bytes) -> None:
+        at = 0
+        for both in zip(self.keys, self.values, strict=True):
+            for part in both:
+                n = part[block].size
+                part[block] = np.frombuffer(body, part.dtype, n, at).reshape(part[block].shape)
+                at += n * part.itemsize
+
     def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
         if not super().fork(source, slots, target, hashes):
             return False

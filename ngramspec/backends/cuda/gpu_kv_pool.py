@@ -70,6 +70,20 @@ class CudaPool(BlockTables):
         super().register(slot, hashes)
 
     @torch.inference_mode()
+    def read_block(self, block: int) -> bytes:
+        parts = [part[block].view(torch.uint8) for both in zip(self.keys, self.values, strict=True) for part in both]
+        return torch.cat([part.flatten() for part in parts]).cpu().numpy().tobytes()
+
+    @torch.inference_mode()
+    def write_block(self, block: int, body: bytes) -> None:
+        data, at = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self.device_tables.device), 0
+        for both in zip(self.keys, self.values, strict=True):
+            for part in both:
+                n = part[block].numel() * part.element_size()
+                part[block] = data[at : at + n].view(part.dtype).view(part[block].shape)
+                at += n
+
+    @torch.inference_mode()
     def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
         if not super().fork(source, slots, target, hashes):
             return False

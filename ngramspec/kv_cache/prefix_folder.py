@@ -1,0 +1,190 @@
+"""Keep blocks of the prefix cache in a folder, so that they survive a restart.
+
+A file holds one block's keys and values under the block's hash, which stands for the tokens, all before them, and the tenant
+(`blocks.BlockHashes`); a sub-folder per model has those that one version of the code computed from one file. Contents are compared with
+their checksum when they are read. The folder is the user's alone, and files beyond its bound are removed, those read least recently first.
+
+`PrefixStore` decides what is worth a file and moves blocks between folder and pool, in the engine's thread; files are written by a thread
+of its own. Several processes may share a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import queue
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from ngramspec.errors import InvalidInputError
+from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.outputs import BLOCK
+
+log = logging.getLogger(__name__)
+
+# A prompt of which so many tokens had to be computed is kept after its first request; else blocks are once a second request had them:
+# of an editor's prompts, each key changes some hundred tokens.
+KEPT_TOKENS = 1024
+REMEMBERED = 8  # the latest requests whose blocks may still have to be written
+BLOCKS_AT_ONCE = 16  # that are handed to the writer before the engine looks for requests again
+IDLE_S = 0.5  # without a request, until blocks are written
+_DIGEST = 16  # bytes of a checksum
+_SUFFIX = ".kv"
+
+
+class PrefixFolder:
+    """Files of blocks, each of the same size. Raises InvalidInputError if the folder cannot be used."""
+
+    def __init__(self, root: Path, model: str, block_bytes: int, max_bytes: int) -> None:
+        """`root`: the user's folder; `model`: name of what computes the keys and values; `max_bytes`: of all models' files together."""
+        self.path, self.block_bytes, self.max_bytes = root / model, block_bytes, max_bytes
+        self._root = root
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.path.stat()
+        except OSError as error:
+            raise InvalidInputError(f"prefix_cache_path {str(root)!r} cannot be used: {error}") from None
+        if (hasattr(os, "getuid") and status.st_uid != os.getuid()) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise InvalidInputError(f"prefix_cache_path {str(root)!r} holds a folder that others may write: {self.path.name}")
+        self.known = {bytes.fromhex(path.stem) for path in self.path.glob("*" + _SUFFIX)}
+        """Hashes of the files that are there, as far as this process knows."""
+        self._n_bytes = sum(size for _, size, _ in self._list())
+        self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, name="ngramspec-prefix-writer", daemon=True)
+        self._writer.start()
+
+    def read(self, digest: bytes) -> bytes | None:
+        """Return a block's contents; None if there is no file, or it is damaged, which removes it."""
+        path = self._get_path(digest)
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            self.known.discard(digest)
+            return None
+        body = raw[_DIGEST:]
+        if len(body) != self.block_bytes or _compute_checksum(digest, body) != raw[:_DIGEST]:
+            log.warning("%s is damaged and is removed", path)
+            self.known.discard(digest)
+            path.unlink(missing_ok=True)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return body
+
+    def write(self, digest: bytes, body: bytes) -> None:
+        """Have a block written."""
+        self.known.add(digest)
+        self._waiting.put((digest, body))
+
+    def close(self) -> None:
+        """Return once everything is written."""
+        self._waiting.put(None)
+        self._writer.join()
+
+    def _get_path(self, digest: bytes) -> Path:
+        return self.path / (digest.hex() + _SUFFIX)
+
+    def _write_all(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            digest, body = job
+            path = self._get_path(digest)
+            partial = path.with_suffix(f".{os.getpid()}")
+            try:
+                partial.touch(0o600)
+                partial.write_bytes(_compute_checksum(digest, body) + body)
+                partial.replace(path)
+            except OSError as error:
+                self.known.discard(digest)
+                partial.unlink(missing_ok=True)
+                log.warning("%s cannot be written: %s", path, error)
+                continue
+            self._n_bytes += _DIGEST + len(body)
+            if self._n_bytes > self.max_bytes:
+                self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        """Remove the files read or written least recently, of all models, until a tenth of the bound is free."""
+        files = sorted(self._list())
+        self._n_bytes = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if self._n_bytes <= 0.9 * self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            self._n_bytes -= size
+            if path.parent == self.path:
+                self.known.discard(bytes.fromhex(path.stem))
+
+    def _list(self) -> list[tuple[float, int, Path]]:
+        """Return time, size and path of every file of the folder."""
+        found = []
+        for path in self._root.glob(f"*/*{_SUFFIX}"):
+            with contextlib.suppress(OSError):  # another process has removed it
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        return found
+
+
+class PrefixStore:
+    """What the scheduler and the engine's thread ask of a folder. One caller at a time."""
+
+    def __init__(self, folder: PrefixFolder, pool: BlockTables) -> None:
+        self.folder, self.pool = folder, pool
+        self._chains: deque[list[bytes]] = deque(maxlen=REMEMBERED)
+        self._worked_s = 0.0
+
+    def restore(self, hashes: Sequence[bytes]) -> None:
+        """Bring blocks of this prefix that only the folder has into the pool, as far as it has room that nobody holds."""
+        for n, digest in enumerate(hashes):
+            if digest in self.pool.block_of:
+                self.pool.touch(digest)
+                continue
+            if digest not in self.folder.known or self.pool.n_available <= n or (body := self.folder.read(digest)) is None:
+                break
+            self.pool.write_block(self.pool.adopt(digest), body)
+
+    def note_request(self, hashes: Sequence[bytes], n_reused: int) -> None:
+        """Remember the blocks of a request that ends, of which it reused the first `n_reused`, if they are worth a file."""
+        worth = len(hashes) if (len(hashes) - n_reused) * BLOCK >= KEPT_TOKENS else n_reused
+        if missing := [digest for digest in hashes[:worth] if digest not in self.folder.known]:
+            self._chains.append(missing)
+
+    @property
+    def idle_after_s(self) -> float | None:
+        """Seconds without a request after which `save_some` has something to do; None if there is nothing."""
+        if not self._chains:
+            return None
+        return max(self._worked_s + IDLE_S - time.monotonic(), 0.0)
+
+    def note_work(self) -> None:
+        """A request has been worked on: writing waits."""
+        self._worked_s = time.monotonic()
+
+    def save_some(self, most: int = BLOCKS_AT_ONCE) -> None:
+        """Hand up to `most` blocks to the writer, those of the latest request first."""
+        while self._chains and most:
+            chain = self._chains[-1]
+            while chain and most:
+                digest = chain.pop(0)
+                block = self.pool.block_of.get(digest)
+                if block is not None and digest not in self.folder.known:
+                    self.folder.write(digest, self.pool.read_block(block))
+                    most -= 1
+            if not chain:
+                self._chains.pop()
+
+    def close(self) -> None:
+        """Write what is left, and return once it is written."""
+        while self._chains:
+            self.save_some()
+        self.folder.close()
+
+
+def _compute_checksum(digest: bytes, body: bytes) -> bytes:
+    """Return the checksum of a block that has this hash."""
+    return hashlib.blake2b(body, digest_size=_DIGEST, key=digest).digest()

@@ -1,0 +1,132 @@
+"""Blocks of the prefix cache on disk: what one engine computed spares another one work, changes no token; damage does no harm."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.errors import InvalidInputError
+from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS
+from ngramspec.outputs import BLOCK, Completion
+from ngramspec.sampling_params import SamplingParams
+
+rng = np.random.default_rng(11)
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+LONG = rng.integers(0, 250, KEPT_TOKENS + 40).tolist()
+SHORT = rng.integers(0, 250, 100).tolist()
+
+
+def build(path: Path | None, arch: str = "llama", **options: Any) -> Engine:
+    place = None if path is None else str(path)
+    model = tiny.tiny_model(arch, max_position_embeddings=KEPT_TOKENS + 200)
+    return Engine(model, max_seqs=4, prefix_cache_path=place, **options)
+
+
+def complete(path: Path | None, prompt: list[int], arch: str = "llama", tenant: str = "", **options: Any) -> Completion:
+    with build(path, arch, **options) as engine:
+        done = engine.complete(prompt, PARAMS, tenant=tenant)
+        engine.runner.pool.check_integrity()
+        return done
+
+
+def full(prompt: list[int]) -> int:
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def list_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.kv"))
+
+
+def test_a_restart_computes_nothing_again_and_writes_the_same(tmp_path: Path) -> None:
+    first = complete(tmp_path, LONG)
+    again = complete(tmp_path, LONG)
+    later = complete(tmp_path, LONG + first.token_ids + [7])
+    assert (first.cached_tokens, again.cached_tokens, later.cached_tokens) == (0, full(LONG), full(LONG + first.token_ids))
+    assert again.token_ids == first.token_ids == complete(None, LONG).token_ids
+    assert later.token_ids == complete(None, LONG + first.token_ids + [7]).token_ids
+
+
+def test_other_tenants_and_other_models_find_nothing(tmp_path: Path) -> None:
+    complete(tmp_path, LONG, tenant="a")
+    assert complete(tmp_path, LONG, tenant="b").cached_tokens == 0
+    assert complete(tmp_path, LONG, arch="qwen2", tenant="a").cached_tokens == 0
+    assert complete(tmp_path, LONG, tenant="a", kv_dtype="float16").cached_tokens == 0
+    assert complete(tmp_path, LONG, tenant="a").cached_tokens == full(LONG)
+
+
+def test_a_short_prompt_is_kept_once_it_was_asked_for_twice(tmp_path: Path) -> None:
+    complete(tmp_path, SHORT)
+    assert not list_files(tmp_path)
+    with build(tmp_path) as engine:
+        engine.complete(SHORT, PARAMS)
+        engine.complete(SHORT, PARAMS)
+    assert len(list_files(tmp_path)) == full(SHORT) // BLOCK
+    assert complete(tmp_path, SHORT).cached_tokens == full(SHORT)
+
+
+def test_files_are_written_while_the_engine_is_idle(tmp_path: Path) -> None:
+    with build(tmp_path) as engine:
+        engine.complete(LONG, PARAMS)
+        deadline = time.monotonic() + 30
+        while len(list_files(tmp_path)) < len(LONG) // BLOCK and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(list_files(tmp_path)) == len(LONG + [0] * 11) // BLOCK
+        assert all(path.stat().st_mode & 0o077 == 0 for path in list_files(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:100], lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), lambda raw: b""])
+def test_damaged_files_are_removed_and_computed_again(tmp_path: Path, damage: Any) -> None:
+    first = complete(tmp_path, LONG)
+    path = list_files(tmp_path)[0]
+    path.write_bytes(damage(path.read_bytes()))
+    again = complete(tmp_path, LONG)
+    assert again.token_ids == first.token_ids
+    assert again.cached_tokens < full(LONG)
+    assert path.exists(), "it is written again"
+    assert complete(tmp_path, LONG).cached_tokens == full(LONG)
+
+
+def test_a_file_under_another_hash_is_not_believed(tmp_path: Path) -> None:
+    first = complete(tmp_path, LONG)
+    paths = list_files(tmp_path)
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+    again = complete(tmp_path, LONG)
+    assert (again.cached_tokens, again.token_ids) == (0, first.token_ids)
+
+
+def test_the_folder_stays_within_its_bound(tmp_path: Path) -> None:
+    complete(tmp_path, LONG)
+    size = list_files(tmp_path)[0].stat().st_size
+    other = rng.integers(0, 250, len(LONG)).tolist()
+    complete(tmp_path, other, prefix_cache_size=70 * size)
+    assert 50 < len(list_files(tmp_path)) <= 70
+
+
+def test_a_small_pool_takes_what_it_has_room_for(tmp_path: Path) -> None:
+    first = complete(tmp_path, LONG)
+    with build(tmp_path) as roomy:
+        block_bytes = len(roomy.runner.pool.read_block(0))
+    blocks = (len(LONG) + PARAMS.max_tokens) // BLOCK + 12
+    with build(tmp_path, kv_memory=blocks * block_bytes) as tight:
+        done = tight.complete([LONG, SHORT, LONG], PARAMS)
+        tight.runner.pool.check_integrity()
+    assert [each.token_ids for each in done] == [first.token_ids, complete(None, SHORT).token_ids, first.token_ids]
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidInputError, match="prefix_cache_path"):
+        build(tmp_path / "file")
+    complete(tmp_path / "open", SHORT)
+    (model,) = (tmp_path / "open").iterdir()
+    model.chmod(0o777)
+    with pytest.raises(InvalidInputError, match="others may write"):
+        build(tmp_path / "open")
