@@ -63,13 +63,18 @@ class ServerProcess:
 
     def read_cpu_s(self) -> float:
         """Return the processor time that it has taken so far, of all threads."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return read_cpu_s(self.pid)
 
     def call(self, path: str, body: Any = None) -> Any:
         """Return the JSON of an answer. Raises OSError for a refusal."""
         with open_url(self.address, path, body) as answer:
             return json.load(answer)
+
+
+def read_cpu_s(pid: int) -> float:
+    """Return the processor time that a process has taken so far, of all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def open_url(address: ServerAddress, path: str, body: Any = None) -> Any:

@@ -1,10 +1,11 @@
 """Let a model write, and keep what it wrote with its own candidates: traces for `benchmarks.replay` and `tools.learn_mix`.
 
-    python -m tools.record --model M --prompts F.jsonl --out TRACES.jsonl [--limit N] [--max-tokens K] [--temperature T --seed S]
+    python -m tools.record --model M --prompts F.jsonl... --out FOLDER [--limit N] [--max-tokens K] [--temperature T --seed S]
 
-A row of the prompts has `prompt_ids`, `prompt` or `messages`. A row of the traces has `prompt_ids`, `output_ids`, and per output token
-`top_ids` and `top_logprobs`, the most likely tokens there, most likely first. Rows are written as they finish, so that an interrupted
-run leaves whole ones.
+A row of the prompts has `prompt_ids`, `messages`, or `prompt`, which the model continues or, with a `suffix`, fills in up to it.
+The traces of F.jsonl are FOLDER/F.jsonl: a row has `id`, `group`, `prompt_ids`, `output_ids`, and per output token `top_ids` and
+`top_logprobs`, the most likely tokens there, most likely first. Rows are written as they finish, and a run that is started again
+goes on after those that are there.
 """
 
 from __future__ import annotations
@@ -17,43 +18,76 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import describe_machine, get_candidates, print_document
+from benchmarks.common import describe_machine, encode_chat, get_candidates, pick_evenly, print_document, say
 from ngramspec import Engine, SamplingParams
+from ngramspec.server.fim import Fim
 from ngramspec.speculative.features import KEPT
 
 BATCH = 32
 
 
-def prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
+def encode_prompt(row: dict[str, Any], tokenizer: Any, fim: Fim | None) -> list[int]:
+    """Return the ids of a prompt; of a conversation, of the part before its last answer. Raises SystemExit without tokens to fill in."""
     if "prompt_ids" in row:
         return list(row["prompt_ids"])
-    text = row["prompt"] if "prompt" in row else tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if row.get("messages"):
+        messages = row["messages"][:-1] if row["messages"][-1]["role"] == "assistant" else row["messages"]
+        return encode_chat(messages, tokenizer)
+    if row.get("suffix") is not None:
+        if fim is None:
+            raise SystemExit("the prompts have a suffix, and the model cannot fill in the middle")
+        return fim.prompt(row["prompt"], row["suffix"])
+    return list(tokenizer(row["prompt"], add_special_tokens=False)["input_ids"])
+
+
+def read_prompts(path: Path, engine: Engine, limit: int | None, max_prompt: int) -> list[dict[str, Any]]:
+    """Return `limit` rows, evenly over those of at most `max_prompt` tokens, with their `prompt_ids`."""
+    fim, rows = Fim.detect(engine.tokenizer), []
+    for n, line in enumerate(path.read_text("utf-8").splitlines()):
+        row = json.loads(line)
+        ids = encode_prompt(row, engine.tokenizer, fim)
+        if 0 < len(ids) <= max_prompt:
+            rows.append({"id": row.get("id", f"{path.stem}/{n}"), "group": row.get("group", ""), "prompt_ids": ids})
+    return pick_evenly(rows, limit or len(rows))
+
+
+def record(engine: Engine, rows: list[dict[str, Any]], params: SamplingParams, out: Path) -> int:
+    """Append a trace of each row that `out` lacks, a batch at a time, and return how many tokens were written."""
+    done = {json.loads(line)["id"] for line in out.read_text("utf-8").splitlines()} if out.exists() else set()
+    rows, n_tokens = [row for row in rows if row["id"] not in done], 0
+    with out.open("a", encoding="utf-8") as file:
+        for i in range(0, len(rows), BATCH):
+            batch = rows[i : i + BATCH]
+            for row, completion in zip(batch, engine.complete([row["prompt_ids"] for row in batch], params), strict=True):
+                file.write(json.dumps({**row, "output_ids": completion.token_ids, **get_candidates(completion)}) + "\n")
+                n_tokens += len(completion.token_ids)
+            file.flush()
+            say(f"{out.stem}: {i + len(batch)}/{len(rows)} prompts, {n_tokens} tokens")
+    return n_tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.record", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="folder, hub name, GGUF file or smollm2")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit", type=int)
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--limit", type=int, help="prompts of each file, evenly over it (all)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-prompt", type=int, default=1024, help="tokens; longer prompts are left out")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    started, n_tokens = time.perf_counter(), 0
+    started = time.perf_counter()
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, logprobs=KEPT)
-    with Engine(args.model) as engine, args.prompts.open(encoding="utf-8") as file, args.out.open("w", encoding="utf-8") as out:
-        prompts = [ids for line in file if 0 < len(ids := prompt_ids(json.loads(line), engine.tokenizer)) <= args.max_prompt][: args.limit]
-        for i in range(0, len(prompts), BATCH):
-            for done in engine.complete(prompts[i : i + BATCH], params):
-                row = {"prompt_ids": done.prompt_token_ids, "output_ids": done.token_ids, **get_candidates(done)}
-                out.write(json.dumps(row) + "\n")
-                n_tokens += len(done.token_ids)
-            print(f"{min(i + BATCH, len(prompts))}/{len(prompts)} prompts, {n_tokens} tokens", flush=True)
-    settings = {"prompts": args.prompts.name, "max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
-    figures = {"prompts": len(prompts), "tokens": n_tokens, "seconds": round(time.perf_counter() - started, 1), "settings": settings}
+    args.out.mkdir(parents=True, exist_ok=True)
+    with Engine(args.model, max_seqs=BATCH) as engine:
+        tokens = {}
+        for path in args.prompts:
+            rows = read_prompts(path, engine, args.limit, args.max_prompt)
+            tokens[path.stem] = record(engine, rows, params, args.out / f"{path.stem}.jsonl")
+    settings = {"limit": args.limit, "max_tokens": args.max_tokens, "max_prompt": args.max_prompt}
+    settings |= {"temperature": args.temperature, "seed": args.seed}
+    figures = {"tokens": tokens, "seconds": round(time.perf_counter() - started, 1), "settings": settings}
     print_document({"benchmark": "record", "model": args.model, **figures, **describe_machine("cpu", torch.get_num_threads())})
 
 

@@ -1,0 +1,294 @@
+"""How long does somebody who writes code wait for suggestions? An editing session is replayed against servers over HTTP.
+
+    python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--datastore STORE]
+        [--contenders on,off,store,llama-none,llama-ngram-simple,llama-ngram-mod] [--llama-server-python PATH] [--seed S]
+
+DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
+the other, as llama.vim has them completed: /infill with the 256 lines before the cursor and the 64 after it, greedy, up to `--max-tokens`
+tokens. Each server has the same file and threads; functions are done by all servers in turns.
+
+    cold        the first request of a function: the file's head has not been seen
+    requests    at the beginnings of words of the body, in their order, each waited for: milliseconds to the first and the last token
+    typed       the body is typed for real: each key cancels the request under way and sends another, unless what is shown goes on with
+                that key. A suggestion that is what comes next, or whose first line is, is accepted instead of typing it
+
+Times between keys are log-normal with the mean of 239 ms and the deviation of 112 ms that Dhakal et al. found ("Observations on Typing from
+136 Million Keystrokes", CHI 2018). What nobody waits for is not measured: a request that a key cancelled has no time. The last line of
+standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.http_client import Connection, ServerAddress, find_quantile
+from benchmarks.server_process import read_cpu_s, serve
+
+PREFIX_LINES, SUFFIX_LINES = 256, 64  # llama.vim's n_prefix and n_suffix
+KEY_MEAN_S, KEY_DEVIATION_S = 0.239, 0.112
+BODY_CHARS = 120, 2000  # functions with bodies of so many characters are written
+CONTEXT = 8192
+CONTENDERS = "on,off,llama-none,llama-ngram-simple,llama-ngram-mod"
+
+
+@dataclass(frozen=True, slots=True)
+class NewFunction:
+    """A function that is to be written into its file."""
+
+    name: str
+    before: str
+    body: str
+    after: str
+
+
+@dataclass(slots=True)
+class Figures:
+    """What one server did for the writer."""
+
+    cold_ms: list[float] = field(default_factory=list)
+    first_ms: list[float] = field(default_factory=list)
+    last_ms: list[float] = field(default_factory=list)
+    tokens: int = 0
+    asked: int = 0
+    """Keys in the typed part after which a suggestion was asked for."""
+    shown: int = 0
+    """How often one was there before the next key."""
+    accepted_chars: int = 0
+    typed_chars: int = 0
+    cpu_s: float = 0.0
+    """Processor time of the server in the typed part."""
+
+
+def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
+    """Return functions of `new` whose body is not a part of `old`, evenly over its files. Raises SystemExit if there are none."""
+    known = "\n".join(path.read_text(errors="ignore") for path in sorted(old.rglob("*.py")))
+    found = []
+    for path in sorted(new.rglob("*.py")):
+        text = path.read_text(errors="ignore")
+        lines = text.splitlines(keepends=True)
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse(text)):
+                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    continue
+                body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+                first, end = body[0].lineno - 1, node.end_lineno or 0
+                written = "".join(lines[first:end])
+                if BODY_CHARS[0] <= len(written) <= BODY_CHARS[1] and written not in known:
+                    name = f"{path.relative_to(new)}:{node.name}"
+                    found.append(NewFunction(name, "".join(lines[:first]), written, "".join(lines[end:])))
+    if not found:
+        raise SystemExit("there is no new function between the two releases")
+    return common.pick_evenly(found, limit)
+
+
+def make_body(function: NewFunction, at: int, max_tokens: int) -> dict[str, Any]:
+    """Return llama.vim's request with the cursor after the first `at` characters of the function's body."""
+    written = function.before + function.body[:at]
+    lines = written.split("\n")
+    return {
+        "input_prefix": "".join(line + "\n" for line in lines[-PREFIX_LINES - 1 : -1]),
+        "prompt": lines[-1],
+        "input_suffix": "\n" + "".join(line + "\n" for line in function.after.split("\n")[:SUFFIX_LINES]),
+        "input_extra": [],
+        "n_predict": max_tokens,
+        "temperature": 0.0,
+        "cache_prompt": True,
+        "stream": True,
+    }
+
+
+async def complete(address: ServerAddress, body: dict[str, Any], times: list[float]) -> str:
+    """Return a suggestion; `times` gets the seconds at which each of its pieces came. Raises OSError for a refusal."""
+    sent, text = time.perf_counter(), ""
+    async with contextlib.aclosing(await Connection.open(address)) as connection:
+        connection.send("/infill", body)
+        status, _ = await connection.read_head()
+        if status != 200:
+            raise OSError(f"/infill answered {status}")
+        async for data in connection.read_events():
+            event = json.loads(data)
+            text += event.get("content", "")
+            times.append(time.perf_counter() - sent)
+            if event.get("stop"):
+                break
+    return text
+
+
+async def wait_for_each(server: ReplayedServer, function: NewFunction, n_requests: int, max_tokens: int) -> None:
+    """Ask at the beginnings of `n_requests` words of the body and wait for each suggestion."""
+    starts = [i for i in range(1, len(function.body)) if function.body[i - 1].isspace() and not function.body[i].isspace()]
+    for n, at in enumerate([0, *common.pick_evenly(starts, n_requests)]):
+        times: list[float] = []
+        text = await complete(server.address, make_body(function, at, max_tokens), times)
+        if n == 0:
+            server.figures.cold_ms.append(times[-1] * 1e3)
+        else:
+            server.figures.first_ms.append(times[0] * 1e3)
+            server.figures.last_ms.append(times[-1] * 1e3)
+            server.figures.tokens += len(text) // 4
+
+
+def find_accepted(suggestion: str, coming: str) -> int:
+    """Return how many characters of `coming` a writer takes from a suggestion: all of it or its first line, if that is what comes."""
+    whole = suggestion.rstrip()
+    line = whole.split("\n")[0]
+    for text in (whole, line):
+        rest = coming[len(text) :]
+        if text.strip() and coming.startswith(text) and (not rest or rest[0] == "\n" or text is whole):
+            return len(text)
+    return 0
+
+
+async def type_body(server: ReplayedServer, function: NewFunction, n_chars: int, max_tokens: int, rng: random.Random) -> None:
+    """Type the first `n_chars` of the body, with the suggestions of a server."""
+    spread = math.sqrt(math.log(1 + (KEY_DEVIATION_S / KEY_MEAN_S) ** 2))
+    figures, body, at, shown = server.figures, function.body[:n_chars], 0, ""
+    cpu = server.read_cpu_s()
+    while at < len(body):
+        pause = rng.lognormvariate(math.log(KEY_MEAN_S) - spread**2 / 2, spread)
+        if shown:
+            await asyncio.sleep(pause)
+        else:
+            figures.asked += 1
+            task = asyncio.create_task(complete(server.address, make_body(function, at, max_tokens), []))
+            await asyncio.wait([task], timeout=pause)
+            if task.done():
+                shown = task.result()
+                figures.shown += 1
+                await asyncio.sleep(max(pause / 2, 0))  # it is read
+            else:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if n := min(find_accepted(shown, function.body[at:]), len(body) - at):
+            figures.accepted_chars += n
+            at, shown = at + n, ""
+        else:
+            shown = shown[1:] if shown.startswith(body[at]) else ""
+            figures.typed_chars += 1
+            at += 1
+    figures.cpu_s += server.read_cpu_s() - cpu
+
+
+@dataclass(slots=True)
+class ReplayedServer:
+    """A server that takes part."""
+
+    address: ServerAddress
+    pid: int
+    note: str = ""
+    figures: Figures = field(default_factory=Figures)
+
+    def read_cpu_s(self) -> float:
+        return read_cpu_s(self.pid)
+
+
+@contextlib.contextmanager
+def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]:
+    """Serve with the contender of this name. Raises SystemExit for a name that there is not, RuntimeError if it does not start."""
+    if name.startswith("llama-"):
+        with _open_llama_server(name.removeprefix("llama-"), args) as server:
+            yield server
+        return
+    if name not in ("on", "off", "store"):
+        raise SystemExit(f"no contender named {name}")
+    settings: dict[str, Any] = {"max_model_len": CONTEXT} | ({"no_spec": True} if name == "off" else {})
+    settings |= {"threads": args.threads} if args.threads else {}
+    settings |= {"datastore": f"old={args.datastore}"} if name == "store" else {}
+    with serve(args.model, **settings) as process:
+        yield ReplayedServer(process.address, process.pid)
+
+
+@contextlib.contextmanager
+def _open_llama_server(spec_type: str, args: argparse.Namespace) -> Iterator[ReplayedServer]:
+    command = [args.llama_server_python, str(Path(__file__).with_name("_llama_server.py")), args.model]
+    command += [str(args.threads or os.cpu_count()), str(CONTEXT), spec_type]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError("llama.cpp's server did not start")
+        started = json.loads(line)
+        yield ReplayedServer(ServerAddress(int(started["address"].rpartition(":")[2])), process.pid, started["instruction_sets"])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def summarise(server: ReplayedServer) -> dict[str, Any]:
+    """Return a server's figures."""
+    f = server.figures
+    figures: dict[str, Any] = {
+        "cold_s": round(statistics.median(f.cold_ms) / 1e3, 2) if f.cold_ms else None,
+        "first_ms": [round(find_quantile(f.first_ms, q)) for q in (0.5, 0.95)] if f.first_ms else None,
+        "last_ms": [round(find_quantile(f.last_ms, q)) for q in (0.5, 0.95)] if f.last_ms else None,
+        "shown": round(f.shown / f.asked, 3) if f.asked else None,
+        "asked": f.asked,
+        "accepted_chars": f.accepted_chars,
+        "typed_chars": f.typed_chars,
+        "cpu_s_per_accepted_char": round(f.cpu_s / f.accepted_chars, 3) if f.accepted_chars else None,
+    }
+    return figures | ({"instruction_sets": server.note} if server.note else {})
+
+
+async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction], args: argparse.Namespace) -> None:
+    """Have every server serve the writing of every function, in turns."""
+    for n, (function, order) in enumerate(zip(functions, common.order_turns(list(servers), len(functions)), strict=True)):
+        for name in order:
+            await wait_for_each(servers[name], function, args.requests, args.max_tokens)
+            await type_body(servers[name], function, args.typed, args.max_tokens, random.Random(f"{args.seed} {n}"))
+        common.say(f"{n + 1}/{len(functions)} functions: {function.name}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = common.make_parser("session", __doc__)
+    parser.add_argument("--model", required=True, help="a GGUF file that fills in the middle")
+    parser.add_argument("--old", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--new", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--functions", type=common.parse_positive, default=8)
+    parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
+    parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed")
+    parser.add_argument("--max-tokens", type=common.parse_positive, default=64)
+    parser.add_argument("--contenders", default=CONTENDERS)
+    parser.add_argument("--datastore", metavar="STORE", help="of the old release, for the contender `store`")
+    parser.add_argument("--llama-server-python", default="python", metavar="PATH", help="an interpreter with xllamacpp")
+    parser.add_argument("--threads", type=common.parse_positive)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    functions = find_new_functions(args.old, args.new, args.functions)
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for name in args.contenders.split(","):
+            common.say(f"starting {name}")
+            servers[name] = stack.enter_context(open_server(name, args))
+        asyncio.run(replay(servers, functions, args))
+        figures = {name: summarise(server) for name, server in servers.items()}
+    columns = ["cold_s", "first_ms", "last_ms", "shown", "accepted_chars", "typed_chars", "cpu_s_per_accepted_char"]
+    common.print_table(["server", *columns], [[name, *(str(f[key]) for key in columns)] for name, f in figures.items()])
+    names = ("functions", "requests", "typed", "max_tokens", "threads", "seed")
+    settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
+    document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
+    common.print_document(document | common.describe_machine("cpu", args.threads or 0))
+
+
+if __name__ == "__main__":
+    main()
