@@ -1,7 +1,7 @@
 """How long does somebody who writes code wait for suggestions? An editing session is replayed against servers over HTTP.
 
     python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--datastore STORE]
-        [--contenders on,off,store,llama-none,llama-ngram-simple,llama-ngram-mod] [--llama-server-python PATH] [--seed S]
+        [--contenders on,off,store,suffix-first,llama-none,llama-ngram-simple,llama-ngram-mod] [--llama-server-python PATH] [--seed S]
 
 DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
 the other, as llama.vim has them completed: /infill with the 256 lines before the cursor and the 64 after it, greedy, up to `--max-tokens`
@@ -204,10 +204,11 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
         with _open_llama_server(name.removeprefix("llama-"), args) as server:
             yield server
         return
-    if name not in ("on", "off", "store"):
+    if name not in ("on", "off", "store", "suffix-first"):
         raise SystemExit(f"no contender named {name}")
     settings: dict[str, Any] = {"max_model_len": CONTEXT} | ({"no_spec": True} if name == "off" else {})
     settings |= {"threads": args.threads} if args.threads else {}
+    settings |= {"fim_order": name} if name == "suffix-first" else {}
     settings |= {"datastore": f"old={args.datastore}"} if name == "store" else {}
     with serve(args.model, **settings) as process:
         yield ReplayedServer(process.address, process.pid)

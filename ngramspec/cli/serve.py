@@ -138,6 +138,15 @@ def serve(
             "--parse-special/--no-parse-special",
         ),
     ] = None,
+    fim_order: Annotated[
+        str | None,
+        option(
+            _LOAD,
+            "What stands first in prompts to fill in the middle: prefix-first, as models are trained, or suffix-first, with which a key "
+            "changes only the prompt's end and suggestions come much sooner. Default: prefix-first.",
+            metavar="ORDER",
+        ),
+    ] = None,
     pad_stream: Annotated[
         float | None,
         option(
@@ -178,6 +187,7 @@ def serve(
         send_timeout=send_timeout,
         receive_timeout=receive_timeout,
         parse_special=parse_special,
+        fim_order=fim_order,
         pad_stream=pad_stream,
         log_format=log_format,
     )

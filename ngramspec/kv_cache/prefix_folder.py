@@ -42,7 +42,10 @@ class PrefixFolder:
     """Files of blocks, each of the same size. Raises InvalidInputError if the folder cannot be used."""
 
     def __init__(self, root: Path, model: str, block_bytes: int, max_bytes: int) -> None:
-        """`root`: the user's folder; `model`: name of what computes the keys and values; `max_bytes`: of all models' files together."""
+        """Open the folder, or make it. `root`: the user's folder; `model`: name of what computes keys and values.
+
+        `max_bytes`: of all models' files together.
+        """
         self.path, self.block_bytes, self.max_bytes = root / model, block_bytes, max_bytes
         self._root = root
         try:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.prompts.chat_template import before_text
 
+# The order of the parts: prefix, suffix, middle, as models are trained with; or suffix, then the prefix, behind which the middle goes on
+# (Bavarian et al., arXiv:2207.14255, section 3: SPM in the form that shares its tokens with the other order).
+Order = Literal["prefix-first", "suffix-first"]
 PREFIX_SHARE = 0.75
 """The share of the room for both that the text before the cursor gets when neither it nor the text after it fits."""
 STRIDES = 16
@@ -37,13 +40,12 @@ class Format:
     prefix: str
     suffix: str
     middle: str | None
-    """None: the text goes on right behind the prefix."""
+    """None: the suffix stands first, and the text goes on right behind the prefix."""
     repo: str | None = None
     """The control token before the repository's name."""
     file: str | None = None
     """The control token before every file's path. None: the model was not trained with a separator, and `heading` stands in for it."""
     pad: str | None = None
-    suffix_first: bool = False
     bos: bool = False
     """The prompt begins with the beginning-of-sequence token even where the tokenizer would not add it."""
     after_repo: str = "\n"
@@ -85,7 +87,7 @@ FORMATS = (
     # arXiv:2308.12950, section 2.3: SentencePiece's implicit leading blank is there before the prefix, not before suffix and middle.
     Format("codellama", "▁<PRE>", "▁<SUF>", "▁<MID>", bos=True),
     # mistral-common: [SUFFIX] suffix [PREFIX] prefix; several files as "+++++ path", a line end and the text.
-    Format("codestral", "[PREFIX]", "[SUFFIX]", None, suffix_first=True, bos=True, heading="+++++ {path}\n"),
+    Format("codestral", "[PREFIX]", "[SUFFIX]", None, bos=True, heading="+++++ {path}\n"),
     Format("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
 """All formats in the order in which they are tried: those that share tokens go from the one that needs most to the one that needs least."""
@@ -94,8 +96,9 @@ FORMATS = (
 class Fim:
     """One tokenizer's way to fill in the middle. Threads may share it."""
 
-    def __init__(self, form: Format, tokenizer: Any) -> None:
-        self.format = form
+    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first") -> None:
+        """Read the control tokens' ids. `order`: what stands first where the format has a token before the middle; see `Order`."""
+        self.format, self.order = form, order
         backend = tokenizer.backend_tokenizer
         self._added = _added(tokenizer)
         self._plain, self._control = make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
@@ -107,7 +110,7 @@ class Fim:
         """Ids that the middle never contains: whatever ends a text, and the format's own control tokens."""
 
     @classmethod
-    def detect(cls, tokenizer: Any) -> Self | None:
+    def detect(cls, tokenizer: Any, order: Order = "prefix-first") -> Self | None:
         """The format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
 
         `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None.
@@ -115,7 +118,7 @@ class Fim:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None
         added = _added(tokenizer)
-        return next((cls(form, tokenizer) for form in FORMATS if all(token in added for token in form.required)), None)
+        return next((cls(form, tokenizer, order) for form in FORMATS if all(token in added for token in form.required)), None)
 
     def prompt(
         self,
@@ -183,12 +186,18 @@ class Fim:
         pre, suf = [self._added[form.prefix]], [self._added[form.suffix], *tail]
         mid = [self._added[form.middle]] if form.middle is not None else []
         if form.file is None:
-            pre, context = [*pre, *context, *current, *head], []
+            before, context = [*context, *current, *head], []
         elif form.path_behind_prefix:
-            pre, context = [*pre, *current[1:], *head], [*context, *current[:1]]
+            before, context = [*current[1:], *head], [*context, *current[:1]]
         else:
-            pre, context = [*pre, *head], [*context, *current]
-        return [*self._bos, *context, *(suf + pre if form.suffix_first else pre + suf), *mid]
+            before, context = head, [*context, *current]
+        if form.middle is None:
+            parts = [*suf, *pre, *before]
+        elif self.order == "suffix-first":
+            parts = [*pre, *suf, *mid, *before]
+        else:
+            parts = [*pre, *before, *suf, *mid]
+        return [*self._bos, *context, *parts]
 
     def _encode(self, text: str, *, inner: bool = False) -> list[int]:
         """Ids of a text in which no control token is known. `inner`: without a blank that the tokenizer puts before any text."""

@@ -10,6 +10,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.grammar.fewest_tokens import FewestTokens
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
+from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.server import admin, error_responses, health, playground
 from ngramspec.server.auth import Keyring, identify
 from ngramspec.server.encoding import Encoders
@@ -40,7 +41,8 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         AdmissionQueue(engine, settings, metrics),
         RequestLimits(settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(tokenizer)),
         Keyring(settings.api_keys),
-        Fim.detect(engine.tokenizer),
+        Fim.detect(engine.tokenizer, settings.fim_order),
+        Suggestions(),
         repositories or Repositories(),
         Encoders(metrics),
         settings.alias or (engine.name,),

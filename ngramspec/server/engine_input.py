@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ngramspec.engine.llm_engine import Engine, Hints
+from ngramspec.outputs import Completion
+from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.auth import Identity
 from ngramspec.server.error_responses import ApiError
@@ -23,6 +25,8 @@ class EngineInput:
     prompt: list[int]
     params: SamplingParams
     hints: Hints
+    on_end: Callable[[Completion], None] | None = None
+    """Called in the event loop once the engine is done with it, cancelled or not."""
 
 
 def make_hints(request: GenerationFields, identity: Identity, engine: Engine) -> Hints:
@@ -46,6 +50,11 @@ def encode_prediction(hints: Hints, text: str | None, engine: Engine) -> None:
     """Add the ids of the output that a request expects, if it expects one. May take a while. Raises InvalidInputError, TokenizerError."""
     if text is not None:
         hints["prediction"] = engine.encode_text(text)
+
+
+def remember_suggestion(suggestions: Suggestions, tenant: str | None, prefix: str, suffix: str, completion: Completion) -> None:
+    """Remember what was written between prefix and suffix, all of it or until the client left."""
+    suggestions.add(tenant, prefix, suffix, completion.choices[0].text)
 
 
 def cut_prompt(ids: list[int], n: int | None, *, room: int, side: str | None) -> list[int]:

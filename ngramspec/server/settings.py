@@ -134,6 +134,9 @@ class ServerSettings(BaseSettings):
     """Seconds that running requests have to end when the server is told to stop."""
     parse_special: bool = True
     """Control tokens are parsed in prompts of /v1/completions and /completion, unless a request says otherwise; never in messages."""
+    fim_order: Literal["prefix-first", "suffix-first"] = "prefix-first"
+    """What stands first in a prompt to fill in the middle. With the text after the cursor first, a key changes only the prompt's end, and
+    all before it comes from the prefix cache; not every model fills in as well that way."""
     pad_stream: float = Field(default=0, ge=0, le=10_000)
     """Milliseconds per token of every answer, so that its pace does not tell what was drafted. 0: as soon as it is there."""
     log_format: Literal["text", "json"] = "text"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -279,3 +280,29 @@ def test_never_longer_than_the_limit(fim: Fim, prefix: str, suffix: str, files: 
     assert len(prompt) <= limit
     if len(whole) <= limit:
         assert prompt == whole
+
+
+def _suffix_first(parts: list[str | tuple[str]]) -> list[str | tuple[str]]:
+    """A prompt's parts with what stands between the prefix's token and the suffix's moved to the end."""
+    pre = next(i for i, part in enumerate(parts) if isinstance(part, tuple) and re.search("(?i)prefix|PRE|begin", part[0]))
+    suf = next(i for i, part in enumerate(parts) if isinstance(part, tuple) and re.search("(?i)suffix|SUF|hole", part[0]))
+    return [*parts[: pre + 1], *parts[suf:], *parts[pre + 1 : suf]]
+
+
+@pytest.mark.parametrize("name", [form.name for form in FORMATS if form.middle is not None and form.name != "codellama"])
+def test_suffix_first(name: str) -> None:
+    tokenizer = bytes_tokenizer(TOKENS[name])
+    fim = Fim.detect(tokenizer, "suffix-first")
+    assert fim is not None
+    assert fim.prompt(PREFIX, SUFFIX) == ids_of(tokenizer, *_suffix_first(ALONE[name]))
+    shown = fim.prompt(PREFIX, SUFFIX, FILES, path="c.py", repo="shop")
+    assert shown == ids_of(tokenizer, *_suffix_first(WITH_FILES[name]))
+    later = fim.prompt(PREFIX + "x", SUFFIX, FILES, path="c.py", repo="shop")
+    assert later[: len(shown) - 3] == shown[:-3], "a key changes the end alone"
+
+
+def test_an_order_that_the_format_has_anyway() -> None:
+    tokenizer = bytes_tokenizer(TOKENS["codestral"])
+    fim = Fim.detect(tokenizer, "suffix-first")
+    assert fim is not None
+    assert fim.prompt(PREFIX, SUFFIX) == detect(tokenizer).prompt(PREFIX, SUFFIX)

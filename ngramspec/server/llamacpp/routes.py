@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, identify, operator
-from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints
+from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, remember_suggestion
 from ngramspec.server.error_responses import ApiError, make_bad_request
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import (
@@ -60,7 +61,11 @@ def make_router(state: ServerState) -> APIRouter:
             raise ApiError(400, message, type="not_supported_error", code="not_supported")
         with state.admission.reserve(body.n_cmpl) as reservation:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
+            before = body.input_prefix + body.prompt
+            if body.prediction is None and body.n_cmpl == 1:
+                body.prediction = state.suggestions.find(identity.tenant, before, body.input_suffix)
             inputs = await handler.make_inputs(identity, body, size, lambda: [handler.encode_infill(fim, body)], stop_ids=fim.stop_ids)
+            inputs[0].on_end = partial(remember_suggestion, state.suggestions, identity.tenant, before, body.input_suffix)
             return await handler.answer(reservation, http, body, inputs)
 
     @routes.post("/completion", responses=GENERATES)

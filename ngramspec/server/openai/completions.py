@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,7 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction
+from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction, remember_suggestion
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.handler import CompletionHandler, hold_until_done, make_params
@@ -68,7 +69,7 @@ class _TextHandler(CompletionHandler):
 
     def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: CompletionRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "cmpl-")
-        self._engine, self._limits = state.engine, state.limits
+        self._engine, self._limits, self._suggestions = state.engine, state.limits, state.suggestions
         self._prompts, self._texts, self._body = prompts, texts, body
         self._parse_special = state.settings.parse_special if body.parse_special is None else body.parse_special
         self.prompts = _list_prompts(body.prompt)
@@ -112,13 +113,20 @@ class _TextHandler(CompletionHandler):
 
     def make_inputs(self) -> list[EngineInput]:
         """Encodes; may take a while. Raises ApiError, ValueError."""
-        encode_prediction(self.hints, self._body.prediction, self._engine)
+        follows = self._fim is not None and len(self.prompts) == self.best_of == 1
+        expected, tenant = self._body.prediction, self.hints["tenant"]
+        if follows and expected is None:
+            expected = self._suggestions.find(tenant, str(self.prompts[0]), self._body.suffix or "")
+        encode_prediction(self.hints, expected, self._engine)
         prompts = [self._encode(prompt) for prompt in self.prompts]
         params = self._params
         if self._fills_context:
             params = replace(params, max_tokens=self._limits.count_room(max(map(len, prompts))))
             self._limits.check_params(params, len(prompts))
-        return [EngineInput(ids, params, self.hints) for ids in prompts]
+        inputs = [EngineInput(ids, params, self.hints) for ids in prompts]
+        if follows:
+            inputs[0].on_end = partial(remember_suggestion, self._suggestions, tenant, str(self.prompts[0]), self._body.suffix or "")
+        return inputs
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):

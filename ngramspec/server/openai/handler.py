@@ -43,6 +43,7 @@ class CompletionHandler:
         self.level = request.speculative_metrics or "none"
         self.sources = bool(request.return_sources)
         self.streams = bool(request.stream)
+        self.expects = getattr(request, "prediction", None) is not None
         if request.stream_options is not None and not self.streams:
             raise ApiError(400, "stream_options: only with stream", param="stream_options")
         self.include_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -78,7 +79,7 @@ class CompletionHandler:
             "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
         }
-        if "prediction" in self.hints:
+        if self.expects:
             accepted, rejected = response_stats.predicted(completions)
             usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return usage
