@@ -5,23 +5,17 @@ Checked fields enter, a `Toolbox` and the calls of earlier messages leave. Knows
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ngramspec.grammar.base import MAX_BYTES
-from ngramspec.prompts.tool_calls.call_formats import Tool
 from ngramspec.prompts.tool_calls.tool_prompt import Call
-from ngramspec.prompts.tool_calls.toolbox import Toolbox
+from ngramspec.prompts.tool_calls.toolbox import DeclaredTool, NamedTools, Toolbox, make_toolbox
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.request_fields import Items, StrictModel
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class FunctionDeclared(StrictModel):
@@ -70,71 +64,41 @@ class ToolCalled(StrictModel):
     function: FunctionCalled | None = None
 
 
-def make_toolbox(
+def read_toolbox(
     declared: Sequence[ToolDeclared] | None, choice: ToolChoice | None, parallel: bool | None, *, others: bool = False
 ) -> Toolbox:
-    """Return the tools that a request lets the model call. Raises ApiError (400).
+    """Return the tools that a request lets the model call. Raises ApiError (400), InvalidInputError.
 
     `others`: leave out tools that are no functions (a hosted search, a client's own shell, free-form tools). No model here has a form in
     which it could call them, and agents declare them beside functions whether they are needed or not.
     """
-    tools: list[Tool] = []
-    prompt_tools: list[dict[str, Any]] = []
-    for i, each in enumerate(declared or ()):
-        if others and each.type != "function":
-            continue
-        tool = _read_tool(each, f"tools[{i}]")
-        if any(tool.name == other.name for other in tools):
-            raise _make_error(f"tools[{i}].function.name", f"there are two tools {tool.name!r}")
-        tools.append(tool)
-        function = {"name": tool.name, "description": (each.function and each.function.description) or "", "parameters": tool.parameters}
-        prompt_tools.append({"type": "function", "function": function})
-    if choice not in (None, "none", "auto") and not tools:
-        raise _make_error("tool_choice", "only with tools")
-    if choice == "none" or not tools:
-        return Toolbox()
-    required, several = choice == "required", parallel is not False
-    if isinstance(choice, ChosenTool):
-        names, required = _read_choice(choice, [tool.name for tool in tools])
-        tools = [tool for tool in tools if tool.name in names]
-        several = several and choice.allowed_tools is not None
-    if required and parallel is None:
-        several = False  # a model that must call goes on with the same call until its tokens are used up
-    return Toolbox(tuple(tools), tuple(prompt_tools), required, several)
+    functions = [(i, each) for i, each in enumerate(declared or ()) if each.type == "function" or not others]
+    tools = [_read_tool(each, f"tools[{i}]") for i, each in functions]
+    return make_toolbox(tools, _read_choice(choice) if isinstance(choice, ChosenTool) else choice, parallel)
 
 
-def _read_tool(declared: ToolDeclared, where: str) -> Tool:
+def _read_tool(declared: ToolDeclared, where: str) -> DeclaredTool:
     if declared.type != "function":
         why = f"only tools of type 'function', got {declared.type[:40]!r}"
         raise ApiError(400, f"{where}.type: {why}", param=f"{where}.type", code="not_supported")
     if (function := declared.function) is None:
         raise _make_error(f"{where}.function", "is missing")
-    if not _NAME.fullmatch(function.name):
-        raise _make_error(f"{where}.function.name", "must be 1 to 128 letters, digits or any of _-.:/")
-    parameters = function.parameters or _NO_PARAMETERS
-    if parameters.get("type", "object") != "object":
-        raise _make_error(f"{where}.function.parameters", "must be the JSON schema of an object")
-    if len(json.dumps(parameters)) > MAX_BYTES:
-        raise _make_error(f"{where}.function.parameters", f"at most {MAX_BYTES} bytes")
-    return Tool(function.name, parameters, bool(function.strict))
+    return DeclaredTool(function.name, function.description or "", function.parameters, bool(function.strict), where)
 
 
-def _read_choice(choice: ChosenTool, names: Sequence[str]) -> tuple[set[str], bool]:
-    """Return the names of the tools that may be called, and whether one must be. Raises ApiError (400)."""
-    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
-        each, required = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
-    elif choice.type == "function":
-        each, required = [ToolNamed(type=choice.type, function=choice.function)], True
-    else:
-        raise _make_error("tool_choice", "must be 'none', 'auto', 'required', a function's name or allowed_tools")
-    chosen = set()
-    for tool in each:
-        if tool.function is None:
-            raise _make_error("tool_choice", "names no function")
-        if tool.function.name not in names:
-            raise _make_error("tool_choice", f"there is no tool {tool.function.name[:100]!r}; there are {', '.join(names)[:400]}")
-        chosen.add(tool.function.name)
-    return chosen, required
+def _read_choice(choice: ChosenTool) -> NamedTools:
+    """Raises ApiError (400)."""
+    if choice.type == "allowed_tools" and (allowed := choice.allowed_tools) is not None:
+        return NamedTools([_read_name(tool) for tool in allowed.tools], required=allowed.mode == "required", several=True)
+    if choice.type == "function":
+        return NamedTools([_read_name(choice)])
+    raise _make_error("tool_choice", "must be 'none', 'auto', 'required', a function's name or allowed_tools")
+
+
+def _read_name(tool: ToolNamed) -> str:
+    if tool.function is None:
+        raise _make_error("tool_choice", "names no function")
+    return tool.function.name
 
 
 def read_calls(calls: Sequence[ToolCalled] | None, where: str) -> tuple[Call, ...]:

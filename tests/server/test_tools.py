@@ -22,7 +22,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
 from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
-from ngramspec.server.tool_fields import ToolDeclared, make_toolbox
+from ngramspec.server.tool_fields import ToolDeclared, read_toolbox
 
 SHAPE = {
     "type": "object",
@@ -290,7 +290,7 @@ def test_schemas_are_looked_up_nowhere_and_match_in_linear_time() -> None:
         "none": {"type": "?"},
         "good": {"properties": {"a": {"type": "string"}}},
     }
-    box = make_toolbox(
+    box = read_toolbox(
         [ToolDeclared.model_validate(declared(name, schema)) for name, schema in asked.items() if name != "none"], None, None
     )
     started = time.monotonic()

@@ -6,21 +6,50 @@ templates.
 
 from __future__ import annotations
 
+import json
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jsonschema_rs
 
 from ngramspec.errors import GrammarError, InvalidInputError
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.base import MAX_BYTES, Grammar
 from ngramspec.prompts.tool_calls.call_formats import CallFormat, Tool, make_call_grammar
 from ngramspec.prompts.tool_calls.call_scanner import KnownTools
 
 SEEK_S = 1.0  # for finding the tool whose parameters are at fault
 REGEX_BYTES = 1 << 20  # of a compiled pattern in a tool's schema
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class DeclaredTool(NamedTuple):
+    """A function that a request declares."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any] | None
+    """JSON schema of an object; None: it takes nothing."""
+    strict: bool
+    where: str
+    """The field that declares it, such as `tools[0]`, for errors."""
+
+
+class NamedTools(NamedTuple):
+    """A choice of some of the tools."""
+
+    names: Sequence[str]
+    required: bool = True
+    """One of them must be called."""
+    several: bool = False
+    """More than one call may be made."""
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTools
 
 
 @dataclass(frozen=True)
@@ -102,3 +131,55 @@ class _ArgumentValidators:
 
 def _fetch_nothing(uri: str) -> Any:
     raise ValueError(f"schemas refer to themselves alone, got {uri[:100]!r}")
+
+
+def make_toolbox(declared: Sequence[DeclaredTool], choice: ToolChoice | None, parallel: bool | None) -> Toolbox:
+    """Return the tools that a request lets the model call. Raises InvalidInputError.
+
+    `choice`: None is "auto". `parallel`: whether there may be several calls; None: unless one must be made.
+    """
+    tools: list[Tool] = []
+    for each in declared:
+        tool = _check_tool(each)
+        if any(tool.name == other.name for other in tools):
+            raise _make_error(f"{each.where}.function.name", f"there are two tools {tool.name!r}")
+        tools.append(tool)
+    if choice not in (None, "none", "auto") and not tools:
+        raise _make_error("tool_choice", "only with tools")
+    if choice == "none" or not tools:
+        return Toolbox()
+    prompt_tools = tuple(
+        {"type": "function", "function": {"name": tool.name, "description": each.description, "parameters": tool.parameters}}
+        for tool, each in zip(tools, declared, strict=True)
+    )
+    required, several = choice == "required", parallel is not False
+    if isinstance(choice, NamedTools):
+        for name in choice.names:
+            if all(name != tool.name for tool in tools):
+                known = ", ".join(tool.name for tool in tools)[:400]
+                raise _make_error("tool_choice", f"there is no tool {name[:100]!r}; there are {known}")
+        tools = [tool for tool in tools if tool.name in choice.names]
+        required, several = choice.required, several and choice.several
+    if required and parallel is None:
+        several = False  # a model that must call goes on with the same call until its tokens are used up
+    return Toolbox(tuple(tools), prompt_tools, required, several)
+
+
+def _check_tool(declared: DeclaredTool) -> Tool:
+    where = f"{declared.where}.function"
+    if not _NAME.fullmatch(declared.name):
+        raise _make_error(f"{where}.name", "must be 1 to 128 letters, digits or any of _-.:/")
+    parameters = declared.parameters or _NO_PARAMETERS
+    if parameters.get("type", "object") != "object":
+        raise _make_error(f"{where}.parameters", "must be the JSON schema of an object")
+    try:
+        size = len(json.dumps(parameters))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _make_error(f"{where}.parameters", f"must be JSON: {error}") from None
+    if size > MAX_BYTES:
+        raise _make_error(f"{where}.parameters", f"at most {MAX_BYTES} bytes")
+    return Tool(declared.name, parameters, declared.strict)
+
+
+def _make_error(param: str, why: str) -> InvalidInputError:
+    return InvalidInputError(f"{param}: {why}", param=param)

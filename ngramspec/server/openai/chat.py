@@ -25,7 +25,7 @@ from ngramspec.server.openai.schemas import ApplyTemplateRequest, ApplyTemplateR
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 from ngramspec.server.token_strings import TokenTexts, finite
-from ngramspec.server.tool_fields import make_toolbox, read_calls
+from ngramspec.server.tool_fields import read_calls, read_toolbox
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
@@ -163,7 +163,7 @@ def _make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort} | variables
     style = Style(answer_follows, goes_on, variables)
-    box = make_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
+    box = read_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
     return Conversation(state, prompts, make_turns(body.messages), box, "messages", style)
 
 

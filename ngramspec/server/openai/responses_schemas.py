@@ -30,7 +30,7 @@ from ngramspec.server.tool_fields import (
     ToolChoice,
     ToolDeclared,
     ToolNamed,
-    make_toolbox,
+    read_toolbox,
 )
 
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": "user", "assistant": ASSISTANT}
@@ -134,7 +134,7 @@ class ResponsesRequest(OpenAIRequest):
             choice = ChosenTool(type=given.type, function=name, allowed_tools=allowed)
         else:
             choice = given
-        return make_toolbox(declared, choice, self.parallel_tool_calls, others=True)
+        return read_toolbox(declared, choice, self.parallel_tool_calls, others=True)
 
     @property
     def turns(self) -> list[Turn]:
