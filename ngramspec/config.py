@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.errors import InvalidInputError
+from ngramspec.field_docs import document_fields
 from ngramspec.options import ChoiceOf, Flag, Integer, Number, TextKind, check, option
 
 _MODEL, _SPECULATION = "Model and device", "Speculation"
@@ -167,3 +168,6 @@ class EngineConfig:
         n_cores = os.cpu_count() or 1
         if self.threads is not None and self.threads > n_cores:
             raise InvalidInputError(f"threads must be 1 to {n_cores}, got {self.threads}")
+
+
+document_fields(__name__)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ngramspec.field_docs import document_fields
+
 BLOCK = 32  # KV positions per block of the pool, and the width of a tile of keys
 KEPT = 8  # the model's own top-k candidates per token that are recycled
 
@@ -81,6 +83,9 @@ class Stats:
         """Draft rows per pass, the root row not counted."""
         return self.drafted / self.passes if self.passes else 0.0
 
+    def __repr__(self) -> str:
+        return f"<Stats {self.tokens} tokens in {self.passes} passes, {self.accepted} of {self.drafted} drafted accepted>"
+
     def add(self, other: Stats) -> None:
         for name in ("passes", "tokens", "drafted", "accepted", "drafts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -138,6 +143,9 @@ class Choice:
     stop_reason: int | str | None = None
     """The stop string, or the token of `stop_token_ids`, that ended the text. None if the model's own end did, or nothing."""
 
+    def __repr__(self) -> str:
+        return f"<Choice {self.index} {self.text!r:.60}, {len(self.token_ids)} tokens, {self.finish_reason}>"
+
 
 @dataclass(slots=True)
 class Completion:
@@ -183,6 +191,11 @@ class Completion:
             total.add(choice.stats)
         return total
 
+    def __repr__(self) -> str:
+        others = f", {len(self.choices)} choices" if len(self.choices) != 1 else ""
+        first = self.choices[0] if self.choices else Choice(0)
+        return f"<Completion {first.text!r:.60}, {len(first.token_ids)} tokens, {first.finish_reason}{others}>"
+
 
 @dataclass(frozen=True, slots=True)
 class Beam:
@@ -212,6 +225,9 @@ class Delta:
     """One per token of `token_ids`, if `SamplingParams.logprobs` asked for them."""
     stop_reason: int | str | None = None
     """The choice's stop reason, in its last delta."""
+
+    def __repr__(self) -> str:
+        return f"<Delta {self.index} {self.text!r:.60}, {len(self.token_ids)} tokens{', the last' if self.completion else ''}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +260,6 @@ class EngineStatus:
     """The speculation threshold's factor: more than 1 while drafts did not pay."""
     reliability: list[Reliability] = field(default_factory=list)
     """Expected against observed acceptance, a row per source and level of probability, without the last pass of each text."""
+
+
+document_fields(__name__)

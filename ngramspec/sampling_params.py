@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from ngramspec.errors import InvalidInputError
+from ngramspec.field_docs import document_fields
 from ngramspec.grammar.base import Grammar, GrammarKind
 from ngramspec.options import MAX_INT, Flag, Integer, Number, TextList, TokenIds, TokenNumbers, check, option
 
@@ -111,3 +113,34 @@ class SamplingParams:
             put(self, "temperature", 0.0)
         if self.seed is not None and self.seed < 0:
             put(self, "seed", None if self.seed == -1 else int(self.seed) % (MAX_SEED + 1))
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords, for type checkers."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    seed: int | None
+    n: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    grammar: Grammar | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+document_fields(__name__)

@@ -52,8 +52,8 @@ def words(text: str) -> set[str]:
 # Verbs that a reader of the field knows on sight: a function may be called by one of them alone.
 NAME_VERBS = words(
     """
-    accept aclose acomplete acquire add admit adopt allocate answer append apply ask assemble astream attach attack attend
-    attribute await backup begin bind build calibrate call cancel capture check choose clear clone close collect colour commit
+    accept achat aclose acomplete acquire add admit adopt ainfill allocate answer append apply ask assemble astream attach attack attend
+    attribute await backup begin bind build calibrate call cancel capture chat check choose clear clone close collect colour commit
     compare compile complete compute concatenate configure connect convert copy count cut decide decode decorate decrypt delete
     deliver dequantise derive describe detach detect detokenize digest disable discard dispatch download draft drain draw drop
     dump embed emit enable encode encrypt end enqueue enter escape estimate evaluate evict exclude execute exit exp expect

@@ -8,6 +8,8 @@ import sys
 import venv
 from pathlib import Path
 
+from test_embedding import PROGRAMS
+
 ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
@@ -111,6 +113,8 @@ SamplingParams(stop=[1])
 SamplingParams(max_tokens="many")
 one: Completion = Engine("smollm2").complete(["a", "b"])
 Engine("smollm2").complete("a", predicted="b")
+Engine("smollm2").infill("a", "b", max_tokens="many")
+Engine("smollm2").generate("a")
 """
 
 
@@ -123,8 +127,12 @@ def test_a_users_program_passes_strict_mypy(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "datastore", site / "ngramspec" / "datastore", ignore=skipped)
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "wrong.py").write_text(WRONG)
+    pages = [f"embedding_{i}.py" for i in range(len(PROGRAMS))]
+    for page, text in zip(pages, PROGRAMS, strict=True):
+        (tmp_path / page).write_text(text)
     python = tmp_path / "env" / "bin" / "python"
     command = [sys.executable, "-m", "mypy", "--strict", f"--python-executable={python}", "--config-file=", f"--cache-dir={tmp_path}/cache"]
-    done = subprocess.run([*command, "program.py", "wrong.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "program.py", "wrong.py", *pages], cwd=tmp_path, capture_output=True, text=True, check=False)
     found = {line.split(": ", 1)[0] + " " + line.rpartition("[")[2].rstrip("]") for line in done.stdout.splitlines() if ": error: " in line}
-    assert found == {"wrong.py:4 list-item", "wrong.py:5 arg-type", "wrong.py:6 assignment", "wrong.py:7 call-overload"}, done.stdout
+    wrong = {4: "list-item", 5: "arg-type", 6: "assignment", 7: "call-overload", 8: "arg-type", 9: "attr-defined"}
+    assert found == {f"wrong.py:{line} {kind}" for line, kind in wrong.items()}, done.stdout

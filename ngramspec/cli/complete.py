@@ -15,6 +15,7 @@ from ngramspec.cli import common, drafts, forms
 from ngramspec.cli.common import BadInputError, option
 from ngramspec.cli.flags import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
+from ngramspec.errors import UnsupportedModelError
 from ngramspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ def complete(
     chat: Annotated[
         bool, option(PROMPT, "Wrap the prompt as a user's message in the model's chat template, or continue it as it is.", "--chat/--raw")
     ] = False,
+    suffix: Annotated[
+        str | None,
+        option(PROMPT, "Write what stands between the prompt and this text; the model must know how.", "--suffix", metavar="TEXT"),
+    ] = None,
     model: Model = "smollm2",
     grammar: Annotated[
         str | None,
@@ -62,8 +67,13 @@ def complete(
 
       git diff | ngramspec complete - --model ./my-model --json
 
+      ngramspec complete "def add(a, b):" --suffix "    return total" --model ./qwen2.5-coder-1.5b.gguf
+
       ngramspec complete --chat "A small animal" --json-schema animal.json
     """
+    if chat and suffix is not None:
+        raise BadInputError("give either --chat or --suffix, not both")
+    common.check_text(suffix, "--suffix")
     text = common.read_prompt(prompt, file)
     expected = common.read_file(prediction, "the prediction") if prediction is not None else None
     params = SamplingParams(**sampling, grammar=forms.make_grammar(grammar, json_schema))
@@ -75,7 +85,10 @@ def complete(
     with screen.show_progress(quiet) as progress:
         engine = common.open_engine(model, datastore=stores, progress=progress, **sources, **engine_settings)
     with engine:
-        ids = _encode_prompt(engine, text, chat, model)
+        if suffix is None:
+            ids = _encode_prompt(engine, text, chat, model)
+        else:
+            ids, params = _make_infill(engine, text, suffix, params)
         view = screen.CompletionView(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)
         done, interrupted = _show_stream(engine, ids, params, view, expected)
         if as_json:
@@ -124,6 +137,13 @@ def _encode_prompt(engine: Engine, text: str, chat: bool, model: str) -> list[in
         return list(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
     except ValueError as error:
         raise BadInputError(str(error)) from error
+
+
+def _make_infill(engine: Engine, prefix: str, suffix: str, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    try:
+        return engine.make_infill_prompt(prefix, suffix, params)
+    except UnsupportedModelError as error:
+        raise BadInputError(f"--suffix: {error}") from error
 
 
 def _to_json(done: Completion, model: str) -> dict[str, Any]:

@@ -7,12 +7,15 @@ and what an engine is made of, is `core`'s and `assembly`'s business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import queue
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -22,15 +25,19 @@ from ngramspec.engine import assembly, native_steps, sequence
 from ngramspec.engine.acceptance import Acceptance, acceptance
 from ngramspec.engine.assembly import Progress
 from ngramspec.engine.background_compiler import STAGES, BackgroundCompiler, warm_up
-from ngramspec.engine.request import Deliver, Hints, Request
+from ngramspec.engine.request import ChatOptions, Deliver, Hints, PromptOptions, Request, merge_params, split_options
 from ngramspec.engine.step import Core
+from ngramspec.engine.streams import ChatStream, Stream, read_last
 from ngramspec.engine.thread import StepThread
 from ngramspec.errors import EngineClosedError, InvalidInputError, PromptTooLongError
+from ngramspec.foreign_names import explain_method, explain_options
 from ngramspec.grammar import forced_tokens
 from ngramspec.grammar.base import Constraint, Grammar
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.kv_cache.blocks import BlockHashes
+from ngramspec.options import options_of
 from ngramspec.outputs import BLOCK, Beam, Completion, Delta, EngineStatus
+from ngramspec.prompts.chat_reply import ChatDelta, ChatReply, read_delta, read_reply
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.speculative.base import Drafter, Speculator
@@ -43,18 +50,25 @@ from ngramspec.tokenizer.encode import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ngramspec.engine.prompting import ChatInput, Files, PromptMaker
+
 __all__ = ["Deliver", "Engine", "Hints", "Request"]
 
 log = logging.getLogger(__name__)
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
 _LEAST_EXACT = SamplingParams(temperature=1.0)  # parameters for which every acceptance rule promises least
 
 
 class Engine:
-    """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager."""
+    """A model that completes text, with speculation. Thread-safe; `close()` it, or use it as a context manager.
+
+    `complete` continues a text, `infill` writes between two, `chat` answers messages; each also streams (`stream`, `stream_infill`,
+    `stream_chat`) and has a form for asyncio (`acomplete`, `astream`, `ainfill`, …). `help(ngramspec.EngineConfig)` lists the settings.
+    """
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | os.PathLike[str] | PreTrainedModel,
         *,
         tokenizer: Any = None,
         datastore: Store | Sequence[Store] | Mapping[str, Store] = (),
@@ -76,6 +90,9 @@ class Engine:
         """
         if config is not None and options:
             raise TypeError(f"give either a config or options, got both: {', '.join(options)}")
+        if unknown := [name for name in options if name not in options_of(EngineConfig)]:
+            raise TypeError(explain_options(unknown, [*options_of(EngineConfig), "tokenizer", "datastore", "drafters"]))
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.config = config = config or EngineConfig(**options)
         stores = {name: open_store(store) for name, store in name_datastores(datastore).items()}
         if alone is not None and (drafters or stores):
@@ -111,6 +128,28 @@ class Engine:
         else:
             self._code.progress = log.info
             threading.Thread(target=self._begin_speculation, args=(self._code,), name="ngramspec-joining", daemon=True).start()
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> Self:
+            """Explain the calls of other engines, which name no model as ours do."""
+            if not args and "model" not in options and options:
+                raise TypeError(explain_options(options, options_of(EngineConfig)))
+            return super().__new__(cls)
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain what other engines' methods are called here."""
+            raise AttributeError(explain_method(name, [each for each in dir(Engine) if not each.startswith("_")]), name=name, obj=self)
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            """Explain what to call."""
+            raise TypeError("an Engine is not called itself; use complete(prompt, max_tokens=64), chat(messages) or infill(prefix, suffix)")
+
+    def __repr__(self) -> str:
+        if "exactness" not in self.__dict__:
+            return "<Engine, not loaded>"
+        state = ", closed" if self.closed else ""
+        return f"<Engine {self.name!r} on {self.runner.device}, {self.precision}, {self.max_model_len} tokens{state}>"
 
     @property
     def core(self) -> Core:
@@ -201,16 +240,22 @@ class Engine:
         self.core.use_datastores(stores, ready)
         self._datastores = stores
 
-    # ------------------------------------------------------------------ faces
+    # ------------------------------------------------------------------ prompts
 
     @overload
-    def complete(self, prompt: str | list[int], params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion: ...
+    def complete(self, prompt: str | list[int], params: SamplingParams | None = None, **options: Unpack[PromptOptions]) -> Completion: ...
     @overload
     def complete(
-        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **hints: Unpack[Hints]
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **options: Unpack[PromptOptions]
     ) -> list[Completion]: ...
-    def complete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
+    def complete(
+        self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[PromptOptions]
+    ) -> Completion | list[Completion]:
         """Complete a prompt (text or token ids), or a list of them together.
+
+        `options`: fields of `SamplingParams` (`max_tokens=64, temperature=0.8, stop=["\\n"]`), which replace those of `params`; and hints,
+        which change how soon a token comes and never which: `prediction`, `speculation`, `datastores`, `tenant`, `prefix_cache`.
+        `help(ngramspec.SamplingParams)` says what each field means, `help(ngramspec.Hints)` what each hint does.
 
         Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
         """
@@ -218,7 +263,7 @@ class Engine:
         requests: list[Request] = []
         try:
             for each in prompt if several else [prompt]:
-                requests.append(self.submit(each, params, **hints))
+                requests.append(self.submit(each, params, **options))
             results = [request.result() for request in requests]
         except BaseException:
             for request in requests:
@@ -227,33 +272,34 @@ class Engine:
         return results if several else results[0]
 
     @overload
-    async def acomplete(self, prompt: str | list[int], params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion: ...
+    async def acomplete(
+        self, prompt: str | list[int], params: SamplingParams | None = None, **options: Unpack[PromptOptions]
+    ) -> Completion: ...
     @overload
     async def acomplete(
-        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **hints: Unpack[Hints]
+        self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None, **options: Unpack[PromptOptions]
     ) -> list[Completion]: ...
-    async def acomplete(self, prompt: Any, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Completion | list[Completion]:
-        """`complete` for asyncio."""
-
-        async def one(each: Prompt) -> Completion:
-            completion = None
-            async for piece in self.astream(each, params, **hints):
-                completion = piece.completion
-            assert completion is not None
-            return completion
-
+    async def acomplete(
+        self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[PromptOptions]
+    ) -> Completion | list[Completion]:
+        """Complete as `complete` does, for asyncio."""
         if _is_several(prompt):
-            return list(await asyncio.gather(*(one(each) for each in prompt)))
-        return await one(prompt)
+            return list(await asyncio.gather(*(read_last(self.astream(each, params, **options)) for each in prompt)))
+        return await read_last(self.astream(prompt, params, **options))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> Stream:
-        """Pieces of text as they are written; the last one carries the completion. Closing or dropping the iterator cancels the request."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[PromptOptions]) -> Stream:
+        """Yield pieces of text as they are written; the last one carries the completion. `options` as in `complete`.
+
+        Closing or dropping the iterator cancels the request.
+        """
         pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
-        return Stream(self.submit(prompt, params, deliver=pieces.put, **hints), pieces)
+        return Stream(self.submit(prompt, params, deliver=pieces.put, **options), pieces)
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **hints: Unpack[Hints]) -> AsyncGenerator[Delta]:
-        """`stream` for asyncio. The request is submitted with the first piece that is asked for; leaving the loop over it, or cancelling
-        the task, cancels it."""
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[PromptOptions]
+    ) -> AsyncGenerator[Delta]:
+        """Yield what `stream` yields, for asyncio. The request is submitted with the first piece that is asked for; leaving the loop over
+        it, or cancelling the task, cancels it."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
@@ -261,7 +307,9 @@ class Engine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        if params is not None and params.grammar is not None:
+        sampling, hints = split_options(options)
+        params = merge_params(params, sampling)
+        if params.grammar is not None:
             await asyncio.to_thread(self.compile_grammar, params.grammar, tenant=hints.get("tenant", ""))
         request = self.submit(prompt, params, deliver=deliver, **hints)
         try:
@@ -275,11 +323,136 @@ class Engine:
         finally:
             request.cancel()
 
+    # ------------------------------------------------------------------ fill in the middle
+
+    def infill(
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
+        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
+    ) -> Completion:  # fmt: skip
+        """Write what stands between two texts, as an editor asks for at its cursor. The model must have been trained to.
+
+        `extra`: further files or parts of files, (path, text) or {path: text}, the least useful first; what does not fit is left out, then
+        the beginning of the prefix and the end of the suffix. `path`: of the file being edited, `repo`: the repository's name; only prompts
+        with further files show them. `options` as in `complete`. Control tokens in the texts are text.
+
+        Raises UnsupportedModelError for a model without such tokens, and what `complete` raises.
+        """
+        sampling, hints = split_options(options)
+        params = merge_params(params, sampling)
+        ids, params = self.make_infill_prompt(prefix, suffix, params, extra=extra, path=path, repo=repo)
+        return self.complete(ids, params, **hints)
+
+    async def ainfill(
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
+        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
+    ) -> Completion:  # fmt: skip
+        """Fill in as `infill` does, for asyncio. Cancelling the task cancels the request."""
+        return await read_last(self.astream_infill(prefix, suffix, params, extra=extra, path=path, repo=repo, **options))
+
+    def stream_infill(
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
+        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
+    ) -> Stream:  # fmt: skip
+        """Yield what `infill` writes as it is written, as `stream` does."""
+        sampling, hints = split_options(options)
+        params = merge_params(params, sampling)
+        ids, params = self.make_infill_prompt(prefix, suffix, params, extra=extra, path=path, repo=repo)
+        return self.stream(ids, params, **hints)
+
+    async def astream_infill(
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
+        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
+    ) -> AsyncGenerator[Delta]:  # fmt: skip
+        """Yield what `infill` writes as it is written, as `astream` does."""
+        sampling, hints = split_options(options)
+        params = merge_params(params, sampling)
+        ids, params = await asyncio.to_thread(self.make_infill_prompt, prefix, suffix, params, extra=extra, path=path, repo=repo)
+        async with contextlib.aclosing(self.astream(ids, params, **hints)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def make_infill_prompt(
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
+        extra: Files = (), path: str | None = None, repo: str | None = None,
+    ) -> tuple[list[int], SamplingParams]:  # fmt: skip
+        """Return the token ids of what `infill` asks, and `params` that also end at the tokens that end a middle: for `submit`."""
+        return self._prompt_maker.make_infill(prefix, suffix, merge_params(params, {}), extra, path, repo)
+
+    # ------------------------------------------------------------------ chats
+
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
+    ) -> ChatReply:  # fmt: skip
+        """Answer a chat through the model's own template.
+
+        `messages`: dicts of `role` (system, user, assistant, tool) and `content`, as in OpenAI's API; `reply.message` is the next one.
+        `tools`: OpenAI's declarations of functions; `tool_choice`: "auto", "none", "required" or a tool's name. `parallel_tool_calls`
+        (False: one call at most), `chat_template_kwargs` (what the template reads beside, such as {"enable_thinking": False}),
+        `continue_final_message` (go on with the assistant's last message); other `options` as in `complete`. Without `max_tokens` or
+        `params`, the answer may fill the context. Control tokens in messages are text.
+
+        Raises UnsupportedModelError for a model without a template, InvalidInputError for messages that it refuses, and what `complete`
+        raises.
+        """
+        chat, hints = self._make_chat(messages, params, tools, tool_choice, options)
+        return read_reply(chat.parser, self.complete(chat.ids, chat.params, **hints))
+
+    async def achat(
+        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
+    ) -> ChatReply:  # fmt: skip
+        """Answer as `chat` does, for asyncio. Cancelling the task cancels the request."""
+        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, tools, tool_choice, options)
+        return read_reply(chat.parser, await read_last(self.astream(chat.ids, chat.params, **hints)))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
+    ) -> ChatStream:  # fmt: skip
+        """Yield pieces of what `chat` returns as they are written; the last one carries the reply.
+
+        Closing or dropping the iterator cancels the request.
+        """
+        chat, hints = self._make_chat(messages, params, tools, tool_choice, options)
+        return ChatStream(self.stream(chat.ids, chat.params, **hints), chat.parser)
+
+    async def astream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[ChatDelta]:  # fmt: skip
+        """Yield what `stream_chat` yields, for asyncio, as `astream` does."""
+        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, tools, tool_choice, options)
+        async with contextlib.aclosing(self.astream(chat.ids, chat.params, **hints)) as pieces:
+            async for piece in pieces:
+                if (delta := read_delta(chat.parser, piece)) is not None:
+                    yield delta
+
+    def _make_chat(
+        self, messages: Messages, params: SamplingParams | None, tools: Any, choice: Any, options: Any
+    ) -> tuple[ChatInput, Hints]:
+        names = ChatOptions.__annotations__.keys() - PromptOptions.__annotations__.keys()
+        of_chat = {name: value for name, value in options.items() if name in names}
+        sampling, hints = split_options({name: value for name, value in options.items() if name not in of_chat})
+        if params is not None:
+            params, sampling = merge_params(params, sampling), {}
+        return self._prompt_maker.make_chat(messages, params, tools, choice, **of_chat, **sampling), hints
+
+    @cached_property
+    def _prompt_maker(self) -> PromptMaker:
+        from ngramspec.engine.prompting import PromptMaker  # takes time, which completions do not need
+
+        return PromptMaker(self._encoding, self.max_model_len, self.compile_grammar)
+
+    # ------------------------------------------------------------------ requests
+
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver | None = None, final_only: bool = False,
-        **hints: Unpack[Hints],
+        **options: Unpack[PromptOptions],
     ) -> Request:  # fmt: skip
-        """Hand a prompt in and return at once. `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
+        """Hand a prompt in and return at once. `options` as in `complete`.
+
+        `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
         must not call the engine, but may cancel the request. Without one the result is all there is. `final_only`: it is called once, with
         the last delta, whose completion has all of the text, or with the error; as nobody waits for pieces, the engine need not stop for
         them after every pass.
@@ -287,9 +460,8 @@ class Engine:
         Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
         """
         self._thread.check_caller()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidInputError(f"params must be SamplingParams, got {type(params).__name__}")
+        sampling, hints = split_options(options)
+        params = merge_params(params, sampling)
         ids = self.encode(prompt)
         for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
             if max(tokens, default=0) >= self.vocab_size:
@@ -372,9 +544,7 @@ class Engine:
         return spelled if number is None else [*spelled, [number]]
 
     def _check_hints(self, hints: Hints) -> None:
-        """Raises TypeError for unknown ones, InvalidInputError for wrong ones."""
-        if unknown := set(hints) - set(Hints.__annotations__):
-            raise TypeError(f"unknown hint {', '.join(sorted(unknown))}; there are {', '.join(Hints.__annotations__)}")
+        """Raises InvalidInputError."""
         for name in ("speculation", "prefix_cache"):
             if not isinstance(hints.get(name, True), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {hints[name]!r}")
@@ -483,9 +653,24 @@ class Engine:
 
         From any thread. Raises InvalidInputError, TokenizerError.
         """
+        return self._encoding.encode_text(text, parse_special=parse_special)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Return the ids of a text as `complete` would see it; `detokenize` turns them back.
+
+        `add_special_tokens`: begin with the token that the model's tokenizer puts before texts, if it has one. `parse_special`: the text of
+        a control token is that token; otherwise it is spelled out. Raises InvalidInputError, TokenizerError.
+        """
+        if not add_special_tokens:
+            return self.encode_text(text, parse_special=parse_special)
         if parse_special:
-            return self._encoding.encode(text, "text", add_special_tokens=False).tolist()
-        return self._encoding.encode_plain(text)
+            return self._encoding.encode(text, "text").tolist()
+        return self._prompt_maker.prompts.to_continue(text, parse_special=False)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids, with control tokens as text or without them. Raises InvalidInputError, TokenizerError."""
+        checked = self._encoding.encode(ids if not isinstance(ids, str) else (), "list of token ids")
+        return str(self._encoding.get_backend("detokenize").decode(checked.tolist(), skip_special_tokens=skip_special_tokens))
 
     def compile_grammar(self, grammar: Grammar, *, tenant: str | None = "") -> Constraint:
         """Return a text that follows the grammar, at its beginning. What is compiled is kept for the tenant's requests; otherwise `submit`
@@ -595,42 +780,6 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Stream(Iterator[Delta]):
-    """The pieces of one request. Closing it, dropping it or leaving its `with` block cancels what is not written yet."""
-
-    def __init__(self, request: Request, pieces: queue.SimpleQueue[Delta | Exception]) -> None:
-        self._request, self._pieces, self._over = request, pieces, False
-
-    def __next__(self) -> Delta:
-        """Raises the request's error."""
-        if self._over:
-            raise StopIteration
-        try:
-            piece = self._pieces.get()
-        except BaseException:  # an interrupt
-            self.close()
-            raise
-        self._over = isinstance(piece, Exception) or piece.completion is not None
-        if isinstance(piece, Exception):
-            raise piece
-        return piece
-
-    def close(self) -> None:
-        """Any number of times."""
-        if not self._over:
-            self._over = True
-            self._request.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Protocol, TypeAlias, TypedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias, TypedDict
 
 from ngramspec.engine.sequence import Sequence
+from ngramspec.errors import InvalidInputError
+from ngramspec.foreign_names import explain_parameters
+from ngramspec.options import options_of
 from ngramspec.outputs import Completion, Delta
-from ngramspec.sampling_params import SamplingParams
+from ngramspec.sampling_params import SamplingOptions, SamplingParams
 from ngramspec.tokenizer.encode import Prompt
 
 log = logging.getLogger(__name__)
@@ -37,6 +41,40 @@ class Hints(TypedDict, total=False):
     """Names of the datastores that drafts may come from; None: all."""
     prefix_cache: bool
     """False: this request neither uses the prefix cache nor leaves anything in it."""
+
+
+class PromptOptions(SamplingOptions, Hints, total=False):
+    """The keywords of a prompt: fields of `SamplingParams`, and hints."""
+
+
+class ChatOptions(PromptOptions, total=False):
+    """The keywords of a chat: those of a prompt, and how the template is asked for one."""
+
+    parallel_tool_calls: bool | None
+    """False: one call at most; None: one if a call is required, else any number."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """What the model's template reads beside messages and tools, such as {"enable_thinking": False}."""
+    continue_final_message: bool
+    """Go on with the last message, which is the assistant's."""
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Hints]:
+    """Return the sampling parameters and the hints among the keywords of a prompt. Raises TypeError for others."""
+    known = options_of(SamplingParams)
+    sampling = {name: value for name, value in options.items() if name in known}
+    hints = {name: value for name, value in options.items() if name not in known}
+    if unknown := hints.keys() - Hints.__annotations__.keys():
+        raise TypeError(explain_parameters(sorted(unknown), [*known, *Hints.__annotations__]))
+    return sampling, hints  # type: ignore[return-value]  # its keys were checked
+
+
+def merge_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
+    """Return parameters with those that were given as keywords in the place of their own. Raises InvalidInputError."""
+    if params is None:
+        return SamplingParams(**sampling)
+    if not isinstance(params, SamplingParams):
+        raise InvalidInputError(f"params must be SamplingParams, got {type(params).__name__}")
+    return replace(params, **sampling) if sampling else params
 
 
 class Owner(Protocol):

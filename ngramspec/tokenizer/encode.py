@@ -54,6 +54,13 @@ class Encoding:
         ids = np.asarray(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int64)
         return ids[~control[ids]].tolist()
 
+    def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Return the ids of a text with nothing added before or after it. Control tokens in it are spelled out, or read if `parse_special`.
+
+        Raises InvalidInputError, TokenizerError.
+        """
+        return self.encode(text, "text", add_special_tokens=False).tolist() if parse_special else self.encode_plain(text)
+
     def match_line_ends(self, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return a predicted output [n] int32 with the line ends (LF or CRLF) of most lines at the prompt's end, which a model keeps to."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)

@@ -13,6 +13,7 @@ import pytest
 import tiny
 
 from ngramspec.cli import main as cli
+from ngramspec.errors import UnsupportedModelError
 from ngramspec.outputs import Choice, Completion, Delta, Stats
 from ngramspec.sampling_params import SamplingParams
 
@@ -46,6 +47,11 @@ class PlaybackEngine:
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)
+
+    def make_infill_prompt(self, prefix: str, suffix: str, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        if "|" in suffix:
+            raise UnsupportedModelError("this model has no fill-in-the-middle tokens")
+        return self.encode(f"{prefix}<{suffix}>").tolist(), params
 
     def submit(self, prompt: list[int], params: SamplingParams, *, deliver: Callable[[Delta], None]) -> PlaybackRequest:
         type(self).made |= {"prompt": bytes(prompt).decode(), "params": params}

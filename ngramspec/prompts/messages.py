@@ -1,0 +1,121 @@
+"""Chats as Python programs write them: messages, tools and choices in the form of OpenAI's API, as dicts.
+
+Dicts enter, turns and a `Toolbox` leave; every error names the field at fault. Knows no template. The server has models of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ngramspec.errors import InvalidInputError
+from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Call, Turn
+from ngramspec.prompts.tool_calls.toolbox import DeclaredTool, NamedTools, Toolbox, ToolChoice, make_toolbox
+from ngramspec.tokenizer.encode import check_unicode
+
+ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """Return the turns of a chat. Raises InvalidInputError."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise _make_error("messages", 'must be a list such as [{"role": "user", "content": "…"}]', messages)
+    if not messages:
+        raise InvalidInputError("messages: at least one is needed", param="messages")
+    turns: list[Turn] = []
+    names: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        turn = _read_message(message, f"messages[{i}]", names)
+        names |= {call.id: call.name for call in turn.calls}
+        turns.append(turn)
+    return turns
+
+
+def _read_message(message: Any, where: str, names: Mapping[str, str]) -> Turn:
+    if not isinstance(message, Mapping):
+        raise _make_error(where, "must be a dict with role and content", message)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise _make_error(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
+    given = message.get("tool_calls") or ()
+    if not isinstance(given, (list, tuple)):
+        raise _make_error(f"{where}.tool_calls", "must be a list", given)
+    calls = tuple(_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(given))
+    if calls and role != ASSISTANT:
+        raise InvalidInputError(f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
+    content = message.get("content")
+    if content is None and not calls:
+        raise InvalidInputError(f"{where}.content: is missing", param=f"{where}.content")
+    text = _join_parts(content, f"{where}.content")
+    if role != TOOL:
+        return Turn(ROLES[role], text, calls)
+    number = _read_text(message.get("tool_call_id"), f"{where}.tool_call_id")
+    name = message.get("name")
+    return Turn(TOOL, text, call_id=number, name=names.get(number) if name is None else _read_text(name, f"{where}.name"))
+
+
+def _read_call(call: Any, where: str) -> Call:
+    if isinstance(call, Call):
+        return call
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise _make_error(where, 'must be {"id": …, "type": "function", "function": {"name": …, "arguments": "…"}}', call)
+    name, arguments = (_read_text(function.get(each), f"{where}.function.{each}") for each in ("name", "arguments"))
+    return Call(_read_text(call.get("id", ""), f"{where}.id"), name, arguments)
+
+
+def _join_parts(content: Any, where: str) -> str:
+    """Return the text of a content, of its parts end to end."""
+    if content is None or isinstance(content, str):
+        return _read_text(content or "", where)
+    if not isinstance(content, (list, tuple)):
+        raise _make_error(where, "must be text, or a list of parts of type text", content)
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise _make_error(f"{where}[{i}]", 'must be {"type": "text", "text": "…"}; models read text alone here', part)
+        texts.append(_read_text(part.get("text"), f"{where}[{i}].text"))
+    return "".join(texts)
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None = None, parallel: bool | None = None) -> Toolbox:
+    """Return the tools that the model may call. `choice`: "auto", "none", "required", or a tool's name, bare or in OpenAI's form.
+
+    Raises InvalidInputError.
+    """
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise _make_error("tools", "must be a list of tools", tools)
+    declared = [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        choice = function.get("name") if isinstance(function, Mapping) else None
+        if choice is None:
+            raise InvalidInputError("tool_choice: names no function", param="tool_choice")
+    if not isinstance(choice, str | None):
+        raise _make_error("tool_choice", "must be 'auto', 'none', 'required' or a tool's name", choice)
+    if choice in (None, "auto", "none", "required"):
+        return make_toolbox(declared, cast(ToolChoice | None, choice), parallel)
+    return make_toolbox(declared, NamedTools([choice]), parallel)
+
+
+def _read_tool(tool: Any, where: str) -> DeclaredTool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise _make_error(where, 'must be {"type": "function", "function": {"name": …, "parameters": {…}}}', tool)
+    parameters = function.get("parameters")
+    if not isinstance(parameters, Mapping | None):
+        raise _make_error(f"{where}.function.parameters", "must be a JSON schema", parameters)
+    name = _read_text(function.get("name"), f"{where}.function.name")
+    description = _read_text(function.get("description") or "", f"{where}.function.description")
+    return DeclaredTool(name, description, None if parameters is None else dict(parameters), bool(function.get("strict")), where)
+
+
+def _read_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _make_error(where, "must be text", value)
+    check_unicode(value, where)
+    return value
+
+
+def _make_error(where: str, why: str, got: object) -> InvalidInputError:
+    return InvalidInputError(f"{where}: {why}, got {got!r:.80}", param=where)
