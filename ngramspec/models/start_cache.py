@@ -32,20 +32,21 @@ from filelock import FileLock, Timeout
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.gguf import Gguf, GgufTensor
+from ngramspec.models.gguf_architectures import TensorUse
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.models.tensor_source import KINDS, ComputedTensor, FileTensor, StoredTensor, TensorSource, WeightFile, interleaved_rows
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 3  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 4  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
 
 _TRANSFORMERS = importlib.metadata.version("transformers")  # importing it takes a second
 
-TENSOR_NAMES = "tensors.json"  # per parameter: its tensor, the rule between the two, and the heads of an interleaving rule
+TENSOR_NAMES = "tensors.json"  # per parameter: the fields of its TensorUse
 ROPE_FACTORS = "rope_freqs.weight"  # tensor that divides the frequencies of rotary angles: Llama 3's scaling, not in the metadata
 RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": lambda x: x,
@@ -252,30 +253,37 @@ def read_end_token_ids(folder: Path, given: Any = None) -> tuple[int, ...]:
 
 def read_tensor_source(file: Gguf, folder: Path) -> TensorSource:
     """Locate all parameters that `derive` has named; nothing is compared with a model. Raises UnsupportedModelError."""
-    names: dict[str, tuple[str, str, int]] = json.loads((folder / TENSOR_NAMES).read_bytes())
     files = {header.path: WeightFile(header.path) for header in file.headers}
     stored = {}
-    for name, (there, rule, heads) in names.items():
-        tensor = file.tensors[there]
-        shape = tensor.shape[::-1] if rule == "transposed" else tensor.shape
-        stored[name] = apply_rule(file, files, tensor, shape, rule, heads)
+    for name, use in read_tensor_names(folder).items():
+        shape = file.tensors[use.tensor].shape
+        if use.end:
+            shape = (use.end - use.first, *shape[1:])
+        stored[name] = apply_rule(file, files, use, shape[::-1] if use.rule == "transposed" else shape)
     return TensorSource(stored, file.n_bytes)
 
 
-def apply_rule(
-    file: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor, shape: tuple[int, ...], rule: str, heads: int
-) -> StoredTensor:
-    """Return the parameter of this shape that a rule makes of a tensor. Raises UnsupportedModelError."""
-    plain = locate_tensor(file, files, tensor)
+def read_tensor_names(folder: Path) -> dict[str, TensorUse]:
+    """Read what `derive` has named. Raises OSError, ValueError, TypeError."""
+    return {name: TensorUse(*use) for name, use in json.loads((folder / TENSOR_NAMES).read_bytes()).items()}
+
+
+def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
+    """Return the parameter of this shape that is made of a tensor. Raises UnsupportedModelError."""
+    plain = locate_tensor(file, files, file.tensors[use.tensor])
+    rule = use.rule
+    if use.end:
+        at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
+        plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *plain.shape[1:]), file=plain.file, offset=at)
     there = plain.shape[::-1] if rule == "transposed" else plain.shape
     if [n for n in there if n > 1] != [n for n in shape if n > 1]:
         raise UnsupportedModelError(
-            f"{file.path}: config and weights disagree: {tensor.name} is {list(there)} in the file and {list(shape)} by the config"
+            f"{file.path}: config and weights disagree: {use.tensor} is {list(there)} in the file and {list(shape)} by the config"
         )
     if rule == "interleaved" and len(shape) == 2:
-        return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=heads)
+        return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=use.heads)
     if rule == "interleaved":
-        order = interleaved_rows(np.arange(shape[0]), shape[0], heads)
+        order = interleaved_rows(np.arange(shape[0]), shape[0], use.heads)
         return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
     if rule == "same":
         return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
 from ngramspec.errors import TokenizerError
-from ngramspec.models.gguf import Gguf, read_array
+from ngramspec.models.gguf import Gguf, array_length, read_array
 from ngramspec.models.splits import BLANK, split_of
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ CONTROL_NAMES = END_NAMES | FIM_NAMES | {name for names in FIM_END_NAMES.values(
 # Tokens of gpt-oss's format that are matched like control tokens but are part of the text.
 SHOWN_NAMES = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
 
+# Most values of a vocabulary's arrays, such as merges: _VOCABULARY, or _PER_TOKEN per row of the largest matrix. Llama 3 has 2.2 merges
+# per token.
+_VOCABULARY, _PER_TOKEN = 1 << 18, 4
+_LONGEST_TOKEN = 1 << 10  # Characters: longer tokens are no result of merges. The longest of Llama 2 and Gemma have some 60.
+
 
 class TokenKind(IntEnum):
     """Values of `tokenizer.ggml.token_type`."""
@@ -159,14 +164,12 @@ def added_tokens(gguf: Gguf) -> list[AddedToken]:
 
 
 def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of a file whose `tokenizer.ggml.model` is gpt2.
+    """Build the tokenizer of a file whose `tokenizer.ggml.model` is gpt2, or gemma4, which names its split itself.
 
     Raises TokenizerError for an unknown `tokenizer.ggml.pre`, or for merges that do not fit the vocabulary.
     """
-    from transformers import PreTrainedTokenizerFast
-
     tokens, metadata = _tokens(gguf), gguf.metadata
-    split = split_of(metadata.get("tokenizer.ggml.pre"))
+    split = split_of("gemma4" if metadata.get("tokenizer.ggml.model") == "gemma4" else metadata.get("tokenizer.ggml.pre"))
     ids = {token: number for number, token in enumerate(tokens)}
     merges = [_halves(merge) for merge in _strings(gguf, "tokenizer.ggml.merges")]
     try:
@@ -179,34 +182,79 @@ def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = split.pre_tokenizer({token for token in ids if len(token) == 1})
     backend.decoder = split.decoder
     backend.add_tokens(added_tokens(gguf))
-    named = {}
+    return _make_fast(backend, gguf, add_bos=split.add_bos)
+
+
+def sentence_piece_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of a file whose `tokenizer.ggml.model` is llama.
+
+    Two pieces become one if that is a token, of all pairs first the one with the highest score. SentencePiece's first blank is put where
+    llama.cpp puts it: before every text between control tokens, whether it begins with a blank or not. Raises TokenizerError.
+    """
+    tokens = _tokens(gguf)
+    ids = {token: number for number, token in enumerate(tokens)}
+    merges = read_array(gguf, "tokenizer.ggml.merges")
+    pairs = [_halves(merge) for merge in merges] if merges else _order_merges(gguf, tokens, ids)
+    unknown = gguf.metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    try:
+        backend = Tokenizer(BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    except Exception as error:  # the library raises nothing more particular
+        raise TokenizerError(f"{gguf.path}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
+    begins = bool(gguf.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    blanks = normalizers.Replace(" ", BLANK)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), blanks]) if begins else blanks
+    strip = [decoders.Strip(" ", 1, 0)] if begins else []
+    backend.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.add_tokens(added_tokens(gguf))
+    return _make_fast(backend, gguf, add_bos=True)
+
+
+def read_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
+    """Read the tokenizer that a GGUF file carries; it produces the ids that llama.cpp produces. Raises TokenizerError."""
+    most = max(_VOCABULARY, _PER_TOKEN * max((t.shape[0] for t in gguf.tensors.values() if len(t.shape) > 1), default=0))
+    for key in gguf.metadata:
+        if key.startswith("tokenizer.") and (length := array_length(gguf.headers[0], key)) > most:
+            raise TokenizerError(f"{gguf.path}: {key} has {length} values; accepted: up to {most}, by its tensors")
+    makers = {"gpt2": byte_pair_tokenizer, "gemma4": byte_pair_tokenizer, "llama": sentence_piece_tokenizer}
+    kind = gguf.metadata.get("tokenizer.ggml.model")
+    if not isinstance(kind, str) or kind not in makers:
+        raise TokenizerError(
+            f"{gguf.path}: the tokenizer of this GGUF, model {kind!r:.80}, is not read; accepted: {', '.join(makers)}, or another model's, "
+            "as a tokenizer= argument"
+        )
+    return makers[kind](gguf)
+
+
+def _order_merges(gguf: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are tokens together, by falling scores."""
+    scores = read_array(gguf, "tokenizer.ggml.scores")
+    if len(scores) < len(tokens) or isinstance(scores[0], str):
+        raise TokenizerError(f"{gguf.path}: tokenizer.ggml.scores must be an array of {len(tokens)} numbers")
+    pairs = []
+    for token, score in zip(tokens, scores, strict=False):
+        for i in range(1, len(token) if len(token) <= _LONGEST_TOKEN else 0):
+            if token[:i] in ids and token[i:] in ids:
+                pairs.append((-score, i, token[:i], token[i:]))
+    pairs.sort(key=lambda pair: pair[:2])
+    return [(left, right) for _, _, left, right in pairs]
+
+
+def _make_fast(backend: Tokenizer, gguf: Gguf, add_bos: bool) -> PreTrainedTokenizerFast:
+    """Return transformers' tokenizer with the file's control tokens. `add_bos`: whether texts begin with one if the file does not say."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, metadata, named = _tokens(gguf), gguf.metadata, {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         named[f"{name}_token"] = tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", split.add_bos) and named["bos_token"] is not None,
+        add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", add_bos) and named["bos_token"] is not None,
         add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False) and named["eos_token"] is not None,
         chat_template=metadata.get("tokenizer.chat_template"),
         **named,
     )
-
-
-def complete(backend: Tokenizer, gguf: Gguf) -> None:
-    """Complete a tokenizer that transformers has read from a file.
-
-    It gets the control tokens that llama.cpp sees in the file, and SentencePiece's first blank where llama.cpp puts it: before every text
-    between control tokens, whether it begins with a blank or not.
-    """
-    backend.add_tokens([token for token in added_tokens(gguf) if backend.token_to_id(token.content) is not None])
-    if gguf.metadata.get("tokenizer.ggml.model") != "llama":
-        return
-    begins = bool(gguf.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    blanks = normalizers.Replace(" ", BLANK)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), blanks]) if begins else blanks
-    backend.pre_tokenizer = None
-    strip = [decoders.Strip(" ", 1, 0)] if begins else []
-    backend.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
 
 
 def _tokens(gguf: Gguf) -> list[str]:

@@ -1,0 +1,371 @@
+"""Table of the architectures that are read from GGUF files: each one's model in transformers, its config, its names of tensors.
+
+`ARCHITECTURES` has a row for every value of `general.architecture`. A row says which module's parameter a tensor is, and what lies between
+the two: nothing, a shift by one, another order of rows. Metadata become a config by the row's function. No weights are read here.
+
+Names, keys and defaults are facts of the format: llama.cpp's `src/llama-arch.cpp`, `src/models/*.cpp` and `conversion/*.py` (as of
+llama-cpp-python 0.3.36). Tests compare logits with llama.cpp's for a file of every row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.gguf import Gguf, GgufTensor
+from ngramspec.models.gguf_metadata import FULL, SLIDING, GgufMetadata
+
+Config = dict[str, Any]
+
+
+class TensorUse(NamedTuple):
+    """How a parameter is made of a tensor."""
+
+    tensor: str
+    rule: str = "same"
+    """One of `start_cache.RULES`, or "interleaved"."""
+    heads: int = 0
+    """Heads of an interleaving rule."""
+    first: int = 0
+    """The first row that belongs to the parameter."""
+    end: int = 0
+    """The row after the last one; 0: all rows belong to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    model_type: str
+    """transformers' name of the model, unless `configure` gives another."""
+    layer: Mapping[str, str]
+    """Modules within a layer by the stems of a block's tensors: blk.3.attn_q.weight has the stem attn_q."""
+    whole: Mapping[str, str] = field(
+        default_factory=lambda: {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    )
+    """Modules outside of layers by the stems of tensors."""
+    prefix: str = "model.layers"
+    rules: Mapping[str, str] = field(default_factory=dict)
+    """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side."""
+    configure: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: {}
+    """Returns what differs from the config that all have in common."""
+
+
+# ------------------------------------------------------------------ names
+
+_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_LLAMA = _NORMS | _ATTENTION | _MLP
+_SANDWICH = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | _POST_NORMS | _ATTENTION | _MLP
+_PAIRS = {"attn_q": "interleaved", "attn_k": "interleaved"}
+_SHIFTED = dict.fromkeys(
+    ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm"), "minus one"
+)
+
+
+# ------------------------------------------------------------------ configs
+
+
+def read_config(file: Gguf) -> Config:
+    """Return the config of transformers' model for a file. Raises UnsupportedModelError for what is not in the table."""
+    row = get_architecture(file)
+    metadata = GgufMetadata(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UnsupportedModelError(f"{file.path}: it lacks the tensor token_embd.weight")
+    vocab_size = metadata.get_int("vocab_size", embedding.shape[0])
+    heads, hidden = metadata.get_same("attention.head_count"), metadata.get_int("embedding_length")
+    for key, value in (("attention.head_count", heads), ("embedding_length", hidden)):
+        if value < 1:
+            raise metadata.make_refusal(key, value, "1 and more")
+    config: Config = {
+        "model_type": row.model_type,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": metadata.n_layers,
+        "num_attention_heads": heads,
+        "head_dim": metadata.get_int("attention.key_length", hidden // heads),
+        "max_position_embeddings": metadata.get_int("context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **{
+            f"{name}_token_id": metadata.get_token_id(key, vocab_size) for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        },
+    }
+    if metadata.get_int("attention.value_length", config["head_dim"]) != config["head_dim"]:
+        raise metadata.make_refusal(
+            "attention.value_length", metadata.get_int("attention.value_length"), "the same as attention.key_length"
+        )
+    if metadata.has_key("attention.layer_norm_rms_epsilon"):
+        config["rms_norm_eps"] = metadata.get_float("attention.layer_norm_rms_epsilon")
+    return config | row.configure(metadata, config)
+
+
+def get_architecture(file: Gguf) -> Architecture:
+    """Return the row of a file's architecture. Raises UnsupportedModelError."""
+    if (row := ARCHITECTURES.get(file.architecture)) is not None:
+        return row
+    if file.architecture == "clip":
+        raise UnsupportedModelError(
+            f"{file.path}: it is the part of a model that reads images or sound; accepted: the file of its text part"
+        )
+    raise UnsupportedModelError(
+        f"{file.path}: architecture {file.architecture!r:.80} is not read from GGUF; its safetensors folder may load; "
+        f"accepted: {', '.join(sorted(ARCHITECTURES))}"
+    )
+
+
+def _read_common(metadata: GgufMetadata, config: Config) -> Config:
+    """Read what every model with rotary embeddings and a gated MLP states."""
+    return {
+        "intermediate_size": metadata.get_same("feed_forward_length"),
+        "num_key_value_heads": metadata.get_same("attention.head_count_kv", config["num_attention_heads"]),
+        "rope_parameters": metadata.get_rope(),
+    }
+
+
+def _read_llama(metadata: GgufMetadata, config: Config) -> Config:
+    """Read a config whose rotary embeddings turn whole heads, and whose biases show in the names of tensors."""
+    if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+        raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
+    biases = {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias")}
+    return _read_common(metadata, config) | biases
+
+
+def _read_mistral3(metadata: GgufMetadata, config: Config) -> Config:
+    found = _read_llama(metadata, config)
+    if not metadata.has_key("attention.temperature_scale"):
+        return found | {"model_type": "mistral", "sliding_window": None}
+    rope = found["rope_parameters"]
+    rope["llama_4_scaling_beta"] = metadata.get_float("attention.temperature_scale")
+    rope.setdefault(
+        "original_max_position_embeddings", metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
+    )
+    if metadata.has_key("rope.scaling.yarn_log_multiplier"):
+        rope |= {"mscale": 1.0, "mscale_all_dim": metadata.get_float("rope.scaling.yarn_log_multiplier")}
+    return found
+
+
+def _read_granite(metadata: GgufMetadata, config: Config) -> Config:
+    if metadata.is_stated("rope.scaling.finetuned", False):
+        raise metadata.make_refusal("rope.scaling.finetuned", False, "true, since layers without rotary embedding are not read")
+    return _read_llama(metadata, config) | {
+        "attention_multiplier": metadata.get_float("attention.scale", 0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": metadata.get_float("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": metadata.get_float("residual_scale", 0.0) or 1.0,
+        "logits_scaling": metadata.get_float("logit_scale"),
+    }
+
+
+def _read_partial(metadata: GgufMetadata, config: Config) -> Config:
+    """Read a config whose rotary embeddings turn the first numbers of every head."""
+    found = _read_common(metadata, config)
+    share = metadata.get_int("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+    found["rope_parameters"]["partial_rotary_factor"] = share
+    return found | {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias")}
+
+
+def _read_phi3(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Phi-3's config. Its sliding window is left out, as in llama.cpp."""
+    return _read_partial(metadata, config) | {
+        "original_max_position_embeddings": metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
+    }
+
+
+def _read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
+    found = _read_llama(metadata, config)
+    if window := metadata.get_int("attention.sliding_window", 0):
+        local = metadata.get_rope("rope.freq_base_swa" if metadata.has_key("rope.freq_base_swa") else "rope.freq_base", scaled=False)
+        rope = {FULL: found["rope_parameters"], SLIDING: local}
+        found |= {"model_type": "olmo3", "sliding_window": window, "layer_types": metadata.get_layer_types(4), "rope_parameters": rope}
+    return found
+
+
+def _read_exaone4(metadata: GgufMetadata, config: Config) -> Config:
+    found = _read_llama(metadata, config) | {"sliding_window": None, "layer_types": [FULL] * metadata.n_layers}
+    if window := metadata.get_int("attention.sliding_window", 4096 if metadata.n_layers == 64 else 0):
+        found |= {"sliding_window": window, "layer_types": metadata.get_layer_types(4)}
+    return found
+
+
+def _read_cohere(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_llama(metadata, config) | {
+        "logit_scale": metadata.get_float("logit_scale", 1.0),
+        "layer_norm_eps": metadata.get_float("attention.layer_norm_epsilon"),
+        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+        "tie_word_embeddings": True,
+    }
+
+
+def _read_cohere2(metadata: GgufMetadata, config: Config) -> Config:
+    window = {"sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(4)}
+    return _read_cohere(metadata, config) | window
+
+
+def _read_ernie(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_llama(metadata, config) | {"use_bias": metadata.has_tensor("blk.0.attn_q.bias")}
+
+
+def _read_seed(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_llama(metadata, config) | {"attention_out_bias": metadata.has_tensor("blk.0.attn_output.bias")}
+
+
+def _read_qwen(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
+
+
+def _read_gemma(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_llama(metadata, config) | {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+
+
+def _read_gemma2(metadata: GgufMetadata, config: Config) -> Config:
+    is_27b = metadata.n_layers == 46  # as llama.cpp tells it
+    return _read_gemma(metadata, config) | {
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
+        "sliding_window": metadata.get_int("attention.sliding_window", 4096),
+        "layer_types": metadata.get_layer_types(2),
+        "attn_logit_softcapping": metadata.get_float("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 30.0),
+    }
+
+
+def _read_gemma3(metadata: GgufMetadata, config: Config) -> Config:
+    is_27b = metadata.n_layers == 62  # as llama.cpp tells it
+    window = metadata.get_int("attention.sliding_window", 0)
+    return _read_gemma(metadata, config) | {
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
+        "sliding_window": window or None,
+        "layer_types": metadata.get_layer_types(6) if window else [FULL] * metadata.n_layers,
+        "rope_parameters": {FULL: metadata.get_rope(), SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False)},
+        "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
+        "attn_logit_softcapping": None,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+
+
+def _read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_llama(metadata, config) | {
+        "norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
+        "use_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+def _read_gpt2(metadata: GgufMetadata, config: Config) -> Config:
+    positions = metadata.file.tensors.get("position_embd.weight")
+    n_positions = positions.shape[0] if positions else config["max_position_embeddings"]
+    return {
+        "max_position_embeddings": n_positions, "n_ctx": n_positions, "n_positions": n_positions, "n_embd": config["hidden_size"],
+        "n_layer": metadata.n_layers, "n_head": config["num_attention_heads"], "n_inner": metadata.get_same("feed_forward_length"),
+        "layer_norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------ the table
+
+_COHERE = {"attn_norm": "input_layernorm"} | _ATTENTION | _MLP
+_OLMO2 = _POST_NORMS | _ATTENTION | _HEAD_NORMS | _MLP
+ARCHITECTURES: dict[str, Architecture] = {
+    "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=_read_llama),
+    "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=_read_cohere2),
+    "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, configure=_read_cohere),
+    "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=_read_ernie),
+    "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=_read_exaone4),
+    "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=_read_gemma),
+    "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=_read_gemma2),
+    "gemma3": Architecture(model_type="gemma3_text", layer=_SANDWICH | _HEAD_NORMS, rules=_SHIFTED, configure=_read_gemma3),
+    "glm4": Architecture(
+        model_type="glm4",
+        layer=_NORMS
+        | _ATTENTION
+        | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+        | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        configure=_read_partial,
+    ),
+    "gpt2": Architecture(
+        model_type="gpt2",
+        whole={"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head"},
+        prefix="transformer.h",
+        layer={"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc"}
+        | {"ffn_down": "mlp.c_proj"},
+        rules=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "transposed"),
+        configure=_read_gpt2,
+    ),
+    "granite": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=_read_granite),
+    "hunyuan-dense": Architecture(
+        model_type="hunyuan_v1_dense",
+        layer=_LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        configure=_read_llama,
+    ),
+    "llama": Architecture(model_type="llama", layer=_LLAMA, rules=_PAIRS, configure=_read_llama),
+    "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=_read_mistral3),
+    "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=_read_olmo2),
+    "phi3": Architecture(
+        model_type="phi3",
+        layer=_NORMS
+        | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
+        | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        configure=_read_phi3,
+    ),
+    "qwen2": Architecture(model_type="qwen2", layer=_LLAMA, configure=_read_qwen),
+    "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=_read_qwen),
+    "seed_oss": Architecture(
+        model_type="seed_oss",
+        layer=_LLAMA | {"post_attention_norm": "post_attention_layernorm"},
+        configure=_read_seed,
+    ),
+    "smollm3": Architecture(model_type="smollm3", layer=_LLAMA, rules=_PAIRS, configure=_read_llama),
+    "starcoder2": Architecture(
+        model_type="starcoder2",
+        layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        configure=_read_starcoder2,
+    ),
+}
+
+# ------------------------------------------------------------------ tensors
+
+_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias)")
+
+
+def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
+    """Return which tensor each parameter is made of; tensors that no parameter needs are left out."""
+    row, uses = get_architecture(file), {}
+    for tensor in file.tensors.values():
+        if (found := _TENSOR.fullmatch(tensor.name)) is not None:
+            uses.update(_map_tensor(row, config, tensor, found))
+    return uses
+
+
+def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re.Match[str]) -> dict[str, TensorUse]:
+    layer, stem, kind = found["layer"], found["stem"], found["kind"]
+    path = row.whole.get(stem) if layer is None else row.layer.get(stem)
+    if layer is not None and stem == "attn_qkv" and path is None:
+        return _split_fused(row, config, tensor, f"{row.prefix}.{layer}", kind)
+    if path is None:
+        return {}
+    path = path if layer is None else f"{row.prefix}.{layer}.{path}"
+    return {f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
+
+
+def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str, first: int = 0, end: int = 0) -> TensorUse:
+    rule = row.rules.get(stem, "same")
+    if rule == "transposed" and kind == "bias":
+        rule = "same"
+    heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"] if rule == "interleaved" else 0
+    return TensorUse(name, rule, heads, first, end)
+
+
+def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: str, kind: str) -> dict[str, TensorUse]:
+    """Cut a tensor of queries, keys and values, which newer conversions write for any architecture, into three parameters."""
+    q, kv = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    if tensor.shape[0] != q + 2 * kv:
+        return {}
+    ends = {"attn_q": (0, q), "attn_k": (q, q + kv), "attn_v": (q + kv, q + 2 * kv)}
+    return {
+        f"{layer}.{row.layer[stem]}.{kind}": _make_use(row, config, tensor.name, stem, kind, *ends[stem])
+        for stem in ends
+        if stem in row.layer
+    }

@@ -1,0 +1,139 @@
+"""Read what a GGUF file's metadata states about its model: typed numbers, per-layer values, rotary embeddings, layers with a window.
+
+Keys are named without the architecture in front. Whatever has the wrong type, or differs by layer where a model has one value, is refused
+by key and value. The module knows the format's keys and llama.cpp's defaults for them, no architecture.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.gguf import Gguf, array_length, read_array
+
+# Most values of an array that is no vocabulary: such arrays have one value per layer.
+LONGEST = 4096
+SLIDING, FULL = "sliding_attention", "full_attention"
+FREQ_BASE = 10000.0  # llama.cpp's default of rope.freq_base
+
+
+class GgufMetadata:
+    """The metadata of one file under its architecture's name."""
+
+    def __init__(self, file: Gguf) -> None:
+        self.file = file
+        self.n_layers = self.get_int("block_count") - self.get_int("nextn_predict_layers", 0)
+        """Layers of the model; those of prediction heads, which come after them, are not among them."""
+        if not 0 < self.n_layers <= len(file.tensors):
+            raise self.make_refusal("block_count", self.get_int("block_count"), f"1 to {len(file.tensors)}, by its tensors")
+
+    def has_key(self, key: str) -> bool:
+        return self._get_full_name(key) in self.file.metadata
+
+    def is_stated(self, key: str, value: bool) -> bool:
+        """Return whether the file states a truth value."""
+        return self.file.metadata.get(self._get_full_name(key)) is value
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def get_int(self, key: str, default: int | None = None) -> int:
+        """Return an integer. Raises UnsupportedModelError if it is none, or not there without a default."""
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.make_refusal(key, value, "an integer")
+        return value
+
+    def get_float(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.make_refusal(key, value, "a finite number")
+        return float(value)
+
+    def get_text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.make_refusal(key, value, "a string")
+        return value
+
+    def get_per_layer(self, key: str, default: int | None = None) -> list[int]:
+        """Return one integer per layer; the file may state one for all. Raises UnsupportedModelError."""
+        values = self._get_array(key)
+        if values is None:
+            return [self.get_int(key, default)] * self.n_layers
+        if len(values) < self.n_layers or not all(isinstance(value, int) for value in values):
+            raise self.make_refusal(key, values, f"an integer, or {self.n_layers} of them")
+        return values[: self.n_layers]
+
+    def get_same(self, key: str, default: int | None = None) -> int:
+        """Return the integer that every layer has. Raises UnsupportedModelError if layers differ."""
+        values = self.get_per_layer(key, default)
+        if len(set(values)) > 1:
+            raise self.make_refusal(key, values, "the same for every layer")
+        return values[0]
+
+    def get_layer_types(self, period: int) -> list[str]:
+        """Return each layer's type of attention: without a pattern in the file, every layer whose number `period` divides sees all."""
+        key = "attention.sliding_window_pattern"
+        values = self._get_array(key)
+        if values is None:
+            period = self.get_int(key, period)
+            slides = [period == 0 or i % period < period - 1 for i in range(self.n_layers)]
+        elif len(values) < self.n_layers or not all(isinstance(value, int) for value in values):
+            raise self.make_refusal(key, values, f"{self.n_layers} truth values")
+        else:
+            slides = [bool(value) for value in values[: self.n_layers]]
+        return [SLIDING if each else FULL for each in slides]
+
+    def get_rope(self, base_key: str = "rope.freq_base", *, scaled: bool = True) -> dict[str, Any]:
+        """Return transformers' `rope_parameters`. `scaled`: whether the file's scaling applies. Raises UnsupportedModelError."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.get_float(base_key, FREQ_BASE)}
+        factor = self.get_float("rope.scaling.factor", self.get_float("rope.scale_linear", 0.0))
+        kind = self.get_text("rope.scaling.type", "linear")
+        if kind not in ("none", "linear", "yarn"):
+            raise self.make_refusal("rope.scaling.type", kind, "none, linear, yarn")
+        if not scaled or kind == "none" or factor in (0.0, 1.0):
+            return rope
+        rope |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = self.get_int("rope.scaling.original_context_length", self.get_int("context_length"))
+            rope["beta_fast"] = self.get_float("rope.scaling.yarn_beta_fast", 32.0)
+            rope["beta_slow"] = self.get_float("rope.scaling.yarn_beta_slow", 1.0)
+            if self.has_key("rope.scaling.yarn_attn_factor") or self.has_key("rope.scaling.attn_factor"):
+                factor_key = (
+                    "rope.scaling.yarn_attn_factor" if self.has_key("rope.scaling.yarn_attn_factor") else "rope.scaling.attn_factor"
+                )
+                rope["attention_factor"] = self.get_float(factor_key)
+        return rope
+
+    def get_token_id(self, name: str, n_tokens: int) -> int | None:
+        """Return the id of a control token such as bos; None if the file names none that exists."""
+        value = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) and 0 <= value < n_tokens else None
+
+    def make_refusal(self, key: str, value: object, accepted: str) -> UnsupportedModelError:
+        told = f"{value!r:.120}"
+        return UnsupportedModelError(f"{self.file.path}: {self._get_full_name(key)} is {told} by its metadata; accepted: {accepted}")
+
+    def _get_full_name(self, key: str) -> str:
+        return f"{self.file.architecture}.{key}"
+
+    def _get(self, key: str, default: Any) -> Any:
+        name = self._get_full_name(key)
+        if (value := self.file.metadata.get(name)) is not None:
+            return value
+        if name in self.file.metadata:
+            raise self.make_refusal(key, self._get_array(key), "one value")
+        if default is None:
+            raise UnsupportedModelError(f"{self.file.path}: its metadata lack {name}")
+        return default
+
+    def _get_array(self, key: str) -> list[Any] | None:
+        """Return the values of an array; None if the file states one value, or none."""
+        name = self._get_full_name(key)
+        if name not in self.file.metadata or self.file.metadata[name] is not None:
+            return None
+        if (length := array_length(self.file.headers[0], name)) > LONGEST:
+            raise UnsupportedModelError(f"{self.file.path}: {name} is an array of {length} values; accepted: up to {LONGEST}")
+        return read_array(self.file, name)

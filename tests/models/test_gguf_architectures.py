@@ -1,0 +1,94 @@
+"""GGUF files of every architecture against the logits that llama.cpp computes of the same file (`tools.record_logits`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf as reference
+import numpy as np
+import pytest
+import tiny_architectures
+import torch
+
+from ngramspec.errors import UnsupportedModelError
+from ngramspec.models import gguf
+from ngramspec.models.gguf_architectures import ARCHITECTURES, read_config
+from ngramspec.models.loader import load_model
+
+RECORD = json.loads((Path(__file__).parent / "logits.json").read_text())
+# llama.cpp looks GELU up in a table of 16-bit numbers.
+ROUNDING, ROUNDED_GELU = 2e-5, 1e-3
+GELU = ("gemma", "starcoder2")
+
+
+@pytest.mark.parametrize("case", tiny_architectures.CASES)
+def test_logits_are_llama_cpps(case: str, tmp_path: Path) -> None:
+    model = load_model(str(tiny_architectures.write(tmp_path / "model.gguf", case)), cache_dir=tmp_path / "cache").model
+    with torch.inference_mode():
+        mine = model(torch.tensor([RECORD["text"]])).logits[0].numpy()[RECORD["rows"]]
+    wanted = np.array(RECORD["logits"][case])
+    tolerance = ROUNDED_GELU if case.startswith(GELU) else ROUNDING
+    assert np.abs(mine[:, : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
+
+
+def test_every_row_of_the_table_is_compared() -> None:
+    compared = {architecture for architecture, *_ in tiny_architectures.CASES.values()}
+    assert ARCHITECTURES.keys() - compared == {"gpt2"}, "which tests of the mapping compare with transformers"
+    assert RECORD["logits"].keys() == tiny_architectures.CASES.keys()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_names_are_those_of_the_format(architecture: str) -> None:
+    known = {name.replace("blk.{bid}.", "") for name in reference.TENSOR_NAMES.values()}
+    row = ARCHITECTURES[architecture]
+    assert architecture in reference.MODEL_ARCH_NAMES.values()
+    assert row.layer.keys() | row.whole.keys() | row.rules.keys() <= known
+
+
+def write_changed(path: Path, case: str, **changed: object) -> Path:
+    """Write the file of a case with other keys."""
+    architecture, layer, keys, head = tiny_architectures.CASES[case]
+    named = {key.replace("__", "."): value for key, value in changed.items()}
+    tiny_architectures.CASES["changed"] = architecture, layer, keys | named, head
+    try:
+        return tiny_architectures.write(path, "changed")
+    finally:
+        del tiny_architectures.CASES["changed"]
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "told"),
+    [
+        ("llama", {"attention__head_count_kv": [2, 2, 2, 2, 2, 2, 2, 4]}, r"llama.attention.head_count_kv is \[2, .*the same for every"),
+        ("llama", {"attention__head_count_kv": [2, 2]}, r"llama.attention.head_count_kv is \[2, 2\]"),
+        ("llama", {"attention__head_count": "four"}, r"llama.attention.head_count is 'four'"),
+        ("llama", {"rope__dimension_count": 8}, r"llama.rope.dimension_count is 8"),
+        ("llama", {"rope__freq_base": "x"}, r"llama.rope.freq_base is 'x'"),
+        ("llama", {"rope__freq_base": float("nan")}, r"llama.rope.freq_base is nan"),
+        ("llama", {"attention__value_length": 32}, r"llama.attention.value_length is 32"),
+        ("phi3", {"rope__scaling__type": "longrope"}, r"phi3.rope.scaling.type is 'longrope'.* accepted: none, linear, yarn"),
+        ("gemma3", {"attention__sliding_window_pattern": [True]}, r"gemma3.attention.sliding_window_pattern is \[True\]"),
+        ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),
+    ],
+)
+def test_what_a_model_cannot_be_is_refused_by_key(tmp_path: Path, case: str, changed: dict[str, object], told: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=told):
+        read_config(gguf.read(write_changed(tmp_path / "model.gguf", case, **changed)))
+
+
+def test_an_array_of_one_value_for_all_layers(tmp_path: Path) -> None:
+    assert (
+        read_config(gguf.read(write_changed(tmp_path / "model.gguf", "llama", attention__head_count_kv=[2] * 8)))["num_key_value_heads"]
+        == 2
+    )
+
+
+def test_a_projector_is_named(tmp_path: Path) -> None:
+    writer = reference.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match="reads images or sound"):
+        read_config(gguf.read(tmp_path / "mmproj.gguf"))

@@ -1,0 +1,166 @@
+"""Tiny GGUF files of every dense architecture, as llama.cpp's loader wants them: eight layers of every kind that the architecture has.
+
+Names, shapes and keys are written down from llama.cpp's side, so that a wrong row of our table shows. Weights are float32 and the same for
+the same name on every machine. `python tests/tiny_architectures.py FOLDER` writes them all, for `tools.record_logits`.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tiny
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, WINDOW, VOCAB = 8, 64, 96, 4, 2, 16, 8, 300
+BOS, EOS = 298, 299
+Shapes = dict[str, tuple[int, ...]]
+
+_Q, _KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+_SPLIT: Shapes = {"attn_q.weight": (_Q, HIDDEN), "attn_k.weight": (_KV, HIDDEN), "attn_v.weight": (_KV, HIDDEN)}
+_OUT: Shapes = {"attn_output.weight": (HIDDEN, _Q)}
+_GATED: Shapes = {"ffn_gate.weight": (INNER, HIDDEN), "ffn_up.weight": (INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER)}
+_PLAIN: Shapes = {"ffn_up.weight": (INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER)}
+_FUSED: Shapes = {"ffn_up.weight": (2 * INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER)}
+_QKV_BIAS: Shapes = {"attn_q.bias": (_Q,), "attn_k.bias": (_KV,), "attn_v.bias": (_KV,)}
+_HEAD_NORMS: Shapes = {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
+
+
+def _norms(*names: str) -> Shapes:
+    return {f"{name}.weight": (HIDDEN,) for name in names}
+
+
+_PRE, _POST = _norms("attn_norm", "ffn_norm"), _norms("post_attention_norm", "post_ffw_norm")
+_LLAMA = _PRE | _SPLIT | _OUT | _GATED
+_SWA = {"attention.sliding_window": WINDOW}
+_LAYER_NORM: dict[str, Any] = {"attention.layer_norm_epsilon": 1e-5}
+_WIDE = {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
+_YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
+_MINISTRAL = _YARN | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1}
+_GRANITE = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 2.0}
+_LAST_IS_FULL = [(i + 1) % 4 != 0 for i in range(LAYERS)]
+_STAR_BIAS: Shapes = {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm", "attn_output", "ffn_down")} | {
+    "ffn_up.bias": (INNER,)
+}
+
+# By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
+CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
+    "llama": ("llama", _LLAMA, {}, True),
+    "llama, biases, linear": (
+        "llama",
+        _LLAMA | _QKV_BIAS | {"attn_output.bias": (HIDDEN,)},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        False,
+    ),
+    "llama, fused": ("llama", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _GATED, {}, True),
+    "mistral3": ("mistral3", _LLAMA, {}, True),
+    "mistral3, yarn": ("mistral3", _LLAMA, _MINISTRAL | _WIDE, True),
+    "smollm3": ("smollm3", _LLAMA, {}, False),
+    "granite": ("granite", _LLAMA, _GRANITE, False),
+    "seed_oss": ("seed_oss", _norms("attn_norm", "post_attention_norm") | _SPLIT | _QKV_BIAS | _OUT | _GATED, _WIDE, True),
+    "glm4": ("glm4", _PRE | _POST | _SPLIT | _QKV_BIAS | _OUT | _FUSED, {"rope.dimension_count": HEAD_DIM // 2}, True),
+    "olmo2": ("olmo2", _POST | _SPLIT | _OUT | _GATED | {"attn_q_norm.weight": (_Q,), "attn_k_norm.weight": (_KV,)}, {}, True),
+    "olmo3": (
+        "olmo2",
+        _POST | _SPLIT | _OUT | _GATED | {"attn_q_norm.weight": (_Q,), "attn_k_norm.weight": (_KV,)},
+        _SWA | {"attention.sliding_window_pattern": _LAST_IS_FULL},
+        True,
+    ),
+    "olmo3, yarn": (
+        "olmo2",
+        _POST | _SPLIT | _OUT | _GATED | {"attn_q_norm.weight": (_Q,), "attn_k_norm.weight": (_KV,)},
+        _SWA | _YARN,
+        True,
+    ),
+    "exaone4": ("exaone4", _POST | _SPLIT | _OUT | _GATED | _HEAD_NORMS, {}, True),
+    "cohere2": ("cohere2", _norms("attn_norm") | _SPLIT | _OUT | _GATED, _SWA | _LAYER_NORM | {"logit_scale": 0.5}, False),
+    "command-r": ("command-r", _norms("attn_norm") | _SPLIT | _OUT | _GATED, _LAYER_NORM | {"logit_scale": 0.5}, False),
+    "ernie4_5": ("ernie4_5", _LLAMA, {}, False),
+    "hunyuan-dense": ("hunyuan-dense", _LLAMA | _HEAD_NORMS, {}, False),
+    "arcee": ("arcee", _PRE | _SPLIT | _OUT | _PLAIN, {}, True),
+    "gemma": ("gemma", _LLAMA, _WIDE, False),
+    "gemma2": (
+        "gemma2",
+        _PRE | _POST | _SPLIT | _OUT | _GATED,
+        _WIDE | _SWA | {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+        False,
+    ),
+    "gemma3": ("gemma3", _PRE | _POST | _SPLIT | _OUT | _GATED | _HEAD_NORMS, _WIDE | _SWA | {"rope.freq_base": 1e6}, False),
+    "gemma3, scaled": (
+        "gemma3",
+        _PRE | _POST | _SPLIT | _OUT | _GATED | _HEAD_NORMS,
+        _WIDE | _SWA | {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        False,
+    ),
+    "phi3": ("phi3", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _FUSED, {}, True),
+    "starcoder2": ("starcoder2", _PRE | _SPLIT | _QKV_BIAS | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM, False),
+    "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
+    "qwen2, yarn": ("qwen2", _LLAMA | _QKV_BIAS, _YARN, True),
+    "qwen3": ("qwen3", _LLAMA | _HEAD_NORMS, _WIDE, True),
+}
+
+
+def write(path: Path, case: str) -> Path:
+    """Write the file of a case; texts are spelled in bytes."""
+    architecture, layer, keys, has_head = CASES[case]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    if "attention.layer_norm_epsilon" not in keys:
+        writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in keys.items():
+        writer.kv_data[0].pop(f"{architecture}.{key}", None)
+        add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(f"{architecture}.{key}", value)
+    _write_tokenizer(writer)
+    whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    if architecture == "starcoder2":
+        whole["output_norm.bias"] = (HIDDEN,)
+    if has_head:
+        whole["output.weight"] = (VOCAB, HIDDEN)
+    for name, shape in {**whole, **{f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}}.items():
+        writer.add_tensor(name, make_weights(name, shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def make_weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return random weights that keep activations' size; norms are about 1, biases about 0."""
+    draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    if len(shape) == 1:
+        return (0.2 * draw + name.endswith("norm.weight")).astype(np.float32)
+    return (draw * (1.0 if name.startswith("token_embd") else 1.5 * shape[-1] ** -0.5)).astype(np.float32)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
+    letters = tiny.byte_letters()
+    tokens = [*letters, "ab", *(f"<unused{i}>" for i in range(BOS - len(letters) - 1)), "<bos>", "<eos>"]
+    kinds = [gguf.TokenType.NORMAL] * BOS + [gguf.TokenType.CONTROL] * 2
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+
+
+if __name__ == "__main__":
+    for name in CASES:
+        write(Path(sys.argv[1]) / f"{name}.gguf", name)
