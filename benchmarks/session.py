@@ -13,8 +13,8 @@ tokens. Each server has the same file and threads; functions are done by all ser
                 that key. A suggestion that is what comes next, or whose first line is, is accepted instead of typing it
 
 Times between keys are log-normal with the mean of 239 ms and the deviation of 112 ms that Dhakal et al. found ("Observations on Typing from
-136 Million Keystrokes", CHI 2018). What nobody waits for is not measured: a request that a key cancelled has no time. The last line of
-standard output is one JSON document.
+136 Million Keystrokes", CHI 2018); before a line's first key there are `--think` seconds more, an assumption. What nobody waits for is not
+measured: a request that a key cancelled has no time. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ PREFIX_LINES, SUFFIX_LINES = 256, 64  # llama.vim's n_prefix and n_suffix
 KEY_MEAN_S, KEY_DEVIATION_S = 0.239, 0.112
 BODY_CHARS = 120, 2000  # functions with bodies of so many characters are written
 CONTEXT = 8192
+TEST_FOLDERS = {"tests", "_tests", "test"}
 CONTENDERS = "on,off,llama-none,llama-ngram-simple,llama-ngram-mod"
 
 
@@ -78,7 +79,7 @@ def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
     """Return functions of `new` whose body is not a part of `old`, evenly over its files. Raises SystemExit if there are none."""
     known = "\n".join(path.read_text(errors="ignore") for path in sorted(old.rglob("*.py")))
     found = []
-    for path in sorted(new.rglob("*.py")):
+    for path in sorted(path for path in new.rglob("*.py") if not TEST_FOLDERS.intersection(path.relative_to(new).parts)):
         text = path.read_text(errors="ignore")
         lines = text.splitlines(keepends=True)
         with contextlib.suppress(SyntaxError):
@@ -154,13 +155,15 @@ def find_accepted(suggestion: str, coming: str) -> int:
     return 0
 
 
-async def type_body(server: ReplayedServer, function: NewFunction, n_chars: int, max_tokens: int, rng: random.Random) -> None:
+async def type_body(
+    server: ReplayedServer, function: NewFunction, n_chars: int, max_tokens: int, think_s: float, rng: random.Random
+) -> None:
     """Type the first `n_chars` of the body, with the suggestions of a server."""
     spread = math.sqrt(math.log(1 + (KEY_DEVIATION_S / KEY_MEAN_S) ** 2))
     figures, body, at, shown = server.figures, function.body[:n_chars], 0, ""
     cpu = server.read_cpu_s()
     while at < len(body):
-        pause = rng.lognormvariate(math.log(KEY_MEAN_S) - spread**2 / 2, spread)
+        pause = rng.lognormvariate(math.log(KEY_MEAN_S) - spread**2 / 2, spread) + (think_s if body[at - 1 : at] in ("", "\n") else 0)
         if shown:
             await asyncio.sleep(pause)
         else:
@@ -252,7 +255,7 @@ async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction
     for n, (function, order) in enumerate(zip(functions, common.order_turns(list(servers), len(functions)), strict=True)):
         for name in order:
             await wait_for_each(servers[name], function, args.requests, args.max_tokens)
-            await type_body(servers[name], function, args.typed, args.max_tokens, random.Random(f"{args.seed} {n}"))
+            await type_body(servers[name], function, args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
         common.say(f"{n + 1}/{len(functions)} functions: {function.name}")
 
 
@@ -264,6 +267,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--functions", type=common.parse_positive, default=8)
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
     parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed")
+    parser.add_argument("--think", type=float, default=2.0, metavar="S", help="seconds before the first key of a line")
     parser.add_argument("--max-tokens", type=common.parse_positive, default=64)
     parser.add_argument("--contenders", default=CONTENDERS)
     parser.add_argument("--datastore", metavar="STORE", help="of the old release, for the contender `store`")
@@ -285,7 +289,7 @@ def main() -> None:
         figures = {name: summarise(server) for name, server in servers.items()}
     columns = ["cold_s", "first_ms", "last_ms", "shown", "accepted_chars", "typed_chars", "cpu_s_per_accepted_char"]
     common.print_table(["server", *columns], [[name, *(str(f[key]) for key in columns)] for name, f in figures.items()])
-    names = ("functions", "requests", "typed", "max_tokens", "threads", "seed")
+    names = ("functions", "requests", "typed", "think", "max_tokens", "threads", "seed")
     settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
     document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
     common.print_document(document | common.describe_machine("cpu", args.threads or 0))

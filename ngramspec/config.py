@@ -57,7 +57,7 @@ class EngineConfig:
     )
     max_seqs: int = option(64, Integer(1), "Sequences that run at a time.", panel=_MODEL, only=("serve",))
     max_rows: int | None = option(
-        None, Integer(1, optional=True), "Most rows of prompts and sequences in a pass. Default: 256, on CUDA 2,048.", flags=None
+        None, Integer(1, optional=True), "Most rows of prompts and sequences in a pass. Default: 128, on CUDA 2,048.", flags=None
     )
     kv_memory: int | None = option(
         None,

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import describe_machine, encode_chat, get_candidates, pick_evenly, print_document, say
 from ngramspec import Engine, SamplingParams
-from ngramspec.server.fim import Fim
+from ngramspec.prompts.fim import Fim
 from ngramspec.speculative.features import KEPT
 
 BATCH = 32

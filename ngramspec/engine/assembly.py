@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 WaitForCode = Callable[..., None]  # waits until the stages of `background_compiler` that its arguments name have been compiled
+CPU_ROWS = 128  # of a pass: with more a prompt takes as long (benchmarks/NOTES.md), and what comes or is cancelled meanwhile waits longer
 LEARNED = 500
 """Steps after which the curve that they taught is kept for later starts, beside the one that was measured."""
 
@@ -107,7 +108,7 @@ def check_device(config: EngineConfig) -> DeviceConfig:
     other = {"cpu": "unpacked", "cuda": "vendor"}[kind]
     if config.linears not in ("exact", other):
         raise InvalidInputError(f"linears on {kind} must be 'exact' or {other!r}, got {config.linears!r}")
-    max_rows = config.max_rows or {"cpu": 256, "cuda": 2048}[kind]
+    max_rows = config.max_rows or max({"cpu": CPU_ROWS, "cuda": 2048}[kind], config.max_seqs + 64)
     if kind == "cuda" and (config.precision, config.kv_dtype, config.quantize) != ("auto", "auto", "none"):
         raise InvalidInputError("precision, kv_dtype and quantize are settings of the CPU; on CUDA, dtype says both")
     exact = config.linears == "exact"
