@@ -1,11 +1,13 @@
-"""What becomes of every field that OpenAI, vLLM and llama.cpp document for requests of completions: one table, by route.
+"""What becomes of the fields that OpenAI, vLLM and llama.cpp document for requests of completions: one table, by route.
 
-A request's JSON as an object enters; an ApiError for the first field that would change the answer and that nobody heeds leaves. Fields that
-are done have their types in the models of requests; here they are told of. docs/server.md shows the table. Knows no model of requests.
+A request's JSON as an object enters; an ApiError leaves for the first field that would change the text and is not implemented, or the names
+of the fields that no row is about. Fields that are done have their types in the models of requests. docs/server.md shows the table. Knows no
+model of requests.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -190,11 +192,10 @@ _ROWS = (
     _refused(ROUTES, "post_sampling_probs", "log-probabilities are the model's, before sampling", False),
     _refused(
         ROUTES,
-        "return_tokens_as_token_ids return_token_ids return_token_offsets return_prompt_text return_mm_kwargs",
+        "return_tokens_as_token_ids return_token_ids",
         "`return_tokens` of /completion has ids",
         False,
     ),
-    _refused(ROUTES, "routed_experts_prompt_start", "experts are not told of", 0),
     _refused((CHAT,), "include_reasoning", _RAW, True),
     _refused((CHAT,), "reasoning_format", _RAW, "none", "auto"),
     _refused((CHAT,), "reasoning_control thinking_forced_open", _RAW, False),
@@ -231,30 +232,31 @@ BY_ROUTE: dict[str, dict[str, Field]] = {
 
 
 def check(route: str, given: Mapping[str, Any]) -> None:
-    """Raises ApiError 400 for a field that asks for what is refused, and, as OpenAI does, for one that nobody documents: it may be a
-    slip of the pen for one that would change the text. null asks for nothing, whatever the name."""
+    """Raises ApiError 400 for a field that asks for what is refused."""
     table = BY_ROUTE[route]
     for name, value in given.items():
         row = table.get(name)
-        if row is None:
-            if value is not None:
-                raise _unknown(name, route)
-        elif row.fate is Fate.REFUSED and row.asks(value, given):
+        if row is not None and row.fate is Fate.REFUSED and row.asks(value, given):
             raise ApiError(400, f"{name} is not supported: {row.why}", param=name, code="not_supported")
 
 
-def _unknown(name: str, route: str) -> ApiError:
-    shown = name[:SHOWN_CHARS]
+def find_unknown(route: str, given: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields that no row is about, without those that are null. They are ignored."""
+    table = BY_ROUTE[route]
+    return [name for name, value in given.items() if value is not None and name not in table]
+
+
+def describe_unknown(route: str, name: str) -> str:
+    """Return an unknown field's name, and the known one that may be meant, in letters that a header can hold."""
+    shown = re.sub(r"[^\w.-]", "?", name[:SHOWN_CHARS], flags=re.ASCII)
     near = get_close_matches(shown, BY_ROUTE[route], 1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return ApiError(400, f"{shown!r}: {route} has no such field{meant}", param=shown, code="unknown_field")
+    return f"{shown} (did you mean {near[0]}?)" if near else shown
 
 
 def described(route: str, schema: dict[str, Any]) -> None:
-    """Add to the JSON schema of a route's requests what its model does not name, and that there is nothing else."""
+    """Add to the JSON schema of a route's requests what its model does not name."""
     for name, row in BY_ROUTE[route].items():
         if row.fate is Fate.ACCEPTED:
             schema["properties"].setdefault(name, {"description": f"Accepted: {row.why}."})
         elif row.fate is Fate.REFUSED and not row.matters_with:
             schema["properties"].setdefault(name, {"enum": [None, *row.neutral], "description": f"Not supported: {row.why}."})
-    schema["additionalProperties"] = False

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ngramspec.server import error_responses, logs
+from ngramspec.server import error_responses, field_support, logs
 from ngramspec.server.auth import AllowedHosts, given_key
 from ngramspec.server.error_responses import ApiError, ClientGone
 from ngramspec.server.settings import Limits
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _UNREAD = 8  # times the limit: this much of a body that is too long is read and dropped, since most clients listen only after sending it
 _CONTAINERS = 1 << 16  # lists and objects of a body; checking the 700,000 that fit into one would stall all requests for seconds
+_NAMED = 8  # fields that are unknown and that one header names
+_LOGGED = 1024  # unknown fields of a route that the log names, each once
 _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _REPOSITORY = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
@@ -124,13 +126,24 @@ class RequestMiddleware:
 
 
 class ParsedBodyRoute(APIRoute):
-    """A route that takes the body as `RequestMiddleware` parsed it."""
+    """A route that takes the body as `RequestMiddleware` parsed it. Fields that it does not know are named in the header `Warning`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        route = getattr(None if self.body_field is None else self.body_field.field_info.annotation, "route", "")
+        logged: set[str] = set()
 
         async def handle_parsed(request: Request) -> Response:
-            return await handle(_ParsedRequest(request.scope, request.receive))
+            response = await handle(_ParsedRequest(request.scope, request.receive))
+            if route and (unknown := field_support.find_unknown(route, request.scope["state"]["json"])):
+                named = [field_support.describe_unknown(route, name) for name in unknown[:_NAMED]]
+                more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+                response.headers["Warning"] = f'299 ngramspec "ignored fields: {", ".join(named)}{more}"'
+                for text in named:
+                    if text not in logged and len(logged) < _LOGGED:
+                        logged.add(text)
+                        log.warning("%s has no such field, which is ignored: %s", route, text)
+            return response
 
         return handle_parsed
 

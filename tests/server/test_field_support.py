@@ -104,15 +104,28 @@ def test_what_is_accepted_changes_nothing(client: TestClient, route: str, name: 
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", ["temprature", "max_new_tokens", "no_such_field", "x" * 1000])
-def test_a_field_that_nobody_documents_is_refused(client: TestClient, route: str, name: str) -> None:
-    answer = client.post(route, json=GOOD[route] | {name: 1})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (400, "unknown_field")
-    assert error["param"] == name[:64]
-    if name == "temprature":
-        assert "'temperature'" in error["message"]
-    assert client.post(route, json=GOOD[route] | {name: None}).status_code == 200
+@pytest.mark.parametrize(
+    ("name", "shown"), [("temprature", "temprature (did you mean temperature?)"), ("x" * 1000, "x" * 64), ('a"\r\n é', "a?????")]
+)
+def test_a_field_that_nobody_documents_is_ignored_and_named(
+    client: TestClient, caplog: pytest.LogCaptureFixture, route: str, name: str, shown: str
+) -> None:
+    plain = text_of(client.post(route, json=GOOD[route] | GREEDY))
+    for _ in range(2):
+        answer = client.post(route, json=GOOD[route] | GREEDY | {name: 1})
+        assert text_of(answer) == plain
+        assert answer.headers["Warning"] == f'299 ngramspec "ignored fields: {shown}"'
+    assert [record.getMessage() for record in caplog.records if shown in record.getMessage()] == [
+        f"{route} has no such field, which is ignored: {shown}"
+    ]
+    assert "Warning" not in client.post(route, json=GOOD[route] | {name: None}).headers
+    with client.stream("POST", route, json=GOOD[route] | {name: 1, "stream": True}) as stream:
+        assert shown in stream.headers["Warning"]
+
+
+def test_of_many_unknown_fields_a_few_are_named(client: TestClient) -> None:
+    answer = client.post(LLAMA, json=GOOD[LLAMA] | {f"unheard{i}": i for i in range(20_000)})
+    assert answer.headers["Warning"].endswith(', unheard7 and 19992 more"')
 
 
 def test_a_field_matters_only_with_what_gives_it_a_meaning(client: TestClient) -> None:
