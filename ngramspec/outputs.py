@@ -116,12 +116,14 @@ class Reliability:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """The log-probability of a token under the model's own distribution, before any adjustment."""
+    """The log-probability of a token under the model's own distribution, before any adjustment, or as `post_sampling_probs` asks for."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
-    """The most likely tokens, most likely first."""
+    """The most likely tokens, most likely first, or those of `logprob_token_ids`, in their order."""
+    rank: int | None = None
+    """Tokens that are likelier, plus one. None: not counted."""
 
 
 @dataclass(slots=True)

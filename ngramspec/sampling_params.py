@@ -89,6 +89,15 @@ class SamplingParams:
     logprobs: int | None = option(
         None, Integer(0, MAX_LOGPROBS, optional=True), "Report log-probabilities of each token and of this many others.", panel="Output"
     )
+    logprob_token_ids: Sequence[int] = option(
+        (), TokenIds(), "Report log-probabilities of these tokens in place of the most likely ones; with `logprobs`.", flags=None
+    )
+    post_sampling_probs: bool = option(
+        False,
+        Flag(),
+        "Log-probabilities are those of the distribution that the token is drawn from; tokens that cannot be drawn have none.",
+        flags=None,
+    )
     prompt_logprobs: int | None = option(
         None,
         Integer(0, MAX_LOGPROBS, optional=True),
@@ -106,6 +115,7 @@ class SamplingParams:
         put(self, "stop", tuple(self.stop))
         put(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
         put(self, "bad_words", tuple(self.bad_words))
+        put(self, "logprob_token_ids", tuple(int(token) for token in self.logprob_token_ids))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", tuple(int(token) for token in self.allowed_token_ids))
         put(self, "top_k", max(int(self.top_k), 0))

@@ -6,6 +6,7 @@ Everything that takes time to import is imported when the command runs.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.cli import common, drafts
 from ngramspec.cli.common import BadInputError, check_text, option
-from ngramspec.cli.flags import ENGINE, MODEL_HELP, SPECULATION, with_options
+from ngramspec.cli.flags import ENGINE, MODEL_HELP, SAMPLING, SPECULATION, with_options
 from ngramspec.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -82,8 +83,21 @@ def serve(
     strict_model: Annotated[
         bool, option(ENGINE, "Refuse requests that name another model, with 404. Else they are answered.", "--strict-model")
     ] = False,
-    host: Annotated[str | None, option(_NET, "Address to listen at. Default: 127.0.0.1, this machine only.")] = None,
+    chat_template: Annotated[
+        str | None,
+        option(ENGINE, "Jinja, or a file of it, in place of the model's chat template.", "--chat-template", "--chat-template-file"),
+    ] = None,
+    sampling: Annotated[
+        list[str] | None,
+        option(
+            SAMPLING, "A sampling parameter of requests that do not say, such as temperature=0.2. May be repeated.", metavar="NAME=VALUE"
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, option(_NET, "Address to listen at, or a Unix socket's path that ends in .sock. Default: 127.0.0.1, this machine only.")
+    ] = None,
     port: Annotated[int | None, option(_NET, "0: any that is free; the log says which. Default: 8000.")] = None,
+    api_prefix: Annotated[str | None, option(_NET, "The path under which all routes are, such as /llm.", metavar="/PATH")] = None,
     allowed_host: Annotated[
         list[str] | None, option(_NET, "Without keys: a further name that requests may call this server. May be repeated.", metavar="NAME")
     ] = None,
@@ -174,6 +188,9 @@ def serve(
     settings = _make_settings(
         host=host,
         port=port,
+        chat_template=chat_template,
+        sampling=None if sampling is None else parse_sampling(sampling),
+        api_prefix=api_prefix,
         allowed_hosts=allowed_host,
         cors_origins=cors_origin,
         api_keys=api_key,
@@ -219,6 +236,20 @@ def _make_settings(**given: Any) -> ServerSettings:
         raise BadInputError(f"{place}: {first['msg']}" if place else first["msg"]) from None
     except SettingsError as error:
         raise BadInputError(str(error)) from None
+
+
+def parse_sampling(given: Sequence[str]) -> dict[str, Any]:
+    """Return parameters by name from `NAME=VALUE`, whose values are JSON or text. Raises BadInputError."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise BadInputError(f"--sampling: give NAME=VALUE, got {text}")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def parse_stores(given: Sequence[str], what: str = "--datastore", taken: Collection[str] = ()) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ngramspec.errors import InvalidInputError
 from ngramspec.outputs import TokenLogprob
 from ngramspec.sampling.batch import Span
 from ngramspec.sampling.rejection import accept_leniently, reject
-from ngramspec.sampling.sampler import FRACTION_BITS, token_logprob, uniform_bits
+from ngramspec.sampling.sampler import FRACTION_BITS, uniform_bits
 from ngramspec.sampling.verify import match_draft
 from ngramspec.sampling_params import SamplingParams
 
@@ -123,9 +123,9 @@ class RelaxedAcceptance(Acceptance):
             steps = accept_leniently(seq.tree, lambda row: sampler.adjust_logits(rows[row], seq.n_output), self.lenience)
         else:
             steps = reject(seq.tree, lambda row: sampler.compute_weights(rows[row], seq.n_output), uniform, self.lenience)
-        row, top = 0, seq.params.logprobs
+        row = 0
         for token, node in steps:
-            yield token, node, None if top is None else token_logprob(rows[row], token, top)
+            yield token, node, sampler.score(rows[row], seq.n_output, token)
             row = node + 1
 
 

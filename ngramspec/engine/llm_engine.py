@@ -463,7 +463,8 @@ class Engine:
         sampling, hints = split_options(options)
         params = merge_params(params, sampling)
         ids = self.encode(prompt)
-        for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
+            tokens = getattr(params, name) or ()
             if max(tokens, default=0) >= self.vocab_size:
                 raise InvalidInputError(f"{name} must be for token ids 0 to {self.vocab_size - 1}, got {max(tokens)}")
         if not isinstance(final_only, bool):

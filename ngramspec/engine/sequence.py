@@ -124,8 +124,7 @@ class Sequence:
     def sample(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
         """Sample the next token from logits row [V] -> it and its log-probability, None if that is not wanted."""
         token = self.sampler.sample(row, self.n_output)
-        n = self.params.logprobs
-        return token, None if n is None else token_logprob(row, token, n)
+        return token, self.sampler.score(row, self.n_output, token)
 
     def score_prompt(self, first: int, rows: np.ndarray) -> None:
         """Score the prompt's tokens after positions first, first + 1, … with their logits rows [n, V]."""

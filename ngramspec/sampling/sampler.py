@@ -300,7 +300,8 @@ class Sampler:
         self.on_device, self.greedy = on_device(params), params.temperature == 0
         self.by_entries = _is_sparse(params) and params.logprobs is None
         """Whether `entries` lists all adjustments."""
-        self.scores_few = _is_plain(params) and params.logprobs is not None and params.logprobs <= KEPT
+        unusual = params.post_sampling_probs or params.logprob_token_ids
+        self.scores_few = _is_plain(params) and params.logprobs is not None and params.logprobs <= KEPT and not unusual
         """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
         self._entries: _Entries | None = None  # made when somebody asks
         self._temperature = np.float32(params.temperature)
@@ -447,6 +448,24 @@ class Sampler:
             return self._find_best(self.adjust_logits(row, position), position)
         return self.draw(self.compute_weights(row, position), position, 0)
 
+    def score(self, row: np.ndarray, position: int, token: int) -> TokenLogprob | None:
+        """Return the log-probability of the token at `position`, as the parameters ask for it; None: they do not.
+
+        Raises NotFiniteError.
+        """
+        params = self.params
+        if params.logprobs is None:
+            return None
+        if params.post_sampling_probs:
+            weights = np.zeros(len(row))
+            if self.greedy:
+                weights[self._find_best(self.adjust_logits(row, position), position)] = 1
+            else:
+                weights[:] = self.compute_weights(row, position)
+            with np.errstate(divide="ignore"):
+                row = np.log(weights)
+        return token_logprob(row, token, params.logprobs, params.logprob_token_ids)
+
 
 def make_draw_params(samplers: Sequence[Sampler], positions: Sequence[int]) -> DrawParams:
     """Return the parameters of samplers that adjust no logits, at positions in their outputs."""
@@ -457,10 +476,10 @@ def make_draw_params(samplers: Sequence[Sampler], positions: Sequence[int]) -> D
     return DrawParams(floats, top_k, share, least, seed, sample, position)
 
 
-def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
-    """Return the log-probability of a token in logits row [V], and the n most likely tokens, under the model's unadjusted distribution.
+def token_logprob(row: np.ndarray, token: int, n: int, instead: Sequence[int] = ()) -> TokenLogprob:
+    """Return the log-probability of a token in logits row [V], with the n most likely tokens, or with those given `instead`.
 
-    Raises NotFiniteError.
+    Tokens of probability 0 are no part of them. Raises NotFiniteError.
     """
     wide = row.astype(np.float64)
     top = wide.max()
@@ -468,8 +487,9 @@ def token_logprob(row: np.ndarray, token: int, n: int) -> TokenLogprob:
     if not np.isfinite(norm):
         raise NotFiniteError()
     likely = np.flatnonzero(row >= np.partition(row, -n)[-n]) if 0 < n < len(row) else np.arange(len(row) if n else 0)
-    best = likely[np.argsort(-row[likely], kind="stable")][:n]
-    return TokenLogprob(token, float(wide[token] - norm), [(int(i), float(wide[i] - norm)) for i in best])
+    best = instead or likely[np.argsort(-row[likely], kind="stable")][:n].tolist()
+    found = [(i, float(wide[i] - norm)) for i in best if wide[i] > -np.inf]
+    return TokenLogprob(token, float(wide[token] - norm), found, 1 + int((row > row[token]).sum()))
 
 
 def warmup() -> None:

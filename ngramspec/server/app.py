@@ -25,6 +25,8 @@ from ngramspec.server.settings import ServerSettings
 from ngramspec.server.sse import generates
 from ngramspec.server.state import ServerState
 
+LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # `localhost` among the sites whose pages may ask, as in llama.cpp
+
 
 def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
     """Return the application for an engine. Engine and repositories stay the caller's to start and close.
@@ -46,7 +48,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         repositories or Repositories(),
         Encoders(metrics),
         settings.alias or (engine.name,),
-        f"ngramspec-{__version__}-{engine.promise}-{engine.precision}",
+        f"b{__version__}-ngramspec-{engine.promise}-{engine.precision}",  # llama.cpp's begin so, too
     )
     app = FastAPI(
         title="ngramspec",
@@ -68,6 +70,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
+            allow_origin_regex=LOOPBACK_ORIGIN if "localhost" in settings.cors_origins else None,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # those that the page's client asks for, such as the `openai` client's x-stainless-*; limits bounds them
             expose_headers=["X-Request-Id", "Retry-After"],

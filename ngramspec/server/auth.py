@@ -178,8 +178,10 @@ def is_local(request: Request) -> bool:
     """Whether a request comes from this machine. One that a proxy passed on does not, whoever sent it there."""
     if any(name in _PROXIED or name.startswith("x-forwarded-") for name in request.headers):
         return False
+    if request.client is None:
+        return is_unix_socket(request.app.state.server.settings.host)
     try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+        return ipaddress.ip_address(request.client.host).is_loopback
     except ValueError:
         return False
 
@@ -213,8 +215,15 @@ class AllowedHosts:
         return self.addresses
 
 
+def is_unix_socket(host: str) -> bool:
+    """Return whether an address to bind is the path of a Unix socket, by its end, as in llama.cpp."""
+    return host.endswith(".sock")
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address to bind is reachable from this machine only."""
+    if is_unix_socket(host):
+        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

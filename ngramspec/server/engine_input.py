@@ -5,17 +5,22 @@ Checked requests and ids enter, an `EngineInput` for `Engine.submit` leaves. Kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ngramspec.engine.llm_engine import Engine, Hints
+from ngramspec.errors import InvalidInputError, TokenizerError
+from ngramspec.options import MAX_INT
 from ngramspec.outputs import Completion
 from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.auth import Identity
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import ApiError, make_context_error
 from ngramspec.server.request_fields import GenerationFields
 from ngramspec.server.settings import Limits
+
+MAX_BIAS_CHARS = 64  # of a text in `logit_bias`
 
 
 @dataclass(slots=True)
@@ -57,6 +62,32 @@ def remember_suggestion(suggestions: Suggestions, tenant: str | None, prefix: st
     suggestions.add(tenant, prefix, suffix, completion.choices[0].text)
 
 
+def read_bias(given: Iterable[tuple[int | str, float | bool]], engine: Engine, most: int) -> dict[int, float]:
+    """Return `logit_bias` by token id, of up to `most` pairs (a token id, or a text, whose tokens are meant; the bias, or false: never).
+
+    Raises ApiError (400).
+    """
+    bias: dict[int, float] = {}
+    for n, (token, value) in enumerate(given):
+        if n >= most:
+            raise ApiError(400, f"logit_bias: at most {most} entries of logit_bias", param="logit_bias")
+        if value is True:
+            raise ApiError(400, "logit_bias must be numbers, or false for a token that is banned, got true", param="logit_bias")
+        if isinstance(token, str) and not re.fullmatch("-?[0-9]+", token):
+            if not 0 < len(token) <= MAX_BIAS_CHARS:
+                raise ApiError(400, f"logit_bias: texts of 1 to {MAX_BIAS_CHARS} characters, got {len(token)}", param="logit_bias")
+            try:
+                ids = engine.encode_text(token)
+            except (InvalidInputError, TokenizerError) as error:
+                raise ApiError(400, f"logit_bias: {error}", param="logit_bias") from None
+        else:
+            ids = [int(token) if len(str(token)) <= 10 else MAX_INT]
+            if not 0 <= ids[0] < engine.vocab_size:
+                raise ApiError(400, f"logit_bias must be for token ids 0 to {engine.vocab_size - 1}, got {ids[0]}", param="logit_bias")
+        bias |= dict.fromkeys(ids, -100.0 if value is False else float(value))
+    return bias
+
+
 def cut_prompt(ids: list[int], n: int | None, *, room: int, side: str | None) -> list[int]:
     """Return the last `n` ids of a prompt (`side` "right": the first); with a negative `n` as many as have `room`, with None all."""
     if n is None:
@@ -79,16 +110,16 @@ class RequestLimits:
         """Return how many tokens the context has room for after a prompt of `n_tokens`; one at least."""
         return max(self.max_model_len - n_tokens, 1)
 
-    def check_prompt(self, n_tokens: int, param: str = "prompt", more: str = "") -> None:
-        """Raises ApiError 400 for a prompt of too many tokens. `more`: said before the number."""
+    def check_prompt(self, n_tokens: int, param: str = "prompt", *, at_least: bool = False) -> None:
+        """Raises ApiError 400 for a prompt of too many tokens. `at_least`: it may have more than `n_tokens`."""
         if n_tokens > self.max_prompt:
-            why = f"the prompt has {more}{n_tokens} tokens; this server takes {self.max_prompt}"
-            raise ApiError(400, why, param=param, code="context_length_exceeded")
+            n_ctx = self.max_model_len if self.limits.prompt_tokens is None else self.max_prompt
+            raise make_context_error(n_tokens, n_ctx, param, at_least=at_least)
 
     def check_text(self, text: str, param: str = "prompt") -> None:
         """Raises ApiError 400 for a prompt of this text if it is too long however it is tokenized. Takes milliseconds."""
         if 4 * len(text) > self.max_prompt:  # a character has up to 4 bytes, and a byte is at most a token
-            self.check_prompt(self._fewest_tokens(text), param, "at least ")
+            self.check_prompt(self._fewest_tokens(text), param, at_least=True)
 
     def check_params(self, params: SamplingParams, n_prompts: int = 1) -> None:
         """Raises ApiError 400 for parameters that are valid but ask for too much."""
@@ -99,6 +130,7 @@ class RequestLimits:
         self._check_most("stop", len(params.stop), limits.stops, "stop strings")
         self._check_most("stop", max(map(len, params.stop), default=0), limits.stop_chars, "characters of a stop string")
         self._check_most("stop_token_ids", len(params.stop_token_ids), limits.bias, "stop_token_ids")
+        self._check_most("logprob_token_ids", len(params.logprob_token_ids), limits.bias, "logprob_token_ids")
         self._check_most("logit_bias", len(params.logit_bias), limits.bias, "entries of logit_bias")
 
     def _check_most(self, param: str, asked: int, most: int, what: str) -> None:

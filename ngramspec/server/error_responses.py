@@ -58,15 +58,17 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
+        """Make an error. `more`: what else the envelope says."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.type = type or _TYPES.get(status, INVALID if status < 500 else "server_error")
-        self.headers = dict(headers or {})
+        self.headers, self.more = dict(headers or {}), dict(more or {})
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code} | self.more}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
@@ -79,6 +81,14 @@ class ClientGone(Exception):  # noqa: N818 - not an error of anybody
 def make_internal_error() -> ApiError:
     """Return what a client learns of a defect."""
     return ApiError(500, "the server failed to answer this request; its log says why", code="internal_error")
+
+
+def make_context_error(n_tokens: int, n_ctx: int, param: str, *, at_least: bool = False) -> ApiError:
+    """Return a 400 for a prompt of more tokens than `n_ctx`, in the words by which clients of OpenAI and of llama.cpp know it."""
+    why = f"the prompt has {'at least ' if at_least else ''}{n_tokens} tokens, which exceeds the available context size; "
+    why += f"this server's maximum context length is {n_ctx} tokens, of prompt and answer together"
+    more = {"n_prompt_tokens": n_tokens, "n_ctx": n_ctx}
+    return ApiError(400, why, type="exceed_context_size_error", param=param, code="context_length_exceeded", more=more)
 
 
 def translate_error(error: Exception, *, is_clients: bool = False) -> ApiError:

@@ -1,8 +1,8 @@
 """What becomes of the fields that OpenAI, vLLM and llama.cpp document for requests of completions: one table, by route.
 
 A request's JSON as an object enters; an ApiError leaves for the first field that would change the text and is not implemented, or the names
-of the fields that no row is about. Fields that are done have their types in the models of requests. docs/server.md shows the table. Knows no
-model of requests.
+of the fields that no row is about. Fields that are done have their types in the models of requests. docs/server.md shows the table. Knows
+no model of requests.
 """
 
 from __future__ import annotations
@@ -88,21 +88,27 @@ _ROWS = (
     _done((COMPLETIONS,), "best_of", "n of so many, the likeliest; equal to n while streamed"),
     _done((RESPONSES,), "input instructions", "the conversation: messages, calls of functions, their results"),
     _done(V1, "model", "any name is answered by the model that is served, others than its own are refused with `--strict-model`"),
-    _done(V1, "n", "texts for a prompt; a response is one"),
-    _done(LLAMAS, "n_cmpl", "texts for a prompt"),
+    _done(ROUTES, "n", "texts for a prompt; a response is one"),
+    _done((*OPENAI, *LLAMAS), "n_cmpl", "`n` in llama.cpp's words"),
     _done((*OPENAI, *LLAMAS), "max_tokens", "most tokens to write; 0: the prompt is computed, and nothing written; -1: as many as fit"),
     _done((RESPONSES,), "max_output_tokens", "most tokens to write"),
     _done((CHAT,), "max_completion_tokens", "`max_tokens` by its new name, which counts"),
     _done((*OPENAI, *LLAMAS), "n_predict", "`max_tokens` in llama.cpp's words"),
     _done(ROUTES, "stop", "texts that end the answer"),
     _done(ROUTES, "seed", "the same seed gives the same text"),
-    _done(ROUTES, "logit_bias", "numbers added to logits, for token ids of the vocabulary"),
+    _done(ROUTES, "logit_bias", "numbers added to logits, of token ids or of the tokens of texts"),
     _done(OPENAI, "logprobs", "log-probabilities of the tokens"),
     _done((CHAT,), "top_logprobs", "and of so many others"),
-    _done(LLAMAS, "n_probs", "log-probabilities of so many tokens"),
+    _done((*OPENAI, *LLAMAS), "n_probs", "log-probabilities of so many tokens, in llama.cpp's words"),
+    _done(OPENAI, "prompt_logprobs", "log-probabilities of the prompt's tokens and of so many others"),
+    _done(OPENAI, "return_token_ids", "ids of the prompt's tokens and of the text's"),
+    _done(OPENAI, "return_tokens_as_token_ids", "log-probabilities name tokens as `token_id:17`"),
+    _done((*OPENAI, *LLAMAS), "return_progress", "a stream says how much of the prompt is done"),
+    _done((*OPENAI, *LLAMAS), "timings_per_token", "llama.cpp's `timings` in every piece of a stream"),
+    _done(OPENAI, "verbose", "`__verbose` in the answer shows the prompt"),
     _done(ROUTES, "stream", "pieces as they are written"),
-    _done(V1, "stream_options", "`include_usage`; `continuous_usage_stats` and `include_obfuscation` change nothing"),
-    _done(LLAMAS, "repeat_penalty", "`repetition_penalty` in llama.cpp's words"),
+    _done(V1, "stream_options", "`include_usage`, `continuous_usage_stats`; `include_obfuscation` changes nothing"),
+    _done(ROUTES, "repeat_penalty", "`repetition_penalty` in llama.cpp's words"),
     _done(LLAMAS, "n_indent", "a line with less indentation ends the text"),
     _done(LLAMAS, "t_max_predict_ms", "after so long, the next line end ends the text"),
     _done(LLAMAS, "return_tokens", "token ids in the answer"),
@@ -130,26 +136,26 @@ _ROWS = (
     _refused((CHAT,), "parse_tool_calls", "calls are told apart from text wherever there are tools", True),
     # ------------------------------------------------------------------ accepted, whatever they say
     _accepted((CHAT,), "verbosity", "a hint, which no template knows"),
-    _accepted(ROUTES, "user safety_identifier metadata client_metadata store", "about the request; nothing is stored or passed on"),
-    _accepted(ROUTES, "service_tier priority request_id session_id", "requests run in the order in which they come, under our own ids"),
-    _accepted(ROUTES, "prompt_cache_key prompt_cache_retention prompt_cache_options", "cached prompts are found by their tokens"),
+    _accepted(
+        ROUTES,
+        "user safety_identifier metadata client_metadata store service_tier priority request_id session_id "
+        "prompt_cache_key prompt_cache_retention prompt_cache_options",
+        "about the request: nothing is stored or passed on, requests run in the order in which they come",
+    ),
     _accepted(ROUTES, "id_slot n_cache_reuse n_keep n_discard", "there are no slots to choose, and no context is shifted"),
     _accepted(
         ROUTES,
-        "speculative.n_min speculative.n_max speculative.p_min speculative.type",
-        "drafts change how soon the answer comes, never which",
+        "speculative.n_min speculative.n_max speculative.p_min speculative.type t_max_prompt_ms stream_interval sse_ping_interval "
+        "backend_sampling mm_payload guided_decoding_backend",
+        "how soon the answer comes, not which it is",
     ),
-    _accepted(ROUTES, "stream_interval sse_ping_interval return_progress timings_per_token verbose", "how often a stream tells what"),
-    _accepted(ROUTES, "t_max_prompt_ms", "prompts are computed to their end"),
-    _accepted(ROUTES, "backend_sampling mm_payload guided_decoding_backend", "how, not what"),
     _accepted(ROUTES, "samplers", "the order is ours: penalties, temperature, top-k, top-p, min-p, each where its own field asks"),
     _accepted(
-        ROUTES, "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", "only with `dry_multiplier`, which is refused"
+        ROUTES,
+        "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta xtc_threshold dynatemp_exponent "
+        "adaptive_decay",
+        "only with a field that is refused: `dry_multiplier`, `mirostat`, `xtc_probability`, `dynatemp_range`, `adaptive_target`",
     ),
-    _accepted(ROUTES, "mirostat_tau mirostat_eta", "only with `mirostat`, which is refused"),
-    _accepted(ROUTES, "xtc_threshold", "only with `xtc_probability`, which is refused"),
-    _accepted(ROUTES, "dynatemp_exponent", "only with `dynatemp_range`, which is refused"),
-    _accepted(ROUTES, "adaptive_decay", "only with `adaptive_target`, which is refused"),
     _accepted(LLAMAS, "model", "there is one"),
     _accepted((LLAMA,), "input_prefix input_suffix input_extra", "of /infill: here the prompt is all there is, as llama.cpp has it"),
     # ------------------------------------------------------------------ refused: sampling
@@ -186,16 +192,7 @@ _ROWS = (
     _refused((CHAT,), "audio web_search_options moderation", "text of the model alone"),
     _refused((CHAT,), "modalities", _TEXT_ONLY, ["text"]),
     _refused((CHAT,), "media_io_kwargs mm_processor_kwargs", _TEXT_ONLY, {}),
-    # ------------------------------------------------------------------ refused: what the answer shows
-    _refused(ROUTES, "prompt_logprobs", "`echo` with `logprobs` tells them"),
-    _refused(ROUTES, "logprob_token_ids", "log-probabilities are of the likeliest", []),
-    _refused(ROUTES, "post_sampling_probs", "log-probabilities are the model's, before sampling", False),
-    _refused(
-        ROUTES,
-        "return_tokens_as_token_ids return_token_ids",
-        "`return_tokens` of /completion has ids",
-        False,
-    ),
+    # ------------------------------------------------------------------ refused: chains of thought
     _refused((CHAT,), "include_reasoning", _RAW, True),
     _refused((CHAT,), "reasoning_format", _RAW, "none", "auto"),
     _refused((CHAT,), "reasoning_control thinking_forced_open", _RAW, False),
@@ -204,14 +201,8 @@ _ROWS = (
     _refused((RESPONSES,), "top_logprobs logprobs", "only /v1/chat/completions tells log-probabilities", 0, False),
     _refused((RESPONSES,), "max_tokens max_completion_tokens", "here it is `max_output_tokens`"),
     _refused((RESPONSES,), "max_tool_calls", "functions are called by the client"),
-    _refused(OPENAI, "n_cmpl", "here it is `n`", 1),
-    _refused(OPENAI, "n_probs", "here it is `logprobs`", 0),
-    _refused(OPENAI, "repeat_penalty", "here it is `repetition_penalty`", 1),
-    _refused(OPENAI, "n_indent", "/completion and /infill have it", 0),
-    _refused(OPENAI, "t_max_predict_ms", "/completion and /infill have it", 0, -1),
-    _refused(OPENAI, "return_tokens", "/completion and /infill have it", False),
-    _refused(OPENAI, "response_fields", "/completion and /infill have it", []),
-    _refused(LLAMAS, "n", "here it is `n_cmpl`", 1),
+    _refused(V1, "n_indent", "/completion and /infill have it", 0),
+    _refused(V1, "t_max_predict_ms", "/completion and /infill have it", 0, -1),
     _refused(LLAMAS, "truncate_prompt_tokens", "/v1 has it"),
 )
 

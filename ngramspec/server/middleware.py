@@ -51,6 +51,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, state: ServerState, generating: Collection[str]) -> None:
         """`generating`: paths of requests that reserve sequences."""
         self.app, self.limits, self.hosts = app, state.settings.limits, AllowedHosts(state.settings)
+        self.prefix = state.settings.api_prefix
         self.metrics, self.admission, self.keyring, self.generating = state.metrics, state.admission, state.keyring, generating
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +63,7 @@ class RequestMiddleware:
         name = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         facts: dict[str, Any] = {}
         scope.setdefault("state", {})["facts"] = facts
-        scope = _split_repository(scope)
+        scope = _split_repository(_without_prefix(scope, self.prefix))
         status = 0
         is_head = scope["method"] == "HEAD"
         inner: Scope = {**scope, "method": "GET"} if is_head else scope  # a HEAD is a GET whose body is not sent
@@ -151,6 +152,14 @@ class ParsedBodyRoute(APIRoute):
 class _ParsedRequest(Request):
     async def json(self) -> Any:
         return self.scope["state"]["json"]
+
+
+def _without_prefix(scope: Scope, prefix: str) -> Scope:
+    """Take the prefix of all routes off the front of the path; what does not begin with it is the path of no route."""
+    if not prefix:
+        return scope
+    path = scope["path"].removeprefix(prefix) if scope["path"].startswith(f"{prefix}/") else "/" if scope["path"] == prefix else "//"
+    return {**scope, "path": path, "raw_path": path.encode()}
 
 
 def _split_repository(scope: Scope) -> Scope:

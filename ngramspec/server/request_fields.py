@@ -56,6 +56,9 @@ SHARED = {name: option for name, option in options_of(SamplingParams).items() if
 """All others: the same field in every dialect. null and absence mean the dialect's default."""
 
 
+OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's names, and those of `SamplingParams`; both are taken
+
+
 def make_strict_type(kind: Kind) -> Any:
     """Return the pydantic type of what an option takes."""
     match kind:

@@ -65,20 +65,28 @@ def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[st
     return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
 
 
-def timings(completion: Completion) -> dict[str, float]:
+def timings(completion: Completion, elapsed_s: float | None = None) -> dict[str, float]:
     """llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
 
-    `prompt_n` counts what was computed, `cache_n` what the prefix cache had. Waiting in the queue is in neither.
+    `prompt_n` counts what was computed, `cache_n` what the prefix cache had. Waiting in the queue is in neither. `elapsed_s`: since the
+    start of a request that is not done yet.
     """
     stats = completion.stats
     prompt_n = len(completion.prompt_token_ids) - completion.cached_tokens
-    first_s = completion.ttft_s or completion.duration_s
+    whole_s = completion.duration_s or elapsed_s or 0.0
+    first_s = completion.ttft_s or whole_s
     found: dict[str, float] = {"cache_n": completion.cached_tokens}
     found |= _pace("prompt", prompt_n, max(first_s - completion.queued_s, 0.0))
-    found |= _pace("predicted", stats.tokens, max(completion.duration_s - first_s, 0.0))
+    found |= _pace("predicted", stats.tokens, max(whole_s - first_s, 0.0))
     if stats.drafts:
         found |= {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted}
     return found
+
+
+def prompt_timings(cached: int, processed: int, seconds: float) -> dict[str, float]:
+    """llama.cpp's `timings` while `processed` tokens of a prompt are computed, `cached` of which the prefix cache had."""
+    n = processed - cached
+    return {"cache_n": cached} | _pace("prompt", n, seconds if n else 0.0) | _pace("predicted", 0, 0.0)
 
 
 def _pace(name: str, n: int, seconds: float) -> dict[str, float]:

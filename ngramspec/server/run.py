@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import itertools
 import json
@@ -18,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 try:
@@ -35,7 +37,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server import logs
 from ngramspec.server.app import create_app
-from ngramspec.server.auth import is_loopback
+from ngramspec.server.auth import is_loopback, is_unix_socket
 from ngramspec.server.error_responses import ApiError, retry_after
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
@@ -289,7 +291,7 @@ def run(
     front = Front()
     server = Server(configuration(front, settings), front, settings)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    url = f"unix:{host}" if is_unix_socket(host) else f"http://{host}:{listener.getsockname()[1]}{settings.api_prefix}"
     if not is_loopback(settings.host) and not settings.api_keys:
         log.warning("%s is reachable from other machines, and there are no keys: whoever reaches it can use it; see --api-key", url)
     loaded: list[Engine | BaseException] = []
@@ -298,6 +300,8 @@ def run(
         try:
             engine = make_engine()
             loaded.append(engine)
+            if settings.chat_template:
+                engine.tokenizer.chat_template = settings.chat_template
             app = create_app(engine, settings, repositories)
             gc.collect()
             gc.freeze()  # half a million objects stay: everything waits while the collector looks at them again
@@ -341,11 +345,37 @@ def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError that names the address."""
+    if is_unix_socket(host):
+        return listen_at_path(host)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error
+
+
+def listen_at_path(path: str) -> socket.socket:
+    """Return a Unix socket for this user alone, in place of one that nobody listens at any more. Raises OSError that names the path."""
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except AttributeError:
+        raise OSError(f"cannot listen at {path}: this system has no Unix sockets") from None
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if Path(path).is_socket() and listener.connect_ex(path) == errno.ECONNREFUSED:
+                Path(path).unlink()
+        listener.close()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen at {path}: {error.strerror or error}") from error
+    return listener
 
 
 def raise_descriptor_limit() -> None:

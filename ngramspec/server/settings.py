@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from ngramspec.options import options_of
+from ngramspec.sampling_params import SamplingParams
 
 MIN_KEY = 8
 """Characters of a key: a shorter one is guessed."""
@@ -96,6 +99,28 @@ def read_keys(path: Path) -> list[Key]:
     return keys
 
 
+def _read_template(value: Any) -> Any:
+    """Return a template, or that in the file of this name. Raises ValueError."""
+    if not isinstance(value, (str, Path)) or "{" in str(value) or not str(value):
+        return value
+    try:
+        return Path(value).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"is neither Jinja nor a file that can be read: {error}") from None
+
+
+# Sampling parameters that a server may have defaults of.
+DEFAULTS = frozenset(options_of(SamplingParams)) - {"n", "stop", "stop_token_ids", "logit_bias", "grammar", "logprobs", "prompt_logprobs"}
+
+
+def _check_sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError."""
+    if unknown := sorted(given.keys() - DEFAULTS):
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(DEFAULTS))}")
+    SamplingParams(**given)
+    return given
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_several)]
 
 
@@ -105,6 +130,7 @@ class ServerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="NGRAMSPEC_", env_nested_delimiter="__", frozen=True, extra="forbid")
 
     host: str = "127.0.0.1"
+    """A name or address, or the path of a Unix socket, which ends in .sock."""
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
     admin_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
@@ -118,6 +144,12 @@ class ServerSettings(BaseSettings):
     """Names under which the model is listed and answers, the first one first. None: the model's own."""
     strict_model: bool = False
     """Refuse requests that name another model, with 404. Else any name is answered by the one model, as llama.cpp does."""
+    api_prefix: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
+    """All routes are under this path, such as /llm."""
+    chat_template: Annotated[str, BeforeValidator(_read_template)] = ""
+    """Jinja, or a file of it, in place of the model's own template."""
+    sampling: Annotated[dict[str, Any], AfterValidator(_check_sampling)] = {}
+    """Sampling parameters of requests that do not say, by their names in `SamplingParams`."""
     allowed_hosts: Names = ()
     """Names that a `Host` header may say while there are no keys, beside those of this machine."""
     cors_origins: Names = ()

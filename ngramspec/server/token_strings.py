@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from ngramspec.outputs import TokenLogprob
 from ngramspec.tokenizer.detokenizer import SpecialTokens, TextStream
 
 LEAST = -9999.0
@@ -59,6 +60,26 @@ class TokenTexts:
     def _decode(self, tokens: list[int]) -> str:
         ids = self._anchor + tokens
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class TokenIdTexts(TokenTexts):
+    """The same with `token_id:17` for the text of a single token, as vLLM has it."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        vars(self).update(vars(texts))
+
+    def text(self, token: int) -> str:
+        return f"token_id:{token}"
+
+
+def describe_prompt_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: by id, of each token and the most likely ones; None for the first token."""
+
+    def describe(found: TokenLogprob) -> dict[str, Any]:
+        ranked = [*((token, value, rank) for rank, (token, value) in enumerate(found.top, 1)), (found.token_id, found.logprob, found.rank)]
+        return {str(token): {"logprob": finite(value), "rank": rank, "decoded_token": texts.text(token)} for token, value, rank in ranked}
+
+    return [None if each is None else describe(each) for each in logprobs]
 
 
 def _letters() -> dict[str, int]:

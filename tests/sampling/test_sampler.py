@@ -181,6 +181,33 @@ def test_logprobs_are_the_models_own() -> None:
     assert [i for i, _ in got.top] == np.argsort(-logits)[:3].tolist()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_probabilities_after_sampling_are_those_that_are_drawn_from(temperature: float) -> None:
+    logits = row(4)
+    each = sampler(temperature=temperature, top_k=5, logit_bias={3: -100}, logprobs=9, post_sampling_probs=True)
+    token = each.sample(logits, 0)
+    got = each.score(logits, 0, token)
+    assert got is not None
+    shares = {token: 1.0}
+    if temperature:
+        weights = each.compute_weights(logits, 0)
+        shares = {int(i): weights[i] / weights.sum() for i in np.flatnonzero(weights)}
+    assert {i: np.exp(logprob) for i, logprob in got.top} == pytest.approx(shares)
+    assert np.exp(got.logprob) == pytest.approx(shares[token])
+    assert not each.scores_few
+    assert not each.on_device
+
+
+def test_log_probabilities_of_the_tokens_that_were_asked_for() -> None:
+    logits = row(5)
+    each = sampler(logprobs=1, logprob_token_ids=[7, 3])
+    got, usual = each.score(logits, 0, 17), token_logprob(logits, 17, V)
+    assert got is not None
+    assert got.top == [(i, dict(usual.top)[i]) for i in (7, 3)]
+    assert (got.logprob, usual.top[got.rank - 1][0]) == (usual.logprob, 17)
+    assert not each.scores_few
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_not_a_number(temperature: float) -> None:
     one, infinite = row(), row()

@@ -7,6 +7,7 @@ requests enter, dicts leave. Knows the admission queue, and no routes.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -20,10 +21,11 @@ from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.error_responses import ClientGone
-from ngramspec.server.llamacpp.schemas import OTHER_NAMES, LlamaRequest
+from ngramspec.server.llamacpp.schemas import LlamaRequest
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer
+from ngramspec.server.prompt_progress import PromptProgress, report_progress
 from ngramspec.server.queue import Reservation, until_gone
-from ngramspec.server.request_fields import SHARED
+from ngramspec.server.request_fields import OTHER_NAMES, SHARED
 from ngramspec.server.token_strings import finite
 
 _INDENTATION = re.compile(r"\n([ \t]*)(?=[^ \t])")  # a line's, once its first other character is known
@@ -79,13 +81,17 @@ class LlamaAnswer:
 
 
 async def run_stop_rules(
-    reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]
-) -> AsyncIterator[tuple[int, str, list[int], list[TokenLogprob]]]:
-    """Yield (number of the input, new text, its tokens, their log-probabilities) for every delta.
+    reservation: Reservation, pieces: AsyncIterator[PromptProgress | tuple[int, Delta]], answers: list[LlamaAnswer]
+) -> AsyncIterator[PromptProgress | tuple[int, str, list[int], list[TokenLogprob]]]:
+    """Yield (number of the input, new text, its tokens, their log-probabilities) for every delta, and reports on the prompt before.
 
     An input whose answer was cut is cancelled; its last delta is waited for, since it brings the statistics.
     """
-    async for i, delta in pieces:
+    async for piece in pieces:
+        if isinstance(piece, PromptProgress):
+            yield piece
+            continue
+        i, delta = piece
         was_cut = answers[i].is_cut
         text, tokens, logprobs = answers[i].take(delta)
         if answers[i].is_cut and not was_cut:
@@ -121,13 +127,24 @@ class AnswerFormat:
         self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream: what is new of each text, and at its end the rest of what `describe` says."""
-        async for i, text, tokens, logprobs in run_stop_rules(reservation, pieces, answers):
+        started, body = time.perf_counter(), answers[0].body
+        told = report_progress(pieces, reservation.requests) if body.return_progress else pieces
+        async for piece in run_stop_rules(reservation, told, answers):
+            if isinstance(piece, PromptProgress):
+                event: dict[str, Any] = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": 0}
+                event |= {"tokens_predicted": 0, "tokens_evaluated": piece.total, "prompt_progress": piece.describe()}
+                event["timings"] = response_stats.prompt_timings(piece.cache, piece.processed, piece.time_ms / 1e3)
+                yield event
+                continue
+            i, text, tokens, logprobs = piece
             answer = answers[i]
             if text or tokens:
-                event: dict[str, Any] = {"index": i, "content": text, "tokens": tokens, "stop": False, "id_slot": i}
+                event = {"index": i, "content": text, "tokens": tokens, "stop": False, "id_slot": i}
                 event |= {"tokens_predicted": len(answer.tokens), "tokens_evaluated": len(answer.given.prompt)}
                 if logprobs:
-                    event["completion_probabilities"] = self._describe_probabilities(logprobs)
+                    event["completion_probabilities"] = self._describe_probabilities(logprobs, answer.given.params)
+                if body.timings_per_token:
+                    event["timings"] = response_stats.timings(reservation.requests[i].completion, time.perf_counter() - started)
                 yield event
             if answer.completion is not None:
                 yield self.describe(i, answer)
@@ -157,7 +174,8 @@ class AnswerFormat:
             "timings": response_stats.timings(completion),
         }
         if completion.choices[0].logprobs and not body.stream:
-            found["completion_probabilities"] = self._describe_probabilities(completion.choices[0].logprobs[: len(answer.tokens)])
+            logprobs = completion.choices[0].logprobs[: len(answer.tokens)]
+            found["completion_probabilities"] = self._describe_probabilities(logprobs, given.params)
         if body.speculative_metrics in ("summary", "detailed"):
             found["metrics"] = {"speculative_decoding": response_stats.speculative(completion, body.speculative_metrics)}
         if body.return_sources:
@@ -177,13 +195,17 @@ class AnswerFormat:
             return "limit", ""
         return ("word", choice.stop_reason) if isinstance(choice.stop_reason, str) else ("eos", "")
 
-    def _describe_probabilities(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def _describe_probabilities(self, logprobs: Sequence[TokenLogprob], params: SamplingParams) -> list[dict[str, Any]]:
+        drawn = params.post_sampling_probs
+
         def entry(token: int, logprob: float) -> dict[str, Any]:
             raw = self.tokens.texts.bytes(token)
-            return {"id": token, "token": raw.decode(errors="ignore"), "bytes": list(raw), "logprob": finite(logprob)}
+            value = {"prob": math.exp(logprob)} if drawn else {"logprob": finite(logprob)}
+            return {"id": token, "token": raw.decode(errors="ignore"), "bytes": list(raw)} | value
 
         return [
-            entry(each.token_id, each.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in each.top]}
+            entry(each.token_id, each.logprob)
+            | {"top_probs" if drawn else "top_logprobs": [entry(token, logprob) for token, logprob in each.top]}
             for each in logprobs
         ]
 

@@ -19,11 +19,10 @@ from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, identify, operator
-from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, remember_suggestion
+from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias, remember_suggestion
 from ngramspec.server.error_responses import ApiError, make_bad_request
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import (
-    OTHER_NAMES,
     DetokenizeBody,
     DetokenizeResponse,
     InfillBody,
@@ -35,7 +34,7 @@ from ngramspec.server.llamacpp.schemas import (
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.queue import Reservation
-from ngramspec.server.request_fields import check_grammar, read_grammar, read_sampling_fields
+from ngramspec.server.request_fields import OTHER_NAMES, SHARED, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 
@@ -59,6 +58,7 @@ def make_router(state: ServerState) -> APIRouter:
         if fim is None:
             message = f"{state.names[0]} has no tokens to fill in the middle with; use /completion, or a model that was trained for it"
             raise ApiError(400, message, type="not_supported_error", code="not_supported")
+        handler.set_defaults(body)
         with state.admission.reserve(body.n_cmpl) as reservation:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
             before = body.input_prefix + body.prompt
@@ -75,6 +75,7 @@ def make_router(state: ServerState) -> APIRouter:
 
         Control tokens are parsed in text unless `parse_special` is false, here or in the server's settings.
         """
+        handler.set_defaults(body)
         given = list(body.prompts())
         parse = state.settings.parse_special if body.parse_special is None else body.parse_special
         with state.admission.reserve(len(given) * body.n_cmpl) as reservation:
@@ -125,6 +126,14 @@ class _LlamaHandler:
         self.format = AnswerFormat(state.engine, tokens, state.names[0])
         self.n_slots = int(state.engine.props()["max_seqs"])
 
+    def set_defaults(self, body: LlamaRequest) -> None:
+        """Take what the server's settings say in place of llama.cpp's defaults."""
+        given, defaults = body.model_fields_set, self.state.settings.sampling
+        if not given & {"n_predict", "max_tokens"}:
+            body.n_predict = defaults.get("max_tokens", body.n_predict)
+        if "seed" not in given:
+            body.seed = -1 if defaults.get("seed") is None else defaults["seed"]
+
     def encode_infill(self, fim: Fim, body: InfillBody) -> list[int]:
         """Return the prompt of a request to fill in the middle, cut to what the context holds beside the middle. Raises ValueError."""
         length = self.engine.max_model_len
@@ -144,6 +153,8 @@ class _LlamaHandler:
     ) -> list[EngineInput]:
         """Return `n_cmpl` inputs for each prompt that `encode` returns. Raises ApiError."""
         hints = make_hints(body, identity, self.engine)
+        pairs = body.logit_bias.items() if isinstance(body.logit_bias, dict) else body.logit_bias
+        bias = read_bias(pairs, self.engine, self.state.settings.limits.bias)
 
         def encode_all() -> list[list[int]]:
             prompts = encode()
@@ -160,10 +171,31 @@ class _LlamaHandler:
             self.state.limits.check_prompt(len(ids))
             room = self.state.limits.count_room(len(ids))
             for i in range(body.n_cmpl):
-                params = make_params(body, i, room=room, grammar=form and form[1], stop_ids=stop_ids)
+                params = self.make_params(body, i, room=room, grammar=form and form[1], bias=bias, stop_ids=stop_ids)
                 self.state.limits.check_params(params, len(prompts) * body.n_cmpl)
                 inputs.append(EngineInput(ids, params, hints))
         return inputs
+
+    def make_params(
+        self, body: LlamaRequest, i: int, *, room: int, grammar: Grammar | None, bias: dict[int, float], stop_ids: Sequence[int] = ()
+    ) -> SamplingParams:
+        """Return how the i-th text of a prompt is sampled, in up to `room` tokens. `stop_ids` end it, too. Raises ApiError (400)."""
+        defaults = {name: value for name, value in self.state.settings.sampling.items() if name in SHARED}
+        given = body.defaults | defaults | read_sampling_fields(body, OTHER_NAMES)
+        if not given.get("ignore_eos"):
+            given["stop_token_ids"] = [*stop_ids, *given.get("stop_token_ids", ())]
+        try:
+            return SamplingParams(
+                max_tokens=max(body.n_predict, 1) if body.n_predict >= 0 else room,
+                seed=None if body.seed == -1 else (body.seed + i) % (MAX_SEED + 1),
+                stop=tuple(word for word in ([body.stop] if isinstance(body.stop, str) else body.stop) if word),
+                logit_bias=bias,
+                logprobs=body.n_probs or None,
+                grammar=grammar,
+                **given,
+            )
+        except ValueError as error:
+            raise make_bad_request(error) from None
 
     async def answer(
         self, reservation: Reservation, http: Request, body: LlamaRequest, inputs: Sequence[EngineInput], *, several: bool = False
@@ -181,7 +213,8 @@ class _LlamaHandler:
 
     def props(self) -> dict[str, Any]:
         body = LlamaCompletionBody(prompt="")
-        params = make_params(body, 0, room=self.engine.max_model_len, grammar=None)
+        self.set_defaults(body)
+        params = self.make_params(body, 0, room=self.engine.max_model_len, grammar=None, bias={})
         settings = self.format.describe_settings(body, params) | {"max_tokens": -1}
         engine = self.engine
         return {
@@ -212,35 +245,3 @@ class _LlamaHandler:
             slot["n_prompt_tokens"] = len(request.completion.prompt_token_ids)
             slot["next_token"] = {"n_decoded": n_decoded, "n_remain": max(request.params.max_tokens - n_decoded, 0)}
         return slots
-
-
-def make_params(body: LlamaRequest, i: int, *, room: int, grammar: Grammar | None, stop_ids: Sequence[int] = ()) -> SamplingParams:
-    """Return how the i-th text of a prompt is sampled, in up to `room` tokens. `stop_ids` end it, too. Raises ApiError (400)."""
-    given = body.defaults | read_sampling_fields(body, OTHER_NAMES)
-    if not given.get("ignore_eos"):
-        given["stop_token_ids"] = [*stop_ids, *given.get("stop_token_ids", ())]
-    try:
-        return SamplingParams(
-            max_tokens=max(body.n_predict, 1) if body.n_predict >= 0 else room,
-            seed=None if body.seed == -1 else (body.seed + i) % (MAX_SEED + 1),
-            stop=tuple(word for word in ([body.stop] if isinstance(body.stop, str) else body.stop) if word),
-            logit_bias=_read_bias(body),
-            logprobs=body.n_probs or None,
-            grammar=grammar,
-            **given,
-        )
-    except ValueError as error:
-        raise make_bad_request(error) from None
-
-
-def _read_bias(body: LlamaRequest) -> dict[int, float]:
-    """Raises ValueError."""
-    pairs = body.logit_bias.items() if isinstance(body.logit_bias, dict) else body.logit_bias
-    bias: dict[int, float] = {}
-    for token, value in pairs:
-        if isinstance(token, str) and not (token.isascii() and token.isdigit() and len(token) <= 10):
-            raise ValueError(f"logit_bias must be for token ids, got {token[:40]!r}")
-        if value is True:
-            raise ValueError("logit_bias must be numbers, or false for a token that is banned, got true")
-        bias[int(token)] = -100.0 if value is False else float(value)
-    return bias

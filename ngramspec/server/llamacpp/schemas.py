@@ -13,12 +13,18 @@ from pydantic import BaseModel, Field, Strict, field_validator, model_validator
 from ngramspec.options import MAX_INT
 from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import INFILL, LLAMA
-from ngramspec.server.request_fields import Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
+from ngramspec.server.request_fields import OTHER_NAMES, Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
+
+
+class PromptObject(StrictModel):
+    """llama.cpp's way to send a text with images; without any it is the text."""
+
+    prompt_string: str
+    multimodal_data: Annotated[Items[Any], Field(max_length=0)] | None = None
+
 
 TextOrTokens = str | Items[TokenId | str]
 """A text, or texts and token ids that are put end to end."""
-
-OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's, and those of `SamplingParams`; both are taken
 
 
 @add_sampling_fields(OTHER_NAMES)
@@ -33,10 +39,12 @@ class LlamaRequest(GenerationFields):
     max_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     """`n_predict` by its other name, used if that is not given."""
     n_cmpl: Annotated[int, Field(ge=1, le=128)] = 1
-    logit_bias: Annotated[Items[Annotated[tuple[TokenId, float | bool], Strict(False)]] | dict[str, float], Few] = Field(
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    """`n_cmpl` in OpenAI's words."""
+    logit_bias: Annotated[Items[Annotated[tuple[TokenId | str, float | bool], Strict(False)]] | dict[str, float | bool], Few] = Field(
         default_factory=list
     )
-    """[[id, bias], …] or {"id": bias, …}; false instead of a number bans the token."""
+    """[[token, bias], …] or {token: bias, …}: ids, or texts, of which each token is meant; false instead of a number bans it."""
     seed: Annotated[int, Field(ge=-MAX_NEGATIVE_SEED, le=MAX_SEED)] = -1
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] = ""
     n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
@@ -47,6 +55,8 @@ class LlamaRequest(GenerationFields):
     return_tokens: bool = False
     response_fields: Items[str] = Field(default_factory=list)
     """What to answer: field b of a is "a/b". None: everything."""
+    return_progress: bool = False
+    timings_per_token: bool = False
     stream: bool = False
     prediction: str | None = None
     """The output that is expected."""
@@ -61,6 +71,8 @@ class LlamaRequest(GenerationFields):
     def _by_its_other_name(self) -> Self:
         if "n_predict" not in self.model_fields_set and self.max_tokens is not None:
             self.n_predict = self.max_tokens
+        if "n_cmpl" not in self.model_fields_set and self.n is not None:
+            self.n_cmpl = self.n
         return self
 
     @field_validator("seed")
@@ -72,7 +84,7 @@ class LlamaRequest(GenerationFields):
 class LlamaCompletionBody(LlamaRequest):
     route = LLAMA
 
-    prompt: TextOrTokens | Items[TextOrTokens]
+    prompt: TextOrTokens | PromptObject | Items[TextOrTokens | PromptObject]
     parse_special: bool | None = None
     """False: control tokens in the prompt's text are spelled out. Default: what the server's settings say."""
 
@@ -82,10 +94,8 @@ class LlamaCompletionBody(LlamaRequest):
         return isinstance(self.prompt, list) and bool(self.prompt) and not any(isinstance(part, int) for part in self.prompt)
 
     def prompts(self) -> Iterator[TextOrTokens]:
-        if self.has_several:
-            yield from self.prompt  # type: ignore[misc]
-        else:
-            yield self.prompt  # type: ignore[misc]
+        for prompt in self.prompt if self.has_several else [self.prompt]:
+            yield prompt.prompt_string if isinstance(prompt, PromptObject) else prompt  # type: ignore[misc]
 
 
 class Chunk(StrictModel):

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
+from ngramspec.engine.llm_engine import Request as EngineRequest
+from ngramspec.outputs import Choice, Completion, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts, Style
 from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
@@ -20,11 +21,20 @@ from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput, encode_prediction
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.middleware import ParsedBodyRoute
-from ngramspec.server.openai.handler import CompletionHandler, Conversation, join_text, not_supported
-from ngramspec.server.openai.schemas import ApplyTemplateRequest, ApplyTemplateResponse, ChatPrompt, ChatRequest, ChatResponse, Message
+from ngramspec.server.openai.handler import CompletionHandler, Conversation, Piece, join_text, not_supported
+from ngramspec.server.openai.schemas import (
+    ApplyTemplateRequest,
+    ApplyTemplateResponse,
+    ChatPrompt,
+    ChatRequest,
+    ChatResponse,
+    InputTokens,
+    Message,
+)
+from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
-from ngramspec.server.token_strings import TokenTexts, finite
+from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite
 from ngramspec.server.tool_fields import read_calls, read_toolbox
 
 KIND = "chat.completion"
@@ -45,9 +55,22 @@ def make_router(state: ServerState) -> APIRouter:
             ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
             inputs = [await asyncio.to_thread(handler.make_input, ids)]
             if handler.streams:
-                return EventStream(reservation, handler.events(state.admission.stream(reservation, http, inputs)))
+                pieces = state.admission.stream(reservation, http, inputs)
+                return EventStream(reservation, handler.events(handler.follow(reservation, pieces), reservation.requests))
             (completion,) = await state.admission.results(reservation, http, inputs)
             return handler.answer(completion)
+
+    @routes.post("/chat/completions/input_tokens", include_in_schema=False)
+    @routes.post("/v1/chat/completions/input_tokens", tags=["llama.cpp"])
+    async def count_tokens(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> InputTokens:
+        """Count the tokens of a conversation's prompt."""
+        conversation = _make_conversation(state, prompts, body)
+        with state.admission.reserve():
+
+            def count() -> int:
+                return len(prompts.chat(conversation.turns, conversation.toolbox.prompt_tools, conversation.style))
+
+            return InputTokens(input_tokens=await state.encoders.run(identity.tenant, conversation.n_chars, count))
 
     @routes.post("/apply-template", tags=["llama.cpp"])
     async def apply_template(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> ApplyTemplateResponse:
@@ -68,13 +91,18 @@ class _ChatHandler(CompletionHandler):
 
     def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: ChatRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "chatcmpl-")
-        self._engine, self._texts, self._body = state.engine, texts, body
-        self.n = 1 if body.n is None else body.n
-        asked = next((n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None), -1)
+        self._engine, self._body = state.engine, body
+        self._texts = TokenIdTexts(texts) if body.return_tokens_as_token_ids else texts
+        self.n = next((n for n in (body.n, body.n_cmpl) if n is not None), 1)
+        given = (body.max_completion_tokens, body.max_tokens, body.n_predict, state.settings.sampling.get("max_tokens"))
+        asked = next((n for n in given if n is not None), -1)
         self._max_tokens = None if asked < 0 else max(asked, 1)  # None: as many as fit; an engine writes one at least
         self._silent = asked == 0  # nothing is to be written: the prompt is computed, so that a later request finds it
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
+        if body.prompt_logprobs is not None and self.streams:
+            raise ApiError(400, "prompt_logprobs: not in a stream", param="prompt_logprobs")
+        self._logprobs_asked = bool(body.logprobs or body.n_probs)
         self._conversation = _make_conversation(state, prompts, body)
         self._prediction = None if body.prediction is None else join_text(body.prediction.content, "prediction.content")
         self.n_chars = self._conversation.n_chars + len(self._prediction or "")
@@ -87,13 +115,20 @@ class _ChatHandler(CompletionHandler):
 
     def make_input(self, ids: list[int]) -> EngineInput:
         """Compiles grammars; may take seconds. Raises ApiError."""
-        top = (self._body.top_logprobs or 0) if self._body.logprobs else None
-        return self._conversation.make_input(ids, self._body, self.hints, max_tokens=self._max_tokens, n=self.n, logprobs=top)
+        body = self._body
+        top = (body.top_logprobs or body.n_probs or 0) if self._logprobs_asked else None
+        return self._conversation.make_input(
+            ids, body, self.hints, max_tokens=self._max_tokens, n=self.n, logprobs=top, prompt_logprobs=body.prompt_logprobs
+        )
 
     # ------------------------------------------------------------------ answers
 
     def answer(self, completion: Completion) -> dict[str, Any]:
         answer = self.head(KIND) | {"choices": [self._make_choice(choice) for choice in completion.choices]}
+        if self.token_ids:
+            answer["prompt_token_ids"] = completion.prompt_token_ids
+        if completion.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = describe_prompt_logprobs(self._texts, completion.prompt_logprobs)
         return answer | {"usage": self.usage([completion], silent=self._silent)} | self.extras([completion])
 
     def _make_choice(self, choice: Choice) -> dict[str, Any]:
@@ -115,27 +150,42 @@ class _ChatHandler(CompletionHandler):
                 "finish_reason": parser.get_finish_reason(choice.finish_reason),
             }
             | self.describe_sources(choice)
+            | self.describe_token_ids(choice)
             | self.describe_stop(choice)
         )
 
-    async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
+    async def events(
+        self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]
+    ) -> AsyncIterator[dict[str, Any]]:
         """The pieces of a stream: for each choice who speaks, what it says and calls, and why it ends."""
-        head = self.chunk(CHUNK)
         parsers: dict[int, StreamParser] = {}
         completions: list[Completion] = []
-        nothing = None if self._conversation.toolbox.tools else ""
-        async for _, delta in pieces:
-            if delta.index not in parsers:
-                parsers[delta.index] = self._conversation.make_stream_parser()
-                yield head | {"choices": [_make_chunk(delta.index, {"role": "assistant", "content": nothing, "refusal": None})]}
+
+        def begin(index: int) -> list[dict[str, Any]]:
+            if index in parsers:
+                return []
+            parsers[index] = self._conversation.make_stream_parser()
+            first = self.chunk(CHUNK, requests) | {"choices": [_make_chunk(index, {"role": "assistant", "content": None, "refusal": None})]}
+            return [first | ({"prompt_token_ids": requests[0].completion.prompt_token_ids} if self.token_ids else {})]
+
+        async for piece in pieces:
+            if isinstance(piece, PromptProgress):
+                for first in begin(0):
+                    yield first
+                yield self.chunk(CHUNK, requests) | {"choices": [_make_chunk(0, {})], "prompt_progress": piece.describe()}
+                continue
+            delta = piece[1]
+            for first in begin(delta.index):
+                yield first
+            head = self.chunk(CHUNK, requests)
             if self._silent:
                 if delta.finish_reason is not None:
                     yield head | {"choices": [_make_chunk(delta.index, {}, "length")]}
                     completions += [] if delta.completion is None else [delta.completion]
                 continue
             parser = parsers[delta.index]
-            extras = {"logprobs": self._logprobs(delta.logprobs)} | self.describe_sources(delta)
-            told = not (delta.token_ids and (self._body.logprobs or self.sources))
+            extras = {"logprobs": self._logprobs(delta.logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
+            told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))
             for event in parser.parse(delta):
                 yield head | {"choices": [_make_chunk(delta.index, _describe_event(parser, event)) | ({} if told else extras)]}
                 told = True

@@ -14,18 +14,20 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
+from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction, remember_suggestion
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.middleware import ParsedBodyRoute
-from ngramspec.server.openai.handler import CompletionHandler, hold_until_done, make_params
+from ngramspec.server.openai.handler import CompletionHandler, Piece, hold_until_done, make_params
 from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
+from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.request_fields import check_grammar, read_grammar
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState, model_not_found
-from ngramspec.server.token_strings import TokenTexts, finite
+from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite
 from ngramspec.tokenizer.detokenizer import SpecialTokens
 
 KIND = "text_completion"
@@ -58,7 +60,8 @@ def make_router(state: ServerState) -> APIRouter:
             await asyncio.to_thread(check_grammar, handler.form, engine, identity.tenant)
             inputs = await state.encoders.run(identity.tenant, handler.n_chars, handler.make_inputs)
             if handler.streams:
-                return EventStream(reservation, handler.events(state.admission.stream(reservation, http, inputs)))
+                pieces = state.admission.stream(reservation, http, inputs)
+                return EventStream(reservation, handler.events(handler.follow(reservation, pieces), reservation.requests))
             return handler.answer(await state.admission.results(reservation, http, inputs))
 
     return routes
@@ -70,19 +73,24 @@ class _TextHandler(CompletionHandler):
     def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: CompletionRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "cmpl-")
         self._engine, self._limits, self._suggestions = state.engine, state.limits, state.suggestions
-        self._prompts, self._texts, self._body = prompts, texts, body
+        self._prompts, self._body = prompts, body
+        self._texts = TokenIdTexts(texts) if body.return_tokens_as_token_ids else texts
+        self._n_logprobs = body.n_probs or None if body.logprobs is None else body.logprobs
         self._parse_special = state.settings.parse_special if body.parse_special is None else body.parse_special
         self.prompts = _list_prompts(body.prompt)
-        self.n = 1 if body.n is None else body.n
+        self.n = next((n for n in (body.n, body.n_cmpl) if n is not None), 1)
         self.best_of = self.n if body.best_of is None else body.best_of
         self.echo = bool(body.echo)
         asked = body.n_predict if body.max_tokens is None else body.max_tokens
-        max_tokens = MAX_TOKENS if asked is None else asked
+        max_tokens = state.settings.sampling.get("max_tokens", MAX_TOKENS) if asked is None else asked
         self.silent = max_tokens == 0  # nothing is to be written: one token is, since the engine must, and is dropped
         _refuse(not self.prompts, "prompt", "an empty list")
         _refuse(self.best_of < self.n, "best_of", f"must be n ({self.n}) or more, got {self.best_of}")
         _refuse(self.best_of > self.n and self.streams, "best_of", "more than n cannot be streamed")
         _refuse(self.echo and body.truncate_prompt_tokens is not None, "echo", "not with truncate_prompt_tokens")
+        _refuse(body.prompt_logprobs is not None and self.streams, "prompt_logprobs", "not in a stream")
+        scored = self._n_logprobs if self.echo else None
+        _refuse(None not in (scored, body.prompt_logprobs) and scored != body.prompt_logprobs, "prompt_logprobs", "with echo, as logprobs")
         if body.suffix:
             _refuse(state.fim is None, "suffix", "this model has no fill-in-the-middle tokens", "not_supported")
             _refuse(self.echo, "echo", "not with suffix")
@@ -93,10 +101,11 @@ class _TextHandler(CompletionHandler):
         self._fills_context = max_tokens < 0  # as many tokens as fit, which is known when the prompts are encoded
         params = make_params(
             body,
+            state,
             max_tokens=max(body.min_tokens or 1, 1) if self._fills_context else max(max_tokens, 1),  # type: ignore[attr-defined]
             n=self.best_of,
-            logprobs=0 if body.logprobs is None and self.best_of > self.n else body.logprobs,  # they rank
-            prompt_logprobs=body.logprobs if self.echo else None,
+            logprobs=0 if self._n_logprobs is None and self.best_of > self.n else self._n_logprobs,  # they rank
+            prompt_logprobs=body.prompt_logprobs if scored is None else scored,
             grammar=self.form and self.form[1],
         )
         self._limits.check_params(params, len(self.prompts))
@@ -158,37 +167,54 @@ class _TextHandler(CompletionHandler):
     def _make_choice(self, index: int, number: int, completion: Completion, choice: Choice) -> dict[str, Any]:
         before = self._get_prompt_text(number) if self.echo else ""
         tokens: list[tuple[int, TokenLogprob | None, str]] = []
-        if self._body.logprobs is not None:
+        if self._n_logprobs is not None:
             tokens = self._get_prompt_tokens(completion) if self.echo else []
             if not self.silent:
                 tokens += zip(choice.token_ids, choice.logprobs or [], choice.texts, strict=True)
-        return {
+        told: dict[str, Any] = {
             "index": index,
             "text": before if self.silent else before + choice.text,
-            "logprobs": None if self._body.logprobs is None else describe_logprobs(self._texts, tokens, 0),
+            "logprobs": None if self._n_logprobs is None else describe_logprobs(self._texts, tokens, 0),
             "finish_reason": "length" if self.silent else choice.finish_reason,
-        } | ({} if self.silent else self.describe_sources(choice) | self.describe_stop(choice))
+        }
+        if self._body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = describe_prompt_logprobs(self._texts, completion.prompt_logprobs or [])
+        if self.token_ids:
+            told["prompt_token_ids"] = completion.prompt_token_ids
+        return told | ({} if self.silent else self._describe_part(choice))
 
-    async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
+    def _describe_part(self, part: Choice | Delta) -> dict[str, Any]:
+        return self.describe_sources(part) | self.describe_token_ids(part) | self.describe_stop(part)
+
+    async def events(
+        self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]
+    ) -> AsyncIterator[dict[str, Any]]:
         """The pieces of a stream. With `echo` each text begins with its prompt, whose log-probabilities are known at the end only."""
-        head = self.chunk(KIND)
         offsets: dict[int, int] = {}  # choice: length of its text so far
         completions: dict[int, Completion] = {}
-        scored = self.echo and self._body.logprobs is not None
-        async for number, delta in hold_until_done(pieces) if scored else pieces:
+        scored = self.echo and self._n_logprobs is not None
+        async for piece in hold_until_done(pieces) if scored else pieces:
+            head = self.chunk(KIND, requests)
+            if isinstance(piece, PromptProgress):
+                silence = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+                yield head | {"choices": [silence], "prompt_progress": piece.describe()}
+                continue
+            number, delta = piece
             if delta.completion is not None:
                 completions[number] = delta.completion
             index = number * self.n + delta.index
+            prompt_ids = {}
             if index not in offsets:
                 offsets[index] = 0
+                prompt_ids = {"prompt_token_ids": requests[number].completion.prompt_token_ids} if self.token_ids else {}
                 if self.echo:
                     text = self._get_prompt_text(number)
                     tokens = self._get_prompt_tokens(completions[number]) if scored else []
                     logprobs = describe_logprobs(self._texts, tokens, 0) if scored else None
                     yield head | {"choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]}
                     offsets[index] = len(text)
-            if choice := self._make_chunk(index, delta, offsets[index]):
-                yield head | {"choices": [choice]}
+            if (choice := self._make_chunk(index, delta, offsets[index])) or prompt_ids:
+                yield head | {"choices": [(choice or {"index": index, "text": "", "logprobs": None, "finish_reason": None}) | prompt_ids]}
             offsets[index] += len(delta.text)
         for last in self.closing(KIND, list(completions.values()), silent=self.silent):
             yield last
@@ -198,12 +224,12 @@ class _TextHandler(CompletionHandler):
         if self.silent:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": "length"} if delta.finish_reason else None
         logprobs = None
-        if self._body.logprobs is not None and delta.token_ids:
+        if self._n_logprobs is not None and delta.token_ids:
             logprobs = describe_logprobs(self._texts, list(zip(delta.token_ids, delta.logprobs or [], delta.texts, strict=True)), offset)
-        if not (delta.text or delta.finish_reason or logprobs or (self.sources and delta.token_ids)):
+        if not (delta.text or delta.finish_reason or logprobs or ((self.sources or self.token_ids) and delta.token_ids)):
             return None
         piece = {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-        return piece | self.describe_sources(delta) | self.describe_stop(delta)
+        return piece | self._describe_part(delta)
 
     def _get_prompt_text(self, number: int) -> str:
         prompt = self.prompts[number]

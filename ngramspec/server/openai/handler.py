@@ -10,11 +10,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from ngramspec.engine.llm_engine import Hints
+from ngramspec.engine.llm_engine import Hints, Request
 from ngramspec.grammar.base import Grammar
-from ngramspec.options import MAX_INT
 from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.prompts.chat_template import ANSWER, Prompts, Style
 from ngramspec.prompts.tool_calls.call_reader import CallReader
@@ -24,13 +23,16 @@ from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
-from ngramspec.server.engine_input import EngineInput, cut_prompt, make_hints
-from ngramspec.server.error_responses import ApiError, make_bad_request
-from ngramspec.server.openai.schemas import OpenAIRequest, Part
-from ngramspec.server.request_fields import check_grammar, read_grammar, read_sampling_fields
+from ngramspec.server.engine_input import EngineInput, cut_prompt, make_hints, read_bias
+from ngramspec.server.error_responses import ApiError, make_bad_request, make_context_error
+from ngramspec.server.openai.schemas import OpenAIRequest, Part, ServerFields
+from ngramspec.server.prompt_progress import PromptProgress, report_progress
+from ngramspec.server.queue import Reservation
+from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.state import ServerState, model_not_found
 
 TEMPERATURE = 1.0  # OpenAI's default
+Piece: TypeAlias = tuple[int, Delta]  # of a stream: the number of a prompt, and what is new of its text
 
 
 class CompletionHandler:
@@ -46,11 +48,17 @@ class CompletionHandler:
         self.expects = getattr(request, "prediction", None) is not None
         if request.stream_options is not None and not self.streams:
             raise ApiError(400, "stream_options: only with stream", param="stream_options")
-        self.include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        options = request.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
+        extra = request if isinstance(request, ServerFields) else ServerFields()
+        self.token_ids, self.verbose = bool(extra.return_token_ids), bool(extra.verbose)
+        self.progress, self.per_token_timings = bool(extra.return_progress), bool(extra.timings_per_token)
+        self._started = time.perf_counter()
         self.hints = make_hints(request, identity, state.engine)
         self.id = kind + secrets.token_hex(16)
         self.created = int(time.time())
-        self.fingerprint = state.fingerprint
+        self.fingerprint, self.tokenizer = state.fingerprint, state.engine.tokenizer
 
     @staticmethod
     def _choose_model_name(state: ServerState, asked: str | None) -> str:
@@ -65,9 +73,18 @@ class CompletionHandler:
         """What an answer, and every piece of a streamed one, begins with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
 
-    def chunk(self, kind: str) -> dict[str, Any]:
-        """What every piece of a stream but the last begins with."""
-        return self.head(kind) | ({"usage": None} if self.include_usage else {})
+    def chunk(self, kind: str, requests: Sequence[Request]) -> dict[str, Any]:
+        """What every piece of a stream but the last begins with. `requests`: what the engine runs for it."""
+        head = self.head(kind)
+        if self.include_usage:
+            head["usage"] = self.usage([request.completion for request in requests]) if self.continuous_usage else None
+        if self.per_token_timings and len(requests) == 1:
+            head["timings"] = response_stats.timings(requests[0].completion, time.perf_counter() - self._started)
+        return head
+
+    def follow(self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[PromptProgress | Piece]:
+        """Return a stream with reports on its prompt, where they were asked for."""
+        return report_progress(pieces, reservation.requests) if self.progress else pieces
 
     def usage(self, completions: Sequence[Completion], *, silent: bool = False) -> dict[str, Any]:
         """OpenAI's `usage`. `silent`: the tokens that were written are no part of the answer."""
@@ -86,14 +103,23 @@ class CompletionHandler:
 
     def extras(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """`metrics`, and for one prompt `timings`, where they were asked for."""
-        if self.level == "none":
-            return {}
-        told: dict[str, Any] = {"metrics": {"speculative_decoding": response_stats.speculative(completions, self.level)}}
-        return told | ({"timings": response_stats.timings(completions[0])} if len(completions) == 1 else {})
+        told: dict[str, Any] = {}
+        if self.level != "none":
+            told["metrics"] = {"speculative_decoding": response_stats.speculative(completions, self.level)}
+        if (told or self.per_token_timings) and len(completions) == 1:
+            told["timings"] = response_stats.timings(completions[0])
+        if self.verbose and self.tokenizer is not None:
+            prompts = [self.tokenizer.decode(each.prompt_token_ids, skip_special_tokens=False) for each in completions]
+            told["__verbose"] = {"prompt": prompts[0] if len(prompts) == 1 else prompts, "content": completions[0].text}
+        return told
 
     def describe_sources(self, part: Choice | Delta) -> dict[str, Any]:
         """What a choice says of its tokens, where it was asked for."""
         return {"ngramspec": {"tokens": response_stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
+
+    def describe_token_ids(self, part: Choice | Delta) -> dict[str, Any]:
+        """Return vLLM's `token_ids` of a choice, if they were asked for."""
+        return {"token_ids": part.token_ids} if self.token_ids else {}
 
     def describe_stop(self, part: Choice | Delta) -> dict[str, Any]:
         """vLLM's `stop_reason`: the stop string, or the one of `stop_token_ids`, that ended a text."""
@@ -127,8 +153,7 @@ class Conversation:
             raise not_supported(self.param, "this model has no chat template; /v1/completions continues texts")
         most = self.state.engine.max_model_len
         if len(self.turns) > most:
-            why = f"there are {len(self.turns)}; this server takes {most} tokens"
-            raise ApiError(400, f"{self.param}: {why}", param=self.param, code="context_length_exceeded")
+            raise make_context_error(len(self.turns), most, self.param, at_least=True)
 
     @property
     def n_chars(self) -> int:
@@ -152,7 +177,15 @@ class Conversation:
         return ids
 
     def make_input(
-        self, ids: list[int], request: OpenAIRequest, hints: Hints, *, max_tokens: int | None, n: int, logprobs: int | None
+        self,
+        ids: list[int],
+        request: OpenAIRequest,
+        hints: Hints,
+        *,
+        max_tokens: int | None,
+        n: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> EngineInput:
         """Return what the engine is asked with these ids. Compiles grammars; may take seconds. Raises ApiError."""
         state, box = self.state, self.toolbox
@@ -162,7 +195,9 @@ class Conversation:
             grammar = box.make_grammar(self.prompts.calls, self.prompts.added, form_grammar)
         if max_tokens is None:
             max_tokens = max(min(state.limits.count_room(len(ids)), state.settings.limits.output_tokens // n), 1)
-        params = make_params(request, max_tokens=max_tokens, n=n, logprobs=logprobs, grammar=grammar)
+        params = make_params(
+            request, state, max_tokens=max_tokens, n=n, logprobs=logprobs, grammar=grammar, prompt_logprobs=prompt_logprobs
+        )
         state.limits.check_params(params)
         check_grammar(form, state.engine, hints["tenant"])
         if box.tools and grammar is not None:
@@ -181,6 +216,7 @@ class Conversation:
 
 def make_params(
     request: OpenAIRequest,
+    state: ServerState,
     *,
     max_tokens: int,
     n: int,
@@ -189,14 +225,13 @@ def make_params(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a request. Raises ApiError (400) that names the field."""
-    given = {"temperature": TEMPERATURE} | read_sampling_fields(request)
+    given = {"temperature": TEMPERATURE, "seed": None} | state.settings.sampling | read_sampling_fields(request, OTHER_NAMES)
+    given |= {"max_tokens": max_tokens} | ({} if request.seed is None else {"seed": request.seed})
     try:
         return SamplingParams(
-            max_tokens=max_tokens,
             n=n,
-            seed=request.seed,
             stop=request.stop or (),
-            logit_bias=_read_bias(request.logit_bias or {}),
+            logit_bias=read_bias((request.logit_bias or {}).items(), state.engine, state.settings.limits.bias),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
@@ -204,13 +239,6 @@ def make_params(
         )
     except ValueError as error:
         raise make_bad_request(error) from None
-
-
-def _read_bias(given: dict[str, float]) -> dict[int, float]:
-    for key in given:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_INT):
-            raise ApiError(400, f"logit_bias: keys must be token ids, got {key[:40]!r}", param="logit_bias")
-    return {int(key): bias for key, bias in given.items()}
 
 
 def join_text(content: str | list[Part], where: str) -> str:
@@ -229,10 +257,14 @@ def not_supported(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", param=param, code="not_supported")
 
 
-async def hold_until_done(pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+async def hold_until_done(pieces: AsyncIterator[PromptProgress | Piece]) -> AsyncIterator[PromptProgress | Piece]:
     """Each work's deltas only when it has ended, for what is not known before."""
     waiting: dict[int, list[Delta]] = {}
-    async for number, delta in pieces:
+    async for piece in pieces:
+        if isinstance(piece, PromptProgress):
+            yield piece
+            continue
+        number, delta = piece
         waiting.setdefault(number, []).append(delta)
         if delta.completion is not None:
             waiting[number][0].completion = delta.completion

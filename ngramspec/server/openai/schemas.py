@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from ngramspec.options import MAX_INT
 from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import CHAT, COMPLETIONS
-from ngramspec.server.request_fields import Few, GenerationFields, Items, StrictModel, TokenId
+from ngramspec.server.request_fields import OTHER_NAMES, Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
 from ngramspec.server.tool_fields import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 
 MaxTokens = Annotated[int, Field(ge=-1, le=MAX_INT)]
@@ -23,8 +23,11 @@ StopString = Annotated[str, Field(min_length=1)]
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every piece."""
 
 
+@add_sampling_fields(OTHER_NAMES)
 class OpenAIRequest(GenerationFields):
     """The fields that OpenAI's routes share."""
 
@@ -40,14 +43,33 @@ class OpenAIRequest(GenerationFields):
     truncation_side: Literal["left", "right"] | None = None
 
 
-class CompletionRequest(OpenAIRequest):
+class ServerFields(StrictModel):
+    """What llama.cpp and vLLM have beside OpenAI's fields."""
+
+    n_predict: MaxTokens | None = None
+    """`max_tokens` in llama.cpp's words."""
+    n_cmpl: Annotated[int, Field(ge=1, le=128)] | None = None
+    """`n` in llama.cpp's words."""
+    n_probs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Log-probabilities in llama.cpp's words: the number of tokens beside the one that was taken."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of the prompt's tokens, and of this many others."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens by their ids."""
+    return_progress: bool | None = None
+    """A stream says how much of the prompt is done."""
+    timings_per_token: bool | None = None
+    verbose: bool | None = None
+    """The answer shows the prompt that the model got."""
+
+
+class CompletionRequest(ServerFields, OpenAIRequest):
     route = COMPLETIONS
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] | None = None
     suffix: str | None = None
     max_tokens: MaxTokens | None = None
-    n_predict: MaxTokens | None = None
-    """`max_tokens` in llama.cpp's words."""
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -102,13 +124,15 @@ class ApplyTemplateResponse(BaseModel):
     prompt: str
 
 
-class ChatRequest(ChatPrompt, OpenAIRequest):
+class InputTokens(BaseModel):
+    input_tokens: int
+
+
+class ChatRequest(ChatPrompt, ServerFields, OpenAIRequest):
     route = CHAT
 
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    n_predict: MaxTokens | None = None
-    """`max_tokens` in llama.cpp's words."""
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -146,6 +170,8 @@ class Sources(BaseModel):
 
 
 class _Answer(BaseModel):
+    """The head of every answer, and what llama.cpp's and vLLM's fields ask for."""
+
     id: str
     created: int
     model: str
@@ -153,6 +179,7 @@ class _Answer(BaseModel):
     usage: Usage
     metrics: dict[str, Any] | None = None
     timings: dict[str, float] | None = None
+    verbose: dict[str, Any] | None = Field(None, alias="__verbose")
 
 
 class LegacyLogprobs(BaseModel):
@@ -168,6 +195,9 @@ class CompletionChoice(BaseModel):
     logprobs: LegacyLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     ngramspec: Sources | None = None
 
 
@@ -215,12 +245,15 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
     ngramspec: Sources | None = None
 
 
 class ChatResponse(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Model(BaseModel):

@@ -1,0 +1,102 @@
+"""What a server is told at its start and every request sees: defaults of sampling, a prefix of paths, a chat template, a Unix socket."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from pydantic import ValidationError
+from starlette.testclient import TestClient
+
+from ngramspec.cli.common import BadInputError
+from ngramspec.cli.serve import parse_sampling
+from ngramspec.engine.llm_engine import Engine
+from ngramspec.server.app import create_app
+from ngramspec.server.run import configuration, listen
+from ngramspec.server.settings import ServerSettings
+
+ROUTES = [("/v1/completions", {"prompt": "a"}), ("/completion", {"prompt": "a"})]
+
+
+def client(engine: Engine, settings: ServerSettings) -> TestClient:
+    return TestClient(create_app(engine, settings), base_url="http://localhost")
+
+
+@pytest.mark.parametrize(("path", "body"), [*ROUTES, ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})])
+def test_requests_that_do_not_say_get_the_servers_sampling(engine: Engine, path: str, body: dict[str, object]) -> None:
+    own = {"temperature": 0.9, "top_k": 7, "seed": 5, "max_tokens": 4, "ignore_eos": True}
+    with client(engine, ServerSettings(sampling=own)) as theirs, client(engine, ServerSettings()) as plain:
+        for more in ({}, {"temperature": 0.1}, {"seed": 6, "top_k": 2}, {"max_tokens": 2}):
+            answers = [theirs.post(path, json=body | more).json(), plain.post(path, json=body | own | more).json()]
+            assert len({str(answer.get("content") or answer["choices"]) for answer in answers}) == 1
+        settings = theirs.get("/props").json()["default_generation_settings"]["params"]
+    assert {name: settings[name] for name in ("temperature", "top_k", "seed", "n_predict")} == {
+        "temperature": 0.9,
+        "top_k": 7,
+        "seed": 5,
+        "n_predict": 4,
+    }
+
+
+def test_sampling_that_cannot_be_is_refused_at_the_start() -> None:
+    for wrong in ({"temperature": -1}, {"speed": 1}, {"grammar": "a"}):
+        with pytest.raises(ValidationError):
+            ServerSettings(sampling=wrong)
+    assert parse_sampling(["temperature=0.2", 'bad_words=["a"]']) == {"temperature": 0.2, "bad_words": ["a"]}
+    with pytest.raises(BadInputError):
+        parse_sampling(["temperature"])
+
+
+def test_all_routes_are_under_the_prefix(engine: Engine) -> None:
+    with client(engine, ServerSettings(api_prefix="/llm/one")) as prefixed:
+        assert prefixed.get("/llm/one/health").status_code == 200
+        assert prefixed.post("/llm/one/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        for path in ("/health", "/llm/health", "/llm/onehealth", "/llm/one//health"):
+            assert prefixed.get(path).status_code == 404
+    with pytest.raises(ValidationError):
+        ServerSettings(api_prefix="llm/")
+
+
+def test_a_template_is_text_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}", "utf-8")
+    assert ServerSettings(chat_template=str(file)).chat_template == "{{ messages }}"
+    assert ServerSettings(chat_template="{{ a }}").chat_template == "{{ a }}"
+    with pytest.raises(ValidationError):
+        ServerSettings(chat_template="no-such-file")
+
+
+def test_pages_of_this_machine_may_ask(engine: Engine) -> None:
+    with client(engine, ServerSettings(cors_origins="localhost")) as served:
+        for origin, allowed in (("http://localhost:3000", True), ("http://[::1]:1", True), ("http://localhost.evil.com", False)):
+            answer = served.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"Origin": origin})
+            assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+
+
+def test_a_unix_socket(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    settings = ServerSettings(host=str(path))
+    listen(settings.host, 0).close()  # what an earlier server left
+    listener = listen(settings.host, 0)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(OSError, match="cannot listen"):
+        listen(settings.host, 0)
+    server = uvicorn.Server(configuration(create_app(engine, settings), settings))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=60) as http:
+            body = {"prompt": "a", "max_tokens": 3, "return_sources": True}  # as from this machine
+            assert http.post("/v1/completions", json=body).status_code == 200
+            assert http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+    finally:
+        server.should_exit = True
+        thread.join(10)
+    (tmp_path / "file.sock").write_text("x")
+    with pytest.raises(OSError, match="cannot listen"):
+        listen(str(tmp_path / "file.sock"), 0)
+    assert (tmp_path / "file.sock").read_text() == "x"
