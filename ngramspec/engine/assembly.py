@@ -31,6 +31,7 @@ from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
+from ngramspec.models.names import locate_gguf
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
@@ -161,6 +162,8 @@ def _bind_beside(
             code.wait(*stages)
 
     kept, found = None, None
+    if isinstance(model, str):
+        model = locate_gguf(model, progress)
     if isinstance(model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
         settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
         kept = start_cache.find_start_record(model, settings, cache_dir())

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ngramspec.errors import ModelNotFoundError
-from ngramspec.models import gguf, header_limits
+from ngramspec.models import gguf, header_limits, hub
 from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import SHAPES, read_shape
 from ngramspec.models.smollm2 import smollm2_gguf
 
 ACCEPTED = (
-    "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, smollm2, "
+    "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, org/name:Q4_K_M or org/name/file.gguf, smollm2, "
     f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
 )
 HUB_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -30,6 +30,9 @@ def check_name(spec: str) -> None:
         read_shape(spec)
         return
     path = resolve(spec)
+    if isinstance(path, str) and (wanted := hub.parse_gguf_name(path)) is not None:
+        hub.list_files(wanted)
+        return
     if isinstance(path, str):
         path = download(path, ["config.json"])
     if path.is_file():
@@ -54,34 +57,25 @@ def resolve(spec: str) -> Path | str:
         if path.suffix.lower() == ".gguf":
             return path
         raise ModelNotFoundError(f"the file {spec!r} is not a model; accepted: {ACCEPTED}")
+    if hub.parse_gguf_name(spec) is not None and not Path(spec.partition("/")[0]).is_dir():
+        return spec
     if spec.lower().endswith(".gguf") or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", spec):
         raise ModelNotFoundError(f"there is no file or folder {spec!r}; accepted: {ACCEPTED}")
     return spec
 
 
 def download(name: str, patterns: list[str], progress: Callable[[str], None] | None = None) -> Path:
-    """Return the folder of a hub repository's files by these patterns, from the hub or its cache. Raises ModelNotFoundError."""
-    import huggingface_hub.utils
-    from huggingface_hub import errors as hub_errors
-
-    if progress:
-        progress(f"looking up {name} on the hub")
-    bars = not huggingface_hub.utils.are_progress_bars_disabled()
-    huggingface_hub.utils.disable_progress_bars()
+    """Return the folder of a hub repository's files by these patterns, or a GGUF file of a repository. Raises ModelNotFoundError."""
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
-    except hub_errors.GatedRepoError as error:
-        raise ModelNotFoundError(
-            f"the hub gives {name!r} only to accounts that its owners accepted; log in with `hf auth login`"
-        ) from error
-    except hub_errors.RepositoryNotFoundError as error:
-        raise ModelNotFoundError(f"{name!r} is neither a local folder nor a model on the hub; accepted: {ACCEPTED}") from error
-    except Exception as error:
-        # The hub client raises its HTTP library's errors as they are, and which library that is has changed before.
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelNotFoundError(
-            f"{name!r} is not a local folder, and the hub could not be asked for it (offline?): {reason}; accepted: {ACCEPTED}"
-        ) from error
-    finally:
-        if bars:
-            huggingface_hub.utils.enable_progress_bars()
+        if (wanted := hub.parse_gguf_name(name)) is not None:
+            return hub.download_gguf(wanted, progress)
+        return hub.download_folder(name, patterns, progress)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{error}; accepted: {ACCEPTED}") from error
+
+
+def locate_gguf(spec: str, progress: Callable[[str], None] | None = None) -> str:
+    """Return the path of a GGUF file that is named on the hub, downloaded if the cache lacks it; any other name as it is."""
+    if Path(spec).expanduser().exists() or hub.parse_gguf_name(spec) is None:
+        return spec
+    return str(download(spec, [], progress))

@@ -1,0 +1,151 @@
+"""Download models from the Hugging Face hub: the files of a folder, or one GGUF file (with its parts) of a repository.
+
+A repository's name enters, a path in the hub's cache leaves; progress is reported by messages. Without a connection the cache is used. The
+module does not read what it downloads.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ngramspec.errors import ModelNotFoundError
+
+Progress = Callable[[str], None]
+GGUF_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?::(?P<tag>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))", re.IGNORECASE)
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-\d{5}\.gguf", re.IGNORECASE)
+# Words in names of files that are no language models by themselves: projectors of images and sound, importance matrices.
+_BESIDE = ("mmproj", "imatrix")
+
+
+class GgufName(NamedTuple):
+    """The name of a GGUF file in a repository: org/name:Q4_K_M or org/name/file.gguf."""
+
+    name: str
+    tag: str | None
+    file: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.tag}" if self.tag else f"{self.name}/{self.file}"
+
+
+def parse_gguf_name(spec: str) -> GgufName | None:
+    """Return the parts of a GGUF file's name on the hub; None for any other name."""
+    found = GGUF_NAME.fullmatch(spec)
+    return GgufName(found["name"], found["tag"], found["file"]) if found and ".." not in spec else None
+
+
+def select_files(wanted: GgufName, files: list[str]) -> list[str]:
+    """Return the files of a repository that a name means: one, or all parts of one. Raises ModelNotFoundError."""
+    models = sorted(f for f in files if f.lower().endswith(".gguf") and not any(word in f.lower() for word in _BESIDE))
+    groups: dict[str, list[str]] = {}
+    for file in models:
+        part = _PART.fullmatch(file)
+        groups.setdefault(part["stem"] if part else file[: -len(".gguf")], []).append(file)
+    if wanted.tag is not None:
+        tag = re.compile(rf"(?:.*[-._/])?{re.escape(wanted.tag)}", re.IGNORECASE)
+        chosen = [group for stem, group in groups.items() if tag.fullmatch(stem)]
+    else:
+        chosen = [group for group in groups.values() if wanted.file in group]
+    if len(chosen) == 1:
+        return chosen[0]
+    if chosen:
+        raise ModelNotFoundError(f"{str(wanted)!r} means several files; accepted: {', '.join(f'{wanted.name}/{g[0]}' for g in chosen)}")
+    there = ", ".join(group[0] for group in groups.values()) or "none"
+    raise ModelNotFoundError(f"{wanted.name!r} has no GGUF file {wanted.tag or wanted.file!r}; its GGUF files: {there}")
+
+
+def list_files(wanted: GgufName) -> list[str]:
+    """Return the files that a name means, from the hub's list or, without a connection, the cache. Raises ModelNotFoundError."""
+    import huggingface_hub
+    from huggingface_hub import errors as hub_errors
+
+    with _translate_errors(wanted.name):
+        try:
+            files = huggingface_hub.HfApi().list_repo_files(wanted.name)
+        except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError):
+            raise
+        except Exception:
+            # The hub client raises its HTTP library's errors as they are.
+            try:
+                folder = Path(huggingface_hub.snapshot_download(wanted.name, local_files_only=True))
+                files = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+                return select_files(wanted, files)
+            except (hub_errors.LocalEntryNotFoundError, ModelNotFoundError):
+                pass  # what the hub said matters
+            raise
+    return select_files(wanted, files)
+
+
+def download_gguf(wanted: GgufName, progress: Progress | None = None) -> Path:
+    """Return the GGUF file that a name means, or its first part, from the hub or its cache. Raises ModelNotFoundError."""
+    import huggingface_hub
+
+    report = progress or (lambda message: None)
+    report(f"looking up {wanted} on the hub")
+    paths = []
+    for file in list_files(wanted):
+        with _translate_errors(wanted.name):
+            paths.append(huggingface_hub.hf_hub_download(wanted.name, file, tqdm_class=_make_reporter(file, report)))
+    return Path(paths[0])
+
+
+def download_folder(name: str, patterns: list[str], progress: Progress | None = None) -> Path:
+    """Return the folder of a hub repository's files by these patterns, from the hub or its cache. Raises ModelNotFoundError."""
+    import huggingface_hub
+    import huggingface_hub.utils
+
+    if progress:
+        progress(f"looking up {name} on the hub")
+    bars = not huggingface_hub.utils.are_progress_bars_disabled()
+    huggingface_hub.utils.disable_progress_bars()
+    try:
+        with _translate_errors(name):
+            return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+    finally:
+        if bars:
+            huggingface_hub.utils.enable_progress_bars()
+
+
+def _make_reporter(file: str, report: Progress) -> type[Any]:
+    """Return a class of progress bars that report a file's download at every tenth of it."""
+    from tqdm import tqdm
+
+    class Reporter(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._size, self._done, self._lock_done = options.get("total") or 0, options.get("initial") or 0, threading.Lock()
+            super().__init__(*args, **{**{k: v for k, v in options.items() if k != "name"}, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            with self._lock_done:
+                before, self._done = self._done, self._done + int(n or 0)
+                if self._size and before * 10 // self._size != self._done * 10 // self._size:
+                    report(f"downloading {file}: {self._done * 100 // self._size} % of {self._size / 1e9:.2f} GB")
+            return None
+
+    return Reporter
+
+
+@contextmanager
+def _translate_errors(name: str) -> Iterator[None]:
+    """Turn whatever the hub's client raises into a ModelNotFoundError."""
+    from huggingface_hub import errors as hub_errors
+
+    try:
+        yield
+    except ModelNotFoundError:
+        raise
+    except hub_errors.GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"the hub gives {name!r} only to accounts that its owners accepted; log in with `hf auth login`"
+        ) from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(f"{name!r} is neither a local folder nor a model on the hub") from error
+    except Exception as error:
+        # The hub client raises its HTTP library's errors as they are, and which library that is has changed before.
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelNotFoundError(f"{name!r} is not a local folder, and the hub could not be asked for it (offline?): {reason}") from error
