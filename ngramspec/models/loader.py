@@ -33,7 +33,7 @@ from ngramspec.models import awq_gptq, gguf, gguf_hf_mapping, header_limits, ran
 from ngramspec.models.memory import check_memory
 from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
 from ngramspec.models.parameters import fill, make_params_source
-from ngramspec.models.random_weights import empty_model, parameter_bytes
+from ngramspec.models.random_weights import empty_model, make_config, parameter_bytes
 from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import read_shape
 from ngramspec.models.start_cache import Progress, get_derived_folder, remove_converted
@@ -173,8 +173,12 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             folder = get_derived_folder(file, gguf_hf_mapping.derive, cache_dir, progress, stack)
         header_limits.check_files(folder, spec)
         config = header_limits.read_object(folder / "config.json", spec)
+        config, is_part = _select_text_part(config, spec, progress)
         _check_kind(config, spec)
         tensors = safetensors.read(folder, spec) if file is None else {}
+        if is_part:
+            tensors = safetensors.select_text_part(tensors)
+            config["tie_word_embeddings"] = "lm_head.weight" not in tensors  # the whole model's config may say otherwise than its text's
         if file is None:
             header_limits.check_sizes(config, spec, [tensor.shape for tensor in tensors.values()])
         given, tokenizer = tokenizer, tokenizer or _read_tokenizer(folder, spec)
@@ -193,7 +197,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         if source is None:
             check_memory(_weight_bytes(tensors, quantised is not None, dtype), device, spec)
             progress(f"loading {spec}: weights")
-            model = _read_weights(folder, dtype, device, spec)
+            model = _read_weights(folder, dtype, device, spec, config if is_part else None)
             source = make_params_source(model)
         elif (folder / "generation_config.json").is_file():
             model.generation_config = _read_generation_config(folder, spec)
@@ -218,6 +222,17 @@ def _read_generation_config(folder: Path, spec: str) -> Any:
         return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelNotFoundError(f"{spec}: generation_config.json cannot be read: {error}") from error
+
+
+def _select_text_part(config: dict[str, Any], spec: str, progress: Progress) -> tuple[dict[str, Any], bool]:
+    """Return the config of the text decoder within a model that also reads images or sound, and whether it is such a model."""
+    text = config.get("text_config")
+    others = [f"{name}_config" for name in ("vision", "audio") if f"{name}_config" in config]
+    if not others or not isinstance(text, dict) or text.get("model_type") not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return config, False
+    names = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+    progress(f"{spec} also reads {'images' if 'vision_config' in others else 'sound'}; here it reads and writes text alone")
+    return {name: config[name] for name in names if name in config} | text, True
 
 
 def _check_kind(config: dict[str, Any], spec: str) -> None:
@@ -267,8 +282,11 @@ def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
         raise TokenizerError(f"{spec}: the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> PreTrainedModel:
-    device_map = {} if device == "cpu" else {"device_map": {"": device}}
+def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str, text_part: dict[str, Any] | None) -> PreTrainedModel:
+    """Have transformers load a model. `text_part`: config of the part of it that is wanted."""
+    options: dict[str, Any] = {} if device == "cpu" else {"device_map": {"": device}}
+    if text_part is not None:
+        options |= {"config": make_config(text_part), "key_mapping": safetensors.TEXT_PART}
     model: PreTrainedModel
     info: dict[str, Any]
     try:
@@ -281,7 +299,7 @@ def _read_weights(folder: Path, dtype: torch.dtype, device: str, spec: str) -> P
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below, by name
-                **device_map,
+                **options,
             )  # type: ignore[misc]
     except (ImportError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         raise UnsupportedModelError(f"{spec}: transformers {transformers.__version__} cannot load it: {error}") from error

@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.pytorch_utils import Conv1D
 
 from ngramspec.errors import UnsupportedModelError
@@ -24,15 +24,18 @@ QUERY_STD = 3.0
 _BIAS_STD = 0.1
 
 
+def make_config(config: dict[str, Any]) -> PreTrainedConfig:
+    """Make transformers' object of a config. Raises what transformers raises."""
+    rest = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "dtype", "torch_dtype")}
+    return AutoConfig.for_model(str(config.get("model_type")), **rest)
+
+
 def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """Make the model of a config with parameters on the "meta" device, which take no memory. Raises UnsupportedModelError."""
-    rest = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "dtype", "torch_dtype")}
     try:
         # Buffers are small, and hold the angles of rotary embeddings. Parameters that take no memory need no values.
         with init_empty_weights(include_buffers=False), initialization.no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(str(config.get("model_type")), **rest), dtype=dtype
-            )
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(config), dtype=dtype)
         model.tie_weights()  # each parameter was replaced as it was registered
         return model
     except (

@@ -10,6 +10,7 @@ Format: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from transformers import PreTrainedModel
 from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 from ngramspec.models import header_limits
 from ngramspec.models.tensor_source import KINDS, FileTensor, StoredTensor, TensorSource, WeightFile
+
+# Names of a text decoder's tensors within a model of images or sound, as patterns, and what stands in their place in one without.
+TEXT_PART = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,16 @@ def read(folder: Path, spec: str) -> dict[str, SafetensorsEntry]:
                 start, end = entry["data_offsets"]
                 tensors[name] = SafetensorsEntry(entry["dtype"], tuple(entry["shape"]), path, 8 + length + start, end - start)
     return tensors
+
+
+def select_text_part(tensors: dict[str, SafetensorsEntry]) -> dict[str, SafetensorsEntry]:
+    """Return the tensors of the text decoder within a model of images or sound, by the names that they have in one without."""
+    found = {}
+    for name, entry in tensors.items():
+        inner = next((re.sub(old, new, name) for old, new in TEXT_PART.items() if re.match(old, name)), None)
+        if inner is not None or name.startswith("lm_head."):
+            found[inner or name] = entry
+    return found
 
 
 def weight_files(folder: Path, spec: str) -> list[Path]:
