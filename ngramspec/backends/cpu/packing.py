@@ -53,6 +53,10 @@ class PackedWeight:
         return self.format.codes_at(self.n_blocks) if isinstance(self.format, QuantFormat) else 0
 
 
+# Shared pages, Python's default, belong to a file in memory, for which Linux makes no large ones unless it is told to (shmem_enabled).
+_PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+
 class Arena:
     """Allocates memory for weights in large pages, if the system has them."""
 
@@ -67,7 +71,7 @@ class Arena:
         n_bytes = -(-n_bytes // LINE) * LINE
         if n_bytes > len(self._free):
             try:
-                pages = mmap.mmap(-1, max(self.PIECE, n_bytes))
+                pages = mmap.mmap(-1, max(self.PIECE, n_bytes), **_PRIVATE)
             except OSError as e:
                 raise MemoryError(f"{n_bytes} bytes for weights: {e}") from e
             if hasattr(mmap, "MADV_HUGEPAGE"):

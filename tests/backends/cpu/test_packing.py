@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -103,6 +106,16 @@ def test_memory_for_weights_is_given_once(sizes: list[int]) -> None:
         memory[:] = 1 + i % 200
     assert all((memory == 1 + i % 200).all() for i, memory in enumerate(taken))
     assert arena.n_bytes == sum(map(len, taken))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux describes its mappings")
+def test_memory_for_weights_may_lie_in_large_pages() -> None:
+    """Pages that are shared are not made large, whatever was asked for them."""
+    address = Arena().take(1000).ctypes.data
+    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([^\n]*)", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    (flags,) = (flags.split() for first, end, flags in found if int(first, 16) <= address < int(end, 16))
+    assert "sh" not in flags
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 def test_memory_that_there_is_not() -> None:
