@@ -12,6 +12,7 @@ from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
 from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.server import admin, error_responses, health, playground
+from ngramspec.server.anthropic import routes as anthropic
 from ngramspec.server.auth import Keyring, identify
 from ngramspec.server.encoding import Encoders
 from ngramspec.server.engine_input import RequestLimits
@@ -63,7 +64,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
     app.state.server = state
     app.openapi = lambda: health.describe_api(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
     error_responses.install_error_handlers(app)
-    routers = [module.make_router(state) for module in (completions, chat, responses, llamacpp, admin, health, playground)]
+    routers = [module.make_router(state) for module in (completions, chat, responses, anthropic, llamacpp, admin, health, playground)]
     for router in routers:
         app.include_router(router)
     if settings.cors_origins:

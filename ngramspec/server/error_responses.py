@@ -1,4 +1,4 @@
-"""Errors as the server tells them: OpenAI's envelope for everything, whatever went wrong.
+"""Errors as the server tells them, whatever went wrong: in OpenAI's envelope, or in that of the API whose path was asked for.
 
 Exceptions enter, JSON responses `{"error": {"message", "type", "param", "code"}}` leave. What the caller did wrong is told in full;
 what the server did wrong goes to the log and leaves as a plain sentence.
@@ -7,9 +7,10 @@ what the server did wrong goes to the log and leaves as a plain sentence.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,6 +26,7 @@ CLIENT_GONE = 499
 """nginx's status for a client that went away; nobody reads it but the log."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+_ANTHROPIC_TYPES = {413: "request_too_large"}  # where Anthropic's differ from those above
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _SHOWN = 5  # validation errors that one message tells of
 
@@ -44,6 +46,24 @@ class ErrorBody(BaseModel):
     """OpenAI's envelope."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Anthropic's envelope."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class OllamaErrorBody(BaseModel):
+    """Ollama's envelope."""
+
+    error: str
 
 
 class ApiError(Exception):
@@ -66,12 +86,56 @@ class ApiError(Exception):
         self.type = type or _TYPES.get(status, INVALID if status < 500 else "server_error")
         self.headers, self.more = dict(headers or {}), dict(more or {})
 
-    @property
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code} | self.more}
+    def response(self, path: str) -> JSONResponse:
+        """Return the response at this path of the server."""
+        return JSONResponse(choose_error_format(path)[0](self), self.status, self.headers)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+
+def format_openai_error(error: ApiError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code} | error.more}
+
+
+def format_anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(error.status) or _TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
+    said = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # by which agents know that they have to shorten it
+    return {"type": "error", "error": {"type": kind, "message": said + error.message}}
+
+
+def format_ollama_error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+ErrorFormat: TypeAlias = Callable[[ApiError], dict[str, Any]]
+
+
+def choose_error_format(path: str) -> tuple[ErrorFormat, type[BaseModel]]:
+    """Return how errors are told at this path, and the model of that."""
+    if path.startswith("/v1/messages"):
+        return format_anthropic_error, AnthropicErrorBody
+    if path.startswith("/api/"):
+        return format_ollama_error, OllamaErrorBody
+    return format_openai_error, ErrorBody
+
+
+@contextmanager
+def rename_params(*names: tuple[str, str]) -> Iterator[None]:
+    """Rename fields in ApiErrors and InvalidInputErrors raised inside it; they leave as ApiErrors.
+
+    names: (what the chat routes call it, what this route does), applied in order.
+    """
+    try:
+        yield
+    except (ApiError, InvalidInputError) as raised:
+        error = translate_error(raised)
+        if error.param is None:
+            raise error from None
+        param = error.param
+        for theirs, ours in names:
+            param = param.replace(theirs, ours)
+        message = error.message.replace(error.param, param)
+        raise ApiError(
+            error.status, message, type=error.type, param=param, code=error.code, headers=error.headers, more=error.more
+        ) from None
 
 
 class ClientGone(Exception):  # noqa: N818 - not an error of anybody
@@ -124,7 +188,7 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         if error.status == 400:
             request.app.state.server.metrics.refused("invalid")
-        return error.response()
+        return error.response(request.scope["path"])
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
         return await known(request, translate_error(error))
@@ -135,10 +199,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return translate_http_error(error, request).response()
+        return translate_http_error(error, request).response(request.scope["path"])
 
     async def gone(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(CLIENT_GONE, "the client went away").response()
+        return ApiError(CLIENT_GONE, "the client went away").response(request.scope["path"])
 
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(InvalidInputError, refuse)

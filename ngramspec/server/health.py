@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
 from ngramspec.server.auth import OPEN, Identity, operator
-from ngramspec.server.error_responses import ApiError, ErrorBody, retry_after
+from ngramspec.server.error_responses import AnthropicErrorBody, ApiError, ErrorBody, OllamaErrorBody, choose_error_format, retry_after
 from ngramspec.server.state import ServerState
 
 _REFUSALS = {
@@ -61,17 +61,19 @@ def describe_api(app: FastAPI, *, locked: bool) -> dict[str, Any]:
         parts = schema.setdefault("components", {}).setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):
             parts.pop(name, None)
-        envelope = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
-        parts |= envelope.pop("$defs") | {"ErrorBody": envelope}
+        for model in (ErrorBody, AnthropicErrorBody, OllamaErrorBody):
+            envelope = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            parts |= envelope.pop("$defs", {}) | {model.__name__: envelope}
         if not locked:
             schema["components"].pop("securitySchemes", None)
         for path, operations in schema["paths"].items():
+            shape = choose_error_format(path)[1].__name__
             for method, operation in operations.items():
                 if not locked or (method.upper(), path) in OPEN:
                     operation.pop("security", None)
                 operation["responses"].pop("422", None)
                 for status, text in _REFUSALS.items():
-                    content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+                    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
                     operation["responses"].setdefault(status, {"description": text, "content": content})
         app.openapi_schema = schema
     return app.openapi_schema

@@ -86,7 +86,7 @@ class RequestMiddleware:
             except ApiError as error:
                 if error.status != 429:  # which the admission queue has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
-                await error.response()(scope, receive, answer)
+                await error.response(scope["path"])(scope, receive, answer)
             else:
                 await self.app(inner, _replay(body, receive), answer)
         except ClientGone:
@@ -94,7 +94,7 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", name)
             if not status:
-                await error_responses.make_internal_error().response()(scope, receive, answer)
+                await error_responses.make_internal_error().response(scope["path"])(scope, receive, answer)
         finally:
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)

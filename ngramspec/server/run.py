@@ -38,7 +38,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.server import logs
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import is_loopback, is_unix_socket
-from ngramspec.server.error_responses import ApiError, retry_after
+from ngramspec.server.error_responses import ApiError, format_openai_error, retry_after
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 
@@ -195,7 +195,7 @@ class Protocol(H11Protocol):
             self._refuse(400, ApiError(400, "this is not an HTTP request that can be read: " + str(error)[:100]))
 
     def _refuse(self, status: int, error: ApiError) -> None:
-        body = json.dumps(error.body).encode()
+        body = json.dumps(format_openai_error(error)).encode()
         names = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | error.headers
         head = h11.Response(status_code=status, headers=list(names.items()), reason=b"")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -218,7 +218,7 @@ class Front:
         else:
             error = ApiError(503, "the model is being loaded", code="loading", headers=retry_after(2))
             page = HTMLResponse(LOADING, 503, {**error.headers, "Cache-Control": "no-store"})
-            await (page if scope["path"] == "/" else error.response())(scope, receive, send)
+            await (page if scope["path"] == "/" else error.response(scope["path"]))(scope, receive, send)
 
 
 class AcceptErrors:

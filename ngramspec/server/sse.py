@@ -1,6 +1,6 @@
-"""Streamed answers: server-sent events over a reservation.
+"""Streamed answers: server-sent events, or lines of JSON, over a reservation.
 
-Events of a route enter, `data:` lines leave; an error is the last of them, in the envelope of all errors. However the stream ends, its
+Events of a route enter, `data:` lines leave; an error is the last of them, in the route's envelope. However the stream ends, its
 reservation is closed. Knows neither dialects nor the engine.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -16,7 +16,7 @@ from sse_starlette import EventSourceResponse
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
-from ngramspec.server.error_responses import ApiError, make_internal_error
+from ngramspec.server.error_responses import ApiError, ErrorFormat, format_ollama_error, format_openai_error, make_internal_error
 from ngramspec.server.queue import Reservation
 
 log = logging.getLogger(__name__)
@@ -35,21 +35,16 @@ def generates(route: BaseRoute) -> bool:
     return isinstance(route, APIRoute) and route.responses.get(200) is _MAY_STREAM
 
 
-class EventStream(EventSourceResponse):
-    """A response that sends each event as a `data:` line, and `data: [DONE]` at the end if `done`. `named`: an `event:` line with its
-    `type` goes before.
+class _ReservedStream(EventSourceResponse):
+    """Takes the reservation over from its `with` block, and closes it however the stream ends. An error is its last event."""
 
-    An error in `events` leaves as one more event in the envelope, then the stream ends. Takes the reservation over from its `with` block,
-    and closes it however the stream ends.
-    """
-
-    def __init__(self, reservation: Reservation, events: AsyncIterator[Event], *, done: bool = True, named: bool = False) -> None:
-        super().__init__(_encoded(events, done, named), sep="\n", ping=PING_S)
+    def __init__(self, reservation: Reservation, content: AsyncIterator[bytes], **options: Any) -> None:
+        super().__init__(content, sep="\n", **options)
         reservation.detach()
         self._reservation = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["events"] = True
+        scope.setdefault("state", {})["events"] = self.ping_interval > 0  # something may be sent between events
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -57,21 +52,51 @@ class EventStream(EventSourceResponse):
                 scope.get("state", {}).get("facts", {})["left"] = True  # the client left before the end
 
 
-async def _encoded(events: AsyncIterator[Event], done: bool, named: bool) -> AsyncIterator[bytes]:
-    """Events as bytes; an error as the last one."""
+class EventStream(_ReservedStream):
+    """A response that sends each event as a `data:` line, and `data: [DONE]` at the end if `done`. `named`: an `event:` line with its
+    `type` goes before. `ping`: the event that is sent while there is nothing else; default: a comment."""
+
+    def __init__(
+        self,
+        reservation: Reservation,
+        events: AsyncIterator[Event],
+        *,
+        done: bool = True,
+        named: bool = False,
+        ping: dict[str, Any] | None = None,
+        format_error: ErrorFormat = format_openai_error,
+    ) -> None:
+        def encode(event: Event) -> bytes:
+            name = f"event: {event['type']}\n" if named and isinstance(event, dict) and "type" in event else ""
+            return f"{name}data: {_dump(event)}\n\n".encode()
+
+        content = _encode_all(events, encode, format_error, "[DONE]" if done else None)
+        super().__init__(reservation, content, ping=PING_S, ping_message_factory=None if ping is None else lambda: encode(ping))
+
+
+class JsonLines(_ReservedStream):
+    """A response that sends each event as a line of JSON, as Ollama does. Nothing may stand between them."""
+
+    def __init__(self, reservation: Reservation, events: AsyncIterator[Event]) -> None:
+        content = _encode_all(events, lambda event: f"{_dump(event)}\n".encode(), format_ollama_error, None)
+        super().__init__(reservation, content, ping=0, media_type="application/x-ndjson")
+
+
+async def _encode_all(
+    events: AsyncIterator[Event], encode: Callable[[Event], bytes], format_error: ErrorFormat, last: Event | None
+) -> AsyncIterator[bytes]:
+    """Yield events as bytes, then `last`; an error is the last one."""
     try:
         async for event in events:
-            name = f"event: {event['type']}\n".encode() if named and isinstance(event, dict) else b""
-            yield name + _line(event)
-        if done:
-            yield _line("[DONE]")
+            yield encode(event)
+        if last is not None:
+            yield encode(last)
     except ApiError as error:
-        yield _line(error.body)
+        yield encode(format_error(error))
     except Exception:
         log.exception("a stream failed")
-        yield _line(make_internal_error().body)
+        yield encode(format_error(make_internal_error()))
 
 
-def _line(event: Event) -> bytes:
-    text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+def _dump(event: Event) -> str:
+    return event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))

@@ -24,6 +24,7 @@ from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.admin import Folder
+from ngramspec.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from ngramspec.server.llamacpp.schemas import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
 from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ApplyTemplateRequest, ChatRequest, CompletionRequest
@@ -36,6 +37,8 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "ab", "max_tokens": 2}),
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}),
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 2}),
+    "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 2}),
+    "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
     "/apply-template": (ApplyTemplateRequest, {"messages": MESSAGES}),
     "/completion": (LlamaCompletionBody, {"prompt": "ab", "n_predict": 2}),
     "/infill": (InfillBody, {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}),
@@ -126,11 +129,17 @@ def send(client: httpx.Client, path: str, body: str | bytes, method: str = "POST
 
 
 def envelope(response: httpx.Response) -> dict[str, Any]:
-    (error,) = response.json().values()
+    found = response.json()
+    if response.request.url.path.startswith("/v1/messages"):
+        assert set(found) == {"type", "error"}
+        assert found["type"] == "error"
+        error = found["error"] | {"param": None, "code": None}
+    else:
+        (error,) = found.values()
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert len(error["message"]) < 2000
-    assert error["type"].endswith("_error")
+    assert error["type"].endswith("_error") or error["type"] == "request_too_large"
     return error
 
 
@@ -232,6 +241,9 @@ def test_too_much_of_something(client: httpx.Client, path: str, extra: dict[str,
         ("/v1/chat/completions", '{"messages": [', "1", "]}"),
         ("/v1/chat/completions", '{"messages": [', '{"role": "user", "content": ""}', "]}"),
         ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [', "1", "]}]}"),
+        ("/v1/messages", '{"max_tokens": 1, "messages": [', "1", "]}"),
+        ("/v1/messages", '{"max_tokens": 1, "messages": [', '{"role": "user", "content": []}', "]}"),
+        ("/v1/messages", '{"max_tokens": 1, "messages": [{"role": "user", "content": [', '{"type": "image"}', "]}]}"),
         ("/completion", '{"prompt": "a", "logit_bias": [', "[]", "]}"),
         ("/completion", '{"prompt": "a", "logit_bias": [', "[1, 1]", "]}"),
         ("/infill", '{"input_prefix": "", "input_suffix": "", "input_extra": [', "1", "]}"),

@@ -6,9 +6,9 @@ A checked request becomes one `EngineInput` per prompt; completions or their del
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
@@ -38,13 +38,17 @@ def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
     engine = state.engine
     prompts, texts = Prompts(engine), TokenTexts(engine.tokenizer)
-    of_model = {"object": "model", "created": int(time.time()), "owned_by": "ngramspec", "max_model_len": engine.max_model_len}
-    listed = {name: {"id": name} | of_model for name in state.names}
+    now = datetime.now(UTC).replace(microsecond=0)
+    of_model = {"object": "model", "created": int(now.timestamp()), "owned_by": "ngramspec", "max_model_len": engine.max_model_len}
+    of_model |= {"type": "model", "created_at": now.isoformat()}
+    listed = {name: {"id": name, "display_name": name} | of_model for name in state.names}
 
     @routes.get("/models", include_in_schema=False)
     @routes.get("/v1/models", response_model=ModelList)
     async def models(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
-        return {"object": "list", "data": list(listed.values())}
+        """The model under each of its names, in the words of OpenAI and of Anthropic."""
+        names = list(listed)
+        return {"object": "list", "data": list(listed.values()), "first_id": names[0], "last_id": names[-1], "has_more": False}
 
     @routes.get("/v1/models/{name:path}", response_model=Model)
     async def one_model(name: str, identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Checked requests enter, engine inputs and the parts of an answer that are no tex
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -39,7 +40,7 @@ class CompletionHandler:
     """One request on its way to an answer. Raises ApiError if it asks for what it may not have."""
 
     def __init__(
-        self, state: ServerState, request: OpenAIRequest, identity: Identity, kind: Literal["cmpl-", "chatcmpl-", "resp_"]
+        self, state: ServerState, request: OpenAIRequest, identity: Identity, kind: Literal["cmpl-", "chatcmpl-", "resp_", "msg_"]
     ) -> None:
         self.model = self._choose_model_name(state, request.model)
         self.level = request.speculative_metrics or "none"
@@ -161,6 +162,14 @@ class Conversation:
         turns = sum(len(turn.content) + sum(len(call.name) + len(call.arguments) for call in turn.calls) for turn in self.turns)
         return turns + len(str(self.toolbox.prompt_tools)) + len(str(self.style.variables))
 
+    def count_tokens(self) -> int:
+        """Return the number of tokens of the prompt, however many; for `Encoders`. Raises ApiError, ValueError."""
+        return len(self.prompts.chat(self.turns, self.toolbox.prompt_tools, self.style))
+
+    def count_room(self, n_prompt: int, n: int = 1) -> int:
+        """Return the most tokens that each of `n` answers to a prompt of `n_prompt` tokens may have."""
+        return max(min(self.state.limits.count_room(n_prompt), self.state.settings.limits.output_tokens // n), 1)
+
     def encode(self, request: OpenAIRequest, max_tokens: int | None) -> list[int]:
         """Render and encode the prompt; for `Encoders`. Raises ApiError, ValueError."""
         limits = self.state.limits
@@ -194,7 +203,7 @@ class Conversation:
         if box.tools:
             grammar = box.make_grammar(self.prompts.calls, self.prompts.added, form_grammar)
         if max_tokens is None:
-            max_tokens = max(min(state.limits.count_room(len(ids)), state.settings.limits.output_tokens // n), 1)
+            max_tokens = self.count_room(len(ids), n)
         params = make_params(
             request, state, max_tokens=max_tokens, n=n, logprobs=logprobs, grammar=grammar, prompt_logprobs=prompt_logprobs
         )
@@ -251,6 +260,15 @@ def join_text(content: str | list[Part], where: str) -> str:
         if part.text is None:
             raise ApiError(400, f"{where}[{i}].text: is missing", param=f"{where}[{i}].text")
     return "".join(part.text or "" for part in content)
+
+
+def read_arguments(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; of a call that was cut, none."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def not_supported(param: str, why: str) -> ApiError:

@@ -6,9 +6,8 @@ earlier ones is refused. Knows nothing of routes or tokenizers.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -17,7 +16,7 @@ from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import ApiError, rename_params
 from ngramspec.server.field_support import RESPONSES
 from ngramspec.server.openai.schemas import OpenAIRequest, Part
 from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
@@ -203,19 +202,9 @@ def _text(content: str | list[Text], where: str) -> str:
     return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
 
 
-@contextlib.contextmanager
-def in_its_words() -> Iterator[None]:
+def in_its_words() -> AbstractContextManager[None]:
     """Rename fields in ApiErrors raised inside it to what this route calls them, from what chats do."""
-    try:
-        yield
-    except ApiError as error:
-        if error.param is None:
-            raise
-        param = error.param
-        for theirs, ours in (("response_format.json_schema", "text.format"), ("response_format", "text.format"), (".function", "")):
-            param = param.replace(theirs, ours)
-        message = error.message.replace(error.param, param)
-        raise ApiError(error.status, message, type=error.type, param=param, code=error.code, headers=error.headers) from None
+    return rename_params(("response_format.json_schema", "text.format"), ("response_format", "text.format"), (".function", ""))
 
 
 # ------------------------------------------------------------------ answers

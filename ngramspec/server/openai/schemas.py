@@ -257,13 +257,21 @@ class ChatResponse(_Answer):
 
 
 class Model(BaseModel):
+    """The model, with Anthropic's fields beside OpenAI's."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
 
 
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[Model]
+    first_id: str
+    last_id: str
+    has_more: bool

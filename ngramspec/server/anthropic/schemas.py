@@ -1,0 +1,235 @@
+"""Requests and answers of Anthropic's routes, as pydantic models, and what requests say in the words of chats.
+
+JSON that was parsed enters, turns and a `Toolbox` leave. Knows nothing of routes, tokenizers or templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from ngramspec.options import MAX_INT
+from ngramspec.prompts.chat_template import ANSWER, Style
+from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Call, Turn
+from ngramspec.prompts.tool_calls.toolbox import Toolbox
+from ngramspec.sampling_params import MAX_STOPS
+from ngramspec.server.error_responses import ApiError
+from ngramspec.server.openai.schemas import OpenAIRequest, StopString
+from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
+from ngramspec.server.tool_fields import (
+    MAX_TOOLS,
+    ChosenTool,
+    FunctionDeclared,
+    FunctionNamed,
+    ToolChoice,
+    ToolDeclared,
+    read_toolbox,
+)
+
+ROLES = (USER, ASSISTANT, SYSTEM)
+# How a system block of Claude Code's begins that differs in every request: with it no prompt would begin as an earlier one did.
+BILLING_HEADER = "x-anthropic-billing-header:"
+
+
+class TextBlock(StrictModel):
+    type: str
+    text: str | None = None
+
+
+class Block(TextBlock):
+    """A text, a call that the assistant made, its result, or a chain of thought."""
+
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Items[TextBlock] | None = None
+
+
+class ChatMessage(StrictModel):
+    role: str
+    content: str | Items[Block]
+
+
+class MessagesTool(StrictModel):
+    name: str
+    type: str | None = None
+    """`custom`: a function. Tools of other types run at Anthropic, and are left out."""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class MessagesToolChoice(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictModel):
+    type: str
+
+
+class OutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: Schema = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(OpenAIRequest):
+    """A conversation, and what the answer may call. Fields that no one here knows are ignored, such as those of Anthropic's betas."""
+
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    system: str | Items[TextBlock] | None = None
+    tools: Annotated[Items[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    """Told to templates that read `enable_thinking`."""
+    output_config: OutputConfig | None = None
+
+    @property
+    def style(self) -> Style:
+        """How the template is asked. A conversation that ends with the assistant's message is continued within it."""
+        variables: dict[str, Any] = {}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
+        return ANSWER._replace(variables=variables)
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """What may be called. Raises ApiError (400)."""
+        declared = [
+            ToolDeclared(type="function", function=function)
+            if tool.type in (None, "custom")
+            else ToolDeclared(type=tool.type, function=None)
+            for tool in self.tools or ()
+            for function in [
+                FunctionDeclared(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+            ]
+        ]
+        given, choice = self.tool_choice, None
+        choices: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+        if given is not None:
+            choice = choices.get(given.type) or ChosenTool(type="function", function=FunctionNamed(name=given.name or ""))
+        parallel = False if given is not None and given.disable_parallel_tool_use else None
+        return read_toolbox(declared, choice, parallel, others=True)
+
+    def make_turns(self) -> list[Turn]:
+        """Return the messages of a chat; neighbours of one role are one. Raises ApiError (400)."""
+        system = _join(self.system or "", "system")
+        turns = [Turn(SYSTEM, system)] if system else []
+        names: dict[str, str] = {}
+        for i, message in enumerate(self.messages):
+            where = f"messages[{i}]"
+            if message.role not in ROLES:
+                raise ApiError(400, f"{where}.role: must be user or assistant, got {message.role[:40]!r}", param=f"{where}.role")
+            for turn in _make_turns(message, where, names):
+                last = turns[-1] if turns else None
+                if last is not None and last.role == turn.role != TOOL:
+                    text = "\n".join(filter(None, (last.content, turn.content)))
+                    turns[-1] = last._replace(content=text, calls=last.calls + turn.calls)
+                else:
+                    turns.append(turn)
+        return turns
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)]
+    """More than the context holds is as much as it holds."""
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+
+    @model_validator(mode="after")
+    def _in_the_words_of_chats(self) -> Self:
+        self.stop = self.stop_sequences or self.stop
+        if self.output_config is not None and (wanted := self.output_config.format) is not None:
+            self.response_format = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": wanted.json_schema}})
+        return self
+
+
+def _make_turns(message: ChatMessage, where: str, names: dict[str, str]) -> Iterator[Turn]:
+    """Yield the turns of a message. `names`: of the tools called so far, by the calls' ids. Raises ApiError (400)."""
+    if isinstance(message.content, str):
+        yield Turn(message.role, message.content)
+        return
+    texts: list[str] = []
+    calls: list[Call] = []
+    for i, block in enumerate(message.content):
+        place = f"{where}.content[{i}]"
+        match block.type:
+            case "text":
+                texts.append(_get(block.text, f"{place}.text"))
+            case "thinking" | "redacted_thinking":  # of earlier turns, which templates leave out
+                pass
+            case "tool_use" if message.role == ASSISTANT:
+                given = json.dumps(_get(block.input, f"{place}.input"), ensure_ascii=False)
+                call = Call(_get(block.id, f"{place}.id"), _get(block.name, f"{place}.name"), given)
+                calls.append(call)
+                names[call.id] = call.name
+            case "tool_result" if message.role == USER:
+                if texts:
+                    yield Turn(USER, "\n".join(texts))
+                    texts = []
+                call_id = _get(block.tool_use_id, f"{place}.tool_use_id")
+                yield Turn(TOOL, _join(block.content or "", f"{place}.content"), call_id=call_id, name=names.get(call_id))
+            case other:
+                raise _not_supported(place, f"no blocks of type {other[:40]!r} in a message of the {message.role}; text and tools only")
+    if texts or calls or message.role != USER:
+        yield Turn(message.role, "\n".join(texts), tuple(calls))
+
+
+def _join(content: str | Sequence[TextBlock], where: str) -> str:
+    """Return the text of blocks. Raises ApiError (400)."""
+    if isinstance(content, str):
+        return content
+    for i, block in enumerate(content):
+        if block.type != "text":
+            raise _not_supported(f"{where}[{i}]", f"only blocks of type 'text', got {block.type[:40]!r}")
+    texts = [_get(block.text, f"{where}[{i}].text") for i, block in enumerate(content)]
+    return "\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
+
+
+def _get(value: Any, where: str) -> Any:
+    if value is None:
+        raise ApiError(400, f"{where}: is missing", param=where)
+    return value
+
+
+def _not_supported(param: str, why: str) -> ApiError:
+    return ApiError(400, f"{param}: {why}", param=param, code="not_supported")
+
+
+# ------------------------------------------------------------------ answers
+
+
+class MessagesUsage(BaseModel):
+    input_tokens: int
+    """Tokens of the prompt that were computed."""
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessagesResponse(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+    metrics: dict[str, Any] | None = None
+    timings: dict[str, float] | None = None
+
+
+class CountTokensResponse(BaseModel):
+    input_tokens: int

@@ -1,0 +1,281 @@
+"""Anthropic's routes: messages, tools and their results as Anthropic's SDKs and Claude Code send them, answers whole and event by event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+from scripted import reciting_engine
+from templates import Template
+from test_tools import LITTLE, SHAPE, TIME, TOOLS, Tokenizing, check
+from tiny_server import Server
+
+from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.tool_calls.tool_prompt import Turn
+from ngramspec.server.settings import Key, ServerSettings
+
+FLAT = [{"name": "draw", "description": "a draw", "input_schema": SHAPE}, {"name": "time", "description": "a time", "input_schema": TIME}]
+ASKED: dict[str, Any] = {"model": "claude", "max_tokens": 16, "temperature": 0}
+DRAW = [{"role": "user", "content": "draw"}]
+EPHEMERAL = {"type": "ephemeral"}
+CLAUDE_CODE: dict[str, Any] = {  # Claude Code 2.1.197, `claude -p`: a request behind its first call, shortened
+    "model": "claude-opus-4-8",
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.1c6; cc_entrypoint=sdk-cli;"},
+        {"type": "text", "text": "You are a coding assistant.", "cache_control": EPHEMERAL},
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "<reminder>today</reminder>"}, {"type": "text", "text": "fix"}],
+        },
+        {"role": "system", "content": "Available agents: none."},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I read it.", "signature": "abc"},
+                {"type": "text", "text": "Reading."},
+                {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"file_path": "/a.py"}, "caller": {"type": "direct"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "1\tdef a", "is_error": False, "cache_control": EPHEMERAL},
+                {"type": "text", "text": "go on"},
+            ],
+        },
+    ],
+    "tools": [
+        {"name": "Read", "description": "Reads.", "input_schema": {"type": "object", "properties": {"file_path": {"type": "string"}}}},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "metadata": {"user_id": "{}"},
+    "max_tokens": 64000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "stream": True,
+}
+CLAUDE_CODE_AS_CHAT: list[Any] = [
+    {"role": "system", "content": "You are a coding assistant."},
+    {"role": "user", "content": "<reminder>today</reminder>\nfix"},
+    {"role": "system", "content": "Available agents: none."},
+    {
+        "role": "assistant",
+        "content": "Reading.",
+        "tool_calls": [{"id": "toolu_1", "type": "function", "function": {"name": "Read", "arguments": '{"file_path": "/a.py"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "toolu_1", "content": "1\tdef a"},
+    {"role": "user", "content": "go on"},
+]
+
+
+def read_events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream, each named as its data's type says."""
+    assert answer.status_code == 200, answer.text
+    events = []
+    for event in answer.text.strip().split("\n\n"):
+        name, data = event.splitlines()
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def assemble(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message that the events of a stream tell of, as Anthropic's SDK puts it together."""
+    message: dict[str, Any] = {}
+    pieces = ""
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                assert not message
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+                pieces = ""
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                if delta["type"] == "text_delta":
+                    block["text"] += delta["text"]
+                else:
+                    assert delta["type"] == "input_json_delta"
+                    pieces += delta["partial_json"]
+            case "content_block_stop":
+                assert event["index"] == len(message["content"]) - 1
+                if message["content"][-1]["type"] == "tool_use":
+                    message["content"][-1]["input"] = json.loads(pieces or "{}")
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+            case other:
+                assert other == "message_stop"
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    return message
+
+
+def drop_ids(message: dict[str, Any]) -> dict[str, Any]:
+    content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
+    usage = message["usage"]
+    n = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    return message | {"id": "", "content": content, "usage": (n, usage["output_tokens"])}
+
+
+def test_a_text_is_that_of_a_chat(client: httpx.Client, server: Server) -> None:
+    given = ASKED | {"messages": [{"role": "user", "content": "hello"}], "system": "Be brief.", "metadata": {"user_id": "a"}}
+    made = client.post("/v1/messages", json=given, headers={"anthropic-version": "2023-06-01"}).json()
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    like = client.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 16, "temperature": 0}).json()
+    assert made["content"] == [{"type": "text", "text": like["choices"][0]["message"]["content"]}]
+    assert (made["type"], made["role"], made["model"]) == ("message", "assistant", server.engine.name)
+    assert made["usage"]["input_tokens"] + made["usage"]["cache_read_input_tokens"] == like["usage"]["prompt_tokens"]
+    assert made["usage"]["output_tokens"] == like["usage"]["completion_tokens"]
+    assert made["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[like["choices"][0]["finish_reason"]]
+    stream = assemble(read_events(client.post("/v1/messages", json=given | {"stream": True})))
+    assert drop_ids(stream) == drop_ids(made)
+    counted = client.post("/v1/messages/count_tokens", json={"model": "a", "messages": given["messages"], "system": "Be brief."})
+    assert counted.json() == {"input_tokens": like["usage"]["prompt_tokens"]}
+
+
+def test_claude_code_is_answered(client: httpx.Client) -> None:
+    """The billing header and the chain of thought are no part of the prompt; more tokens than fit are as many as do."""
+    stops = {"stop_sequences": [chr(c) for c in range(32, 48)]}
+    message = assemble(read_events(client.post("/v1/messages?beta=true", json=CLAUDE_CODE | stops)))
+    tool = CLAUDE_CODE["tools"][0]
+    function = {"name": "Read", "description": "Reads.", "parameters": tool["input_schema"]}
+    asked = {"messages": CLAUDE_CODE_AS_CHAT, "tools": [{"type": "function", "function": function}], "max_tokens": 1}
+    like = client.post("/v1/chat/completions", json=asked).json()
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == like["usage"]["prompt_tokens"]
+    counted = client.post("/v1/messages/count_tokens?beta=true", json=CLAUDE_CODE).json()
+    assert counted["input_tokens"] == like["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "time", "disable_parallel_tool_use": True}])
+def test_calls(client: httpx.Client, choice: Any) -> None:
+    given = ASKED | {"messages": DRAW, "tools": FLAT, "tool_choice": choice, "max_tokens": 150}
+    made = client.post("/v1/messages", json=given).json()
+    (call,) = made["content"]
+    assert (call["type"], made["stop_reason"]) == ("tool_use", "tool_use")
+    check(call["name"], json.dumps(call["input"]))
+    assert drop_ids(assemble(read_events(client.post("/v1/messages", json=given | {"stream": True})))) == drop_ids(made)
+
+
+def test_no_tools_are_shown_where_none_may_be_called(client: httpx.Client) -> None:
+    plain = client.post("/v1/messages/count_tokens", json={"messages": DRAW}).json()
+    assert client.post("/v1/messages/count_tokens", json={"messages": DRAW, "tools": FLAT, "tool_choice": {"type": "none"}}).json() == plain
+    assert client.post("/v1/messages/count_tokens", json={"messages": DRAW, "tools": FLAT}).json() != plain
+
+
+def test_the_assistants_message_is_continued(client: httpx.Client) -> None:
+    begun = [*DRAW, {"role": "assistant", "content": "I will"}]
+    made = client.post("/v1/messages", json=ASKED | {"messages": begun}).json()
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    like = client.post("/v1/chat/completions", json={"messages": begun, "max_tokens": 16, "temperature": 0} | goes_on).json()
+    assert made["content"][0]["text"] == like["choices"][0]["message"]["content"]
+
+
+def test_the_form_of_an_answer(client: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    given = ASKED | {"messages": DRAW, "max_tokens": 60, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    made = client.post("/v1/messages", json=given).json()
+    assert json.loads(made["content"][0]["text"])["a"] in (1, 2)
+
+
+TEXT = 'Wait.\n<tool_call>{"name":"time", "arguments":{}}</tool_call><tool_call>{"name":"draw","arguments":{"a": "b"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def reciting(start_server: Callable[..., Server]) -> Iterator[httpx.Client]:
+    """A client of a model that says something and calls two tools."""
+    tokenizer = Template(LITTLE, ()).tokenizer()
+    n_prompt = len(Prompts(Tokenizing(tokenizer)).chat([Turn("user", "draw")], TOOLS))  # type: ignore[arg-type]
+    engine, _ = reciting_engine("-" * n_prompt + TEXT, tokenizer)
+    with engine, httpx.Client(base_url=start_server(engine).url, timeout=120) as client:
+        yield client
+
+
+def test_text_and_calls_are_blocks(reciting: httpx.Client) -> None:
+    given = ASKED | {"messages": DRAW, "tools": FLAT, "max_tokens": 200}
+    made = reciting.post("/v1/messages", json=given).json()
+    assert [block["type"] for block in made["content"]] == ["text", "tool_use", "tool_use"]
+    assert made["content"][0]["text"] == "Wait."
+    assert [(block["name"], block["input"]) for block in made["content"][1:]] == [("time", {}), ("draw", {"a": "b"})]
+    assert len({block["id"] for block in made["content"][1:]}) == 2
+    assert (made["stop_reason"], made["stop_sequence"]) == ("tool_use", None)
+    assert drop_ids(assemble(read_events(reciting.post("/v1/messages", json=given | {"stream": True})))) == drop_ids(made)
+
+
+def test_why_an_answer_ends(reciting: httpx.Client) -> None:
+    given = ASKED | {"messages": DRAW, "tools": FLAT}
+    cut = reciting.post("/v1/messages", json=given | {"max_tokens": 3}).json()
+    assert (cut["content"], cut["stop_reason"]) == ([{"type": "text", "text": "Wai"}], "max_tokens")
+    stopped = reciting.post("/v1/messages", json=given | {"stop_sequences": ["t."]}).json()
+    assert (stopped["content"][0]["text"], stopped["stop_reason"], stopped["stop_sequence"]) == ("Wai", "stop_sequence", "t.")
+
+
+def test_an_error_is_the_last_event(start_server: Callable[..., Server], reciting: httpx.Client) -> None:
+    """The model's script ends with the context: what the engine cannot go on with is told in Anthropic's words."""
+    unknown = reciting.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
+    assert (unknown.status_code, unknown.json()["type"], unknown.json()["error"]["type"]) == (400, "error", "invalid_request_error")
+    long = reciting.post("/v1/messages", json=ASKED | {"messages": [{"role": "user", "content": "a" * 5000}], "stream": True})
+    assert long.status_code == 400
+    assert long.json()["error"]["message"].startswith("prompt is too long")
+
+
+def test_keys(make_server: Callable[..., Server]) -> None:
+    server = make_server(ServerSettings(api_keys=(Key(key=SecretStr("a-long-key")),)))
+    with httpx.Client(base_url=server.url) as client:
+        given = ASKED | {"messages": DRAW, "max_tokens": 1}
+        assert client.post("/v1/messages", json=given, headers={"x-api-key": "a-long-key"}).status_code == 200
+        assert client.post("/v1/messages", json=given, headers={"authorization": "Bearer a-long-key"}).status_code == 200
+        refused = client.post("/v1/messages", json=given, headers={"x-api-key": "another"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_the_model_is_listed_in_anthropics_words(client: httpx.Client, server: Server) -> None:
+    listed = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (server.engine.name, server.engine.name, False)
+    (model,) = listed["data"]
+    assert (model["type"], model["display_name"]) == ("model", server.engine.name)
+    assert client.get(f"/v1/models/{server.engine.name}").json() == model
+
+
+def block(**given: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [given]}]}
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("max_tokens", {"max_tokens": None}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("messages", {"messages": []}),
+    ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 1}]}),
+    ("messages[0].content[0]: no blocks of type 'image'", block(type="image", source={"type": "url", "url": "http://a"})),
+    ("messages[0].content[0]: no blocks of type 'document'", block(type="document")),
+    ("messages[0].content[0]: no blocks of type 'tool_use'", block(type="tool_use", id="a", name="b", input={})),
+    ("messages[0].content[0].text", block(type="text")),
+    ("messages[0].content[0].tool_use_id", block(type="tool_result", content="a")),
+    ("messages[0].content[0].content[0]: only", block(type="tool_result", tool_use_id="a", content=[{"type": "image"}])),
+    ("messages[0].content[0].input", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}),
+    ("system[0]", {"system": [{"type": "image"}]}),
+    ("tools[0].name", {"tools": [{"name": "a b", "input_schema": {}}]}),
+    ("tools[0].input_schema", {"tools": [{"name": "a", "input_schema": {"type": "array"}}]}),
+    ("tool_choice", {"tools": FLAT, "tool_choice": {"type": "tool", "name": "who"}}),
+    ("tool_choice", {"tools": FLAT, "tool_choice": {"type": "required"}}),
+    ("tool_choice", {"tool_choice": {"type": "any"}}),
+    ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}),
+    ("stop_sequences", {"stop_sequences": [""]}),
+]
+
+
+def test_what_is_wrong_is_named(client: httpx.Client) -> None:
+    for start, given in WRONG:
+        answer = client.post("/v1/messages", json=ASKED | {"messages": DRAW} | given)
+        assert answer.status_code == 400, (start, answer.text)
+        assert answer.json()["error"]["message"].startswith(start), (start, answer.text)
