@@ -111,9 +111,15 @@ def test_memory_for_weights_is_given_once(sizes: list[int]) -> None:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux describes its mappings")
 def test_memory_for_weights_may_lie_in_large_pages() -> None:
     """Pages that are shared are not made large, whatever was asked for them."""
-    address = Arena().take(1000).ctypes.data
-    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([^\n]*)", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
-    (flags,) = (flags.split() for first, end, flags in found if int(first, 16) <= address < int(end, 16))
+    weights = Arena().take(1000)
+    address, flags = weights.ctypes.data, set[str]()
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            flags = set(line.split()[1:])
+    assert "rd" in flags
     assert "sh" not in flags
     assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
 
