@@ -218,10 +218,10 @@ def measure_free_memory() -> int:
     """Return the bytes that can be allocated without pushing others out, as far as the platform says."""
     free = []
     try:
-        if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+        if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("utf-8"), re.MULTILINE):
             free.append(int(match[1]) * 1024)
         group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        free.append(int((group / "memory.max").read_text("utf-8")) - int((group / "memory.current").read_text("utf-8")))
     except (OSError, ValueError):  # not Linux, or no limit
         pass
     return max(min(free, default=2 << 30), 1 << 28)

@@ -8,7 +8,6 @@ files and manifests, nothing of what is in the segments.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -22,11 +21,13 @@ from .errors import (
     DatastoreLockedError,
     DatastoreNotFoundError,
 )
-from .file_io import FULL
+from .file_io import FULL, combine_flags
+from .file_lock import lock_file
 from .format import MANIFEST
 from .manifest import Manifest, find_orphans, read_manifest, write_manifest
 
 LOCK = "LOCK"  # the name of the file that a writer locks
+LOCK_FLAGS = combine_flags("O_CLOEXEC", "O_NOFOLLOW")
 
 
 class StoreWriter:
@@ -142,13 +143,13 @@ def _hold_lock(store: Path) -> Iterator[None]:
     path = store / LOCK
     while True:
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | LOCK_FLAGS, 0o666)
         except OSError as error:
             if error.errno in FULL:
                 raise
             raise DatastoreError(f"{path} cannot be opened for writing: {error.strerror}") from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
             # the holder before may have deleted it: then this is the lock of nothing
             if _same_file(file, path):
                 yield
@@ -178,5 +179,5 @@ def _clean_up(store: Path, before: set[str]) -> None:
 
 def _delete_orphans(store: Path, manifest: Manifest | None) -> None:
     for path in find_orphans(store, manifest):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # Windows keeps what a reader has mapped; the next writer tries again
             path.unlink()

@@ -20,6 +20,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a system says of a disk
 _CHUNK = 1 << 22  # bytes of one read
 
 
+def combine_flags(*names: str) -> int:
+    """Return those of these flags of `os.open` that this system has, together."""
+    return sum(getattr(os, name, 0) for name in names)
+
+
+_READ = os.O_RDONLY | combine_flags("O_CLOEXEC", "O_NONBLOCK", "O_BINARY")  # without O_NONBLOCK a FIFO would wait for a writer
+
+
 def open_file(path: Path, missing: DatastoreError | None = None) -> int:
     """Return a descriptor of a regular file.
 
@@ -27,7 +35,7 @@ def open_file(path: Path, missing: DatastoreError | None = None) -> int:
     and DatastoreError.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
+        file = os.open(path, _READ)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise missing or DatastoreCorruptError(f"{path} is missing, MANIFEST names it") from error
     except OSError as error:
@@ -54,7 +62,8 @@ def read_file(path: Path, limit: int, missing: DatastoreError | None = None) -> 
 
 def read_start(path: Path, file: int, size: int) -> bytes:
     """Return the first `size` bytes of an open file. Raises DatastoreCorruptError if it ends before."""
-    raw = os.pread(file, size, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    raw = os.read(file, size)
     if len(raw) != size:
         raise DatastoreCorruptError(f"{path} was truncated while it was read: {len(raw)} of {size} bytes")
     return raw
@@ -66,12 +75,13 @@ def read_into_memory(path: Path, file: int, size: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    with memoryview(memory) as view:
+    os.lseek(file, 0, os.SEEK_SET)
+    with memoryview(memory) as view, os.fdopen(file, "rb", buffering=0, closefd=False) as raw:
         done = 0
         while done < size:
             with view[done : done + _CHUNK] as part:
-                n = os.preadv(file, [part], done)
-            if n == 0:
+                n = raw.readinto(part)
+            if not n:
                 raise DatastoreCorruptError(f"{path} was truncated while it was read: {done} of {size} bytes")
             done += n
     return memory
@@ -112,7 +122,9 @@ def make_write_error(path: Path, error: OSError) -> DatastoreError:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in the folder durable."""
+    """Make renames and new names in the folder durable, where a folder can be opened for that: not on Windows."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -223,7 +223,7 @@ def map_segment(folder: Path, entry: SegmentEntry, copy: bool = False) -> Segmen
             raise DatastoreCorruptError(
                 f"{path}: header: {header.n_tokens} tokens in {header.n_docs} documents, {MANIFEST} says {entry.tokens} in {entry.docs}"
             )
-        data = np.frombuffer(read_into_memory(path, file, size) if copy else mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)
+        data = np.frombuffer(read_into_memory(path, file, size) if copy else mmap.mmap(file, size, access=mmap.ACCESS_READ), np.uint8)
     except OSError as error:
         raise DatastoreError(f"{path} cannot be read: {error.strerror}") from error
     finally:

@@ -17,14 +17,14 @@ def available_memory(device: str = "cpu") -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     free = []
     with contextlib.suppress(OSError, ValueError):
-        meminfo = Path("/proc/meminfo").read_text()
+        meminfo = Path("/proc/meminfo").read_text("utf-8")
         if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE):
             free.append(int(match[1]) * 1024)
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free.append(limit - int((group / "memory.current").read_text()) + (int(cached[1]) if cached else 0))
+        limit = int((group / "memory.max").read_text("utf-8"))
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text("utf-8"), re.MULTILINE)
+        free.append(limit - int((group / "memory.current").read_text("utf-8")) + (int(cached[1]) if cached else 0))
     return min(free, default=None)
 
 

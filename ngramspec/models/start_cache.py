@@ -103,7 +103,7 @@ def _digest(text: bytes) -> bytes:
 def _describe_processor() -> list[str]:
     """Describe what distinguishes this machine's arithmetic from another's."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith(("flags", "Features")):
                 return [platform.machine(), hashlib.sha256(line.encode()).hexdigest()]
     return [platform.machine(), platform.processor()]

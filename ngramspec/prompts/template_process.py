@@ -92,7 +92,7 @@ def _limit_resources() -> Callable[[bool], None]:
         return lambda on: None
 
     with contextlib.suppress(OSError, ValueError):
-        n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        n_pages = int(Path("/proc/self/statm").read_text("utf-8").split()[0])
         limit_memory(n_pages * resource.getpagesize() + MEMORY)
 
     def out_of_time(*_: object) -> None:

@@ -48,7 +48,7 @@ def find_fast_cpus(usable: Set[int], root: Path = Path("/")) -> Set[int]:
 
 def read_cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many processors' time the control groups of this process grant it, the least of all levels; None: no limit."""
-    groups = (root / "proc/self/cgroup").read_text() if (root / "proc/self/cgroup").is_file() else ""
+    groups = (root / "proc/self/cgroup").read_text("utf-8") if (root / "proc/self/cgroup").is_file() else ""
     quotas = []
     for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", groups, re.MULTILINE):
         if not controllers:
@@ -88,6 +88,6 @@ def _parse_cpu_list(text: str) -> set[int]:
 def _read(path: Path) -> str:
     """Return a file's text; empty if it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text("utf-8").strip()
     except OSError:
         return ""

@@ -26,7 +26,7 @@ def detect_arm_features() -> dict[str, bool]:
     if sys.platform == "darwin":
         return translate_sysctl(read_sysctl([name for _, name in _NAMES.values()]))
     try:
-        return parse_cpuinfo(Path("/proc/cpuinfo").read_text())
+        return parse_cpuinfo(Path("/proc/cpuinfo").read_text("utf-8"))
     except OSError:
         return {}
 
