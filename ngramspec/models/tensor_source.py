@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[int, int]] = {
     "Q6_K": (256, 210),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 
 CHUNK = 1 << 22  # Weights that are dequantised at a time while a tensor is read whole.

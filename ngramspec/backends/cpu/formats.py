@@ -22,6 +22,9 @@ LINE = 64  # bytes: parts of a panel begin at multiples of a cache line
 # Values of the codes of GGML's IQ4_NL and IQ4_XS (ggml-common.h).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+# Values of MXFP4's codes, twice those of 4-bit floating-point numbers (E2M1): a block's scale is half of its power of two.
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
 
 class QuantFormat(NamedTuple):
     """Layout of a kind of quant blocks. A weight is scale · (code - zero), or scale · code - offset; codes are unsigned."""
@@ -40,6 +43,8 @@ class QuantFormat(NamedTuple):
     subtracted."""
     values: tuple[int, ...] | None = None
     """Values that 4-bit codes stand for; None: the codes themselves."""
+    powers: bool = False
+    """Whether half scales are powers of two beyond float16's range, kept as bfloat16."""
 
     @property
     def by_super(self) -> bool:
@@ -101,6 +106,7 @@ QUANTISED: dict[str, QuantFormat] = {
     "Q5_K": QuantFormat((4, 1), half_scales=False, offsets=True),
     "Q6_K": QuantFormat((4, 2), zero=32, by_16=True, half_scales=False, scale_zero=128),
     "IQ4_NL": QuantFormat((4,), zero=128, values=IQ4_VALUES),
+    "MXFP4": QuantFormat((4,), zero=128, values=MXFP4_VALUES, powers=True),
     "IQ4_XS": QuantFormat((4,), zero=128, half_scales=False, scale_zero=32, values=IQ4_VALUES),
 }
 

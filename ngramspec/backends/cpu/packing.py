@@ -20,8 +20,8 @@ from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainForma
 from ngramspec.datastore.code_cache import njit
 
 PIECE = 1 << 20  # Bytes of a matrix that a thread reads at a time.
-_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _IQ4_NL, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_XS = range(12)
+_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _IQ4_NL, _MXFP4, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_XS = range(13)
 # The low bit, 2 bits and 4 bits of each byte of a word.
 _1, _2, _4 = np.uint64(0x01010101), np.uint64(0x03030303), np.uint64(0x0F0F0F0F)
 
@@ -140,6 +140,13 @@ def _copy_half(to, at, lane, source, s):
 
 
 @njit(cache=True, nogil=True)
+def _write_power(to, at, lane, exponent):
+    """Write 2 ** (exponent - 128) as bfloat16, to the place of output `lane` among those of 16 outputs."""
+    bits = (exponent - 1) << 7 if exponent >= 2 else 32 << exponent
+    to[at + 2 * lane], to[at + 2 * lane + 1] = bits & 255, bits >> 8
+
+
+@njit(cache=True, nogil=True)
 def _load(address, word, shift, mask):
     """Return a word's bits from `shift` on that are in `mask`."""
     return (load_word(address + 4 * word) >> np.uint64(shift)) & mask
@@ -202,16 +209,19 @@ def _pack_blocks(kind, rows, panels, n_blocks, super_at, codes_at):
 
 @njit(cache=True, nogil=True)
 def _pack_row(kind, row, to, lane, n_blocks, codes_to):
-    """Pack a row [bytes] of blocks with float16 scales; `codes_to`: address of the lane's first word of codes."""
+    """Pack a row [bytes] of blocks with scales of their own; `codes_to`: address of the lane's first word of codes."""
     offsets = kind in (_Q4_1, _Q5_1)
     size = row.shape[0] // n_blocks
     scale_bytes = 4 * WIDTH if offsets else 2 * WIDTH
     for b in range(n_blocks):
         s = b * size
-        _copy_half(to, b * scale_bytes, lane, row, s)
+        if kind == _MXFP4:
+            _write_power(to, b * scale_bytes, lane, _read_byte(row, s))
+        else:
+            _copy_half(to, b * scale_bytes, lane, row, s)
         if offsets:
             _copy_half(to, b * scale_bytes + 2 * WIDTH, lane, row, s + 2)
-        q = row.ctypes.data + s + (4 if offsets else 2)
+        q = row.ctypes.data + s + (1 if kind == _MXFP4 else (4 if offsets else 2))
         if kind == _Q8_0:
             for g in range(8):
                 store_word(codes_to + (8 * b + g) * LINE, load_word(q + 4 * g) ^ np.uint64(0x80808080))

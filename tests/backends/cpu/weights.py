@@ -37,7 +37,13 @@ def rows_of_kind(kind: str, n: int, k: int, seed: int = 0, special: bool = False
         return values.astype(np.float32 if kind == "F32" else np.float16).view(np.uint8)
     per_block, n_bytes = KINDS[kind]
     blocks = rng.integers(0, 256, (n, k // per_block, n_bytes), np.uint8)
-    for at in FACTORS[kind]:
+    if kind == "MXFP4":  # a block's power of two, as the exponent that it has as float32
+        blocks[:, :, 0] = rng.integers(112, 122, blocks.shape[:2])
+        if special:
+            blocks[:, :, 0] = np.where(
+                rng.random(blocks.shape[:2]) < 0.4, rng.choice([0, 1, 2, 90, 160, 240], blocks.shape[:2]), blocks[:, :, 0]
+            )
+    for at in FACTORS.get(kind, ()):
         factors = (rng.uniform(1e-3, 1e-2, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])).astype(np.float16)
         if special:
             factors = np.where(rng.random(factors.shape) < 0.4, rng.choice(np.array(SPECIAL, np.float16), factors.shape), factors)
@@ -95,7 +101,8 @@ def read_panels(weight: PackedWeight) -> Read:
 
     of_blocks = weight.data[:, : n_blocks * fmt.scale_bytes].reshape(n_panels, n_blocks, fmt.scale_bytes)
     if fmt.half_scales:
-        halves = np.ascontiguousarray(of_blocks).view(np.float16).reshape(n_panels, n_blocks, -1, WIDTH).astype(np.float32)
+        bits = np.ascontiguousarray(of_blocks).view(np.uint16).reshape(n_panels, n_blocks, -1, WIDTH)
+        halves = (bits.astype(np.uint32) << 16).view(np.float32) if fmt.powers else bits.view(np.float16).astype(np.float32)
         return Read(outputs(numbers), outputs(halves[:, :, 0]), None, outputs(halves[:, :, 1]) if fmt.offsets else None, None)
     n_supers = -(-n_blocks // SUPER)
     heads = np.ascontiguousarray(weight.data[:, weight.super_at :][:, : n_supers * fmt.super_bytes]).view(np.float16)

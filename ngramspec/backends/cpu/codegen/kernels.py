@@ -235,6 +235,13 @@ class Emitter:
             return self.b.fpext(self.b.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), FLOATS)
         return widen_halves(self.b, bits)
 
+    def load_scales(self, fmt: QuantFormat, address: Any) -> Any:
+        """Load a block's 16 half scales at this address as float32."""
+        if not fmt.powers:
+            return self.load_halves(address)
+        bits = self.b.zext(self.load(address, ir.VectorType(HALF, WIDTH), 2), WORDS)
+        return self.b.bitcast(self.b.shl(bits, self.splat_words(16)), FLOATS)
+
     def load_bytes_as_words(self, address: Any) -> Any:
         """Load 16 unsigned bytes at this address as int32."""
         return self.b.zext(self.load(address, ir.VectorType(BYTE, WIDTH), 1), WORDS)
@@ -545,7 +552,7 @@ def _emit_int8_block(
     ends = []
     for k, panel in enumerate(panels):
         scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
-        scale = e.load_halves(scales_at)
+        scale = e.load_scales(fmt, scales_at)
         offset = e.load_halves(e.offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
         for r in range(len(xs)):
             x_scale, (whole,) = e.spread(e.load(q_at[r], FLOAT, 4)), sums[k][r]
@@ -635,7 +642,7 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
     code = e.make_code_reader(fmt, b.add(b.add(w, codes_at), b.mul(i, LONG(fmt.code_bytes))))
     n_parts = fmt.n_parts
     if fmt.half_scales:
-        scales = [e.load_halves(scales_at)]
+        scales = [e.load_scales(fmt, scales_at)]
         offsets = [e.load_halves(e.offset(scales_at, 2 * WIDTH))] if fmt.offsets else None
     else:
         heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER_SHIFT)), LONG(fmt.super_bytes)))
