@@ -11,7 +11,7 @@ from ngramspec.grammar.fewest_tokens import FewestTokens
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
 from ngramspec.prompts.suggestions import Suggestions
-from ngramspec.server import admin, error_responses, health, playground
+from ngramspec.server import admin, error_responses, health, playground, tokenization
 from ngramspec.server.anthropic import routes as anthropic
 from ngramspec.server.auth import Keyring, identify
 from ngramspec.server.encoding import Encoders
@@ -64,7 +64,8 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
     app.state.server = state
     app.openapi = lambda: health.describe_api(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
     error_responses.install_error_handlers(app)
-    routers = [module.make_router(state) for module in (completions, chat, responses, anthropic, llamacpp, admin, health, playground)]
+    modules = (completions, chat, responses, anthropic, llamacpp, tokenization, admin, health, playground)
+    routers = [module.make_router(state) for module in modules]
     for router in routers:
         app.include_router(router)
     if settings.cors_origins:

@@ -78,7 +78,7 @@ _NOT_SAMPLED = "not among our samplers"
 _ROWS = (
     # ------------------------------------------------------------------ done
     _done((COMPLETIONS, *LLAMAS), "prompt", "the text to continue; for /infill the beginning of the line"),
-    _done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant, tool"),
+    _done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant, tool, and others that the template knows"),
     _done((CHAT,), "add_generation_prompt", "false: the prompt ends behind the last message, with no answer begun"),
     _done((CHAT,), "continue_final_message", "the text goes on with the last message, the assistant's; with `add_generation_prompt` false"),
     _done((CHAT,), "chat_template_kwargs", "what else the model's template reads, such as `enable_thinking`; not what the server tells it"),

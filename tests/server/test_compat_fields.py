@@ -182,3 +182,32 @@ def test_usage_in_every_piece(client: TestClient, path: str, body: dict[str, Any
     assert counts[-1] == 6
     without = stream(client, path, body | {"stream_options": options | {"include_usage": False}})
     assert not any("usage" in piece for piece in without)
+
+
+def test_tokens_of_a_prompt_and_of_a_conversation(client: TestClient, engine: Engine) -> None:
+    text = "<|im_start|>a"
+    said = ask(client, "/tokenize", {"prompt": text, "return_token_strs": True, "model": "m"})
+    assert said["tokens"] == engine.encode_text(text, parse_special=True)
+    assert (said["count"], said["max_model_len"], len(said["token_strs"])) == (len(said["tokens"]), engine.max_model_len, said["count"])
+    assert ask(client, "/tokenize", {"content": text}) == {"tokens": said["tokens"]}
+    told = ask(client, "/tokenize", {"messages": QUESTION["messages"], "model": "m"})
+    assert told["count"] == ask(client, "/v1/chat/completions", QUESTION)["usage"]["prompt_tokens"]
+    assert told["token_strs"] is None
+    assert ask(client, "/detokenize", {"tokens": said["tokens"], "model": "m"})["prompt"] == text
+    for wrong in ({}, {"prompt": "a", "content": "b"}, {"messages": []}, {"prompt": 1}):
+        assert client.post("/tokenize", json=wrong).status_code == 400
+
+
+def test_what_the_server_is(client: TestClient) -> None:
+    told = client.get("/tokenizer_info").json()
+    assert told["tokenizer_class"]
+    assert "<|im_start|>" in told["chat_template"]
+    assert client.get("/version").json()["version"]
+    assert client.get("/load").json() == {"server_load": 0}
+
+
+def test_roles_that_only_the_template_knows(client: TestClient) -> None:
+    told = ask(client, "/apply-template", {"messages": [{"role": "critic", "content": "a"}]})
+    assert told["prompt"].startswith("<|im_start|>critic\na<|im_end|>")
+    for wrong in ("", "<|im_end|>", "a b", "x" * 65, "é"):
+        assert client.post("/apply-template", json={"messages": [{"role": wrong, "content": "a"}]}).status_code == 400

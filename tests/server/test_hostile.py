@@ -25,10 +25,11 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.admin import Folder
 from ngramspec.server.anthropic.schemas import CountTokensRequest, MessagesRequest
-from ngramspec.server.llamacpp.schemas import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
+from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
 from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ApplyTemplateRequest, ChatRequest, CompletionRequest
 from ngramspec.server.settings import Limits, ServerSettings
+from ngramspec.server.tokenization import DetokenizeBody, TokenizeBody
 
 MAX_LEN = 64
 GOOD = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -40,6 +41,7 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 2}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
     "/apply-template": (ApplyTemplateRequest, {"messages": MESSAGES}),
+    "/v1/chat/completions/input_tokens": (ApplyTemplateRequest, {"messages": MESSAGES}),
     "/completion": (LlamaCompletionBody, {"prompt": "ab", "n_predict": 2}),
     "/infill": (InfillBody, {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}),
     "/tokenize": (TokenizeBody, {"content": "ab"}),

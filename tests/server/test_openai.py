@@ -568,7 +568,7 @@ CHAT: list[tuple[str, Any]] = [
     *(("messages", value) for value in (None, [], "hi", {}, [{"role": "user", "content": "x" * 2000}])),
     ("messages[0].content", [{"role": "user"}]),
     ("messages[0].content", [{"role": "user", "content": 1}]),
-    ("messages[0].role", [{"role": "nobody", "content": "a"}]),
+    ("messages[0].role", [{"role": "no body", "content": "a"}]),
     ("messages[0]", [{"role": "tool", "content": "a"}]),
     ("messages[0]", [{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
     ("messages[0].content[0]", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://192.0.2.1/"}}]}]),

@@ -1,4 +1,4 @@
-"""llama.cpp's own routes, for the editors that speak them: /infill, /completion, /tokenize, /detokenize, /props, /slots.
+"""llama.cpp's own routes, for the editors that speak them: /infill, /completion, /props, /slots.
 
 Requests in llama.cpp's words enter and become `EngineInput`s; answers leave in llama.cpp's words, errors in the envelope of all other
 routes. The fields of requests are in `schemas`, those of answers in `answers`, prompts in `tokenize` and `fim`.
@@ -23,13 +23,9 @@ from ngramspec.server.engine_input import EngineInput, encode_prediction, make_h
 from ngramspec.server.error_responses import ApiError, make_bad_request
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import (
-    DetokenizeBody,
-    DetokenizeResponse,
     InfillBody,
     LlamaCompletionBody,
     LlamaRequest,
-    TokenizeBody,
-    TokenizeResponse,
 )
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
 from ngramspec.server.middleware import ParsedBodyRoute
@@ -87,20 +83,6 @@ def make_router(state: ServerState) -> APIRouter:
 
             inputs = await handler.make_inputs(identity, body, sum(len(join_text(each)) for each in given), encode)
             return await handler.answer(reservation, http, body, inputs, several=body.has_several)
-
-    @routes.post("/tokenize")
-    async def tokenize(body: TokenizeBody, identity: Who) -> TokenizeResponse:
-        """The ids of a text."""
-        with state.admission.reserve():
-            return await state.encoders.run(identity.tenant, len(join_text(body.content)), lambda: tokens.tokenize(body))
-
-    @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, identity: Who) -> DetokenizeResponse:
-        """The text of ids, control tokens included."""
-        with state.admission.reserve():
-            return DetokenizeResponse(
-                content=await state.encoders.run(identity.tenant, len(body.tokens), lambda: tokens.decode(body.tokens))
-            )
 
     @routes.get("/props")
     async def props(identity: Who) -> dict[str, Any]:

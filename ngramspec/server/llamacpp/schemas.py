@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, Field, Strict, field_validator, model_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from ngramspec.options import MAX_INT
 from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
@@ -114,27 +114,3 @@ class InfillBody(LlamaRequest):
     input_extra: Items[Chunk] = Field(default_factory=list)
     prompt: str = ""
     """What stands before the cursor in its line: follows the prefix."""
-
-
-class TokenizeBody(StrictModel):
-    content: TextOrTokens
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
-
-
-class TokenPiece(BaseModel):
-    id: int
-    piece: str | list[int]
-
-
-class TokenizeResponse(BaseModel):
-    tokens: list[int] | list[TokenPiece]
-
-
-class DetokenizeBody(StrictModel):
-    tokens: Items[TokenId]
-
-
-class DetokenizeResponse(BaseModel):
-    content: str

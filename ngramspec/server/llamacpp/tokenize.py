@@ -11,11 +11,10 @@ from typing import Any
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.server.error_responses import ApiError
-from ngramspec.server.llamacpp.schemas import TextOrTokens, TokenizeBody, TokenizeResponse, TokenPiece
+from ngramspec.server.llamacpp.schemas import TextOrTokens
 from ngramspec.server.token_strings import TokenTexts
 
 MAX_TEXTS = 1024  # in a list of texts and ids: each takes some time of its own
-MAX_PIECES = 1 << 16  # that /tokenize describes one by one
 
 
 class LlamaTokenizer:
@@ -54,23 +53,7 @@ class LlamaTokenizer:
             raise ApiError(400, f"tokens must be 0 to {self.engine.vocab_size - 1}, got {max(ids)}", param="tokens")
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def tokenize(self, body: TokenizeBody) -> TokenizeResponse:
-        ids = self.encode(body.content, bos=body.add_special, parse=body.parse_special)
-        if not body.with_pieces:
-            return TokenizeResponse(tokens=ids)
-        if len(ids) > MAX_PIECES:
-            raise ApiError(400, f"with_pieces: for up to {MAX_PIECES} tokens, got {len(ids)}", param="with_pieces")
-        return TokenizeResponse(tokens=[TokenPiece(id=token, piece=_make_piece(self.texts.bytes(token))) for token in ids])
-
 
 def join_text(given: TextOrTokens) -> str:
     """Return the text in a text, in ids, or in a list of both."""
     return given if isinstance(given, str) else "".join(part for part in given if isinstance(part, str))
-
-
-def _make_piece(raw: bytes) -> str | list[int]:
-    """Return a token's text, or its bytes if they are not whole characters."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return list(raw)

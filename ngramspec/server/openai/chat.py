@@ -6,6 +6,7 @@ A checked request becomes one `EngineInput`; its completion or deltas become an 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -41,6 +42,8 @@ KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": ASSISTANT, "tool": TOOL}  # what templates call OpenAI's
 
+_ROLE = re.compile("[A-Za-z][A-Za-z0-9_-]{0,63}")
+
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
@@ -64,18 +67,14 @@ def make_router(state: ServerState) -> APIRouter:
     @routes.post("/v1/chat/completions/input_tokens", tags=["llama.cpp"])
     async def count_tokens(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> InputTokens:
         """Count the tokens of a conversation's prompt."""
-        conversation = _make_conversation(state, prompts, body)
+        conversation = make_conversation(state, prompts, body)
         with state.admission.reserve():
-
-            def count() -> int:
-                return len(prompts.chat(conversation.turns, conversation.toolbox.prompt_tools, conversation.style))
-
-            return InputTokens(input_tokens=await state.encoders.run(identity.tenant, conversation.n_chars, count))
+            return InputTokens(input_tokens=await state.encoders.run(identity.tenant, conversation.n_chars, conversation.count_tokens))
 
     @routes.post("/apply-template", tags=["llama.cpp"])
     async def apply_template(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> ApplyTemplateResponse:
         """The text that a conversation becomes before the model continues it."""
-        conversation = _make_conversation(state, prompts, body)
+        conversation = make_conversation(state, prompts, body)
         with state.admission.reserve():
 
             def render() -> str:
@@ -103,7 +102,7 @@ class _ChatHandler(CompletionHandler):
         if body.prompt_logprobs is not None and self.streams:
             raise ApiError(400, "prompt_logprobs: not in a stream", param="prompt_logprobs")
         self._logprobs_asked = bool(body.logprobs or body.n_probs)
-        self._conversation = _make_conversation(state, prompts, body)
+        self._conversation = make_conversation(state, prompts, body)
         self._prediction = None if body.prediction is None else join_text(body.prediction.content, "prediction.content")
         self.n_chars = self._conversation.n_chars + len(self._prediction or "")
 
@@ -203,7 +202,7 @@ class _ChatHandler(CompletionHandler):
         return None if found is None else describe_logprobs(self._texts, found)
 
 
-def _make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
+def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
     """Raises ApiError (400)."""
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:
@@ -266,9 +265,10 @@ def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
     """`names`: of the calls so far, by their ids. Raises ApiError (400)."""
     if message.function_call or message.role == "function":
         raise not_supported(where, "tools have taken the place of functions")
-    if message.role not in ROLES:
-        raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role")
-    role = ROLES[message.role]
+    if not _ROLE.fullmatch(message.role):
+        why = f"must be one of {', '.join(ROLES)}, or a word that the model's template knows, got {message.role[:40]!r}"
+        raise ApiError(400, f"{where}.role: {why}", param=f"{where}.role")
+    role = ROLES.get(message.role, message.role)
     calls = read_calls(message.tool_calls, where)
     if calls and role != ASSISTANT:
         raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
