@@ -292,7 +292,7 @@ def main() -> None:
     names = ("functions", "requests", "typed", "think", "max_tokens", "threads", "seed")
     settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
     document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
-    common.print_document(document | common.describe_machine("cpu", args.threads or 0))
+    common.print_document(document | common.describe_machine("cpu", args.threads or os.cpu_count() or 0))
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def flags(name: str) -> str:
 
 
 def _default(value: object) -> str:
-    if value is None or value == () or value == {}:
+    if value is None or value in ((), {}, ""):
         return "none"
     return ("on" if value else "off") if isinstance(value, bool) else f"`{value}`"
 
