@@ -7,6 +7,9 @@
 #
 # docker run --rm -p 127.0.0.1:8000:8000 -v ~/models:/models:ro -v ngramspec-cache:/cache ngramspec --model /models/my-model
 #
+# Pin the base by digest for builds that can be repeated: --build-arg BASE=python:3.12-slim-bookworm@sha256:… (`docker buildx imagetools
+# inspect python:3.12-slim-bookworm` prints it). docs/deployment.md has Compose, Kubernetes and proxies.
+#
 # Inside, the server listens on all addresses: publish the port on 127.0.0.1 only, or set keys (NGRAMSPEC_API_KEYS, or --api-key-file
 # with a secret). Requests come through Docker's bridge and so count as remote: what only loopback may see needs an administrator's key.
 # `docker stop -t 40` leaves running requests their 30 seconds.
@@ -15,11 +18,13 @@ ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS base
 ARG PACKAGES=
-# What a base may lack: OpenMP, which numba's threads wait in, and Python.
+# What a base may lack: OpenMP, which numba's threads wait in, Python, and git, which says what a working tree (--repo) tracks.
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      libgomp1 ${PACKAGES} $(command -v python3 > /dev/null || echo python3 python3-venv) \
+      git libgomp1 ${PACKAGES} $(command -v python3 > /dev/null || echo python3 python3-venv) \
  && rm -rf /var/lib/apt/lists/*
+# A mounted tree belongs to another user.
+RUN git config --system --add safe.directory /tree
 ENV PATH=/opt/ngramspec/bin:$PATH
 
 FROM base AS build
@@ -49,7 +54,7 @@ ENV NGRAMSPEC_CACHE=/cache/ngramspec \
 RUN ngramspec warm-up
 VOLUME /cache
 EXPOSE 8000
-HEALTHCHECK --interval=15s --timeout=5s --start-period=180s --retries=3 \
+HEALTHCHECK --interval=15s --timeout=5s --start-period=300s --retries=3 \
   CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ['NGRAMSPEC_PORT'] + '/health', timeout=4)"]
 ENTRYPOINT ["ngramspec", "serve"]
 CMD ["--help"]

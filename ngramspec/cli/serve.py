@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.cli import common, drafts
 from ngramspec.cli.common import BadInputError, check_text, option
+from ngramspec.cli.environment import check_names, read_environment
 from ngramspec.cli.flags import ENGINE, MODEL_HELP, SAMPLING, SPECULATION, with_options
+from ngramspec.cli.hub_file import fetch_file
 from ngramspec.config import EngineConfig
+from ngramspec.options import options_of
 
 if TYPE_CHECKING:
     from ngramspec.engine.llm_engine import Engine
@@ -29,6 +32,17 @@ _NET, _KEYS, _LOAD, _LOG = "Address", "Keys", "Load", "Log"
 def serve(
     engine_settings: dict[str, Any],
     model: Annotated[str, option(ENGINE, MODEL_HELP, "--model", "-m", envvar="NGRAMSPEC_MODEL")] = "smollm2",
+    hf_repo: Annotated[
+        str | None,
+        option(
+            ENGINE,
+            "A GGUF file of a hub repository, fetched once; without QUANT its Q4_K_M.",
+            "--hf-repo",
+            "-hf",
+            metavar="ORG/NAME[:QUANT]",
+            envvar="NGRAMSPEC_HF_REPO",
+        ),
+    ] = None,
     datastore: Annotated[
         list[str] | None,
         option(
@@ -179,6 +193,8 @@ def serve(
 
     Examples:
 
+      ngramspec serve -hf Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M --repo .
+
       ngramspec serve --model ./my-model --repo . --with-installed
 
       ngramspec serve --model ./my-model --datastore ~/.stores/project
@@ -208,6 +224,7 @@ def serve(
         pad_stream=pad_stream,
         log_format=log_format,
     )
+    _add_environment(engine_settings, type(settings))
     tenants = {key.name for key in settings.api_keys}
     engine_settings["recycle"] &= share_candidates or len(tenants) < 2
     engine = engine_settings | drafts.draft_settings(draft_model, draft_layers, drafter, alone)
@@ -216,8 +233,20 @@ def serve(
         raise BadInputError("--repo: a drafter that drafts alone has no datastore beside it; leave out --alone")
     if with_installed and not repo:
         raise BadInputError("--with-installed: name the working tree whose packages are meant, with --repo PATH")
+    if hf_repo is not None:
+        if model != "smollm2":
+            raise BadInputError("give either --model or -hf, not both")
+        model = str(fetch_file(hf_repo))
     trees = parse_workspaces(repo or (), engine["datastore"])
     _run_server(model, engine, settings, trees, with_installed, max_repo_files)
+
+
+def _add_environment(given: dict[str, Any], server: type[ServerSettings]) -> None:
+    """Add the engine's settings that variables give and no option does. Raises BadInputError, also for a variable that is no setting."""
+    check_names(os.environ, [*options_of(EngineConfig), *server.model_fields])
+    for name, value in read_environment(EngineConfig, os.environ).items():
+        if given.get(name, options_of(EngineConfig)[name].default) == options_of(EngineConfig)[name].default:
+            given[name] = value
 
 
 def _make_settings(**given: Any) -> ServerSettings:

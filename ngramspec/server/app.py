@@ -43,7 +43,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         metrics,
         AdmissionQueue(engine, settings, metrics),
         RequestLimits(settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(tokenizer)),
-        Keyring(settings.api_keys),
+        Keyring(settings.api_keys, settings),
         Fim.detect(engine.tokenizer, settings.fim_order),
         Suggestions(),
         repositories or Repositories(),

@@ -10,18 +10,22 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPBearer
+from pydantic import ValidationError
 
+from ngramspec.server import logs
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import Key, ServerSettings
 
-OPEN = frozenset({("GET", "/health"), ("GET", "/v1/health"), ("GET", "/"), ("GET", "/static/{name}")})
+REFRESH_S = 1.0  # between two looks at the file of keys
+OPEN = frozenset({("GET", "/live"), ("GET", "/health"), ("GET", "/v1/health"), ("GET", "/"), ("GET", "/static/{name}")})
 """(method, path template) of every route that answers without a key: nothing in them comes from a model or a store."""
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -86,8 +90,29 @@ class Identity:
 class Keyring:
     """The keys of a server, as digests."""
 
-    def __init__(self, keys: Iterable[Key]) -> None:
+    def __init__(self, keys: Iterable[Key], settings: ServerSettings | None = None) -> None:
+        """Hold these keys; with `settings`, those in its file too, as it changes."""
+        self._settings, self._looked_s, self._stamp = settings, time.monotonic(), _read_stamp(settings)
+        self._set_keys(keys)
+
+    def _set_keys(self, keys: Iterable[Key]) -> None:
         self._keys = [(_digest(key.key.get_secret_value().encode()), key) for key in keys]
+
+    def refresh(self) -> None:
+        """Read the file of keys again if it has changed; looks at most once a second. One that cannot be read changes nothing."""
+        if self._settings is None or self._settings.api_key_file is None or time.monotonic() - self._looked_s < REFRESH_S:
+            return
+        self._looked_s = time.monotonic()
+        if (stamp := _read_stamp(self._settings)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._set_keys(self._settings.load_keys())
+        except ValueError as error:
+            first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)  # which holds no key
+            logs.event("keys", f"the file of keys has changed and cannot be used, the keys before still hold: {first}")
+        else:
+            logs.event("keys", f"the file of keys has changed: {len(self._keys)} keys hold now")
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -99,6 +124,17 @@ class Keyring:
             if hmac.compare_digest(known, digest):
                 found = key
         return found
+
+
+def _read_stamp(settings: ServerSettings | None) -> tuple[int, int, int] | None:
+    """Return what changes with the file of keys; None if there is none."""
+    if settings is None or settings.api_key_file is None:
+        return None
+    try:
+        status = settings.api_key_file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _digest(key: bytes) -> bytes:

@@ -31,6 +31,11 @@ _REFUSALS = {
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
+    @routes.get("/live")
+    async def live() -> dict[str, str]:
+        """200 as long as the process answers, also while the model is loaded: what restarts it if it hangs."""
+        return {"status": "ok"}
+
     @routes.get("/v1/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> dict[str, str]:

@@ -19,7 +19,7 @@ from ngramspec.outputs import Completion
 
 PREFIX = "ngramspec:"
 FINISH_REASONS = ("stop", "length")
-REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid")
+REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid", "key_limit")
 OTHER = "other"
 """What a label says where the value is none of its fixed set."""
 

@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ngramspec.server import error_responses, field_support, logs
 from ngramspec.server.auth import AllowedHosts, given_key
 from ngramspec.server.error_responses import ApiError, ClientGone
-from ngramspec.server.settings import Limits
+from ngramspec.server.key_limits import KeyLimits
+from ngramspec.server.settings import Key, Limits
 from ngramspec.server.state import ServerState
 from ngramspec.tokenizer.encode import replace_lone_surrogates
 
@@ -52,6 +53,7 @@ class RequestMiddleware:
         """`generating`: paths of requests that reserve sequences."""
         self.app, self.limits, self.hosts = app, state.settings.limits, AllowedHosts(state.settings)
         self.prefix = state.settings.api_prefix
+        self.key_limits = KeyLimits()
         self.metrics, self.admission, self.keyring, self.generating = state.metrics, state.admission, state.keyring, generating
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,6 +86,7 @@ class RequestMiddleware:
             try:
                 body = await self._check(scope, receive)
             except ApiError as error:
+                error_responses.note_refusal(scope, error)
                 if error.status != 429:  # which the admission queue has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
                 await error.response(scope["path"])(scope, receive, answer)
@@ -96,6 +99,8 @@ class RequestMiddleware:
             if not status:
                 await error_responses.make_internal_error().response(scope["path"])(scope, receive, answer)
         finally:
+            if (limited := scope["state"].get("limited")) is not None:
+                self.key_limits.leave(limited)
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
             caller = inner["state"].get("caller", "")
@@ -113,6 +118,7 @@ class RequestMiddleware:
             raise ApiError(403, "this server does not answer under this host name; --allowed-host NAME allows it")
         body = await read_body(scope, receive, self.limits)
         key = None
+        self.keyring.refresh()
         if len(self.keyring):
             given = given_key(scope["headers"])
             key = None if given is None else self.keyring.find(given)
@@ -122,8 +128,19 @@ class RequestMiddleware:
         if key is not None or not len(self.keyring):
             if scope["method"] == "POST" and scope["path"] in self.generating:
                 self.admission.check_room(1)  # before the body is parsed, which would cost the requests that run
+                if key is not None:
+                    self._enter(scope, key)
             scope["state"]["json"] = parse_body(scope, body, self.limits)
         return body
+
+    def _enter(self, scope: Scope, key: Key) -> None:
+        """Count the request for its key, until it is answered. Raises ApiError 429."""
+        try:
+            self.key_limits.enter(key)
+        except ApiError:
+            self.metrics.refused("key_limit")
+            raise
+        scope["state"]["limited"] = key
 
 
 class ParsedBodyRoute(APIRoute):

@@ -30,7 +30,7 @@ except ImportError:  # Windows has no such limit
 import h11
 import uvicorn
 from fastapi import FastAPI
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -215,6 +215,8 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is not None:
             await self.app(scope, receive, send)
+        elif scope["path"] == "/live":
+            await JSONResponse({"status": "ok"})(scope, receive, send)
         else:
             error = ApiError(503, "the model is being loaded", code="loading", headers=retry_after(2))
             page = HTMLResponse(LOADING, 503, {**error.headers, "Cache-Control": "no-store"})

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ngramspec.options import options_of
@@ -32,6 +32,10 @@ class Key(BaseModel):
     admin: bool = False
     stores: frozenset[str] | None = None
     """Datastores that may be used; None: all."""
+    max_requests: int | None = Field(default=None, ge=1)
+    """Requests that may run or wait at a time; None: as many as the server takes."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Requests in a minute, at once or spread; None: any number."""
 
     @field_validator("key")
     @classmethod
@@ -136,7 +140,7 @@ class ServerSettings(BaseSettings):
     admin_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
     """Keys of administrators; with them, `api_keys` holds all."""
     api_key_file: Path | None = None
-    """Read once, at the start; its keys are added."""
+    """Its keys are added. It is read again when it changes, so that keys can be exchanged while the server runs."""
     admin_on_loopback: bool = False
     """If there are no keys, requests from this machine may administer. Whatever forwards requests from it (a proxy, a tunnel) can then,
     too."""
@@ -172,10 +176,20 @@ class ServerSettings(BaseSettings):
     pad_stream: float = Field(default=0, ge=0, le=10_000)
     """Milliseconds per token of every answer, so that its pace does not tell what was drafted. 0: as soon as it is there."""
     log_format: Literal["text", "json"] = "text"
+    _given_keys: tuple[Key, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
     def _complete_keys(self) -> Self:
-        keys = [*self.api_keys, *(key.model_copy(update={"admin": True}) for key in self.admin_keys)]
+        self._given_keys = (*self.api_keys, *(key.model_copy(update={"admin": True}) for key in self.admin_keys))
+        named = self.load_keys()
+        if self.admin_on_loopback and named:
+            raise ValueError("admin_on_loopback: only without keys; with them, administration needs an administrator's key")
+        object.__setattr__(self, "api_keys", named)
+        return self
+
+    def load_keys(self) -> tuple[Key, ...]:
+        """Return the keys that were given, and those in the file as it is now. Raises ValueError."""
+        keys = list(self._given_keys)
         if self.api_key_file is not None:
             try:
                 keys += read_keys(self.api_key_file)
@@ -183,10 +197,7 @@ class ServerSettings(BaseSettings):
                 raise ValueError(f"the keys cannot be read from {self.api_key_file}: {error.strerror or error}") from None
         named = tuple(key if key.name else key.model_copy(update={"name": f"key{i}"}) for i, key in enumerate(keys, 1))
         _check_distinct(named)
-        if self.admin_on_loopback and named:
-            raise ValueError("admin_on_loopback: only without keys; with them, administration needs an administrator's key")
-        object.__setattr__(self, "api_keys", named)
-        return self
+        return named
 
 
 def _check_distinct(keys: Sequence[Key]) -> None:

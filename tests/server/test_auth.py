@@ -25,6 +25,7 @@ ROUTES: dict[tuple[str, str], tuple[str, str, Any, int]] = {
     # (method, template): who may, a path of it, a body, the status with a key that may
     ("GET", "/"): (OPEN, "/", None, 200),
     ("GET", "/static/{name}"): (OPEN, "/static/app.js", None, 200),
+    ("GET", "/live"): (OPEN, "/live", None, 200),
     ("GET", "/health"): (OPEN, "/health", None, 200),
     ("GET", "/v1/health"): (OPEN, "/v1/health", None, 200),
     ("GET", "/openapi.json"): (KEY, "/openapi.json", None, 200),

@@ -1,0 +1,67 @@
+"""Settings of the engine from `NGRAMSPEC_…` variables, for `ngramspec serve`; a variable that is no setting is refused.
+
+The environment enters, values by field leave; the server's own settings are read by `ServerSettings`. Options go before variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from ngramspec.cli.common import BadInputError, parse_size
+from ngramspec.errors import InvalidInputError
+from ngramspec.options import Flag, Integer, Number, Option, options_of
+
+PREFIX = "NGRAMSPEC_"
+OTHERS = frozenset({"MODEL", "DATASTORES", "REPOS", "CACHE", "UNTESTED_HOSTS", "TEST_MODELS", "VLLM", "HF_REPO"})
+"""Variables that are neither a setting of the engine nor one of the server."""
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def read_environment(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that variables give. Raises BadInputError for values out of bounds."""
+    found = {}
+    for name, option in options_of(settings).items():
+        variable = PREFIX + name.upper()
+        if (text := environment.get(variable, "").strip()) == "":
+            continue
+        value = _parse(option, variable, text)
+        try:
+            option.check(value)
+        except InvalidInputError as error:
+            raise BadInputError(f"{variable}: {error}") from error
+        found[name] = value
+    return found
+
+
+def check_names(environment: Mapping[str, str], known: Collection[str]) -> None:
+    """Raise BadInputError for a variable that begins as ours do and is none of `known`, which are names of settings."""
+    names = {name.upper() for name in known} | OTHERS
+    for variable in sorted(environment):
+        name = variable.removeprefix(PREFIX)
+        if name == variable or name.split("__")[0] in names:
+            continue
+        near = get_close_matches(name, names, 1)
+        hint = f"; {PREFIX}{near[0]} is one" if near else ""
+        if variable.endswith(("_HOST", "_TCP", "_ADDR", "_PROTO")) or "_PORT_" in variable or "_SERVICE_" in variable:
+            hint = "; Kubernetes sets it for a service called ngramspec: say `enableServiceLinks: false` in the pod"
+        raise BadInputError(f"{variable} is no setting{hint}. docs/settings.md lists them")
+
+
+def _parse(option: Option, variable: str, text: str) -> Any:
+    if option.metavar == "SIZE":
+        return parse_size(text, variable)
+    try:
+        match option.kind:
+            case Integer():
+                return int(text)
+            case Number():
+                return float(text)
+            case Flag() if text.lower() in (*_TRUE, *_FALSE):
+                return text.lower() in _TRUE
+            case Flag():
+                raise BadInputError(f"{variable} must be {' or '.join((*_TRUE, *_FALSE))}, got {text!r}")
+    except ValueError:
+        raise BadInputError(f"{variable} must be {option.kind.accepted}, got {text!r}") from None
+    return text
