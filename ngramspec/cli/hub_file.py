@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ngramspec.cli.common import BadInputError
 
+# Which file is meant where the name says none; the first is llama.cpp's choice too.
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
-"""Which file is meant where the name says none; the first is llama.cpp's choice too."""
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tiny_server import Server
 
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.settings import ServerSettings
 
 TOOL = {
@@ -114,6 +117,37 @@ def test_a_chat_is_answered(client: httpx.Client, name: str) -> None:
     asked = {"model": "", "messages": MESSAGES, "max_tokens": 4} | CHATS[name]
     made = client.post("/v1/chat/completions", json=asked)
     assert made.status_code == 200, made.text
+
+
+QWEN = "<|fim_prefix|>def f(<|fim_suffix|>\n<|fim_middle|>"
+AT_THE_CURSOR: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama.vim": (
+        "/infill",
+        {"id_slot": 0, "input_prefix": "a\n", "input_suffix": "\n", "input_extra": [{"text": "b", "filename": "b.py", "time": 1}],
+         "prompt": "def f(", "n_predict": 4, "n_indent": 0, "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"],
+         "stream": False, "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000, "response_fields": ["content"]},
+    ),
+    "minuet": ("/v1/completions", {"model": "m", "prompt": "def f(", "suffix": "\n", "max_tokens": 4, "top_p": 0.9, "stream": True}),
+    "tabby": ("/completion", {"prompt": QWEN, "stop": ["\n\n"], "n_predict": 4, "temperature": 0.1, "seed": 1, "stream": True}),
+    "twinny": ("/completion", {"prompt": QWEN, "stream": True, "temperature": 0.2, "n_predict": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_THE_CURSOR)
+def test_a_gap_is_filled(make_server: Callable[..., Server], fim_engine: Engine, name: str) -> None:
+    route, body = AT_THE_CURSOR[name]
+    with httpx.Client(base_url=make_server(engine=fim_engine).url, timeout=60) as client:
+        made = client.post(route, json=body)
+    assert made.status_code == 200, made.text
+    assert "error" not in made.text
+
+
+def test_the_table_names_what_is_recorded() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "first-steps.md"
+    rows = re.findall(r"^\| ([^|`]+?) \| [^|]*`?[^|]*\| [^|]* \|$", page.read_text("utf-8").split("## Works with")[1], re.MULTILINE)
+    named = {row.lower() for row in rows} - {"client", "---"}
+    recorded = {name.split(",")[0].lower() for name in (*CHATS, *AT_THE_CURSOR)} | {"codex", "claude code"}
+    assert named == recorded
 
 
 WARM: dict[str, dict[str, Any]] = {
