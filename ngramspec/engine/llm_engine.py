@@ -701,6 +701,7 @@ class Engine:
         counts = [int(c) for c in self.cost.counts]
         return {
             "model": self.name,
+            "architecture": self.runner.model.config.model_type,
             "exactness": self.exactness,
             "device": self.runner.device,
             "dtype": self.runner.dtype,

@@ -19,6 +19,7 @@ from ngramspec.server.engine_input import RequestLimits
 from ngramspec.server.llamacpp import routes as llamacpp
 from ngramspec.server.metrics import Metrics
 from ngramspec.server.middleware import RequestMiddleware
+from ngramspec.server.ollama import routes as ollama
 from ngramspec.server.openai import chat, completions, responses
 from ngramspec.server.queue import AdmissionQueue
 from ngramspec.server.repositories import Repositories
@@ -64,7 +65,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
     app.state.server = state
     app.openapi = lambda: health.describe_api(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
     error_responses.install_error_handlers(app)
-    modules = (completions, chat, responses, anthropic, llamacpp, tokenization, admin, health, playground)
+    modules = (completions, chat, responses, anthropic, ollama, llamacpp, tokenization, admin, health, playground)
     routers = [module.make_router(state) for module in modules]
     for router in routers:
         app.include_router(router)

@@ -152,7 +152,9 @@ class ParsedBodyRoute(APIRoute):
         logged: set[str] = set()
 
         async def handle_parsed(request: Request) -> Response:
-            response = await handle(_ParsedRequest(request.scope, request.receive))
+            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+            scope = {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}  # which `parse_body` has decided
+            response = await handle(_ParsedRequest(scope, request.receive))
             if route and (unknown := field_support.find_unknown(route, request.scope["state"]["json"])):
                 named = [field_support.describe_unknown(route, name) for name in unknown[:_NAMED]]
                 more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
@@ -238,7 +240,7 @@ def parse_body(scope: Scope, body: bytes, limits: Limits) -> Any:
     if not body:
         return None
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if not _JSON.match(content_type):
+    if not _JSON.match(content_type) and not (scope["path"].startswith("/api/") and _is_program(scope["headers"])):
         raise ApiError(415, "the body must be JSON, sent with `Content-Type: application/json`")
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -259,6 +261,11 @@ def parse_body(scope: Scope, body: bytes, limits: Limits) -> Any:
         if not level:
             return value
     raise ApiError(400, f"the JSON is nested deeper than {limits.depth} levels", code="invalid_json")
+
+
+def _is_program(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Return whether no browser sent this. Some of Ollama's clients do not say that a body is JSON; a page of another site could not."""
+    return not any(name in (b"origin", b"sec-fetch-site") for name, _ in headers)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

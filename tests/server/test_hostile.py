@@ -26,6 +26,7 @@ from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.admin import Folder
 from ngramspec.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
+from ngramspec.server.ollama.schemas import EmbedRequest, GenerateRequest, OllamaChatRequest, ShowRequest
 from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ApplyTemplateRequest, ChatRequest, CompletionRequest
 from ngramspec.server.settings import Limits, ServerSettings
@@ -40,6 +41,10 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 2}),
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 2}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
+    "/api/chat": (OllamaChatRequest, {"model": "a", "messages": MESSAGES, "options": {"num_predict": 2}}),
+    "/api/generate": (GenerateRequest, {"model": "a", "prompt": "ab", "options": {"num_predict": 2}}),
+    "/api/show": (ShowRequest, {"model": "a"}),
+    "/api/embed": (EmbedRequest, {"model": "a"}),
     "/apply-template": (ApplyTemplateRequest, {"messages": MESSAGES}),
     "/v1/chat/completions/input_tokens": (ApplyTemplateRequest, {"messages": MESSAGES}),
     "/completion": (LlamaCompletionBody, {"prompt": "ab", "n_predict": 2}),
@@ -132,7 +137,10 @@ def send(client: httpx.Client, path: str, body: str | bytes, method: str = "POST
 
 def envelope(response: httpx.Response) -> dict[str, Any]:
     found = response.json()
-    if response.request.url.path.startswith("/v1/messages"):
+    if response.request.url.path.startswith("/api/"):
+        error = {"message": found.pop("error"), "type": "an_error", "param": None, "code": None}
+        assert not found
+    elif response.request.url.path.startswith("/v1/messages"):
         assert set(found) == {"type", "error"}
         assert found["type"] == "error"
         error = found["error"] | {"param": None, "code": None}
@@ -185,7 +193,7 @@ def test_texts(client: httpx.Client, path: str, leaf: Leaf) -> None:
 
 def test_every_route_that_reads_json_is_here(server: Server) -> None:
     read = {path for path, operations in server.app.openapi()["paths"].items() if "requestBody" in operations.get("post", {})}
-    assert read == {*ROUTES, "/completions"}, "the last one is /completion under another name"
+    assert read == {*ROUTES, "/completions", "/api/embeddings"}, "the last two are others under another name"
 
 
 @pytest.mark.parametrize(
@@ -246,6 +254,9 @@ def test_too_much_of_something(client: httpx.Client, path: str, extra: dict[str,
         ("/v1/messages", '{"max_tokens": 1, "messages": [', "1", "]}"),
         ("/v1/messages", '{"max_tokens": 1, "messages": [', '{"role": "user", "content": []}', "]}"),
         ("/v1/messages", '{"max_tokens": 1, "messages": [{"role": "user", "content": [', '{"type": "image"}', "]}]}"),
+        ("/api/chat", '{"model": "a", "messages": [', "1", "]}"),
+        ("/api/chat", '{"model": "a", "messages": [', '{"role": "user"}', "]}"),
+        ("/api/generate", '{"model": "a", "prompt": "a", "context": [', "-1", "]}"),
         ("/completion", '{"prompt": "a", "logit_bias": [', "[]", "]}"),
         ("/completion", '{"prompt": "a", "logit_bias": [', "[1, 1]", "]}"),
         ("/infill", '{"input_prefix": "", "input_suffix": "", "input_extra": [', "1", "]}"),
@@ -302,7 +313,8 @@ def test_bodies_that_are_no_request(client: httpx.Client, path: str) -> None:
     ):
         assert send(client, target, body, method or "POST").status_code == 400, body[:40]
     for kind in ("", "text/plain", "application/x-www-form-urlencoded", "application/xml", "application/json-seq", "json"):
-        response = client.request(method or "POST", target, content=good, headers={"content-type": kind})
+        sent = {"content-type": kind, "origin": "https://evil.example"} if target.startswith("/api/") else {"content-type": kind}
+        response = client.request(method or "POST", target, content=good, headers=sent)
         assert response.status_code == 415
         envelope(response)
 

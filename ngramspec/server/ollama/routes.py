@@ -1,0 +1,325 @@
+"""Ollama's routes: /api/chat and /api/generate, and what clients ask of models before they use them.
+
+Requests in Ollama's words enter and become `EngineInput`s; answers leave as one object or as lines of JSON, whose last one has the
+statistics. The fields of requests are in `schemas`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from ngramspec.outputs import Choice, Completion, Delta
+from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.tool_calls.call_scanner import TextDelta
+from ngramspec.prompts.tool_calls.stream_parser import StreamParser
+from ngramspec.prompts.tool_calls.tool_prompt import SYSTEM, USER, Call, Turn
+from ngramspec.server import response_stats
+from ngramspec.server.auth import Identity, identify
+from ngramspec.server.engine_input import EngineInput
+from ngramspec.server.error_responses import ApiError, rename_params
+from ngramspec.server.middleware import ParsedBodyRoute
+from ngramspec.server.ollama.schemas import (
+    EmbedRequest,
+    GenerateRequest,
+    GenerateResponse,
+    OllamaChatRequest,
+    OllamaChatResponse,
+    OllamaRequest,
+    RunningModels,
+    ShowRequest,
+    ShowResponse,
+    TagsResponse,
+    VersionResponse,
+)
+from ngramspec.server.openai.handler import CompletionHandler, Conversation, make_params, read_arguments
+from ngramspec.server.request_fields import check_grammar, read_grammar
+from ngramspec.server.sse import GENERATES, JsonLines
+from ngramspec.server.state import ServerState, model_not_found
+from ngramspec.server.tool_fields import read_toolbox
+
+Who = Annotated[Identity, Depends(identify)]
+VERSION = "0.13.0"  # of Ollama, whose API this is: clients refuse servers that are too old for them
+NEVER = "2318-01-01T00:00:00Z"  # Ollama's word for a model that stays loaded
+
+
+def make_router(state: ServerState) -> APIRouter:
+    routes = APIRouter(tags=["ollama"], route_class=ParsedBodyRoute, prefix="/api")
+    prompts = Prompts(state.engine)
+    models = _Models(state, prompts)
+
+    @routes.post("/chat", response_model=OllamaChatResponse, response_model_exclude_unset=True, responses=GENERATES)
+    async def chat(body: OllamaChatRequest, http: Request, identity: Who) -> Any:
+        """Answer a conversation with text, or with calls of tools."""
+        with _rename_params():
+            return await _answer(state, _OllamaChatHandler(state, prompts, body, identity), http, identity)
+
+    @routes.post("/generate", response_model=GenerateResponse, response_model_exclude_unset=True, responses=GENERATES)
+    async def generate(body: GenerateRequest, http: Request, identity: Who) -> Any:
+        """Answer a prompt, continue it (`raw`), or fill in what stands before `suffix`."""
+        with _rename_params():
+            body.check()
+            return await _answer(state, _GenerateHandler(state, prompts, body, identity), http, identity)
+
+    @routes.post("/embed")
+    @routes.post("/embeddings")
+    async def embed(body: EmbedRequest, identity: Who) -> TagsResponse:
+        """Refuse: the model completes text."""
+        raise ApiError(400, "this server completes text; it has no embeddings", code="not_supported")
+
+    @routes.get("/tags")
+    async def list_models(identity: Who) -> TagsResponse:
+        """List the one model, under each of its names."""
+        return TagsResponse.model_validate({"models": [models.describe(name) for name in state.names]})
+
+    @routes.get("/ps")
+    async def list_running(identity: Who) -> RunningModels:
+        """List the same: the model is loaded."""
+        more = {"expires_at": NEVER, "size_vram": 0, "context_length": state.engine.max_model_len}
+        return RunningModels.model_validate({"models": [models.describe(name) | more for name in state.names]})
+
+    @routes.get("/version")
+    async def get_version(identity: Who) -> VersionResponse:
+        return VersionResponse(version=VERSION)
+
+    @routes.post("/show")
+    async def show(body: ShowRequest, identity: Who) -> ShowResponse:
+        """Describe the model."""
+        asked = body.name if body.model is None else body.model
+        if asked is None:
+            raise ApiError(400, "model: is missing", param="model")
+        asked = asked.removesuffix(":latest")
+        if asked not in state.names and state.settings.strict_model:
+            raise model_not_found(asked, state.names)
+        return ShowResponse.model_validate(models.show())
+
+    return routes
+
+
+class _Models:
+    """What is said of the model."""
+
+    def __init__(self, state: ServerState, prompts: Prompts) -> None:
+        self._engine, self._prompts, self._fim = state.engine, prompts, state.fim
+        self._started, self._family = format_time(), str(state.engine.props()["architecture"])
+
+    def describe(self, name: str) -> dict[str, Any]:
+        digest = hashlib.sha256(self._engine.name.encode()).hexdigest()
+        return {"name": name, "model": name, "modified_at": self._started, "size": 0, "digest": digest, "details": self._details}
+
+    def show(self) -> dict[str, Any]:
+        family = self._family
+        capabilities = ["completion", *(["tools"] if self._prompts.has_chat_template else []), *(["insert"] if self._fim else [])]
+        return {
+            "modelfile": f"FROM {self._engine.name}",
+            "parameters": "",
+            "template": "{{ .Prompt }}",  # Ollama's are Go's; this model's own is applied here, and `raw` asks for none
+            "details": self._details,
+            "model_info": {"general.architecture": family, f"{family}.context_length": self._engine.max_model_len},
+            "capabilities": capabilities,
+            "modified_at": self._started,
+        }
+
+    @property
+    def _details(self) -> dict[str, Any]:
+        family = self._family
+        quantised = {"parameter_size": "", "quantization_level": self._engine.precision}
+        return {"parent_model": "", "format": "gguf", "family": family, "families": [family]} | quantised
+
+
+class _OllamaHandler(CompletionHandler):
+    """One request of /api/chat or /api/generate."""
+
+    is_chat = True
+
+    def __init__(self, state: ServerState, prompts: Prompts, body: OllamaRequest, identity: Identity) -> None:
+        self._sampling = body.to_openai()
+        super().__init__(state, self._sampling, identity, "chatcmpl-")
+        self._state, self._prompts, self._body = state, prompts, body
+        self._conversation: Conversation | None = None
+        self.n_chars = 0
+        self.is_empty = False
+        """Nothing is asked for: clients load a model that way, or unload it."""
+
+    def encode(self) -> list[int]:
+        """Return the prompt's ids. Raises ApiError, ValueError."""
+        assert self._conversation is not None
+        return self._conversation.encode(self._sampling, self._body.max_tokens)
+
+    def make_input(self, ids: list[int]) -> EngineInput:
+        """Compiles grammars; may take seconds. Raises ApiError."""
+        assert self._conversation is not None
+        max_tokens = self.count_tokens(ids)
+        return self._conversation.make_input(ids, self._sampling, self.hints, max_tokens=max_tokens, n=1, logprobs=None)
+
+    def count_tokens(self, ids: list[int]) -> int:
+        """Return how many tokens to write: those that are asked for, as far as they fit."""
+        limits = self._state.limits
+        room = max(min(limits.count_room(len(ids)), limits.limits.output_tokens), 1)
+        return room if self._body.max_tokens is None else min(self._body.max_tokens, room)
+
+    # ------------------------------------------------------------------ answers
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        parser = self._make_parser()
+        for _ in parser.parse(completion.choices[0]):
+            pass
+        said = self._write(parser.reply.content, parser.reply.calls)
+        return self._head() | said | self._finish(completion)
+
+    def answer_empty(self) -> dict[str, Any]:
+        reason = "unload" if self._body.keep_alive in (0, "0") else "load"
+        return self._head() | self._write("", []) | {"done": True, "done_reason": reason}
+
+    async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
+        """Yield what each delta adds; calls when they are whole."""
+        parser, n_told = self._make_parser(), 0
+        async for _, delta in pieces:
+            for text, calls in _split_parts(parser, delta, n_told):
+                n_told += len(calls)
+                yield self._head() | self._write(text, calls) | {"done": False}
+            if delta.completion is not None:
+                yield self._head() | self._write("", []) | self._finish(delta.completion)
+
+    def _make_parser(self) -> StreamParser:
+        return StreamParser(None, {}) if self._conversation is None else self._conversation.make_stream_parser()
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self._body.model, "created_at": format_time()}
+
+    def _write(self, text: str, calls: list[Call]) -> dict[str, Any]:
+        if not self.is_chat:
+            return {"response": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {"id": f"call_{call.id}", "function": {"name": call.name, "arguments": read_arguments(call.arguments)}} for call in calls
+            ]
+        return {"message": message}
+
+    def _finish(self, completion: Completion) -> dict[str, Any]:
+        """Return the end of an answer with its statistics."""
+        timings = response_stats.timings(completion)
+        reason = "length" if completion.finish_reason == "length" else "stop"
+        return {
+            "done": True,
+            "done_reason": reason,
+            "total_duration": round(completion.duration_s * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": len(completion.prompt_token_ids),
+            "prompt_eval_duration": round(timings["prompt_ms"] * 1e6),
+            "eval_count": len(completion.token_ids),
+            "eval_duration": round(timings["predicted_ms"] * 1e6),
+        }
+
+
+class _OllamaChatHandler(_OllamaHandler):
+    """One request of /api/chat."""
+
+    def __init__(self, state: ServerState, prompts: Prompts, body: OllamaChatRequest, identity: Identity) -> None:
+        super().__init__(state, prompts, body, identity)
+        self.is_empty = not body.messages
+        if not self.is_empty:
+            self._conversation = Conversation(
+                state, prompts, body.make_turns(), read_toolbox(body.tools, None, None), "messages", body.style
+            )
+            self.n_chars = self._conversation.n_chars
+
+
+class _GenerateHandler(_OllamaHandler):
+    """One request of /api/generate. Without a chat template, or with `raw` or `suffix`, the prompt is no message."""
+
+    is_chat = False
+
+    def __init__(self, state: ServerState, prompts: Prompts, body: GenerateRequest, identity: Identity) -> None:
+        super().__init__(state, prompts, body, identity)
+        self._given = body
+        self.is_empty = not (body.prompt or body.suffix)
+        self._fim = state.fim if body.suffix else None
+        if body.suffix and self._fim is None:
+            raise ApiError(400, "suffix: this model has no fill-in-the-middle tokens", param="suffix", code="not_supported")
+        if prompts.has_chat_template and not (body.raw or body.suffix or self.is_empty):
+            turns = [*([Turn(SYSTEM, body.system)] if body.system else []), Turn(USER, body.prompt)]
+            self._conversation = Conversation(state, prompts, turns, read_toolbox(None, None, None), "prompt", body.style)
+        self.n_chars = len(body.prompt) + len(body.suffix or "") + len(body.system or "")
+
+    def encode(self) -> list[int]:
+        """Return the prompt's ids. Raises ApiError, ValueError."""
+        body, limits = self._given, self._state.limits
+        context = body.context or []
+        if context and max(context) >= limits.vocab_size:
+            raise ApiError(400, f"context: token ids must be 0 to {limits.vocab_size - 1}", param="context")
+        if self._conversation is not None:
+            ids = context + super().encode()
+        else:
+            limits.check_text(body.prompt + (body.suffix or ""))
+            if self._fim is not None:
+                ids = self._fim.prompt(body.prompt, body.suffix or "")
+            else:
+                ids = self._prompts.to_continue(body.prompt, parse_special=self._state.settings.parse_special)
+            ids = context + ids
+        limits.check_prompt(len(ids))
+        if not ids:
+            raise ApiError(400, "prompt: is empty", param="prompt")
+        return ids
+
+    def make_input(self, ids: list[int]) -> EngineInput:
+        """Compiles grammars; may take seconds. Raises ApiError."""
+        if self._conversation is not None:
+            return super().make_input(ids)
+        form = read_grammar(self._sampling)
+        params = make_params(self._sampling, self._state, max_tokens=self.count_tokens(ids), n=1, logprobs=None, grammar=form and form[1])
+        self._state.limits.check_params(params)
+        check_grammar(form, self._state.engine, self.hints["tenant"])
+        if self._fim is not None:
+            params = replace(params, stop_token_ids=self._fim.stop_ids)
+        return EngineInput(ids, params, self.hints)
+
+    def _finish(self, completion: Completion) -> dict[str, Any]:
+        context = {} if self._given.raw else {"context": completion.prompt_token_ids + completion.token_ids}
+        return super()._finish(completion) | context
+
+
+async def _answer(state: ServerState, handler: _OllamaHandler, http: Request, identity: Identity) -> Any:
+    """Run a request; return its answer, or a stream of lines."""
+    if handler.is_empty:
+        return handler.answer_empty()
+    with state.admission.reserve() as reservation:
+        ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
+        inputs = [await asyncio.to_thread(handler.make_input, ids)]
+        if handler.streams:
+            return JsonLines(reservation, handler.events(state.admission.stream(reservation, http, inputs)))
+        (completion,) = await state.admission.results(reservation, http, inputs)
+        return handler.answer(completion)
+
+
+def _split_parts(parser: StreamParser, delta: Delta | Choice, n_told: int) -> Iterator[tuple[str, list[Call]]]:
+    """Yield the texts of a delta and the calls that are whole now, in order. `n_told`: calls that were told of before."""
+    for event in parser.parse(delta):
+        whole = len(parser.reply.calls) - (0 if isinstance(event, TextDelta) else 1)  # the last one may still grow
+        if whole > n_told:
+            yield "", parser.reply.calls[n_told:whole]
+            n_told = whole
+        if isinstance(event, TextDelta):
+            yield event.text, []
+    if delta.finish_reason is not None and len(parser.reply.calls) > n_told:
+        yield "", parser.reply.calls[n_told:]
+
+
+def format_time() -> str:
+    """Return the time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _rename_params() -> AbstractContextManager[None]:
+    """Rename fields in ApiErrors raised inside it to what Ollama calls them, from what OpenAI does."""
+    return rename_params(
+        ("response_format.json_schema.schema", "format"), ("response_format.json_schema", "format"), ("response_format", "format")
+    )
