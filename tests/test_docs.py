@@ -242,7 +242,7 @@ def test_pages_are_short(document: Path) -> None:
 
 
 def test_every_document_is_found_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(([\w/]+\.md)", (ROOT / "README.md").read_text("utf-8")))
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", (ROOT / "README.md").read_text("utf-8")))
     assert {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - {"README.md"} <= linked
 
 
