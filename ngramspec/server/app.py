@@ -74,7 +74,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_origin_regex=LOOPBACK_ORIGIN if "localhost" in settings.cors_origins else None,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # those that the page's client asks for, such as the `openai` client's x-stainless-*; limits bounds them
             expose_headers=["X-Request-Id", "Retry-After"],
         )

@@ -125,6 +125,9 @@ _ROWS = (
     _done((RESPONSES,), "text", "`format` is the form of the answer; `verbosity` changes nothing"),
     _done((RESPONSES,), "reasoning", "`effort` is what templates read as `reasoning_effort`; `summary` changes nothing"),
     _done((CHAT,), "reasoning_effort", "told to templates that read it; others have no such word, and nothing changes"),
+    _done((RESPONSES,), "previous_response_id", "the response whose conversation the input goes on from"),
+    _done((RESPONSES,), "store", "false: no later request goes on from this response"),
+    _accepted(tuple(route for route in ROUTES if route != RESPONSES), "store", "nothing is stored"),
     _done((RESPONSES,), "include", "what else to tell; log-probabilities are refused"),
     _done(V1, "truncate_prompt_tokens truncation_side", "the last tokens of a prompt (`right`: the first); -1: what the context holds"),
     _done((*OPENAI, *LLAMAS), "prediction", "ours; see above"),
@@ -138,7 +141,7 @@ _ROWS = (
     _accepted((CHAT,), "verbosity", "a hint, which no template knows"),
     _accepted(
         ROUTES,
-        "user safety_identifier metadata client_metadata store service_tier priority request_id session_id "
+        "user safety_identifier metadata client_metadata service_tier priority request_id session_id "
         "prompt_cache_key prompt_cache_retention prompt_cache_options",
         "about the request: nothing is stored or passed on, requests run in the order in which they come",
     ),
@@ -176,9 +179,9 @@ _ROWS = (
     _refused(ROUTES, "vllm_xargs kv_transfer_params ec_transfer_params", "there are no extensions", {}),
     _refused(ROUTES, "cache_salt", "prompts are shared within a key's tenant: give out several keys"),
     # ------------------------------------------------------------------ refused: what would have to be stored
-    _refused((RESPONSES,), "previous_response_id conversation", "nothing is stored here; send the items that came before"),
+    _refused((RESPONSES,), "conversation", "conversations are not stored here; `previous_response_id` goes on from a response"),
     _refused((RESPONSES,), "prompt", "prompts are not stored here"),
-    _refused((RESPONSES,), "background", "responses are not stored here; stream them", False),
+    _refused((RESPONSES,), "background", "responses are made while the client waits; stream them", False),
     # ------------------------------------------------------------------ refused: prompts
     _refused((RESPONSES,), "truncation", "a prompt is cut by `truncate_prompt_tokens` alone", "disabled"),
     _refused((CHAT,), "chat_template", "no template comes from a request"),

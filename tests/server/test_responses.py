@@ -17,6 +17,8 @@ from tiny_server import Server
 
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.tool_calls.tool_prompt import Turn
+from ngramspec.server.error_responses import ApiError
+from ngramspec.server.openai.response_store import ResponseStore
 
 FLAT: list[Any] = [
     {"type": "function", "name": "draw", "description": "a draw", "parameters": SHAPE, "strict": False},
@@ -182,8 +184,75 @@ def test_what_is_cut_is_incomplete(reciting: openai.OpenAI) -> None:
     assert last.response.output_text == "Wai"
 
 
+def test_a_response_goes_on_from_another(api: openai.OpenAI) -> None:
+    asked: Any = {"max_output_tokens": 8, "temperature": 0}
+    first = api.responses.create(input="hello", instructions="Be brief.", **asked)
+    more: Any = [{"role": "user", "content": "more"}]
+    *_, last = api.responses.create(input=more, previous_response_id=first.id, stream=True, **asked)
+    second: Any = last.response  # type: ignore[union-attr]
+    assert (first.store, second.previous_response_id) == (True, first.id)
+    third = api.responses.create(input="again", previous_response_id=second.id, **asked)
+    said: Any = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": second.output_text},
+        {"role": "user", "content": "again"},
+    ]
+    like = api.responses.create(input=said, store=False, **asked)
+    assert third.usage is not None
+    assert like.usage is not None
+    assert (third.output_text, third.usage.input_tokens) == (like.output_text, like.usage.input_tokens)
+    assert api.responses.retrieve(first.id) == first
+    api.responses.delete(first.id)
+    for number in (first.id, like.id, "resp_1"):
+        with pytest.raises(openai.NotFoundError):
+            api.responses.retrieve(number)
+        with pytest.raises(openai.NotFoundError):
+            api.responses.create(input="again", previous_response_id=number, **asked)
+    assert api.responses.create(input="again", previous_response_id=second.id, **asked).output_text == third.output_text
+
+
+def test_calls_are_gone_on_from(reciting: openai.OpenAI) -> None:
+    made = reciting.responses.create(input="draw", tools=FLAT, temperature=0, max_output_tokens=200)
+    results: Any = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "ok"} for item in made.output if item.type == "function_call"
+    ]
+    again = reciting.responses.create(input=results, previous_response_id=made.id, max_output_tokens=1)
+    whole: Any = [{"role": "user", "content": "draw"}, *(item.model_dump(exclude_none=True) for item in made.output), *results]
+    like = reciting.responses.create(input=whole, max_output_tokens=1)
+    assert again.usage is not None
+    assert like.usage is not None
+    assert again.usage.input_tokens == like.usage.input_tokens
+
+
+def test_responses_of_a_tenant_are_bounded_and_its_own() -> None:
+    store = ResponseStore(max_bytes=2000)
+    for i in range(10):
+        store.put("a", {"id": f"a{i}", "text": "x" * 400}, [])
+    store.put("b", {"id": "b0"}, [{"type": "message"}])
+    kept = [i for i in range(10) if _is_there(store, "a", f"a{i}")]
+    assert kept == list(range(10 - len(kept), 10))
+    assert 3 <= len(kept) <= 4
+    assert not _is_there(store, "a", "b0")
+    store.put("a", {"id": "large", "text": "x" * 3000}, [])
+    assert not _is_there(store, "a", "large")
+    assert _is_there(store, "a", "a9")
+    store.delete("a", "a9")
+    store.put("a", {"id": "a10", "text": "x" * 400}, [])
+    assert _is_there(store, "a", f"a{kept[0]}"), "what was deleted takes no room"
+    with pytest.raises(ApiError):
+        store.delete("b", "a10")
+
+
+def _is_there(store: ResponseStore, tenant: str, number: str) -> bool:
+    try:
+        return store.get(tenant, number).response["id"] == number
+    except ApiError:
+        return False
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
-    ("previous_response_id", {"previous_response_id": "resp_1"}),
     ("conversation", {"conversation": "conv_1"}),
     ("prompt", {"prompt": {"id": "pmpt_1"}}),
     ("background", {"background": True}),

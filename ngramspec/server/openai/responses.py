@@ -1,6 +1,7 @@
 """`/v1/responses` as OpenAI has it, for text and calls of functions: items enter, items leave, whole or event by event.
 
-A checked request becomes one `EngineInput` as a chat's does; its completion or deltas become items. Nothing is stored.
+A checked request becomes one `EngineInput` as a chat's does; its completion or deltas become items. Unless `store` is false, what it says
+and its answer are kept for requests that go on from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation
-from ngramspec.server.openai.responses_schemas import Response, ResponsesRequest, in_its_words
+from ngramspec.server.openai.response_store import ResponseStore
+from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponsesRequest, in_its_words
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 
@@ -28,15 +30,17 @@ Event = dict[str, Any]
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
-    prompts = Prompts(state.engine)
+    prompts, store = Prompts(state.engine), ResponseStore()
 
     @routes.post("/responses", include_in_schema=False, responses=GENERATES)
     @routes.post("/v1/responses", response_model=Response, response_model_exclude_unset=True, responses=GENERATES)
     async def respond(body: ResponsesRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
         """Answer with text, or with calls of functions."""
         body.check()
+        if body.previous_response_id is not None:
+            body.go_on(store.get(identity.tenant, body.previous_response_id, "previous_response_id").items)
         with in_its_words():
-            handler = _ResponseHandler(state, prompts, body, identity)
+            handler = _ResponseHandler(state, prompts, body, identity, store)
             with state.admission.reserve() as reservation:
                 ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
                 inputs = [await asyncio.to_thread(handler.make_input, ids)]
@@ -46,15 +50,26 @@ def make_router(state: ServerState) -> APIRouter:
                 (completion,) = await state.admission.results(reservation, http, inputs)
                 return handler.answer(completion)
 
+    @routes.get("/v1/responses/{response_id}", response_model=Response, response_model_exclude_unset=True)
+    async def get_response(response_id: str, identity: Annotated[Identity, Depends(identify)]) -> Any:
+        """Give a stored response back."""
+        return store.get(identity.tenant, response_id).response
+
+    @routes.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, identity: Annotated[Identity, Depends(identify)]) -> DeletedResponse:
+        """Forget a stored response."""
+        store.delete(identity.tenant, response_id)
+        return DeletedResponse(id=response_id, object="response", deleted=True)
+
     return routes
 
 
 class _ResponseHandler(CompletionHandler):
     """One request of /v1/responses."""
 
-    def __init__(self, state: ServerState, prompts: Prompts, body: ResponsesRequest, identity: Identity) -> None:
+    def __init__(self, state: ServerState, prompts: Prompts, body: ResponsesRequest, identity: Identity, store: ResponseStore) -> None:
         super().__init__(state, body, identity, "resp_")
-        self._body = body
+        self._body, self._store = body, store
         self._conversation = Conversation(state, prompts, body.turns, body.box, "input", body.style())
         self.n_chars = self._conversation.n_chars
 
@@ -74,7 +89,7 @@ class _ResponseHandler(CompletionHandler):
         output = _Output(self._conversation)
         for _ in output.take(completion.choices[0]):
             pass
-        return self._response(output, completion)
+        return self._end(output, completion)
 
     async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[Event]:
         """What is added to which item, between the response's beginning and its end."""
@@ -91,8 +106,15 @@ class _ResponseHandler(CompletionHandler):
             for event in output.take(delta):
                 yield numbered(event)
             if delta.completion is not None:
-                response = self._response(output, delta.completion)
+                response = self._end(output, delta.completion)
                 yield numbered({"type": f"response.{response['status']}", "response": response})
+
+    def _end(self, output: _Output, completion: Completion) -> dict[str, Any]:
+        """Return the response at its end, and store it."""
+        response = self._response(output, completion)
+        if self._body.store is not False:
+            self._store.put(self.hints["tenant"] or "", response, self._body.dump_items() + output.items)
+        return response
 
     def _response(self, output: _Output, completion: Completion | None) -> dict[str, Any]:
         """Return the response as it stands; with `completion`, at its end."""
@@ -121,9 +143,9 @@ class _ResponseHandler(CompletionHandler):
             "max_output_tokens": body.max_output_tokens,
             "metadata": given["metadata"] if isinstance(given.get("metadata"), dict) else {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": body.store is not False,
             "temperature": TEMPERATURE if body.temperature is None else body.temperature,  # type: ignore[attr-defined]
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice") or "auto",

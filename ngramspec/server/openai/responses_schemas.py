@@ -1,7 +1,6 @@
 """The shape of `/v1/responses`: what is accepted where, and what it says in the words of chats.
 
-JSON that was parsed enters, turns, a `Toolbox` and the form of an answer leave. Nothing is kept from request to request, so what refers to
-earlier ones is refused. Knows nothing of routes or tokenizers.
+JSON that was parsed enters, turns, a `Toolbox` and the form of an answer leave. Knows nothing of routes or tokenizers.
 """
 
 from __future__ import annotations
@@ -97,6 +96,10 @@ class ResponsesRequest(OpenAIRequest):
     metadata: Any = None
     """Given back."""
     include: Items[str] | None = None
+    previous_response_id: str | None = None
+    """The response that the input goes on from. Its instructions are not taken over."""
+    store: bool | None = None
+    """False: no later request goes on from this response."""
     reasoning: Reasoning | None = None
 
     def check(self) -> None:
@@ -111,6 +114,17 @@ class ResponsesRequest(OpenAIRequest):
         if self.text is not None and (wanted := self.text.format) is not None:
             named = {"json_schema": {"schema": wanted.json_schema}} if wanted.type == "json_schema" else {}
             self.response_format = ResponseFormat.model_validate({"type": wanted.type} | named)
+
+    def go_on(self, items: list[dict[str, Any]]) -> None:
+        """Put the items of earlier responses before the input."""
+        given = [InputItem(type="message", role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        self.input = [*(InputItem.model_validate(item) for item in items), *given]
+
+    def dump_items(self) -> list[dict[str, Any]]:
+        """Return the items of the input as JSON has them."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [item.model_dump(exclude_none=True) for item in self.input]
 
     def style(self) -> Style:
         """How the template is asked."""
@@ -241,7 +255,7 @@ class Response(BaseModel):
     max_output_tokens: int | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, None]
     store: bool
     temperature: float
@@ -253,3 +267,9 @@ class Response(BaseModel):
     user: str | None
     metrics: dict[str, Any] | None = None
     timings: dict[str, float] | None = None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
