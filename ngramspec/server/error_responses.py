@@ -40,6 +40,9 @@ class ErrorDetail(BaseModel):
     type: str
     param: str | None = None
     code: str | None = None
+    n_prompt_tokens: int | None = None
+    """With n_ctx: how long a prompt is that is too long."""
+    n_ctx: int | None = None
 
 
 class ErrorBody(BaseModel):

@@ -146,7 +146,8 @@ def envelope(response: httpx.Response) -> dict[str, Any]:
         error = found["error"] | {"param": None, "code": None}
     else:
         (error,) = found.values()
-    assert set(error) == {"message", "type", "param", "code"}
+    more = {"n_prompt_tokens", "n_ctx"} if error["type"] == "exceed_context_size_error" else set()
+    assert set(error) == {"message", "type", "param", "code"} | more
     assert error["message"]
     assert len(error["message"]) < 2000
     assert error["type"].endswith("_error") or error["type"] == "request_too_large"
