@@ -41,7 +41,7 @@ class ErrorDetail(BaseModel):
     param: str | None = None
     code: str | None = None
     n_prompt_tokens: int | None = None
-    """With n_ctx: how long a prompt is that is too long."""
+    """The tokens of a prompt that is too long, and `n_ctx`, the most that there may be."""
     n_ctx: int | None = None
 
 
