@@ -27,6 +27,11 @@ _COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -47,6 +52,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 96},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "smollm3": {"num_hidden_layers": 4},
+    "qwen3_moe": _EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": _YARN},
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {
@@ -72,7 +80,9 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
     """
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
     config = CONFIG_MAPPING[arch](**{**_COMMON, **ids, **_FAMILIES.get(arch, {}), **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():  # transformers draws some vectors at random
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

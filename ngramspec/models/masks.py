@@ -20,9 +20,13 @@ class AttentionPass(Protocol):
     """What a runner gives a model's attention layers for one pass."""
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
-    ) -> torch.Tensor:
-        """Compute attention of q [T, H, D] over k and v [T, Hk, D] and earlier keys: [T, H, D]. `window` and `softcap` of 0 mean none."""
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute attention of q [T, H, D] over k and v [T, Hk, D] and earlier keys: [T, H, D]. `window` and `softcap` of 0 mean none.
+
+        sinks [H]: logits of attention that goes to no key.
+        """
         ...
 
 
@@ -33,15 +37,19 @@ class ShapeProbe:
         self.seen: dict[int, tuple[int, int]] = {}
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
-    ) -> torch.Tensor:
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         self.seen[layer] = (k.shape[1], k.shape[2])
         return torch.zeros_like(q)
 
 
 # Arguments that models pass to every attention function and that change nothing here.
 HARMLESS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "cache_position", "is_causal", "layer_idx"}
+    [
+        *("position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("cache_position", "is_causal", "layer_idx"),
+    ]
 )
 
 
@@ -55,6 +63,7 @@ def forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     ngramspec: AttentionPass | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
@@ -73,7 +82,7 @@ def forward(
         raise UnsupportedModelError(f"{type(module).__name__}: attention over keys {tuple(key.shape)}, values {tuple(value.shape)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return ngramspec.attend(module.layer_idx, q, k, v, scale, sliding_window or 0, softcap or 0.0)[None], None  # type: ignore[arg-type]
+    return ngramspec.attend(module.layer_idx, q, k, v, scale, sliding_window or 0, softcap or 0.0, s_aux)[None], None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, forward)

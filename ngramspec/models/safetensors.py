@@ -1,8 +1,8 @@
 """Find the weights of a model folder in its safetensors files.
 
-`find_parameters` takes a folder's tensors and the model of its config, and returns a `TensorSource`. It returns None if transformers would
-convert weights while loading (names of old checkpoints, experts in single tensors, other dtypes): then transformers loads the model. The
-module does not know configs.
+`find_parameters` takes a folder's tensors and the model of its config, and returns a `TensorSource`. Tensors get the names that
+transformers gives them, and those of single experts are stacked. It returns None if transformers would convert weights in another way while
+loading: then transformers loads the model. The module does not know configs.
 
 Format: https://huggingface.co/docs/safetensors
 """
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 from ngramspec.models import header_limits
+from ngramspec.models.experts import join_experts, stack_experts
 from ngramspec.models.tensor_source import KINDS, FileTensor, StoredTensor, TensorSource, WeightFile
 
 # Names of a text decoder's tensors within a model of images or sound, as patterns, and what stands in their place in one without.
@@ -100,14 +101,12 @@ def find_parameters(
 
     `known`: parameters that several tensors stand for.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model)):
-        return None
     by_name = dict(model.named_parameters(remove_duplicate=False))
     if model.state_dict().keys() - by_name.keys():
         return None  # buffers that are saved
+    renamed = _rename_tensors(tensors, model)
+    if renamed is None:
+        return None
     prefix = f"{model.base_model_prefix}."
     known_as: dict[Any, list[str]] = {}
     for name, parameter in by_name.items():
@@ -118,13 +117,52 @@ def find_parameters(
         candidates = [n for name in names for n in (name, name.removeprefix(prefix))]
         one = next((known[n] for n in candidates if n in known), None)
         if one is None:
-            found = next((tensors[n] for n in candidates if n in tensors), None)
-            if found is None or found.dtype not in KINDS:
+            parts = next((renamed[n] for n in candidates if n in renamed), [])
+            if not parts or len({(part.dtype, part.shape) for each in parts for part in each}) != 1 or parts[0][0].dtype not in KINDS:
                 return None
-            if found.path not in files:
-                files[found.path] = WeightFile(found.path)
-            one = FileTensor(kind=found.dtype, shape=found.shape, file=files[found.path], offset=found.offset)
+            for part in (part for each in parts for part in each):
+                if part.path not in files:
+                    files[part.path] = WeightFile(part.path)
+            one = _join_parts([[_locate(part, files[part.path]) for part in each] for each in parts], len(parameter.shape))
         if one.shape != tuple(parameter.shape):
             return None
         stored |= dict.fromkeys(names, one)
     return TensorSource(stored, sum(tensor.n_bytes for tensor in tensors.values()))
+
+
+def _locate(entry: SafetensorsEntry, file: WeightFile) -> StoredTensor:
+    return FileTensor(kind=entry.dtype, shape=entry.shape, file=file, offset=entry.offset)
+
+
+def _join_parts(parts: list[list[StoredTensor]], n_dims: int) -> StoredTensor:
+    """Join the tensors of a parameter: for one matrix or several, one tensor or one for each expert."""
+    stacked = [stack_experts(each) if len(each[0].shape) < n_dims else each[0] for each in parts]
+    return stacked[0] if len(stacked) == 1 else join_experts(*stacked)
+
+
+def _rename_tensors(tensors: dict[str, SafetensorsEntry], model: PreTrainedModel) -> dict[str, list[list[SafetensorsEntry]]] | None:
+    """Return the tensors of each parameter as transformers would name it; None if it would also convert values.
+
+    A parameter has one tensor, or one for each expert, or such a list for each of the matrices of experts that it joins.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+
+    steps = get_model_conversion_mapping(model)
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    if len(converters) + len(renamings) < len(steps):
+        return None
+    order: dict[str, int] = {}
+    for converter in converters:
+        kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
+        merges = [(MergeModulelist, 0), (Concatenate, 1)][: min(len(converter.source_patterns), 2)]
+        if kinds != merges or len(converter.target_patterns) != 1 or len(converter.source_patterns) > 2:
+            return None
+        order |= {pattern: i for i, pattern in enumerate(converter.source_patterns)}
+    found: dict[str, dict[int, dict[int, SafetensorsEntry]]] = {}
+    for name, entry in tensors.items():
+        parameter, pattern = rename_source_key(name, renamings, converters)
+        expert = int(re.findall(r"\.(\d+)\.", name)[-1]) if pattern else 0
+        found.setdefault(parameter, {}).setdefault(order[pattern] if pattern else 0, {})[expert] = entry
+    return {name: [[each[i] for i in sorted(each)] for _, each in sorted(parts.items())] for name, parts in found.items()}

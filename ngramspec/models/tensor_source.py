@@ -39,6 +39,8 @@ KINDS: dict[str, tuple[int, int]] = {
     "MXFP4": (32, 17),
 }
 
+# Ends of the names of routers, which choose experts: they are small, and what they choose is sensitive to rounding.
+_ROUTERS = (".gate.weight", ".router.weight", "shared_expert_gate.weight")
 CHUNK = 1 << 22  # Weights that are dequantised at a time while a tensor is read whole.
 
 
@@ -150,14 +152,15 @@ class TensorSource(Mapping[str, StoredTensor]):
 
 
 def to_q8_source(source: TensorSource) -> TensorSource:
-    """Replace matrices of plain numbers whose rows are whole blocks by Q8_0. Vectors stay as they are."""
+    """Replace matrices of plain numbers, those of experts too, whose rows are whole blocks by Q8_0. Vectors and routers stay."""
     block = KINDS["Q8_0"][0]
 
-    def of(stored: StoredTensor) -> StoredTensor:
-        plain = KINDS[stored.kind][0] == 1 and len(stored.shape) == 2 and stored.shape[1] % block == 0
+    def of(name: str, stored: StoredTensor) -> StoredTensor:
+        plain = KINDS[stored.kind][0] == 1 and len(stored.shape) > 1 and stored.shape[-1] % block == 0
+        plain = plain and not name.endswith((*_ROUTERS, "bias"))
         return Q8Tensor(kind="Q8_0", shape=stored.shape, stored=stored) if plain else stored
 
-    return TensorSource({name: of(stored) for name, stored in source.items()}, source.n_bytes)
+    return TensorSource({name: of(name, stored) for name, stored in source.items()}, source.n_bytes)
 
 
 def row_bytes(kind: str, n: int) -> int:

@@ -189,7 +189,7 @@ def n_splits(n_items, n_rows, n_kv, group, n_threads):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap):
+def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, sinks):
     """Compute piece `work` of the items · n_kv · rows · heads pieces of a layer's attention: some rows of an item by some heads of a group.
 
     The other arguments are those of `_attend`.
@@ -239,6 +239,9 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
         if softcap > 0:
             for p in range(start, end):
                 scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
+        if sinks.shape[0]:  # a key without a value behind the others: where it lies depends on the row's position alone
+            scores[end] = sinks[head0 + m % part]
+            end += 1
         totals[m] = _softmax(scores, start, end)
     none = np.int64(0)  # a literal in a tuple would be a type of its own
     all_from, all_to = (latest + BLOCK - 1) // BLOCK, shared // BLOCK  # blocks that all rows see whole, in the slots of their positions
@@ -273,12 +276,17 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, n_threads):
-    """Compute attention of q [T, H, D] over one layer's pool into out [T, H, D]. The rows' own keys and values must have been written."""
+def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, sinks, n_threads):
+    """Compute attention of q [T, H, D] over one layer's pool into out [T, H, D]. The rows' own keys and values must have been written.
+
+    sinks [H]: logits of attention that goes to no key, or [0] for none.
+    """
     n_kv = keys.shape[1]
     by_rows, by_heads = n_splits(items.shape[0], q.shape[0], n_kv, q.shape[1] // n_kv, n_threads)
     for i in prange(items.shape[0] * n_kv * by_rows * by_heads):
-        attend_piece(np.int64(i), by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap)
+        attend_piece(
+            np.int64(i), by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, sinks
+        )
 
 
 def attend(
@@ -292,10 +300,12 @@ def attend(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the rows' keys and values to `pool` and return the attention output.
 
-    q [T, H, D], k and v [T, Hk, D], float32 on the CPU; returns [T, H, D]. `window` and `softcap` of 0 mean none.
+    q [T, H, D], k and v [T, Hk, D], float32 on the CPU; returns [T, H, D]. `window` and `softcap` of 0 mean none; sinks [H]: see
+    `_attend`.
     """
     import torch
 
@@ -305,7 +315,8 @@ def attend(
     out = torch.empty(q.shape, dtype=torch.float32)
     _attend(
         q.contiguous().numpy(), keys, values, out.numpy(), batch.items, batch.tables, batch.positions, batch.bases, batch.paths,
-        _F(scale), int(window), _F(softcap), get_num_threads(),
+        _F(scale), int(window), _F(softcap), np.zeros(0, np.float32) if sinks is None else sinks.float().contiguous().numpy(),
+        get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -321,8 +332,9 @@ class CpuAttentionPass:
     batch: Batch
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
-    ) -> torch.Tensor:
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         if found := {str(x.dtype) for x in (q, k, v)} - {"torch.float32"}:
             raise UnsupportedModelError(f"layer {layer}: attention over {', '.join(found)}; on the CPU it is computed in torch.float32")
-        return attend(q, k, v, self.pool, layer, self.batch, scale=scale, window=window, softcap=softcap)
+        return attend(q, k, v, self.pool, layer, self.batch, scale=scale, window=window, softcap=softcap, sinks=sinks)

@@ -1,9 +1,9 @@
 """Run a whole forward pass of a Llama-style decoder, from embedding to logits, in one compiled call whose threads stay awake (`threads`).
 
 A Llama-style layer is: norm, attention with rotary embedding in rotated halves (in some layers or all), optionally a norm of every head's
-queries and keys, optionally queries scaled by their position, norm, gated MLP. After the last layer come a norm and the head. Whoever
-builds a `LlamaDecoder` has checked that the model is of this kind. Every row is computed alone and in a fixed order; which thread computes
-what changes no result. The module knows batches and KV pools, nothing of modules or requests.
+queries and keys, optionally queries scaled by their position, norm, gated MLP or a mixture of such (`experts`). After the last layer come a
+norm and the head. Whoever builds a `LlamaDecoder` has checked that the model is of this kind. Every row is computed alone and in a fixed
+order; which thread computes what changes no result. The module knows batches and KV pools, nothing of modules or requests.
 
 numba's cache of a compiled pass contains the functions that it calls, attention's among them, and is not renewed when they change: see
 "numba's traps" in `codegen/README.md`.
@@ -20,6 +20,7 @@ import numpy as np
 from numba import types
 from numba.experimental import structref
 
+from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
@@ -27,6 +28,7 @@ from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.matmul import (
     BLOCKS,
     CODES_AT,
+    MATRIX,
     PANEL_BYTES,
     PANELS,
     SUPER_AT,
@@ -45,15 +47,15 @@ from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
 Q, K, V, OUT, GATE, UP, DOWN = range(7)  # indices of a layer's matrices
-PARTS = 9  # Parts of one layer's pass.
+PARTS = 15  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 # Positions whose angles are computed at a time: always the same groups, so that a position's angles always have the same bits.
 ANGLES = 1024
 
 
 class LayerWeights(NamedTuple):
-    matrices: tuple[Matrix, Matrix, Matrix, Matrix, Matrix, Matrix, Matrix]
-    """Q to DOWN."""
+    matrices: tuple[Matrix, ...]
+    """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none."""
     norms: tuple[np.ndarray, np.ndarray]
     """[H] each, before attention and before the MLP."""
     head_norms: tuple[np.ndarray, np.ndarray] | None
@@ -62,6 +64,9 @@ class LayerWeights(NamedTuple):
     """Keys that a query sees, its own among them; 0: all."""
     rotary: bool = True
     """Whether queries and keys are rotated by their position."""
+    experts: moe.Experts | None = None
+    sinks: np.ndarray | None = None
+    """[H] of attention: logits of what goes to no key."""
 
 
 class ForwardOutput(NamedTuple):
@@ -141,6 +146,7 @@ class _Buffers(NamedTuple):
     n_rows: int
     arrays: tuple[np.ndarray, ...]
     """They stand in the order in which `_run_thread` unpacks them."""
+    pairs: moe.PairBuffers
 
 
 class LlamaDecoder:
@@ -169,8 +175,15 @@ class LlamaDecoder:
         self.context, self.layers, self.n_heads, self.head_dim = context, tuple(layers), n_heads, head_dim
         self.hidden, self._angles, self._query_scales = len(norm), angles, query_scales
         self.vocab_size = head.weight.n_out
-        self.matrices = [*(m for layer in layers for m in layer.matrices), embedding, head]
-        self._matrices = np.stack([m.fields for m in self.matrices])
+        mixed = [layer.experts for layer in layers if layer.experts]
+        self.matrices = [*(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), embedding, head]
+        none = np.zeros(MATRIX, np.int64)
+        of_layers = [[*(m.fields for m in layer.matrices), *[none] * (DOWN + 1 - len(layer.matrices))] for layer in layers]
+        self._matrices = np.stack([m for fields in of_layers for m in fields] + [embedding.fields, head.fields])
+        self._experts = _describe_experts(layers)
+        sinks = [layer.sinks for layer in layers if layer.sinks is not None]
+        assert len(sinks) in (0, len(layers)), "sinks in some layers only"
+        self._sinks = np.stack(sinks).astype(np.float32) if sinks else np.zeros((0, n_heads), np.float32)
         self._norms = np.stack([n for layer in layers for n in layer.norms] + [norm]).astype(np.float32)
         head_norms = [n for layer in layers if layer.head_norms for n in layer.head_norms]
         self._head_norms = np.stack(head_norms).astype(np.float32) if head_norms else np.zeros((0, head_dim), np.float32)
@@ -180,8 +193,12 @@ class LlamaDecoder:
         kernels = context.kernels
         unpack = kernels.get_unpack(embedding.weight.format)
         self._functions = np.array(
-            [kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0, kernels.get_silu(), unpack], np.int64
-        )
+            [
+                kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0, kernels.get_silu(), unpack,
+                kernels.get_gated_activation(mixed[0].clamped) if mixed else 0,
+            ],
+            np.int64,
+        )  # fmt: skip
         self.begin_at(0)
         self._buffers: _Buffers | None = None
         self._model: CompiledModel | None = None
@@ -264,21 +281,25 @@ class LlamaDecoder:
             assert self._buffers is not None
             weights = (
                 self._matrices, self.context.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers,
-                self._functions, self._cos, self._sin, self._scales,
+                self._functions, self._cos, self._sin, self._scales, self._experts, self._sinks,
             )  # fmt: skip
-            self._model, self._model_of = _new_model(weights, (pool.all_keys, pool.all_values), self._buffers.arrays), of
+            self._model, self._model_of = (
+                _new_model(weights, (pool.all_keys, pool.all_values), (*self._buffers.arrays, self._buffers.pairs)),
+                of,
+            )
         return self._model
 
     def _ensure_buffers(self, n_rows: int) -> None:
         if self._buffers is None or self._buffers.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
             layer = self.layers[0].matrices
+            dense = [each.matrices[GATE].weight.n_panels for each in self.layers if len(each.matrices) > GATE]
 
             def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
                 return np.zeros((n, *shape), dtype)
 
             wide, mixed = _round_up(self.hidden), _round_up(self.n_heads * self.head_dim)
-            inner = layer[GATE].weight.n_panels * WIDTH
+            inner = max(dense, default=0) * WIDTH
             codes = max(wide, mixed)
             out = zeros(mixed)
             heads = np.lib.stride_tricks.as_strided(out, (n, self.n_heads, self.head_dim), (out.strides[0], 4 * self.head_dim, 4))
@@ -288,7 +309,7 @@ class LlamaDecoder:
                 zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
                 zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
             )  # fmt: skip
-            self._buffers = _Buffers(n, arrays)
+            self._buffers = _Buffers(n, arrays, moe.make_pair_buffers([each.experts for each in self.layers if each.experts], n, wide))
 
     def _ensure_angles(self, n_positions: int) -> None:
         while len(self._cos) < n_positions:
@@ -311,6 +332,23 @@ class LlamaDecoder:
 def count_parts(n_layers: int) -> int:
     """Return the number of parts of a pass through `n_layers` layers."""
     return PARTS * n_layers + 4
+
+
+def _describe_experts(layers: Sequence[LayerWeights]) -> tuple[np.ndarray, ...]:
+    """Return fields [L, 4, MATRIX] and options [L, OPTIONS] of all layers' experts, their weights' scale [L] and corrections [L, E].
+
+    Options of a layer without experts are 0; a model without any has L = 0.
+    """
+    n = len(layers) if any(layer.experts for layer in layers) else 0
+    fields, options, scales = np.zeros((n, 4, MATRIX), np.int64), np.zeros((n, moe.OPTIONS), np.int64), np.zeros(n, np.float32)
+    corrected = [each.experts for each in layers if each.experts and each.experts.correction is not None]
+    corrections = np.zeros((n, max((each.n_experts for each in corrected), default=0)), np.float32)
+    for i, layer in enumerate(layers[:n]):
+        if layer.experts:
+            fields[i], options[i], scales[i] = layer.experts.fields, layer.experts.options, layer.experts.scale
+            if layer.experts.correction is not None:
+                corrections[i, : layer.experts.n_experts] = layer.experts.correction
+    return fields, options, scales, corrections
 
 
 def _round_up(n: int) -> int:
@@ -401,6 +439,25 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
             quantise_row(quantise, row, out_codes[r, :, a:b], out_act_scales[r, :, first:end])
         finish_piece(state, part)
     wait_for_pieces(state, part, total)
+
+
+@njit(cache=True, nogil=True)
+def _run_experts(state, part, n_threads, layer, experts, tables, functions, n_rows, pieces, inputs, rows, choice, pairs, delta):
+    """Run the parts of a layer's mixture of experts: delta [T, H], which holds the shared expert's output before, if there is one.
+
+    `inputs`: `rows` (x, codes, activation scales) as `matmul.locate_rows` returns them; `choice`: see `experts.allocate_choice`.
+    """
+    m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
+    _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
+    while True:
+        i = take_piece(state, part + 1, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            moe.choose_experts(pairs.logits[r], correction, options, scale, pairs.ids[r], pairs.weights[r])
+        finish_piece(state, part + 1)
+    wait_for_pieces(state, part + 1, pieces)
+    moe.run_chosen(state, part + 2, n_threads, m, options, tables, functions, n_rows, inputs, rows, choice, pairs, delta)
 
 
 @njit(cache=True, nogil=True)
@@ -509,13 +566,13 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
     """Run one thread's share of a pass."""
     first, last, embed = layers
     states = results[1]
-    matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales = weights
+    matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales, experts, sinks = weights
     all_keys, all_values = pool
     input_ids, wanted, items, block_tables, positions, bases, paths, blocks, offsets = batch
-    x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales = work
+    x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, pairs = work
     n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
     hidden, eps, scale = x.shape[1], numbers[0], numbers[1]
-    quantise, silu, unpack = functions[0], functions[1], functions[2]
+    quantise, silu, unpack, activate = functions[0], functions[1], functions[2], functions[3]
     pieces = min(n_rows, PIECES)
     codes_wide, codes_mixed = codes[:, :, : normed.shape[1]], codes[:, :, : mixed.shape[1]]
     act_scales_wide, act_scales_mixed = act_scales[:, :, : normed.shape[1] // DEPTH], act_scales[:, :, : mixed.shape[1] // DEPTH]
@@ -523,6 +580,7 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
     mixed_rows = locate_rows(mixed, codes_mixed, act_scales_mixed)
     middle_rows = locate_rows(middle, middle_codes, middle_act_scales)
     mlp_buffers = both, middle, middle_codes, middle_act_scales
+    choice = moe.allocate_choice(n_rows, pairs, experts[1])
     part = 0
     if embed:
         table = matrices[matrices.shape[0] - 2]
@@ -537,6 +595,7 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
         wait_for_pieces(state, part, pieces)
         part += 1
     one, three = np.zeros(1, np.int64), np.zeros(3, np.int64)
+    no_sinks = np.empty(0, np.float32)
     not_turned, no_sin = np.ones(head_dim, np.float32), np.zeros(head_dim, np.float32)
     for layer in range(first, last):
         m = matrices[7 * layer : 7 * layer + 7]
@@ -582,8 +641,9 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
             if i >= n_pieces:
                 break
             attend_piece(
-                i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0)
-            )
+                i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0),
+                sinks[layer] if sinks.shape[0] else no_sinks,
+            )  # fmt: skip
             finish_piece(state, part + 3)
         wait_for_pieces(state, part + 3, n_pieces)
         if quantise:
@@ -606,9 +666,16 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
                 )
             finish_piece(state, part + 6)
         wait_for_pieces(state, part + 6, pieces)
-        _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
-        _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
-        part += 9
+        has_experts = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0
+        if not has_experts or experts[1][layer, moe.SHARED] != moe.NO_SHARED:
+            _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
+            _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
+        if has_experts:
+            _run_experts(
+                state, part + 9, threads, layer, experts, tables, (quantise, activate), n_rows, pieces, wide_rows,
+                (normed, codes_wide, act_scales_wide), choice, pairs, delta,
+            )  # fmt: skip
+        part += PARTS
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
     weight = norms[norms.shape[0] - 1]
     while True:

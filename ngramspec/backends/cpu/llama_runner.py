@@ -6,6 +6,7 @@ logits; it does not know what a request, a draft or a stop is.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -90,10 +91,10 @@ def count_packed_bytes(source: TensorSource, plain: bool) -> int:
     # one parameter has as many objects as names where it is in memory, or quantised while it is read
     what = {id(getattr(stored, "tensor", getattr(stored, "stored", stored))): stored for stored in source.values()}
     for stored in what.values():
-        if len(stored.shape) != 2 or plain:
+        if len(stored.shape) == 1 or plain:
             total += 4 * stored.n_rows * stored.shape[-1]
         else:
-            total += packed_bytes(stored.kind, *stored.shape)
+            total += math.prod(stored.shape[:-2]) * packed_bytes(stored.kind, *stored.shape[-2:])
     return total
 
 
@@ -197,7 +198,8 @@ class LlamaRunner(Runner):
         assert self.decoder is not None
         kinds: dict[object, int] = {}
         for i, layer in enumerate(self.decoder.layers):
-            parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in layer.matrices)
+            matrices = (*layer.matrices, *(layer.experts.matrices if layer.experts else ()))
+            parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in matrices)
             kinds.setdefault((parts, layer.window, layer.head_norms is None), i)
         return all(self.rows_are_independent(partial(self._compute_states, i), 4) for i in kinds.values()) and self._head_is_independent()
 

@@ -59,10 +59,11 @@ class MatmulContext:
         self._lines: dict[tuple[WeightFormat, bool, bool], int] = {}
 
     def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
-        """Register a weight for multiplication; `bias` [N] float32."""
+        """Register a weight for multiplication; `bias` [N] float32, or [E, N] of one that was packed from [E, N, K]."""
         whole = np.zeros(weight.n_panels * WIDTH, np.float32)
         if bias is not None:
-            whole[: weight.n_out] = bias
+            bias = np.atleast_2d(bias)
+            whole.reshape(len(bias), -1)[:, : bias.shape[1]] = bias
         int8 = choose_codes(weight.format, self.int8)
         fields = (
             weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,

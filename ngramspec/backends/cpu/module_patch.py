@@ -16,9 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, find_activation, find_router_options
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
+from ngramspec.models.experts import ExpertWeights
 from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
@@ -38,6 +40,8 @@ class ModulePatcher:
         self._made: dict[int, Matrix] = {}  # by the parameter, which may be tied
         self.matrices: dict[str, Matrix] = {}
         """Packed matrices by the path of their layer."""
+        self.experts: dict[str, list[Matrix]] = {}
+        """Gate, up and down of a layer's experts by the name of the first two's parameter."""
         self._done, self._told_s = 0, -math.inf
 
     def bind(self) -> None:
@@ -59,11 +63,37 @@ class ModulePatcher:
                 elif child is embedding and isinstance(child, nn.Embedding):
                     scale = getattr(child, "embed_scale", None)
                     setattr(parent, name, CpuPackedEmbedding(self.context.kernels, self._get_matrix(at + name, child), scale))
+                elif (other := self._pack_experts(at + name, child) or self._pack_router(at + name, child)) is not None:
+                    setattr(parent, name, other)
         for path, module in self.model.named_modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):
                     values = self.source[f"{path}.{name}" if path else name].float32()
                     module._parameters[name] = nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)
+
+    def _pack_experts(self, path: str, module: nn.Module) -> PackedExperts | None:
+        """Pack the experts of one layer; None if the module holds none, or computes something else."""
+        if not {"gate_up_proj", "down_proj"} <= module._parameters.keys() or module._parameters["gate_up_proj"].dim() != 3:  # type: ignore[union-attr]
+            return None
+        try:
+            activation = find_activation(module)
+        except (LookupError, RuntimeError):
+            return None
+        has_bias = "down_proj_bias" in module._parameters
+        gate_up, down = ((f"{path}.{name}_proj", f"{path}.{name}_proj_bias" if has_bias else None) for name in ("gate_up", "down"))
+        interleaved, transposed = not getattr(module, "is_concatenated", True), bool(getattr(module, "is_transposed", False))
+        weights = ExpertWeights(gate_up, down, interleaved, transposed)
+        matrices = [self._pack_matrix(stored, bias, transposed=False) for stored, bias in weights.open(self.source)]
+        self.experts[gate_up[0]] = matrices
+        return PackedExperts(self.context, matrices, weights, self.source[gate_up[0]].shape[0], activation)
+
+    def _pack_router(self, path: str, module: nn.Module) -> PackedRouter | None:
+        """Pack a router; None if the module is none, or computes something else."""
+        if not type(module).__name__.endswith("Router") or (found := find_router_options(module)) is None:
+            return None
+        bias = self.source[f"{path}.bias"].float32() if module._parameters.get("bias") is not None else None
+        self.matrices[path] = self._pack_matrix(self.source[f"{path}.weight"], bias, transposed=False)
+        return PackedRouter(CpuProduct(self.context, [self.matrices[path]]), *found)
 
     def _get_matrix(self, path: str, module: nn.Module) -> Matrix:
         parameter = module.weight

@@ -90,28 +90,32 @@ def packed_bytes(kind: str, n_out: int, n_in: int) -> int:
 def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray], arena: Arena) -> PackedWeight:
     """Pack a weight of shape [N, K] and GGML's type `kind`; `rows(first, end)` returns its rows, uint8 [end - first, bytes of a row].
 
-    `rows` is called by several threads at once. Raises MemoryError, and what `rows` raises.
+    Of a shape [E, N, K] every [N, K] is packed into panels of its own. `rows` is called by several threads at once. Raises MemoryError, and
+    what `rows` raises.
     """
-    fmt, (n_out, n_in) = get_format(kind), shape
+    *lead, n_out, n_in = shape
+    fmt, n_each = get_format(kind), lead[0] if lead else 1
     n_panels, n_blocks = -(-n_out // WIDTH), -(-n_in // DEPTH)
-    data = arena.take(packed_bytes(kind, n_out, n_in)).reshape(n_panels, -1)
-    weight = PackedWeight(fmt, n_out, n_in, data)
+    data = arena.take(n_each * packed_bytes(kind, n_out, n_in)).reshape(n_each * n_panels, -1)
+    weight = PackedWeight(fmt, n_each * n_out, n_in, data)
     row_bytes = max(1, len(rows(0, 1)[0]))
     step = max(1, PIECE // row_bytes // WIDTH) * WIDTH
     assert isinstance(fmt, PlainFormat) or n_in % DEPTH == 0, (kind, n_in)
 
-    def pack_piece(first: int) -> None:
-        some = np.ascontiguousarray(rows(first, min(n_out, first + step)))
-        panels = data[first // WIDTH : -(-min(n_out, first + step) // WIDTH)]
+    def pack_piece(piece: tuple[int, int]) -> None:
+        each, first = piece
+        end = min(n_out, first + step)
+        some = np.ascontiguousarray(rows(each * n_out + first, each * n_out + end))
+        panels = data[each * n_panels + first // WIDTH : each * n_panels + -(-end // WIDTH)]
         if isinstance(fmt, PlainFormat):
             numbers = np.dtype(np.uint32 if fmt is PlainFormat.F32 else np.uint16)
             _pack_numbers(some.view(numbers), panels.view(numbers).reshape(len(panels), n_blocks * DEPTH, WIDTH))
         else:
             _pack_blocks(_KINDS.index(kind), some, panels, n_blocks, weight.super_at, weight.codes_at)
 
-    pieces = range(0, n_out, step)
+    pieces = [(each, first) for each in range(n_each) for first in range(0, n_out, step)]
     if len(pieces) == 1:
-        pack_piece(0)
+        pack_piece(pieces[0])
     else:
         with ThreadPoolExecutor(get_num_threads()) as pool:
             list(pool.map(pack_piece, pieces))

@@ -22,12 +22,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ngramspec.backends.base import Runner, check_supported, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
+from ngramspec.backends.cpu import experts as moe
+from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
 from ngramspec.backends.cpu.matmul import MatmulContext
 from ngramspec.backends.cpu.module_patch import ModulePatcher
-from ngramspec.backends.cpu.weight_map import LayerWeightMap, QueryScale, WeightMap
+from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, QueryScale, WeightMap
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models import masks as model_attention
 from ngramspec.models.parameters import make_params_source
@@ -37,6 +39,7 @@ from ngramspec.models.reference import (
     CheckText,
     Reference,
     Trace,
+    find_sure_rows,
     kinds_of_layers,
     layers_of,
     measure_difference,
@@ -124,7 +127,7 @@ class CpuRunner(LlamaRunner):
                 for layer in kinds:
                     expected += zip(texts, small.trace(layer, texts, gives_tuple=expected[0][1].gives_tuple), strict=True)
             wait_for_code()
-            self._check(expected)
+            self._check(expected, source)
             self._context.switch(self.precision == "int8")
             self._build_decoder(source, binder)
         self.prove()
@@ -177,24 +180,28 @@ class CpuRunner(LlamaRunner):
         for first in (0, 1000):
             theirs = rotary(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None])
             ours = weight_map.angles(first, 24)
-            if any(t.shape[-1] != head_dim or np.abs(t[0].float().numpy() - o).max() > ROUNDING for t, o in zip(theirs, ours, strict=True)):
-                return None
+            for t, o in zip((t[0].float().numpy() for t in theirs), ours, strict=True):  # gpt-oss has half of them, which are repeated
+                if t.shape[-1] not in (head_dim // 2, head_dim) or np.abs(t - o[:, : t.shape[-1]]).max() > ROUNDING:
+                    return None
         return weight_map
 
     def _build_decoder(self, source: TensorSource, binder: ModulePatcher) -> None:
         if self.weight_map is not None:
-            self.decoder = self.weight_map.build(source, self._context, lambda weight, _: binder.matrices[weight.removesuffix(".weight")])
+            self.decoder = self.weight_map.build(
+                source, self._context, lambda weight, _: binder.matrices[weight.removesuffix(".weight")],
+                lambda experts: binder.experts[experts.weights.gate_up[0]],
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ checks
 
-    def _check(self, expected: list[tuple[CheckText, Trace]]) -> None:
+    def _check(self, expected: list[tuple[CheckText, Trace]], source: TensorSource) -> None:
         """Compare with what transformers computed of these texts; a decoder that computes something else gives way to modules.
 
         Raises UnsupportedModelError if these differ as well.
         """
         tolerance = HALVES if self.kv_dtype == "float16" else TOLERANCE
         if self.decoder is not None:
-            if max(self._decoder_error(self.decoder, text, wanted) for text, wanted in expected) < tolerance:
+            if max(self._decoder_error(self.decoder, text, wanted, source) for text, wanted in expected) < tolerance:
                 return
             self.decoder, self.weight_map = None, None
         for text, wanted in expected:
@@ -208,8 +215,11 @@ class CpuRunner(LlamaRunner):
     def self_test(self) -> bool:
         return Runner.self_test(self)
 
-    def _decoder_error(self, decoder: LlamaDecoder, text: CheckText, wanted: Trace) -> float:
-        """Return the difference of the decoder's layers, each given the input that transformers' layer was given."""
+    def _decoder_error(self, decoder: LlamaDecoder, text: CheckText, wanted: Trace, source: TensorSource) -> float:
+        """Return the difference of the decoder's layers, each given the input that transformers' layer was given.
+
+        Rows for which two experts' logits are so close that rounding may decide between them are left out.
+        """
         slot, n = self.slot_for_tests(len(text.ids)), len(text.ids)
         got = Trace(wanted.layers)
         try:
@@ -224,7 +234,19 @@ class CpuRunner(LlamaRunner):
             decoder.begin_at(0)
             self.pool.release(slot)
         whole = {name: output for name, output in wanted.outputs.items() if "." not in name}
-        return measure_difference(Trace(wanted.layers, wanted.inputs, whole, wanted.logits), got)
+        sure = {layer: rows for layer in wanted.layers if (rows := self._find_sure_rows(layer, wanted, source)) is not None}
+        return measure_difference(Trace(wanted.layers, wanted.inputs, whole, wanted.logits), got, sure)
+
+    def _find_sure_rows(self, layer: int, wanted: Trace, source: TensorSource) -> torch.Tensor | None:
+        """Return the rows [n] bool whose experts rounding does not change in this layer; None for a layer without experts."""
+        assert self.weight_map is not None
+        experts = self.weight_map.layers[layer].experts
+        if experts is None:
+            return None
+        name, bias = experts.router
+        part = name.split(f".{layer}.", 1)[1].split(".")[0]  # of the layer: what holds router and experts
+        logits = wanted.inputs[f"{layer}.{part}"] @ torch.from_numpy(source[name].float32()).T
+        return find_sure_rows(logits + torch.from_numpy(source[bias].float32()) if bias else logits, experts.top_k)
 
     def _modules_error(self, text: CheckText, wanted: Trace) -> float:
         """Return the difference of the modules' layers and their parts, each given the input that transformers' was given."""
@@ -297,9 +319,13 @@ def _map_layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, st
     """Map the parts of a Llama-style layer at a path; None for another kind of layer."""
     children = dict(layer.named_children())
     attn: Any = children.get("self_attn")
-    mlp = children.get("mlp")
+    mlp = next((name for name in ("mlp", "block_sparse_moe") if name in children), "")
+    mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
+    dense = "mlp.shared_expert" if mixed and mixed.shared else "mlp"
     norms: Any = (children.get("input_layernorm"), children.get("post_attention_layernorm"))
-    if len(children) != 4 or not isinstance(mlp, fused_ops.GatedMLP) or not all(isinstance(norm, fused_ops.RMSNorm) for norm in norms):
+    if len(children) != 4 or not all(isinstance(norm, fused_ops.RMSNorm) for norm in norms):
+        return None
+    if mixed is None and not isinstance(children.get("mlp"), fused_ops.GatedMLP):
         return None
     parts = dict(attn.named_children()) if attn is not None else {}
     heads: list[Any] = [parts.pop(name, None) for name in ("q_norm", "k_norm")]
@@ -313,16 +339,37 @@ def _map_layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, st
     if not isinstance(getattr(attn, "scaling", None), float) or not hasattr(attn, "head_dim"):
         return None
     window = attn.sliding_window if hasattr(attn, "sliding_window") else getattr(attn.config, "sliding_window", None)  # as it is handed on
-    if any(True for _ in layer.parameters()):
+    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"}:
         return None
-    inside = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    inside = [f"self_attn.{name}_proj" for name in "qkvo"]
+    if mixed is None or mixed.shared:
+        inside += [f"{dense}.{name}_proj" for name in ("gate", "up", "down")]
     return LayerWeightMap(
         matrices=[names(f"{path}.{name}") for name in inside],
         norms=[names(f"{path}.{name}")[0] for name in ("input_layernorm", "post_attention_layernorm")],
         head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,
         window=window or 0,
         rotary=bool(getattr(attn, "use_rope", True)),
+        experts=mixed,
+        sinks=f"{path}.self_attn.sinks" if hasattr(attn, "sinks") else None,
     )
+
+
+def _map_experts(block: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> ExpertsMap | None:
+    """Map a router and experts at a path, and what a shared expert needs besides its MLP; None for another kind of module."""
+    parts = dict(block.named_children())
+    experts, router_name = parts.pop("experts", None), next((name for name in ("gate", "router") if name in parts), "")
+    router, shared, shared_gate = parts.pop(router_name, None), parts.pop("shared_expert", None), parts.pop("shared_expert_gate", None)
+    if parts or not isinstance(experts, PackedExperts) or not isinstance(router, PackedRouter):
+        return None
+    if shared is not None and not (isinstance(shared, fused_ops.GatedMLP) and isinstance(shared_gate, CpuPackedLinear)):
+        return None
+    return ExpertsMap(
+        weights=experts.weights, router=names(f"{path}.{router_name}"), top_k=int(router.options[moe.TOP_K]),
+        scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
+        shared=moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
+        shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, clamped=experts.experts.clamped,
+    )  # fmt: skip
 
 
 def _read_query_scale(model: PreTrainedModel) -> QueryScale | None:

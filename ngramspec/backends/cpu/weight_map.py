@@ -6,16 +6,35 @@ The module knows where in a model weights are, not what is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
 from ngramspec.backends.cpu.llama_forward import LayerWeights, LlamaDecoder
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
-from ngramspec.models.tensor_source import TensorSource
+from ngramspec.models.experts import ExpertWeights, append_rows
+from ngramspec.models.tensor_source import StoredTensor, TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMap:
+    """Where the experts of a layer are, and how they are chosen: see `Experts` for the latter."""
+
+    weights: ExpertWeights
+    router: tuple[str, str | None]
+    top_k: int
+    scoring: int
+    normalise: bool
+    scale: float
+    shared: int = NO_SHARED
+    shared_gate: str | None = None
+    """Name of the weight [1, H] of the shared expert's gate."""
+    clamped: tuple[float, float] | None = None
+    """See `Kernels.get_gated_activation`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +46,8 @@ class LayerWeightMap:
     window: int
     rotary: bool = True
     """Whether queries and keys are rotated by their position."""
+    experts: ExpertsMap | None = None
+    sinks: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +83,7 @@ class WeightMap:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> WeightMap:
         """Read a weight map back. Raises TypeError, KeyError or ValueError for a document that is none."""
-        layers = [LayerWeightMap(**{**layer, "matrices": [(w, b) for w, b in layer["matrices"]]}) for layer in found["layers"]]
+        layers = [_layer_from_json(layer) for layer in found["layers"]]
         weight, bias = found["head"]
         query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
         return cls(**{**found, "layers": layers, "head": (weight, bias), "query_scale": query_scale})
@@ -78,19 +99,28 @@ class WeightMap:
 
         want(self.head, source[self.head[0]].shape[0], hidden)
         for layer in self.layers:
-            q, k, v, out, gate, up, down = layer.matrices
-            inner = source[gate[0]].shape[0]
-            for matrix, n_out in ((q, mixed), (k, kv), (v, kv), (gate, inner), (up, inner)):
+            q, k, v, out, *mlp = layer.matrices
+            for matrix, n_out in ((q, mixed), (k, kv), (v, kv)):
                 want(matrix, n_out, hidden)
             want(out, hidden, mixed)
-            want(down, hidden, inner)
+            if mlp:
+                gate, up, down = mlp
+                inner = source[gate[0]].shape[0]
+                for matrix, n_out, n_in in ((gate, inner, hidden), (up, inner, hidden), (down, hidden, inner)):
+                    want(matrix, n_out, n_in)
+            elif layer.experts is None or layer.experts.shared != NO_SHARED:
+                raise ValueError("a layer has neither an MLP nor experts")
+            if layer.experts:
+                wanted.extend(_list_expert_shapes(layer.experts, source, hidden))
             wanted.extend((name, (hidden,)) for name in layer.norms)
             wanted.extend((name, (self.head_dim,)) for name in layer.head_norms or ())
+            wanted.append((layer.sinks, (self.n_heads,)))
         for name, shape in wanted:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
         pairs = [len(layer.norms) == 2 and (layer.head_norms is None or len(layer.head_norms) == 2) for layer in self.layers]
-        if not all(pairs) or 2 * len(self.frequencies) != self.head_dim or self.n_heads % self.n_kv or vocab < 1:
+        sinks = {layer.sinks is None for layer in self.layers}
+        if not all(pairs) or len(sinks) > 1 or 2 * len(self.frequencies) != self.head_dim or self.n_heads % self.n_kv or vocab < 1:
             raise ValueError("numbers of norms, frequencies or heads do not fit each other")
 
     def kv_shapes(self) -> list[tuple[int, int]]:
@@ -111,9 +141,14 @@ class WeightMap:
         return np.float32(1) + np.float32(self.query_scale.growth) * np.log(np.float32(1) + times)
 
     def build(
-        self, source: TensorSource, context: MatmulContext, matrix: Callable[[str, str | None], Matrix] | None = None
+        self,
+        source: TensorSource,
+        context: MatmulContext,
+        matrix: Callable[[str, str | None], Matrix] | None = None,
+        experts: Callable[[ExpertsMap], Sequence[Matrix]] | None = None,
     ) -> LlamaDecoder:
-        """Build the decoder; `matrix` returns weights that are packed already, by the names of weight and bias (None: pack them here).
+        """Build the decoder; `matrix` returns weights that are packed already, by the names of weight and bias, and `experts`
+        gate, up and down of a layer's experts (None: pack them here).
 
         Raises ModelNotFoundError if a file has become shorter, MemoryError.
         """
@@ -127,6 +162,21 @@ class WeightMap:
                 packed[key] = context.matrix(pack(stored.kind, stored.shape, stored.rows, context.arena), values)
             return packed[key]
 
+        def of_experts(found: ExpertsMap) -> Sequence[Matrix]:
+            return [pack_stored(stored, bias) for stored, bias in found.weights.open(source)]
+
+        def pack_stored(stored: StoredTensor, bias: np.ndarray | None) -> Matrix:
+            return context.matrix(pack(stored.kind, stored.shape, stored.rows, context.arena), bias)
+
+        def make_experts(found: ExpertsMap) -> Experts:
+            router, bias = source[found.router[0]], source[found.router[1]].float32() if found.router[1] else None
+            gate, up, down = (experts or of_experts)(found)
+            last = pack_stored(append_rows(router, source[found.shared_gate]) if found.shared_gate else router, bias)
+            return Experts(
+                (gate, up, down, last), router.shape[0], found.top_k, found.scoring, found.normalise, found.scale, None, found.shared,
+                found.clamped,
+            )  # fmt: skip
+
         matrix = matrix or of
 
         def norm(name: str) -> np.ndarray:
@@ -135,11 +185,13 @@ class WeightMap:
 
         layers = [
             LayerWeights(
-                tuple(matrix(weight, bias) for weight, bias in layer.matrices),  # type: ignore[arg-type]
+                tuple(matrix(weight, bias) for weight, bias in layer.matrices),
                 (norm(layer.norms[0]), norm(layer.norms[1])),
                 (norm(layer.head_norms[0]), norm(layer.head_norms[1])) if layer.head_norms else None,
                 layer.window,
                 layer.rotary,
+                make_experts(layer.experts) if layer.experts else None,
+                source[layer.sinks].float32() if layer.sinks else None,
             )
             for layer in self.layers
         ]
@@ -147,3 +199,21 @@ class WeightMap:
             context, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm), eps=self.eps,
             scale=self.scale, n_heads=self.n_heads, head_dim=self.head_dim, angles=self.angles, query_scales=self.query_scales,
         )  # fmt: skip
+
+
+def _layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
+    experts = found["experts"]
+    if experts:
+        weights = ExpertWeights(**{**experts["weights"], **{name: tuple(experts["weights"][name]) for name in ("gate_up", "down")}})
+        pairs = {name: tuple(experts[name]) for name in ("router", "clamped") if experts[name]}
+        experts = ExpertsMap(**{**experts, **pairs, "weights": weights})
+    return LayerWeightMap(**{**found, "matrices": [(w, b) for w, b in found["matrices"]], "experts": experts})
+
+
+def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) -> list[tuple[str | None, tuple[int, ...]]]:
+    """List the names of a layer's experts' weights and the shapes that they must have. Raises ValueError, KeyError."""
+    n_experts = source[found.weights.gate_up[0]].shape[0]
+    if not 0 < found.top_k <= n_experts or (found.shared_gate is None) == (found.shared == SHARED_BY_GATE):
+        raise ValueError(f"{found.top_k} of {n_experts} experts, or a shared one without its gate")
+    shapes = found.weights.list_shapes(source, hidden)
+    return [*shapes, (found.router[0], (n_experts, hidden)), (found.router[1], (n_experts,)), (found.shared_gate, (1, hidden))]

@@ -218,8 +218,11 @@ class CudaAttentionPass:
         self.pool, self.rows, self.plan = pool, rows, plan
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
-    ) -> torch.Tensor:
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if sinks is not None:
+            raise UnsupportedModelError(f"layer {layer}: attention sinks (s_aux), which are not implemented on CUDA")
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         write_kv(k.contiguous(), v.contiguous(), self.rows, keys, values)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows that only fill up a bucket are not written

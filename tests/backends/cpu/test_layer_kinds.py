@@ -21,6 +21,7 @@ from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.sampling.batch import Span
 
 OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23}
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
@@ -29,9 +30,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "cohere2": ("cohere2", {"sliding_window": tiny.WINDOW}, [0, 3]),
     "olmo3": ("olmo3", {"sliding_window": tiny.WINDOW}, [0, 3]),
     "gpt2": ("gpt2", {}, [0]),
+    "qwen3_moe": ("qwen3_moe", {}, [0, 1]),
+    "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}, [0]),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, [0]),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}, [0]),
+    "granitemoe": ("granitemoe", {"num_local_experts": 8, "num_experts_per_tok": 3, "residual_multiplier": 0.5}, [0]),
+    "glm4_moe": ("glm4_moe", GLM, [0, 1]),
+    "gpt_oss": ("gpt_oss", {}, [0, 1]),
 }
 """Name in transformers, options, and the first layer of each kind."""
-COMPILED = ("smollm3", "ministral3")
+COMPILED = ("smollm3", "ministral3", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss")
 
 
 def model_of(name: str, **overrides: Any) -> Any:
@@ -88,11 +96,10 @@ def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
     check(runner, model_of(name), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "gemma3", "exaone4", "glm4_moe"])
+@pytest.mark.parametrize("name", ["smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss"])
 def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) -> None:
     """Sharp attention and routers of experts over keys and values of 16 bits."""
-    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-    options = FAMILIES[name][1] if name in FAMILIES else {"glm4_moe": experts | {"head_dim": 16}, "exaone4": {"sliding_window": 8}}[name]
+    options = FAMILIES[name][1] if name in FAMILIES else {"exaone4": {"sliding_window": 8}}[name]
     family = FAMILIES[name][0] if name in FAMILIES else name
     tiny.tiny_model(family, **{"num_hidden_layers": 8, **options}).save_pretrained(tmp_path)
     tiny.byte_tokenizer().save_pretrained(tmp_path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import llvmlite
+import numpy as np
 from llvmlite import binding, ir
 from numba.core import config as numba_config
 
@@ -168,6 +169,15 @@ class Kernels:
     def get_silu(self) -> int:
         """Return a function of (addresses of gate and up, number of blocks of 32, address of the result silu(gate) · up, float32)."""
         return self._get_function("silu", None, emit_silu)
+
+    def get_gated_activation(self, clamped: tuple[float, float] | None) -> int:
+        """Return a function as `get_silu` does; with `clamped` (alpha, limit) that of gpt-oss, of gate and up clamped to the limit:
+        gate · sigmoid(alpha · gate) · (up + 1).
+        """
+        if clamped is None:
+            return self.get_silu()
+        alpha, limit = clamped
+        return self._get_function(f"swiglu {alpha!r} {limit!r}", None, partial(emit_clamped_swiglu, alpha=alpha, limit=limit))
 
     def get_unpack(self, fmt: WeightFormat) -> int:
         """Return a function of (address of a panel, blocks, super_at, codes_at, address of the result float32 [K, 16])."""
@@ -790,6 +800,22 @@ def emit_silu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
         one = ir.Constant(FLOATS, [1.0] * WIDTH)
         share = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(gate))))
         e.store(b.fmul(share, up), b.add(y0, shift))
+
+
+def emit_clamped_swiglu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, alpha: float, limit: float) -> None:
+    gate0, up0, n_blocks, y0 = args[:4]
+    b = e.b
+    one, high, low, slope = (ir.Constant(FLOATS, [float(np.float32(x))] * WIDTH) for x in (1.0, limit, -limit, alpha))
+
+    def bound(x: Any, by: Any, order: str) -> Any:
+        return b.select(b.fcmp_ordered(order, x, by), by, x)  # keeps what is not a number
+
+    with e.loop(b.mul(n_blocks, LONG(2)), []) as (i, _, _):
+        shift = b.mul(i, LONG(4 * WIDTH))
+        gate, up = (e.load(b.add(start, shift), FLOATS, 4) for start in (gate0, up0))
+        gate, up = bound(gate, high, ">"), bound(bound(up, high, ">"), low, "<")
+        share = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(b.fmul(gate, slope)))))
+        e.store(b.fmul(share, b.fadd(up, one)), b.add(y0, shift))
 
 
 _DIGEST: list[str] = []
