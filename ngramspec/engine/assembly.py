@@ -179,7 +179,10 @@ def _bind_beside(
     if not times or len(times) > len(row_counts):
         progress("measuring what a pass costs")
         times, taught = runner.measure(row_counts), []
-    cost = CostModel(row_counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned_ms=taught)
+    cost = CostModel(
+        row_counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned_ms=taught,
+        convex=not runner.has_experts,
+    )  # fmt: skip
 
     def keep() -> None:
         if kept and isinstance(runner, LlamaRunner) and runner.exactness == "bitwise" and (weight_map := runner.weight_map) is not None:

@@ -25,6 +25,24 @@ def test_no_row_is_free_and_what_was_disturbed_does_not_spread(times: list[float
     assert (table[COUNTS] <= np.array(times) * 1.01).all()
 
 
+EXPERTS = np.array([8.5, 12.3, 18.4, 31.6, 56.6])  # a random model's with llama.cpp
+
+
+def test_a_curve_that_bends_the_other_way_is_kept_and_found() -> None:
+    """Rows of a mixture of experts; a third of them measured wrong at first."""
+    model = CostModel(COUNTS, EXPERTS.tolist(), 40, convex=False)
+    np.testing.assert_allclose(model.table[COUNTS], EXPERTS, rtol=1e-3)
+    assert CostModel(COUNTS, EXPERTS.tolist(), 40).table[2] < 0.96 * EXPERTS[1], "a convex curve would be too low"
+    rng = np.random.default_rng(0)
+    model = CostModel(COUNTS, [8.5, 40.0, 13.0, 31.6, 56.6], 40, convex=False)
+    assert (np.diff(model.table[1:]) > 0).all()
+    for _ in range(400):
+        rows = int(rng.integers(1, 17))
+        model.observe(Load(rows), float(np.interp(rows, COUNTS, EXPERTS)) * (1 + 0.03 * rng.standard_normal()))
+    np.testing.assert_allclose(model.table[COUNTS], EXPERTS, rtol=0.05)
+    assert (np.diff(model.table[1:]) > 0).all()
+
+
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 3.0, 10.0])
 def test_finds_the_truth_from_a_wrong_start(factor: float) -> None:
     """Steps of the true cost, some of them disturbed."""

@@ -170,6 +170,7 @@ class LlamaRunner(Runner):
             raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
         self.vocab_size = self.decoder.vocab_size
         self.policies = collect_policies(self.decoder.matrices)
+        self.has_experts = weight_map.has_experts
         self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
         wait_for_code()
         self.prove()

@@ -117,6 +117,7 @@ class CpuRunner(LlamaRunner):
             set_attention(model, model_attention.NAME)
             self.shapes = kv_shapes(model, torch.device("cpu"))
         self.policies = collect_policies(binder.matrices.values())
+        self.has_experts = bool(binder.experts)
         self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks)
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():

@@ -123,6 +123,10 @@ class WeightMap:
         if not all(pairs) or len(sinks) > 1 or 2 * len(self.frequencies) != self.head_dim or self.n_heads % self.n_kv or vocab < 1:
             raise ValueError("numbers of norms, frequencies or heads do not fit each other")
 
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts for layer in self.layers)
+
     def kv_shapes(self) -> list[tuple[int, int]]:
         """Return (n_kv_heads, head_dim) per layer."""
         return [(self.n_kv, self.head_dim)] * len(self.layers)

@@ -58,20 +58,25 @@ class Load(NamedTuple):
 
 
 class CostModel:
-    """A convex curve over a few row counts, interpolated between them and extended in a straight line, and three factors.
+    """A curve over a few row counts, interpolated between them and extended in a straight line, and three factors.
 
-    It rises with every row, and each row adds no less than the one before: weights are read anyway, and arithmetic adds to that. If a
-    measurement is a staircase, its steps are noise, or kernels that a wider one would have replaced.
+    It rises with every row. Unless the model has experts, it is convex: each row adds no less than the one before, since weights are read
+    anyway, and arithmetic adds to that. If a measurement is a staircase, its steps are noise, or kernels that a wider one would have
+    replaced. The rows of a mixture of experts share the more weights the more rows there are, so its curve bends the other way.
     """
 
     def __init__(
-        self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned_ms: Sequence[float] = ()
-    ) -> None:
+        self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned_ms: Sequence[float] = (),
+        convex: bool = True,
+    ) -> None:  # fmt: skip
         """Begin with `times_ms` of steps with `counts` rows of one sequence of `keys` tokens. Disturbed measurements took longer, so the
-        curve begins as the greatest convex one below. `learned_ms`: the curve as an earlier engine left it."""
+        curve begins as the greatest one below that rises, and if `convex` is convex. `learned_ms`: the curve as an earlier engine left it.
+        """
         self.counts = np.array(counts, np.float64)
         self.max_rows, self.keys, self.n_seen = max_rows, keys, 0
-        self._shape = _lower_hull(self.counts, np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1])
+        self._convex = convex
+        rising = np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1]
+        self._shape = _lower_hull(self.counts, rising) if convex else rising
         times = np.array(learned_ms, np.float64) if len(learned_ms) else self._shape.copy()
         n = len(times)
         self._state = np.append(times, np.zeros(3))
@@ -146,7 +151,7 @@ class CostModel:
         n = len(self.counts)
         doubt = np.minimum(self._age, _STALE_STEPS) * (_STALE * self._state[:n]) ** 2
         variances = np.diagonal(self._cov)[:n] + doubt
-        times = _fit_convex(self.counts, self._state[:n], variances, _LEAST_SLOPE * self._state[0], self._force, sweeps)
+        times = _fit_curve(self.counts, self._state[:n], variances, _LEAST_SLOPE * self._state[0], self._force, sweeps, self._convex)
         rows = np.arange(self.max_rows + 1, dtype=np.float64)
         table = np.interp(rows, self.counts, times)
         if len(times) > 1:
@@ -172,22 +177,22 @@ def _lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def _fit_convex(x, y, variances, least, force, sweeps):
-    """Return the convex curve, rising by `least` per x or more, nearest to y [n] at x in squares weighted by certainty.
+def _fit_curve(x, y, variances, least, force, sweeps, convex):
+    """Return the curve, rising by `least` per x or more and convex if asked for, nearest to y [n] at x in squares weighted by certainty.
 
-    Hildreth, "A Quadratic Programming Procedure" (1957), sweeps over the constraints (the first slope, then each corner). `force` [n - 1]
-    holds their multipliers: zeros, or those of a similar curve.
+    Hildreth, "A Quadratic Programming Procedure" (1957), sweeps over the constraints (the first slope and each corner, or
+    all slopes). `force` [n - 1] holds their multipliers: zeros, or those of a similar curve.
     """
     n, out = len(x), y.copy()
     for sweep in range(sweeps + 1):
         for j in range(n - 1):
             i = max(j - 1, 0)
             a, b = 0.0, 1.0 / (x[j + 1] - x[j])
-            if j:
+            if j and convex:
                 a = 1.0 / (x[j] - x[i])
             more = force[j]  # the first sweep applies the given multipliers
             if sweep:
-                lacks = (0.0 if j else least) - b * (out[j + 1] - out[j]) + a * (out[j] - out[i])
+                lacks = (0.0 if j and convex else least) - b * (out[j + 1] - out[j]) + a * (out[j] - out[i])
                 own = a * a * variances[i] + (a + b) * (a + b) * variances[j] + b * b * variances[j + 1]
                 more = max(force[j] + lacks / own, 0.0) - force[j]
                 force[j] += more
