@@ -1,4 +1,4 @@
-"""Tiny GGUF files of every dense architecture, as llama.cpp's loader wants them: eight layers of every kind that the architecture has.
+"""Tiny GGUF files of every architecture, as llama.cpp's loader wants them: eight layers of every kind that the architecture has.
 
 Names, shapes and keys are written down from llama.cpp's side, so that a wrong row of our table shows. Weights are float32 and the same for
 the same name on every machine. `python tests/tiny_architectures.py FOLDER` writes them all, for `tools.record_logits`.
@@ -51,6 +51,19 @@ _LAST_IS_FULL = [(i + 1) % 4 != 0 for i in range(LAYERS)]
 _STAR_BIAS: Shapes = {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm", "attn_output", "ffn_down")} | {
     "ffn_up.bias": (INNER,)
 }
+
+_N_EXPERTS, _WIDTH = 8, 32  # experts, and outputs of one's first matrices
+_EXPERTS: Shapes = {
+    "ffn_gate_inp.weight": (_N_EXPERTS, HIDDEN), "ffn_gate_exps.weight": (_N_EXPERTS, _WIDTH, HIDDEN),
+    "ffn_up_exps.weight": (_N_EXPERTS, _WIDTH, HIDDEN), "ffn_down_exps.weight": (_N_EXPERTS, HIDDEN, _WIDTH),
+}  # fmt: skip
+_SHARED: Shapes = {
+    "ffn_gate_inp_shexp.weight": (HIDDEN,), "ffn_gate_shexp.weight": (INNER, HIDDEN), "ffn_up_shexp.weight": (INNER, HIDDEN),
+    "ffn_down_shexp.weight": (HIDDEN, INNER),
+}  # fmt: skip
+_CHOICE = {"expert_count": _N_EXPERTS, "expert_used_count": 3}
+_NARROW = {"feed_forward_length": _WIDTH}
+_ATTENTION = _PRE | _SPLIT | _OUT
 
 # By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
@@ -106,7 +119,24 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
     "qwen2, yarn": ("qwen2", _LLAMA | _QKV_BIAS, _YARN, True),
     "qwen3": ("qwen3", _LLAMA | _HEAD_NORMS, _WIDE, True),
-}
+    "mixtral": ("llama", _ATTENTION | _EXPERTS, _CHOICE | _NARROW, True),
+    "granitemoe": ("granitemoe", _ATTENTION | _EXPERTS, _CHOICE | _NARROW | _GRANITE, False),
+    "olmoe": (
+        "olmoe",
+        _ATTENTION
+        | _EXPERTS
+        | {f"attn_{name}.weight": (_Q, HIDDEN) for name in "kv"}
+        | {f"attn_{name}_norm.weight": (_Q,) for name in "qk"},
+        _CHOICE | _NARROW | {"attention.head_count_kv": HEADS}, True,
+    ),
+    "qwen2moe": (
+        "qwen2moe", _ATTENTION | _QKV_BIAS | _EXPERTS | _SHARED,
+        _CHOICE | {"expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": INNER}, True,
+    ),
+    "qwen3moe": (
+        "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
+    ),
+}  # fmt: skip
 
 
 def write(path: Path, case: str) -> Path:
@@ -143,6 +173,8 @@ def write(path: Path, case: str) -> Path:
 def make_weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return random weights that keep activations' size; norms are about 1, biases about 0."""
     draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    if "gate_inp_shexp" in name:  # one row of a matrix
+        return (1.5 * shape[-1] ** -0.5 * draw).astype(np.float32)
     if len(shape) == 1:
         return (0.2 * draw + name.endswith("norm.weight")).astype(np.float32)
     return (draw * (1.0 if name.startswith("token_embd") else 1.5 * shape[-1] ** -0.5)).astype(np.float32)

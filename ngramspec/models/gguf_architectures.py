@@ -33,6 +33,8 @@ class TensorUse(NamedTuple):
     """The first row that belongs to the parameter."""
     end: int = 0
     """The row after the last one; 0: all rows belong to it."""
+    other: str = ""
+    """Another tensor of experts, whose rows follow in every expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,13 @@ class Architecture:
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_up_proj", "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
+_SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")} | {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
+}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
@@ -217,6 +226,55 @@ def _read_qwen(metadata: GgufMetadata, config: Config) -> Config:
     return _read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
 
 
+def _read_experts(metadata: GgufMetadata, normalise: bool) -> Config:
+    """Read how experts are chosen, and check that it is what the architecture's model computes."""
+    n, chosen = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
+    if not 0 < chosen <= n:
+        raise metadata.make_refusal("expert_used_count", chosen, f"1 to {n}")
+    softmax = 1
+    for key, value in (("expert_gating_func", softmax), ("expert_group_count", 1)):
+        if (stated := metadata.get_int(key, value)) not in (0, value):
+            raise metadata.make_refusal(key, stated, str(value))
+    if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0):
+        raise metadata.make_refusal("expert_weights_scale", scale, "1")
+    if metadata.is_stated("expert_weights_norm", not normalise):
+        raise metadata.make_refusal("expert_weights_norm", not normalise, str(normalise).lower())
+    return {"num_experts": n, "num_experts_per_tok": chosen, "norm_topk_prob": normalise, "output_router_logits": False}
+
+
+def _read_llama_or_mixtral(metadata: GgufMetadata, config: Config) -> Config:
+    found = _read_llama(metadata, config)
+    if not metadata.get_int("expert_count", 0):
+        return found
+    experts = _read_experts(metadata, normalise=True)
+    return found | {"model_type": "mixtral", "sliding_window": None, "num_local_experts": experts.pop("num_experts")} | experts
+
+
+def _read_olmoe(metadata: GgufMetadata, config: Config) -> Config:
+    if clamp := metadata.get_float("attention.clamp_kqv", 0.0):
+        raise metadata.make_refusal("attention.clamp_kqv", clamp, "0")
+    return _read_llama(metadata, config) | _read_experts(metadata, normalise=False)
+
+
+def _read_granitemoe(metadata: GgufMetadata, config: Config) -> Config:
+    experts = _read_experts(metadata, normalise=True)
+    return _read_granite(metadata, config) | {"num_local_experts": experts.pop("num_experts")} | experts
+
+
+def _read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_qwen(metadata, config) | _read_experts(metadata, normalise=False) | {
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
+        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
+def _read_qwen3moe(metadata: GgufMetadata, config: Config) -> Config:
+    return _read_qwen(metadata, config) | _read_experts(metadata, normalise=True) | {
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"), "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
 def _read_gemma(metadata: GgufMetadata, config: Config) -> Config:
     return _read_llama(metadata, config) | {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
@@ -300,9 +358,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
         configure=_read_llama,
     ),
-    "llama": Architecture(model_type="llama", layer=_LLAMA, rules=_PAIRS, configure=_read_llama),
+    "granitemoe": Architecture(
+        model_type="granitemoe",
+        layer=_NORMS
+        | _ATTENTION
+        | {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()},
+        rules=_PAIRS,
+        configure=_read_granitemoe,
+    ),
+    "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=_read_llama_or_mixtral),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=_read_mistral3),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=_read_olmo2),
+    "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=_read_olmoe),
     "phi3": Architecture(
         model_type="phi3",
         layer=_NORMS
@@ -311,7 +378,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         configure=_read_phi3,
     ),
     "qwen2": Architecture(model_type="qwen2", layer=_LLAMA, configure=_read_qwen),
+    "qwen2moe": Architecture(model_type="qwen2_moe", layer=_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT, configure=_read_qwen2moe),
     "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=_read_qwen),
+    "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=_read_qwen3moe),
     "seed_oss": Architecture(
         model_type="seed_oss",
         layer=_LLAMA | {"post_attention_norm": "post_attention_layernorm"},
@@ -347,6 +416,9 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
     if path is None:
         return {}
     path = path if layer is None else f"{row.prefix}.{layer}.{path}"
+    if stem.endswith("_exps"):  # parameters of one module, which have no module of their own
+        other = f"blk.{layer}.ffn_up_exps.{kind}" if stem == "ffn_gate_exps" else ""
+        return {path if kind == "weight" else f"{path}_bias": TensorUse(tensor.name, other=other)}
     return {f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
 
 

@@ -60,7 +60,7 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
             lacking.append(known_as[0])
             continue
         stored |= dict.fromkeys(known_as, apply_rule(gguf, files, found[0], tuple(parameter.shape)))
-        used.update(use.tensor for use in found)
+        used.update(name for use in found for name in (use.tensor, use.other))
     if lacking:
         raise UnsupportedModelError(f"{gguf.path}: it lacks {len(lacking)} tensors of {type(model).__name__}, such as {lacking[0]}")
     if ROPE_FACTORS in gguf.tensors:

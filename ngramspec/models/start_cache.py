@@ -31,6 +31,7 @@ from filelock import FileLock, Timeout
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
+from ngramspec.models.experts import join_experts
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import TensorUse
 from ngramspec.models.smollm2 import smollm2_gguf
@@ -259,6 +260,8 @@ def read_tensor_source(file: Gguf, folder: Path) -> TensorSource:
         shape = file.tensors[use.tensor].shape
         if use.end:
             shape = (use.end - use.first, *shape[1:])
+        if use.other:
+            shape = (shape[0], 2 * shape[1], *shape[2:])
         stored[name] = apply_rule(file, files, use, shape[::-1] if use.rule == "transposed" else shape)
     return TensorSource(stored, file.n_bytes)
 
@@ -271,6 +274,8 @@ def read_tensor_names(folder: Path) -> dict[str, TensorUse]:
 def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
     """Return the parameter of this shape that is made of a tensor. Raises UnsupportedModelError."""
     plain = locate_tensor(file, files, file.tensors[use.tensor])
+    if use.other:
+        return _join_tensors(file, plain, locate_tensor(file, files, file.tensors[use.other]), use, shape)
     rule = use.rule
     if use.end:
         at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
@@ -288,6 +293,20 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
     if rule == "same":
         return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)
     return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=RULES[rule])
+
+
+def _join_tensors(file: Gguf, gate: FileTensor, up: FileTensor, use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
+    """Return the parameter that joins two tensors of experts. Raises UnsupportedModelError."""
+    if (gate.kind, gate.shape) != (up.kind, up.shape) or len(gate.shape) != len(shape):
+        raise UnsupportedModelError(
+            f"{file.path}: {use.tensor} is {gate.kind} {list(gate.shape)}, {use.other} {up.kind} {list(up.shape)}; accepted: two "
+            f"alike, for a parameter {list(shape)}"
+        )
+    if (joined := join_experts(gate, up)).shape != shape:
+        raise UnsupportedModelError(
+            f"{file.path}: config and weights disagree: {use.tensor} is {list(gate.shape)} in the file, half of {list(shape)} by the config"
+        )
+    return joined
 
 
 def locate_tensor(file: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor) -> FileTensor:
