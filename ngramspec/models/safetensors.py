@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 from ngramspec.models import header_limits
-from ngramspec.models.experts import join_experts, stack_experts
+from ngramspec.models.expert_weights import join_experts, stack_experts
 from ngramspec.models.tensor_source import KINDS, FileTensor, StoredTensor, TensorSource, WeightFile
 
 # Names of a text decoder's tensors within a model of images or sound, as patterns, and what stands in their place in one without.

@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
-from ngramspec.models.experts import join_experts
+from ngramspec.models.expert_weights import join_experts
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import TensorUse
 from ngramspec.models.smollm2 import smollm2_gguf

@@ -235,11 +235,12 @@ def _shift_rows(inputs, row, step):
 
 
 @njit(cache=True, nogil=True)
-def _run_inner_part(state, part, m, tables, functions, order, starts, active, n_active, row_inputs, pair_inputs, pairs):
+def _run_inner_part(state, part, m, code, choice, n_active, row_inputs, pair_inputs, pairs):
     """Compute gate · up of all pairs, and its codes. A piece is one expert's rows and 256 of the products' outputs.
 
-    `functions`: addresses of quantise and of the gated activation; `row_inputs`, `pair_inputs`: where rows and gathered rows lie.
+    `code`, `choice`: see `run_chosen`; `row_inputs`, `pair_inputs`: where rows and gathered rows lie.
     """
+    (tables, functions), (order, _, starts, active) = code, choice
     quantise, activate = functions
     both, middle, codes, act_scales = pairs.both, pairs.middle, pairs.middle_codes, pairs.middle_act_scales
     n_panels = m[GATE, PANELS]
@@ -272,8 +273,9 @@ def _run_inner_part(state, part, m, tables, functions, order, starts, active, n_
 
 
 @njit(cache=True, nogil=True)
-def _run_outer_part(state, part, n_threads, m, tables, starts, active, n_active, middle_inputs, pairs):
+def _run_outer_part(state, part, n_threads, m, tables, choice, n_active, middle_inputs, pairs):
     """Multiply what `_run_inner_part` left by each pair's last matrix."""
+    _, _, starts, active = choice
     added = pairs.added
     n_panels = m[DOWN, PANELS]
     step = max(1, min(n_active * n_panels // (SHARES * n_threads), CACHED // m[DOWN, PANEL_BYTES], n_panels))
@@ -318,19 +320,19 @@ def _sum_experts(row, options, weights, place, added, out):
 
 
 @njit(cache=True, nogil=True)
-def run_chosen(state, part, n_threads, m, options, tables, functions, n_rows, inputs, rows, choice, pairs, out):
+def run_chosen(state, part, n_threads, layer, code, rows, choice, pairs, out):
     """Run the CHOSEN_PARTS parts that compute the experts that `pairs` names: out [T, H], which holds the shared expert's output before.
 
-    m [4, MATRIX], options [OPTIONS]: the layer's; `functions`: addresses of quantise and of the activation; `inputs`: `rows` (x, codes,
-    activation scales) as `matmul.locate_rows` returns them; `choice`: see `allocate_choice`.
+    `layer`: matrices [4, MATRIX], options [OPTIONS]; `code`: tables of kernels and addresses of quantise and of the activation; `rows`:
+    their number, where they lie (`matmul.locate_rows`), and x, codes, activation scales; `choice`: see `allocate_choice`.
     """
-    order, place, starts, active = choice
+    (m, options), (n_rows, inputs, arrays), (order, place, starts, active) = layer, rows, choice
     n_active = _sort_pairs(pairs.ids, n_rows, options[TOP_K], options[N_EXPERTS], order, place, starts, active)
-    _gather_rows(state, part, m, order, starts, n_active, rows, pairs)
+    _gather_rows(state, part, m, order, starts, n_active, arrays, pairs)
     gathered = locate_rows(pairs.x, pairs.codes, pairs.act_scales)
-    _run_inner_part(state, part + 1, m, tables, functions, order, starts, active, n_active, inputs, gathered, pairs)
+    _run_inner_part(state, part + 1, m, code, choice, n_active, inputs, gathered, pairs)
     middle = locate_rows(pairs.middle, pairs.middle_codes, pairs.middle_act_scales)
-    _run_outer_part(state, part + 2, n_threads, m, tables, starts, active, n_active, middle, pairs)
+    _run_outer_part(state, part + 2, n_threads, m, code[0], choice, n_active, middle, pairs)
     pieces = min(n_rows, PIECES)
     while True:
         i = take_piece(state, part + 3, pieces)

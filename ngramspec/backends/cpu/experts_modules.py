@@ -22,7 +22,7 @@ from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, locate_rows, quantise_row
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
-from ngramspec.models.experts import ExpertWeights
+from ngramspec.models.expert_weights import ExpertWeights
 
 _SAME = 1e-5  # Largest difference of weights and activations that counts as rounding.
 _NO_CORRECTION = np.zeros(0, np.float32)
@@ -47,8 +47,8 @@ def _run_share(state, m, options, tables, functions, rows, pairs, out, n_threads
         finish_piece(state, 0)
     wait_for_pieces(state, 0, n_rows)
     choice = moe.allocate_choice(n_rows, pairs, options)
-    inputs = locate_rows(x, codes, act_scales)
-    moe.run_chosen(state, 1, n_threads, m, options[0], tables, functions, n_rows, inputs, rows, choice, pairs, out)
+    where = n_rows, locate_rows(x, codes, act_scales), rows
+    moe.run_chosen(state, 1, n_threads, (m, options[0]), (tables, functions), where, choice, pairs, out)
 
 
 @njit(cache=True, nogil=True, parallel=True)

@@ -442,13 +442,14 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
 
 
 @njit(cache=True, nogil=True)
-def _run_experts(state, part, n_threads, layer, experts, tables, functions, n_rows, pieces, inputs, rows, choice, pairs, delta):
-    """Run the parts of a layer's mixture of experts: delta [T, H], which holds the shared expert's output before, if there is one.
+def _run_experts(state, part, n_threads, mixture, code, rows, choice, pairs, out):
+    """Run the parts of a layer's mixture of experts: out [T, H], which holds the shared expert's output before, if there is one.
 
-    `inputs`: `rows` (x, codes, activation scales) as `matmul.locate_rows` returns them; `choice`: see `experts.allocate_choice`.
+    `mixture`: matrices, options, scale and correction of the layer's `Experts`; the others: see `experts.run_chosen`.
     """
-    m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
-    _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
+    (m, options, scale, correction), (n_rows, inputs, _) = mixture, rows
+    _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), code[0], n_rows, inputs, pairs.logits)
+    pieces = min(n_rows, PIECES)
     while True:
         i = take_piece(state, part + 1, pieces)
         if i >= pieces:
@@ -457,7 +458,7 @@ def _run_experts(state, part, n_threads, layer, experts, tables, functions, n_ro
             moe.choose_experts(pairs.logits[r], correction, options, scale, pairs.ids[r], pairs.weights[r])
         finish_piece(state, part + 1)
     wait_for_pieces(state, part + 1, pieces)
-    moe.run_chosen(state, part + 2, n_threads, m, options, tables, functions, n_rows, inputs, rows, choice, pairs, delta)
+    moe.run_chosen(state, part + 2, n_threads, (m, options), code, rows, choice, pairs, out)
 
 
 @njit(cache=True, nogil=True)
@@ -671,10 +672,9 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
             _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
             _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         if has_experts:
-            _run_experts(
-                state, part + 9, threads, layer, experts, tables, (quantise, activate), n_rows, pieces, wide_rows,
-                (normed, codes_wide, act_scales_wide), choice, pairs, delta,
-            )  # fmt: skip
+            mixture = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
+            rows = n_rows, wide_rows, (normed, codes_wide, act_scales_wide)
+            _run_experts(state, part + 9, threads, mixture, (tables, (quantise, activate)), rows, choice, pairs, delta)
         part += PARTS
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
     weight = norms[norms.shape[0] - 1]

@@ -20,7 +20,7 @@ from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, 
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
-from ngramspec.models.experts import ExpertWeights
+from ngramspec.models.expert_weights import ExpertWeights
 from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 

@@ -16,13 +16,13 @@ from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
 from ngramspec.backends.cpu.llama_forward import LayerWeights, LlamaDecoder
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
-from ngramspec.models.experts import ExpertWeights, append_rows
+from ngramspec.models.expert_weights import ExpertWeights, append_rows
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMap:
-    """Where the experts of a layer are, and how they are chosen: see `Experts` for the latter."""
+    """The names of the weights of a layer's experts, and how they are chosen: see `Experts` for the latter."""
 
     weights: ExpertWeights
     router: tuple[str, str | None]

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.models.experts import join_experts, split_experts, stack_experts, transpose_experts
+from ngramspec.models.expert_weights import join_experts, split_experts, stack_experts, transpose_experts
 from ngramspec.models.loader import open_model
 from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.reference import find_sure_rows

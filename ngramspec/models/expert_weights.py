@@ -132,7 +132,7 @@ def _join(found: list[np.ndarray], row_bytes: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Where a model has the weights of a layer's experts."""
+    """The names of the weights of a layer's experts, and how they lie."""
 
     gate_up: tuple[str, str | None]
     """Names of weight [E, 2 · N, K] and bias [E, 2 · N]."""
