@@ -35,6 +35,7 @@ def test_a_wrong_value_names_its_variable(variable: str, value: str) -> None:
 
 def test_an_unknown_variable_is_refused() -> None:
     check_names({"NGRAMSPEC_THREADS": "1", "NGRAMSPEC_LIMITS__BODY_BYTES": "1", "NGRAMSPEC_MODEL": "m", "HOME": "/"}, KNOWN)
+    check_names({"NGRAMSPEC_API_KEY": "of a client, Zed's"}, KNOWN)
     with pytest.raises(BadInputError, match="NGRAMSPEC_THREADS is one"):
         check_names({"NGRAMSPEC_THREAD": "1"}, KNOWN)
     with pytest.raises(BadInputError, match="enableServiceLinks"):
