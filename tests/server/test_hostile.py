@@ -197,10 +197,8 @@ def test_every_route_that_reads_json_is_here(server: Server) -> None:
     assert read == {*ROUTES, "/completions", "/api/embeddings"}, "the last two are others under another name"
 
 
-@pytest.mark.parametrize(
-    "key", ["", "-1", "1.5", "²", "٣", "\\u0000", " 1", "+1", "1_0", "0x1", "1e3", "2147483648", "9" * 100, "9" * 10_000]
-)
-def test_keys_of_logit_bias_that_are_no_ids(client: httpx.Client, key: str) -> None:
+@pytest.mark.parametrize("key", ["", "-1", "2147483648", "9" * 100, "9" * 10_000, "a" * 65])
+def test_keys_of_logit_bias_that_are_neither_ids_nor_short_texts(client: httpx.Client, key: str) -> None:
     for path in ("/v1/completions", "/completion"):
         error = envelope(send(client, path, f'{{"prompt": "a", "logit_bias": {{"{key}": 1}}}}'))
         assert error["param"] == "logit_bias"
