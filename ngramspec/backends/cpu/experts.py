@@ -72,7 +72,7 @@ class PairBuffers(NamedTuple):
     """Buffers for the P pairs of a pass and the T rows that they belong to."""
 
     logits: np.ndarray  # [T, outputs of the router in whole panels]
-    ids: np.ndarray  # [T, top_k] int32: chosen experts, best first
+    ids: np.ndarray  # [L, T, top_k] int32: chosen experts of each layer, best first
     weights: np.ndarray  # [T, top_k + 1]: theirs, and that of the shared expert
     x: np.ndarray  # [P, H] rows of pairs; [0, H] if they are multiplied as codes
     codes: np.ndarray  # [P, 2, H] int8
@@ -84,8 +84,12 @@ class PairBuffers(NamedTuple):
     added: np.ndarray  # [P, H in whole panels]: outputs of the experts
 
 
-def make_pair_buffers(layers: list[Experts], n_rows: int, width: int) -> PairBuffers:
-    """Make buffers for passes of up to `n_rows` rows; `width`: H in whole quant blocks. Without layers they are empty."""
+def make_pair_buffers(layers: list[Experts], n_rows: int, width: int, n_layers: int) -> PairBuffers:
+    """Make buffers for passes of up to `n_rows` rows through `n_layers` layers, of which `layers` have experts (none: empty buffers).
+
+    `width`: H in whole quant blocks. Each layer's choice has a place of its own: a thread that is late reads it, to know how many pieces
+    the parts had, while others choose experts for later layers.
+    """
     most_k = max((each.top_k for each in layers), default=0)
     outputs = max((each.matrices[ROUTER].weight.n_panels for each in layers), default=0) * WIDTH
     inner = -(-max((each.inner for each in layers), default=0) // DEPTH) * DEPTH
@@ -97,7 +101,7 @@ def make_pair_buffers(layers: list[Experts], n_rows: int, width: int) -> PairBuf
         return np.zeros(shape, dtype)
 
     return PairBuffers(
-        zeros(n, outputs), zeros(n, most_k, dtype=np.int32), zeros(n, most_k + 1), zeros(pairs if plain else 0, width),
+        zeros(n, outputs), zeros(n_layers, n, most_k, dtype=np.int32), zeros(n, most_k + 1), zeros(pairs if plain else 0, width),
         zeros(pairs, 2, width, dtype=np.int8), zeros(pairs, 2, width // DEPTH, 4), zeros(pairs, 2, inner), zeros(pairs, inner),
         zeros(pairs, 2, inner, dtype=np.int8), zeros(pairs, 2, inner // DEPTH, 4), zeros(pairs, -(-width // WIDTH) * WIDTH),
     )  # fmt: skip
@@ -154,7 +158,7 @@ def allocate_choice(n_rows, pairs, options):
     most = 0
     for layer in range(options.shape[0]):
         most = max(most, options[layer, N_EXPERTS])
-    n = n_rows * pairs.ids.shape[1]
+    n = n_rows * pairs.ids.shape[2]
     return np.empty(n, np.int64), np.empty(n, np.int64), np.empty(most + 1, np.int64), np.empty(most, np.int64)
 
 
@@ -321,13 +325,14 @@ def _sum_experts(row, options, weights, place, added, out):
 
 @njit(cache=True, nogil=True)
 def run_chosen(state, part, n_threads, layer, code, rows, choice, pairs, out):
-    """Run the CHOSEN_PARTS parts that compute the experts that `pairs` names: out [T, H], which holds the shared expert's output before.
+    """Run the CHOSEN_PARTS parts that compute a layer's chosen experts: out [T, H], which holds the shared expert's output before.
 
-    `layer`: matrices [4, MATRIX], options [OPTIONS]; `code`: tables of kernels and addresses of quantise and of the activation; `rows`:
-    their number, where they lie (`matmul.locate_rows`), and x, codes, activation scales; `choice`: see `allocate_choice`.
+    `layer`: matrices [4, MATRIX], options [OPTIONS], chosen experts [T, top_k]; `code`: tables of kernels and addresses of quantise and of
+    the activation; `rows`: their number, where they lie (`matmul.locate_rows`), and x, codes, activation scales; `choice`: see
+    `allocate_choice`.
     """
-    (m, options), (n_rows, inputs, arrays), (order, place, starts, active) = layer, rows, choice
-    n_active = _sort_pairs(pairs.ids, n_rows, options[TOP_K], options[N_EXPERTS], order, place, starts, active)
+    (m, options, ids), (n_rows, inputs, arrays), (order, place, starts, active) = layer, rows, choice
+    n_active = _sort_pairs(ids, n_rows, options[TOP_K], options[N_EXPERTS], order, place, starts, active)
     _gather_rows(state, part, m, order, starts, n_active, arrays, pairs)
     gathered = locate_rows(pairs.x, pairs.codes, pairs.act_scales)
     _run_inner_part(state, part + 1, m, code, choice, n_active, inputs, gathered, pairs)

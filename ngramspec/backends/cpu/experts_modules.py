@@ -48,7 +48,7 @@ def _run_share(state, m, options, tables, functions, rows, pairs, out, n_threads
     wait_for_pieces(state, 0, n_rows)
     choice = moe.allocate_choice(n_rows, pairs, options)
     where = n_rows, locate_rows(x, codes, act_scales), rows
-    moe.run_chosen(state, 1, n_threads, (m, options[0]), (tables, functions), where, choice, pairs, out)
+    moe.run_chosen(state, 1, n_threads, (m, options[0], pairs.ids[0]), (tables, functions), where, choice, pairs, out)
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -99,8 +99,8 @@ class PackedExperts(nn.Module):
         if n:
             rows = np.pad(rows, ((0, 0), (0, n_in - self.n_in)))
             experts = self.experts._replace(top_k=ids.shape[-1])
-            pairs = moe.make_pair_buffers([experts], n, n_in)
-            pairs.ids[:], pairs.weights[:, :-1] = ids.reshape(n, -1).numpy(), weights.reshape(n, -1).numpy()
+            pairs = moe.make_pair_buffers([experts], n, n_in, 1)
+            pairs.ids[0], pairs.weights[:, :-1] = ids.reshape(n, -1).numpy(), weights.reshape(n, -1).numpy()
             codes, act_scales = np.empty((n, 2, n_in), np.int8), np.empty((n, 2, n_in // DEPTH, 4), np.float32)
             formats = [m.weight.format for m in experts.matrices]
             quantise = self.context.kernels.get_quantise(formats) if self.context.int8 else 0

@@ -309,7 +309,8 @@ class LlamaDecoder:
                 zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
                 zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
             )  # fmt: skip
-            self._buffers = _Buffers(n, arrays, moe.make_pair_buffers([each.experts for each in self.layers if each.experts], n, wide))
+            layers_of_experts = [each.experts for each in self.layers if each.experts]
+            self._buffers = _Buffers(n, arrays, moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)))
 
     def _ensure_angles(self, n_positions: int) -> None:
         while len(self._cos) < n_positions:
@@ -445,9 +446,10 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
 def _run_experts(state, part, n_threads, mixture, code, rows, choice, pairs, out):
     """Run the parts of a layer's mixture of experts: out [T, H], which holds the shared expert's output before, if there is one.
 
-    `mixture`: matrices, options, scale and correction of the layer's `Experts`; the others: see `experts.run_chosen`.
+    `mixture`: matrices and options of the layer's `Experts`, its chosen experts [T, top_k], scale and correction; the others: see
+    `experts.run_chosen`.
     """
-    (m, options, scale, correction), (n_rows, inputs, _) = mixture, rows
+    (m, options, ids, scale, correction), (n_rows, inputs, _) = mixture, rows
     _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), code[0], n_rows, inputs, pairs.logits)
     pieces = min(n_rows, PIECES)
     while True:
@@ -455,10 +457,10 @@ def _run_experts(state, part, n_threads, mixture, code, rows, choice, pairs, out
         if i >= pieces:
             break
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-            moe.choose_experts(pairs.logits[r], correction, options, scale, pairs.ids[r], pairs.weights[r])
+            moe.choose_experts(pairs.logits[r], correction, options, scale, ids[r], pairs.weights[r])
         finish_piece(state, part + 1)
     wait_for_pieces(state, part + 1, pieces)
-    moe.run_chosen(state, part + 2, n_threads, (m, options), code, rows, choice, pairs, out)
+    moe.run_chosen(state, part + 2, n_threads, (m, options, ids), code, rows, choice, pairs, out)
 
 
 @njit(cache=True, nogil=True)
@@ -672,7 +674,7 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
             _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
             _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         if has_experts:
-            mixture = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
+            mixture = experts[0][layer], experts[1][layer], pairs.ids[layer], experts[2][layer], experts[3][layer]
             rows = n_rows, wide_rows, (normed, codes_wide, act_scales_wide)
             _run_experts(state, part + 9, threads, mixture, (tables, (quantise, activate)), rows, choice, pairs, delta)
         part += PARTS
