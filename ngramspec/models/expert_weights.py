@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ngramspec.models.tensor_source import Q8Tensor, StoredTensor, TensorSource
+from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +96,7 @@ def join_experts(gate: StoredTensor, up: StoredTensor) -> StoredTensor:
 
 
 def transpose_experts(stored: StoredTensor) -> StoredTensor:
-    """Transpose [E, K, N] to [E, N, K]; one in Q8_0 is quantised again along its new rows."""
-    if isinstance(stored, Q8Tensor):
-        turned = transpose_experts(stored.stored)
-        return Q8Tensor(kind="Q8_0", shape=turned.shape, stored=turned)
+    """Transpose plain numbers [E, K, N] to [E, N, K]."""
     e, k, n = stored.shape
     return TransposedTensor(kind=stored.kind, shape=(e, n, k), stored=stored)
 

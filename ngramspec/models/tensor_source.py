@@ -152,12 +152,15 @@ class TensorSource(Mapping[str, StoredTensor]):
 
 
 def to_q8_source(source: TensorSource) -> TensorSource:
-    """Replace matrices of plain numbers, those of experts too, whose rows are whole blocks by Q8_0. Vectors and routers stay."""
+    """Replace matrices of plain numbers, those of experts too, whose rows are whole blocks by Q8_0.
+
+    Vectors and routers stay, and experts that lie transposed, as gpt-oss's do: their rows are not those that are multiplied.
+    """
     block = KINDS["Q8_0"][0]
 
     def of(name: str, stored: StoredTensor) -> StoredTensor:
         plain = KINDS[stored.kind][0] == 1 and len(stored.shape) > 1 and stored.shape[-1] % block == 0
-        plain = plain and not name.endswith((*_ROUTERS, "bias"))
+        plain = plain and not name.endswith((*_ROUTERS, "bias")) and not (len(stored.shape) == 3 and f"{name}_bias" in source)
         return Q8Tensor(kind="Q8_0", shape=stored.shape, stored=stored) if plain else stored
 
     return TensorSource({name: of(name, stored) for name, stored in source.items()}, source.n_bytes)
