@@ -151,6 +151,8 @@ class SamplingOptions(TypedDict, total=False):
     grammar: Grammar | None
     logprobs: int | None
     prompt_logprobs: int | None
+    logprob_token_ids: Sequence[int]
+    post_sampling_probs: bool
 
 
 document_fields(__name__)

@@ -39,6 +39,23 @@ ROUTES: dict[tuple[str, str], tuple[str, str, Any, int]] = {
     ("POST", "/chat/completions"): (KEY, "/chat/completions", CHAT, 200),
     ("POST", "/v1/responses"): (KEY, "/v1/responses", RESPONSE, 200),
     ("POST", "/responses"): (KEY, "/responses", RESPONSE, 200),
+    ("GET", "/v1/responses/{response_id}"): (KEY, "/v1/responses/resp_a", None, 404),
+    ("DELETE", "/v1/responses/{response_id}"): (KEY, "/v1/responses/resp_a", None, 404),
+    ("POST", "/v1/chat/completions/input_tokens"): (KEY, "/v1/chat/completions/input_tokens", CHAT, 200),
+    ("POST", "/chat/completions/input_tokens"): (KEY, "/chat/completions/input_tokens", CHAT, 200),
+    ("POST", "/v1/messages"): (KEY, "/v1/messages", {}, 400),
+    ("POST", "/v1/messages/count_tokens"): (KEY, "/v1/messages/count_tokens", {}, 400),
+    ("GET", "/api/version"): (KEY, "/api/version", None, 200),
+    ("GET", "/api/tags"): (KEY, "/api/tags", None, 200),
+    ("GET", "/api/ps"): (KEY, "/api/ps", None, 200),
+    ("POST", "/api/show"): (KEY, "/api/show", {}, 400),
+    ("POST", "/api/chat"): (KEY, "/api/chat", {}, 400),
+    ("POST", "/api/generate"): (KEY, "/api/generate", {}, 400),
+    ("POST", "/api/embed"): (KEY, "/api/embed", {}, 400),
+    ("POST", "/api/embeddings"): (KEY, "/api/embeddings", {}, 400),
+    ("GET", "/version"): (KEY, "/version", None, 200),
+    ("GET", "/tokenizer_info"): (KEY, "/tokenizer_info", None, 200),
+    ("GET", "/load"): (ADMIN, "/load", None, 200),
     ("POST", "/apply-template"): (KEY, "/apply-template", CHAT, 200),
     ("POST", "/infill"): (KEY, "/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 1}, 400),
     ("POST", "/completion"): (KEY, "/completion", {"prompt": "ab", "n_predict": 1}, 200),
@@ -111,7 +128,11 @@ def test_route_by_key(ask: httpx.Client, route: tuple[str, str]) -> None:
         response = ask.request(method, path, json=body, headers=headers)
         if response.status_code == 401:
             assert response.headers["www-authenticate"] == "Bearer"
-            assert response.json()["error"]["code"] == "invalid_api_key"
+            error = response.json()["error"]  # in the envelope of the API whose route it is
+            if path.startswith("/api/"):
+                assert "key" in error
+            else:
+                assert error.get("code", error["type"]) == ("authentication_error" if "/messages" in path else "invalid_api_key")
         return response.status_code
 
     bad: list[dict[str, str]] = [
