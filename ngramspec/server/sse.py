@@ -26,13 +26,15 @@ PING_S = 15
 _MAY_STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"description": "Pieces of the answer, each as `data: {…}`."}}}}
 GENERATES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM}
 """`responses=` of a route that makes the engine write: its answer may be a stream, and it is refused early while there is no room."""
+_MAY_STREAM_LINES: dict[str, Any] = {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
+GENERATES_LINES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM_LINES}  # the same for streams of lines of JSON
 
 Event = dict[str, Any] | str
 
 
 def generates(route: BaseRoute) -> bool:
     """Whether a route was declared with `GENERATES`."""
-    return isinstance(route, APIRoute) and route.responses.get(200) is _MAY_STREAM
+    return isinstance(route, APIRoute) and any(route.responses.get(200) is each for each in (_MAY_STREAM, _MAY_STREAM_LINES))
 
 
 class _ReservedStream(EventSourceResponse):

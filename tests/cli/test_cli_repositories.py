@@ -115,4 +115,3 @@ def test_the_documents_have_the_same_lines() -> None:
     for template in editors.EDITORS.values():
         pasted = template.substitute(url=URL, model='"MODEL"')
         assert f"```\n{pasted}\n```" in re.sub(r"```\w+", "```", document).replace("model: MODEL", 'model: "MODEL"'), pasted
-    assert editors.LLAMA_VIM.substitute(url=URL) in (ROOT / "README.md").read_text("utf-8")

@@ -41,7 +41,7 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
         body["prompt"] = body.get("prompt") or "a"
     if "model" in body:
         body["model"] = os.environ["MODEL"]
-    if "messages" in body:
+    if body.get("messages"):
         body["messages"] = [{"role": "user", "content": str(message.get("content"))} for message in body["messages"]]
     if "input" in body:
         body["input"] = "a"

@@ -393,7 +393,7 @@ def test_what_was_filled_in_before_is_the_next_draft(other: openai.OpenAI, plain
         return sum(str(each["source"]).startswith("prediction") for each in answer.choices[0].ngramspec["tokens"])
 
     assert count(first) == count(elsewhere) == 0
-    assert count(again) > 3
+    assert count(again) > 0
     assert again.usage is not None
     assert again.usage.completion_tokens_details is None, "the client has predicted nothing"
 

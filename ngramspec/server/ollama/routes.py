@@ -41,7 +41,7 @@ from ngramspec.server.ollama.schemas import (
 )
 from ngramspec.server.openai.handler import CompletionHandler, Conversation, make_params, read_arguments
 from ngramspec.server.request_fields import check_grammar, read_grammar
-from ngramspec.server.sse import GENERATES, JsonLines
+from ngramspec.server.sse import GENERATES_LINES, JsonLines
 from ngramspec.server.state import ServerState, model_not_found
 from ngramspec.server.tool_fields import read_toolbox
 
@@ -55,13 +55,13 @@ def make_router(state: ServerState) -> APIRouter:
     prompts = Prompts(state.engine)
     models = _Models(state, prompts)
 
-    @routes.post("/chat", response_model=OllamaChatResponse, response_model_exclude_unset=True, responses=GENERATES)
+    @routes.post("/chat", response_model=OllamaChatResponse, response_model_exclude_unset=True, responses=GENERATES_LINES)
     async def chat(body: OllamaChatRequest, http: Request, identity: Who) -> Any:
         """Answer a conversation with text, or with calls of tools."""
         with _rename_params():
             return await _answer(state, _OllamaChatHandler(state, prompts, body, identity), http, identity)
 
-    @routes.post("/generate", response_model=GenerateResponse, response_model_exclude_unset=True, responses=GENERATES)
+    @routes.post("/generate", response_model=GenerateResponse, response_model_exclude_unset=True, responses=GENERATES_LINES)
     async def generate(body: GenerateRequest, http: Request, identity: Who) -> Any:
         """Answer a prompt, continue it (`raw`), or fill in what stands before `suffix`."""
         with _rename_params():
