@@ -337,9 +337,7 @@ class Engine:
 
         Raises UnsupportedModelError for a model without such tokens, and what `complete` raises.
         """
-        sampling, hints = split_options(options)
-        params = merge_params(params, sampling)
-        ids, params = self.make_infill_prompt(prefix, suffix, params, extra=extra, path=path, repo=repo)
+        ids, params, hints = self._prepare_infill(prefix, suffix, params, extra, path, repo, options)
         return self.complete(ids, params, **hints)
 
     async def ainfill(
@@ -354,9 +352,7 @@ class Engine:
         extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
     ) -> Stream:  # fmt: skip
         """Yield what `infill` writes as it is written, as `stream` does."""
-        sampling, hints = split_options(options)
-        params = merge_params(params, sampling)
-        ids, params = self.make_infill_prompt(prefix, suffix, params, extra=extra, path=path, repo=repo)
+        ids, params, hints = self._prepare_infill(prefix, suffix, params, extra, path, repo, options)
         return self.stream(ids, params, **hints)
 
     async def astream_infill(
@@ -364,9 +360,7 @@ class Engine:
         extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
     ) -> AsyncGenerator[Delta]:  # fmt: skip
         """Yield what `infill` writes as it is written, as `astream` does."""
-        sampling, hints = split_options(options)
-        params = merge_params(params, sampling)
-        ids, params = await asyncio.to_thread(self.make_infill_prompt, prefix, suffix, params, extra=extra, path=path, repo=repo)
+        ids, params, hints = await asyncio.to_thread(self._prepare_infill, prefix, suffix, params, extra, path, repo, options)
         async with contextlib.aclosing(self.astream(ids, params, **hints)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -377,6 +371,15 @@ class Engine:
     ) -> tuple[list[int], SamplingParams]:  # fmt: skip
         """Return the token ids of what `infill` asks, and `params` that also end at the tokens that end a middle: for `submit`."""
         return self._prompt_maker.make_infill(prefix, suffix, merge_params(params, {}), extra, path, repo)
+
+    def _prepare_infill(
+        self, prefix: str, suffix: str, params: SamplingParams | None, extra: Files, path: str | None, repo: str | None,
+        options: Mapping[str, Any],
+    ) -> tuple[list[int], SamplingParams, Hints]:  # fmt: skip
+        """Return what `complete` takes for a request of `infill`. May take a while."""
+        sampling, hints = split_options(options)
+        ids, params = self.make_infill_prompt(prefix, suffix, merge_params(params, sampling), extra=extra, path=path, repo=repo)
+        return ids, params, hints
 
     # ------------------------------------------------------------------ chats
 

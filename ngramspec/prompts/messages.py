@@ -5,14 +5,15 @@ Dicts enter, turns and a `Toolbox` leave; every error names the field at fault. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from ngramspec.errors import InvalidInputError
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Call, Turn
 from ngramspec.prompts.tool_calls.toolbox import DeclaredTool, NamedTools, Toolbox, ToolChoice, make_toolbox
 from ngramspec.tokenizer.encode import check_unicode
 
+M = TypeVar("M")
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 
 
@@ -22,10 +23,15 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
         raise _make_error("messages", 'must be a list such as [{"role": "user", "content": "…"}]', messages)
     if not messages:
         raise InvalidInputError("messages: at least one is needed", param="messages")
+    return read_turns(messages, _read_message)
+
+
+def read_turns(messages: Sequence[M], read: Callable[[M, str, dict[str, str]], Turn]) -> list[Turn]:
+    """Return what `read` makes of each message, its place and the names of the calls before it by their ids. Raises what it raises."""
     turns: list[Turn] = []
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
-        turn = _read_message(message, f"messages[{i}]", names)
+        turn = read(message, f"messages[{i}]", names)
         names |= {call.id: call.name for call in turn.calls}
         turns.append(turn)
     return turns

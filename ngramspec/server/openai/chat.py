@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts, Style
+from ngramspec.prompts.messages import read_turns
 from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
@@ -252,13 +253,7 @@ def _describe_call(call: Call) -> dict[str, Any]:
 
 def make_turns(messages: Sequence[Message]) -> list[Turn]:
     """Raises ApiError (400)."""
-    turns: list[Turn] = []
-    names: dict[str, str] = {}
-    for i, message in enumerate(messages):
-        turn = _turn(message, f"messages[{i}]", names)
-        names |= {call.id: call.name for call in turn.calls}
-        turns.append(turn)
-    return turns
+    return read_turns(messages, _turn)
 
 
 def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
