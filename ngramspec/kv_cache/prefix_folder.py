@@ -36,6 +36,7 @@ BLOCKS_AT_ONCE = 16  # that are handed to the writer before the engine looks for
 IDLE_S = 0.5  # without a request, until blocks are written
 _DIGEST = 16  # bytes of a checksum
 _SUFFIX = ".kv"
+_NAME = 32 * "[0-9a-f]"  # of a file: its block's hash
 
 
 class PrefixFolder:
@@ -55,9 +56,10 @@ class PrefixFolder:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} cannot be used: {error}") from None
         if (hasattr(os, "getuid") and status.st_uid != os.getuid()) or stat.S_IMODE(status.st_mode) & 0o022:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} holds a folder that others may write: {self.path.name}")
-        self.known = {bytes.fromhex(path.stem) for path in self.path.glob("*" + _SUFFIX)}
+        files = self._list()
+        self.known = {bytes.fromhex(path.stem) for _, _, path in files if path.parent == self.path}
         """Hashes of the files that are there, as far as this process knows."""
-        self._n_bytes = sum(size for _, size, _ in self._list())
+        self._n_bytes = sum(size for _, size, _ in files)
         self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="ngramspec-prefix-writer", daemon=True)
         self._writer.start()
@@ -126,7 +128,7 @@ class PrefixFolder:
     def _list(self) -> list[tuple[float, int, Path]]:
         """Return time, size and path of every file of the folder."""
         found = []
-        for path in self._root.glob(f"*/*{_SUFFIX}"):
+        for path in self._root.glob(f"*/{_NAME}{_SUFFIX}"):
             with contextlib.suppress(OSError):  # another process has removed it
                 status = path.stat()
                 found.append((status.st_mtime, status.st_size, path))

@@ -102,6 +102,14 @@ def test_a_file_under_another_hash_is_not_believed(tmp_path: Path) -> None:
     assert (again.cached_tokens, again.token_ids) == (0, first.token_ids)
 
 
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    complete(tmp_path, SHORT)
+    (model,) = tmp_path.iterdir()
+    (model / "notes.kv").write_text("mine")
+    complete(tmp_path, LONG, prefix_cache_size=1)
+    assert [path.name for path in list_files(tmp_path)] == ["notes.kv"]
+
+
 def test_the_folder_stays_within_its_bound(tmp_path: Path) -> None:
     complete(tmp_path, LONG)
     size = list_files(tmp_path)[0].stat().st_size
