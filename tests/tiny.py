@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 ARCHITECTURES = tuple(_FAMILIES)
+
+
+def save_model(where: Path, name: str, make: Callable[[], PreTrainedModel]) -> Path:
+    """Return the folder of a model and the byte tokenizer, written by the first call with this name."""
+    path = where / name
+    if not path.exists():
+        make().save_pretrained(path)
+        byte_tokenizer().save_pretrained(path)
+    return path
 
 
 def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) -> PreTrainedModel:

@@ -9,13 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import SecretStr
-from scripted import reciting_engine
-from templates import Template
-from test_tools import LITTLE, SHAPE, TIME, TOOLS, Tokenizing, check
+from test_tools import SHAPE, TIME, calling_engine, check
 from tiny_server import Server
 
-from ngramspec.prompts.chat_template import Prompts
-from ngramspec.prompts.tool_calls.tool_prompt import Turn
 from ngramspec.server.settings import Key, ServerSettings
 
 FLAT = [{"name": "draw", "description": "a draw", "input_schema": SHAPE}, {"name": "time", "description": "a time", "input_schema": TIME}]
@@ -193,10 +189,7 @@ TEXT = 'Wait.\n<tool_call>{"name":"time", "arguments":{}}</tool_call><tool_call>
 @pytest.fixture(scope="module")
 def reciting(start_server: Callable[..., Server]) -> Iterator[httpx.Client]:
     """A client of a model that says something and calls two tools."""
-    tokenizer = Template(LITTLE, ()).tokenizer()
-    n_prompt = len(Prompts(Tokenizing(tokenizer)).chat([Turn("user", "draw")], TOOLS))  # type: ignore[arg-type]
-    engine, _ = reciting_engine("-" * n_prompt + TEXT, tokenizer)
-    with engine, httpx.Client(base_url=start_server(engine).url, timeout=120) as client:
+    with calling_engine(TEXT) as engine, httpx.Client(base_url=start_server(engine).url, timeout=120) as client:
         yield client
 
 

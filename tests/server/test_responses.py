@@ -10,13 +10,9 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from scripted import reciting_engine
-from templates import Template
-from test_tools import LITTLE, SHAPE, TIME, TOOLS, Tokenizing, check
+from test_tools import SHAPE, TIME, calling_engine, check
 from tiny_server import Server
 
-from ngramspec.prompts.chat_template import Prompts
-from ngramspec.prompts.tool_calls.tool_prompt import Turn
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.openai.response_store import ResponseStore
 
@@ -148,10 +144,10 @@ TEXT = 'Wait.\n<tool_call>{"name":"time", "arguments":{}}</tool_call><tool_call>
 @pytest.fixture(scope="module")
 def reciting(start_server: Callable[..., Any]) -> Iterator[openai.OpenAI]:
     """A client of a model that says something and calls two tools."""
-    tokenizer = Template(LITTLE, ()).tokenizer()
-    n_prompt = len(Prompts(Tokenizing(tokenizer)).chat([Turn("user", "draw")], TOOLS))  # type: ignore[arg-type]
-    engine, _ = reciting_engine("-" * n_prompt + TEXT, tokenizer)
-    with engine, openai.OpenAI(base_url=f"{start_server(engine).url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with (
+        calling_engine(TEXT) as engine,
+        openai.OpenAI(base_url=f"{start_server(engine).url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
         yield client
 
 

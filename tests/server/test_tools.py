@@ -330,14 +330,22 @@ FREE: list[tuple[str, str | None, list[tuple[str, str]]]] = [
 ]
 
 
+def calling_engine(text: str) -> Engine:
+    """Return an engine that answers "draw", with TOOLS, with this text."""
+    tokenizer = Template(LITTLE, ()).tokenizer()
+    n_prompt = len(Prompts(Tokenizing(tokenizer)).chat([Turn("user", "draw")], TOOLS))  # type: ignore[arg-type]
+    engine, _ = reciting_engine("-" * n_prompt + text, tokenizer)
+    return engine
+
+
 @pytest.fixture(scope="module", params=range(len(FREE)))
 def reciting(request: pytest.FixtureRequest, start_server: Callable[..., Any]) -> Iterator[tuple[openai.OpenAI, str | None, Any]]:
     """A client of a model that writes the text, what it says, and what it calls."""
     text, said, calls = FREE[request.param]
-    tokenizer = Template(LITTLE, ()).tokenizer()
-    n_prompt = len(Prompts(Tokenizing(tokenizer)).chat([Turn("user", "draw")], TOOLS))  # type: ignore[arg-type]
-    engine, _ = reciting_engine("-" * n_prompt + text, tokenizer)
-    with engine, openai.OpenAI(base_url=f"{start_server(engine).url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with (
+        calling_engine(text) as engine,
+        openai.OpenAI(base_url=f"{start_server(engine).url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
         yield client, said, calls
 
 

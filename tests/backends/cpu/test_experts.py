@@ -44,15 +44,7 @@ def model_of(family: str) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     where = tmp_path_factory.mktemp("folders")
-
-    def made(family: str) -> Path:
-        path = where / family
-        if not path.exists():
-            model_of(family).save_pretrained(path)
-            tiny.byte_tokenizer().save_pretrained(path)
-        return path
-
-    return made
+    return lambda family: tiny.save_model(where, family, lambda: model_of(family))
 
 
 @settings(max_examples=200, deadline=None)

@@ -50,15 +50,7 @@ def model_of(name: str, **overrides: Any) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     where = tmp_path_factory.mktemp("folders")
-
-    def made(name: str) -> Path:
-        path = where / name
-        if not path.exists():
-            model_of(name).save_pretrained(path)
-            tiny.byte_tokenizer().save_pretrained(path)
-        return path
-
-    return made
+    return lambda name: tiny.save_model(where, name, lambda: model_of(name))
 
 
 def bind(path: Path, *, quantised: bool = False, **options: Any) -> CpuRunner:
