@@ -64,7 +64,6 @@ class Figures:
     cold_ms: list[float] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)
     last_ms: list[float] = field(default_factory=list)
-    tokens: int = 0
     asked: int = 0
     """Keys in the typed part after which a suggestion was asked for."""
     shown: int = 0
@@ -135,13 +134,12 @@ async def wait_for_each(server: ReplayedServer, function: NewFunction, n_request
     starts = [i for i in range(1, len(function.body)) if function.body[i - 1].isspace() and not function.body[i].isspace()]
     for n, at in enumerate([0, *common.pick_evenly(starts, n_requests)]):
         times: list[float] = []
-        text = await complete(server.address, make_body(function, at, max_tokens), times)
+        await complete(server.address, make_body(function, at, max_tokens), times)
         if n == 0:
             server.figures.cold_ms.append(times[-1] * 1e3)
         else:
             server.figures.first_ms.append(times[0] * 1e3)
             server.figures.last_ms.append(times[-1] * 1e3)
-            server.figures.tokens += len(text) // 4
 
 
 def find_accepted(suggestion: str, coming: str) -> int:
@@ -173,7 +171,7 @@ async def type_body(
             if task.done():
                 shown = task.result()
                 figures.shown += 1
-                await asyncio.sleep(max(pause / 2, 0))  # it is read
+                await asyncio.sleep(pause / 2)  # it is read
             else:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
