@@ -74,6 +74,8 @@ class BoundModel:
     """A model on its device, ready to run."""
 
     name: str
+    architecture: str
+    """transformers' `model_type`."""
     tokenizer: Any
     """transformers' own kind, or None."""
     eos_token_ids: tuple[int, ...]
@@ -194,7 +196,9 @@ def _bind_beside(
     keep()
     log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
     encoding = Encoding(about.tokenizer, runner.vocab_size)
-    return BoundModel(about.name, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, keep, code)
+    return BoundModel(
+        about.name, about.architecture, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, keep, code
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,8 @@ class _About:
     eos_token_ids: tuple[int, ...]
     trained: int
     """Longest text that the model was trained for."""
+    architecture: str
+    """transformers' `model_type`."""
 
 
 def _longest(config: EngineConfig, trained: int) -> int:
@@ -230,7 +236,13 @@ def _again(
         weight_map.check(source)
     except (KeyError, TypeError, ValueError):
         return None
-    about = _About(opened.name, opened.tokenizer, opened.eos_token_ids, int(opened.config.get("max_position_embeddings") or 4096))
+    about = _About(
+        opened.name,
+        opened.tokenizer,
+        opened.eos_token_ids,
+        int(opened.config.get("max_position_embeddings") or 4096),
+        str(opened.config.get("model_type", "")),
+    )
     check_memory(count_packed_bytes(source, plain=False), "cpu", about.name)
 
     def make_model() -> PreTrainedModel:
@@ -266,7 +278,7 @@ def _first_time(
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
-    about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained)
+    about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained, loaded.model.config.model_type)
     with silence_transformers():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them
         return _runner(loaded, config, device, _longest(config, trained), progress, wait_for_code), about
 

@@ -118,7 +118,7 @@ class Engine:
         self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
         self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
         self.exactness, self.vocab_size = bound.runner.exactness, bound.runner.vocab_size
-        self._keep = bound.keep
+        self._keep, self._architecture = bound.keep, bound.architecture
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
         self._code = bound.code
@@ -704,7 +704,7 @@ class Engine:
         counts = [int(c) for c in self.cost.counts]
         return {
             "model": self.name,
-            "architecture": self.runner.model.config.model_type,
+            "architecture": self._architecture,
             "exactness": self.exactness,
             "device": self.runner.device,
             "dtype": self.runner.dtype,
