@@ -127,7 +127,7 @@ def test_a_text_prediction_and_bad_hints(truth: list[int]) -> None:
         assert engine.complete(PROMPT, PARAMS, prediction="some text").token_ids == truth
         with pytest.raises(ValueError, match="token ids must be 0 to"):
             engine.complete(PROMPT, PARAMS, prediction=[tiny.VOCAB])
-        with pytest.raises(TypeError, match="unknown hint predict"):
+        with pytest.raises(TypeError, match="takes no 'predict'; use prediction"):
             engine.complete(PROMPT, PARAMS, predict="x")  # type: ignore[call-overload]
 
 

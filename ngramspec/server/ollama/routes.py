@@ -68,8 +68,8 @@ def make_router(state: ServerState) -> APIRouter:
             body.check()
             return await _answer(state, _GenerateHandler(state, prompts, body, identity), http, identity)
 
-    @routes.post("/embed", include_in_schema=False)
-    @routes.post("/embeddings", include_in_schema=False)  # its older name
+    @routes.post("/embed")
+    @routes.post("/embeddings")  # its older name
     async def embed(body: EmbedRequest, identity: Who) -> TagsResponse:
         """Refuse: the model completes text."""
         raise ApiError(400, "this server completes text; it has no embeddings", code="not_supported")

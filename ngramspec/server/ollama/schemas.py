@@ -178,9 +178,15 @@ class ShowRequest(StrictModel):
 
 
 class EmbedRequest(StrictModel):
+    """What Ollama takes, of which nothing is done."""
+
     model: str
     input: str | Items[str] | None = None
     prompt: str | None = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+    keep_alive: str | float | None = None
+    options: dict[str, Any] | None = None
 
 
 # ------------------------------------------------------------------ answers
