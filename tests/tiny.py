@@ -90,7 +90,7 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
     """
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
     config = CONFIG_MAPPING[arch](**{**_COMMON, **ids, **_FAMILIES.get(arch, {}), **overrides})
-    with torch.random.fork_rng():  # transformers draws some vectors at random
+    with torch.random.fork_rng(devices=[]):  # transformers draws some vectors at random
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

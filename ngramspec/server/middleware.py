@@ -80,6 +80,8 @@ class RequestMiddleware:
                 headers["X-Request-Id"] = name
                 for header, value in _HEADERS.items():
                     headers.setdefault(header, value)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._leave(scope)  # before the last byte: whoever has read it may ask again
             await send(message)
 
         try:
@@ -99,8 +101,7 @@ class RequestMiddleware:
             if not status:
                 await error_responses.make_internal_error().response(scope["path"])(scope, receive, answer)
         finally:
-            if (limited := scope["state"].get("limited")) is not None:
-                self.key_limits.leave(limited)
+            self._leave(scope)
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
             caller = inner["state"].get("caller", "")
@@ -141,6 +142,11 @@ class RequestMiddleware:
             self.metrics.refused("key_limit")
             raise
         scope["state"]["limited"] = key
+
+    def _leave(self, scope: Scope) -> None:
+        """Return the room of a request that is answered. May be called again."""
+        if (key := scope["state"].pop("limited", None)) is not None:
+            self.key_limits.leave(key)
 
 
 class ParsedBodyRoute(APIRoute):

@@ -40,6 +40,9 @@ class Options(StrictModel):
     typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
+KeepAlive = str | Annotated[float, Field(ge=-MAX_INT, le=MAX_INT)]  # "5m", or seconds
+
+
 class OllamaRequest(StrictModel):
     """What /api/chat and /api/generate share."""
 
@@ -51,7 +54,7 @@ class OllamaRequest(StrictModel):
     """"json", or a JSON schema."""
     think: bool | str | None = None
     """Told to templates that read `enable_thinking`; "low", "medium" or "high" to those that read `reasoning_effort`."""
-    keep_alive: str | Annotated[float, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    keep_alive: KeepAlive | None = None
     """Accepted: the model stays loaded."""
 
     @property
@@ -184,8 +187,8 @@ class EmbedRequest(StrictModel):
     input: str | Items[str] | None = None
     prompt: str | None = None
     truncate: bool | None = None
-    dimensions: int | None = None
-    keep_alive: str | float | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    keep_alive: KeepAlive | None = None
     options: dict[str, Any] | None = None
 
 
