@@ -78,7 +78,8 @@ class BackgroundCompiler:
                 child = ChildProcess(__name__, ("ngramspec", "numba", "llvmlite", "numpy"), {"kv_dtype": kv_dtype}, use_site=True)
                 self._children.append(child)
         except OSError:
-            self.close()
+            for child in self._children:
+                child.close()
             raise
         for child, names in zip(self._children, _CHILDREN, strict=True):
             threading.Thread(target=self._compile, args=(child, names), name="ngramspec-compiling", daemon=True).start()
@@ -93,10 +94,10 @@ class BackgroundCompiler:
             self._done[name].wait()
 
     def close(self) -> None:
-        """End the children. Can be called any number of times."""
+        """End the children, which the threads that wait for them close. Can be called any number of times."""
         self._is_closed = True
         for child in self._children:
-            child.close()
+            child.kill()
 
     def _compile(self, child: ChildProcess, names: Sequence[str]) -> None:
         try:
@@ -113,9 +114,9 @@ class BackgroundCompiler:
                 self._error = error
                 log.warning("%s: what it was to compile is compiled in this process, which takes longer", error)
         finally:
+            child.close()
             for name in names:
                 self._done[name].set()
-            child.close()
 
 
 def start_compiling(kv_dtype: str, progress: Progress) -> BackgroundCompiler | None:
