@@ -1,9 +1,9 @@
 """The scheduler decides which sequences get rows in the next step: admission, chunked prefill, preemption. Knows block tables, not models.
 
 Sequences wait in the order of their arrival and run in it. Every running sequence that lacks one token of KV gets its
-row; the rest of the row budget goes to prompts, oldest first. A sequence is admitted with blocks for all tokens it
-has, and starts after the prefix that the cache knows; when a running one finds the pool full, the youngest gives its blocks
-back, waits, and computes its KV again later: with the same bits, since a row does not depend on how a sequence was
+row; the rest of the row budget goes to prompts, the shortest first and a share of it to the oldest. A sequence is admitted with
+blocks for all tokens it has, and starts after the prefix that the cache knows; when a running one finds the pool full, the youngest
+gives its blocks back, waits, and computes its KV again later: with the same bits, since a row does not depend on how a sequence was
 cut into passes.
 """
 
@@ -19,6 +19,8 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.kv_cache.prefix_folder import PrefixStore
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import SCORED_ROWS
+
+OLDEST_SHARE = 4  # every fourth prompt row is the oldest prompt's: short ones take a third longer beside it, it four times as long at most
 
 
 @dataclass(slots=True)
@@ -95,23 +97,26 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1))
-        left, scored = self.max_rows - len(work), SCORED_ROWS
-        for seq in self.running:
-            if seq.n_tokens - seq.n_computed > 1 and (n := _count_chunk_rows(seq, left, scored)) > 0:
-                work.append(ScheduledRows(seq, n))
-                left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
+        left = self.max_rows - len(work)
+        prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
+        admitted = self._admit_waiting(prefixes) if left > 0 and not preempted else []
+        return work + _share_rows([*prompts, *admitted], left), admitted, preempted
+
+    def _admit_waiting(self, prefixes: PrefixStore | None) -> list[Sequence]:
+        """Admit waiting sequences, oldest first, while there are slots and blocks. One whose prefix is being computed waits."""
         admitted: list[Sequence] = []
-        while self.waiting and self.slots and not preempted and _count_chunk_rows(self.waiting[0], left, scored) > 0:
-            seq = self.waiting[0]
+        for seq in list(self.waiting):
+            if not self.slots:
+                break
+            if any(_will_share(seq, other) for other in self.running):
+                continue
             drafted = [s.n_tokens for s in (*admitted, seq) if s.speculation]
             if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq, prefixes)):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             self.running.append(seq)
             admitted.append(seq)
-            work.append(ScheduledRows(seq, n := _count_chunk_rows(seq, left, scored)))
-            left, scored = left - n, scored - n * seq.lacks_prompt_logprobs
-        return work, admitted, preempted
+        return admitted
 
     def _admit(self, seq: Sequence, prefixes: PrefixStore | None) -> bool:
         """Give the sequence a slot and blocks for all its tokens, with known KV as far as possible; its last token is always computed."""
@@ -132,6 +137,24 @@ class Scheduler:
         return True
 
 
-def _count_chunk_rows(seq: Sequence, left: int, scored: int) -> int:
-    """Return how many rows of a prompt fit if the pass has `left` rows left, `scored` of them for prompts that keep logits."""
-    return min(seq.n_tokens - seq.n_computed, left, scored if seq.lacks_prompt_logprobs else left)
+def _share_rows(prompts: list[Sequence], left: int) -> list[ScheduledRows]:
+    """Share the `left` rows of a pass among prompts, oldest first in the list.
+
+    Those with the fewest tokens left come first, so that a short prompt does not wait for a long one; a part of the rows is the oldest's,
+    so that it ends however many short ones come.
+    """
+    scored, rows = SCORED_ROWS, dict.fromkeys(prompts, 0)
+    by_length = sorted(prompts, key=lambda seq: seq.n_tokens - seq.n_computed)
+    for seq, most in [(seq, -(-left // OLDEST_SHARE)) for seq in prompts[:1]] + [(seq, left) for seq in by_length]:
+        n = min(seq.n_tokens - seq.n_computed - rows[seq], most, left, scored if seq.lacks_prompt_logprobs else left)
+        rows[seq], left, scored = rows[seq] + n, left - n, scored - n * seq.lacks_prompt_logprobs
+    return [ScheduledRows(seq, n) for seq, n in rows.items() if n > 0]
+
+
+def _will_share(seq: Sequence, other: Sequence) -> bool:
+    """Return whether `other` is about to compute blocks of KV that `seq` can take from the prefix cache then."""
+    if seq.block_hashes is None or other.block_hashes is None or seq.lacks_prompt_logprobs:
+        return False
+    i = other.n_computed // BLOCK
+    names, others = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK], other.block_hashes.hashes
+    return i < min(len(names), len(others)) and names[i] == others[i]  # a block's hash covers all before it

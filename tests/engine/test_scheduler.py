@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.engine.scheduler import Scheduler
+from ngramspec.engine.scheduler import ScheduledRows, Scheduler
 from ngramspec.engine.sequence import Sequence
 from ngramspec.kv_cache.blocks import BlockHashes, BlockTables
 from ngramspec.outputs import BLOCK
@@ -28,7 +28,7 @@ class Silent:
         return ""
 
 
-def sequence(n_prompt: int, n_output: int, shares: bool = False) -> Sequence:
+def sequence(n_prompt: int, n_output: int, shares: bool = False, max_len: int = MAX_LEN) -> Sequence:
     """All texts begin alike."""
     params, prompt = SamplingParams(max_tokens=n_output), np.zeros(n_prompt, np.int32)
     sampler = Sampler(params, index=0, seed=0, prompt=prompt, vocab_size=4, stop_ids=frozenset())
@@ -39,7 +39,7 @@ def sequence(n_prompt: int, n_output: int, shares: bool = False) -> Sequence:
         Silent(),
         index=0,
         stop_ids=frozenset(),
-        max_len=MAX_LEN,
+        max_len=max_len,
         speculation=True,
         block_hashes=BlockHashes("", prompt) if shares else None,
     )
@@ -158,3 +158,44 @@ def test_a_sequence_starts_behind_what_is_known_of_it() -> None:
         assert [w.n_rows for w in work if w.seq is seq] == [seq.n_tokens - taken]
     assert tables.tables[third.slot, 0] == tables.tables[second.slot, 0]
     assert (scheduler.prefix_queries, scheduler.prefix_hits, scheduler.cached_tokens) == (6 * BLOCK + 1, 3 * BLOCK, 3 * BLOCK)
+
+
+def compute(work: list[ScheduledRows], tables: BlockTables) -> None:
+    """Do what a pass does to prompts: those that are computed sample a token."""
+    for w in work:
+        w.seq.n_computed += w.n_rows
+        register(tables, w.seq)
+        if w.seq.n_computed == w.seq.n_tokens:
+            w.seq.append(1, None)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    tables = BlockTables(64, 4, 40 * BLOCK)
+    scheduler = Scheduler(tables, 2 * BLOCK)
+    long, short, shorter = sequence(30 * BLOCK, 5, max_len=40 * BLOCK), sequence(2 * BLOCK, 5), sequence(BLOCK, 5)
+    scheduler.add(long)
+    compute(scheduler.schedule()[0], tables)
+    scheduler.add(short)
+    scheduler.add(shorter)
+    work, admitted, _ = scheduler.schedule()
+    assert admitted == [short, shorter]
+    assert {w.seq: w.n_rows for w in work} == {long: BLOCK // 2, shorter: BLOCK, short: BLOCK // 2}
+    while not short.n_output:
+        compute(work, tables)
+        work = scheduler.schedule()[0]
+    assert long.n_computed < 5 * BLOCK
+    assert {w.seq: w.n_rows for w in work} == {short: 1, shorter: 1, long: 2 * BLOCK - 2}
+
+
+def test_a_prompt_that_is_being_computed_is_not_computed_twice() -> None:
+    tables = BlockTables(64, 4, MAX_LEN)
+    scheduler = Scheduler(tables, BLOCK)
+    first, second, other = sequence(4 * BLOCK, 5, shares=True), sequence(4 * BLOCK, 5, shares=True), sequence(4 * BLOCK, 5)
+    for seq in (first, second, other):
+        scheduler.add(seq)
+    work, admitted, _ = scheduler.schedule()
+    assert admitted == [first, other], "the second takes what the first computes"
+    while second.slot < 0:
+        compute(work, tables)
+        work = scheduler.schedule()[0]
+    assert first.n_computed == second.n_cached == 3 * BLOCK
