@@ -14,7 +14,7 @@ import queue
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, overload
 
 import numpy as np
@@ -38,6 +38,7 @@ from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.options import options_of
 from ngramspec.outputs import BLOCK, Beam, Completion, Delta, EngineStatus
 from ngramspec.prompts.chat_reply import ChatDelta, ChatReply, read_delta, read_reply
+from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.speculative.base import Drafter, Speculator
@@ -119,6 +120,7 @@ class Engine:
         self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
         self.exactness, self.vocab_size = bound.runner.exactness, bound.runner.vocab_size
         self._keep, self._architecture = bound.keep, bound.architecture
+        self._suggestions = Suggestions()
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
         self._code = bound.code
@@ -379,7 +381,7 @@ class Engine:
         """Return what `complete` takes for a request of `infill`. May take a while."""
         sampling, hints = split_options(options)
         ids, params = self.make_infill_prompt(prefix, suffix, merge_params(params, sampling), extra=extra, path=path, repo=repo)
-        return ids, params, hints
+        return ids, params, Hints(cursor=(prefix, suffix)) | hints
 
     # ------------------------------------------------------------------ chats
 
@@ -473,6 +475,12 @@ class Engine:
         if not isinstance(final_only, bool):
             raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
         self._check_hints(hints)
+        remember = None
+        if (cursor := hints.get("cursor")) is not None:
+            place = (hints.get("tenant", ""), *cursor)
+            remember = partial(self._suggestions.add, *place)
+            if hints.get("prediction") is None and (rest := self._suggestions.find(*place)) is not None:
+                hints["prediction"] = rest
         completion = Completion(
             ids.tolist(),
             [],
@@ -482,7 +490,7 @@ class Engine:
         )
         seqs = self._sequences(ids, params, completion, hints)
         completion.choices.extend(seq.choice for seq in seqs)
-        request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only)
+        request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only, remember=remember)
         self._thread.add(request)
         return request
 
@@ -555,6 +563,9 @@ class Engine:
         tenant = hints.get("tenant")
         if tenant is not None and not isinstance(tenant, str):
             raise InvalidInputError(f"tenant must be text or None, got {tenant!r}")
+        cursor = hints.get("cursor", ("", ""))
+        if not (isinstance(cursor, tuple) and len(cursor) == 2 and all(isinstance(text, str) for text in cursor)):
+            raise InvalidInputError(f"cursor must be a pair of texts, got {cursor!r:.80}")
         chosen = hints.get("datastores")
         if chosen is None:
             return

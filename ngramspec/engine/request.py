@@ -39,6 +39,9 @@ class Hints(TypedDict, total=False):
     """Whose request this is. Its output and its prefix are reused for later requests of the same tenant; None shares neither."""
     datastores: Collection[str] | None
     """Names of the datastores that drafts may come from; None: all."""
+    cursor: tuple[str, str]
+    """What stands before and after the text that is asked for. What is left of an earlier answer at this place is the prediction, unless
+    there is another: people type along what was suggested to them."""
     prefix_cache: bool
     """False: this request neither uses the prefix cache nor leaves anything in it."""
 
@@ -91,16 +94,17 @@ class Request:
 
     def __init__(
         self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: Owner, *,
-        final_only: bool = False,
+        final_only: bool = False, remember: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         """Make a request with one of `seqs` per choice.
 
         `deliver` is called in the engine's thread with each delta, or if `final_only` with the last one; None: nobody wants deltas.
+        `remember` is called with the first choice's text once the request has ended, cancelled or not.
         """
         self.params = params
         self.completion = completion
         self.seqs = seqs
-        self._deliver, self._thread = deliver, thread
+        self._deliver, self._thread, self._remember = deliver, thread, remember
         self._n_unfinished = len(seqs)
         self._streams = deliver is not None and not final_only
         for seq in seqs:
@@ -146,6 +150,8 @@ class Request:
         if self._n_unfinished == 0:
             completion.duration_s = now
             delta.completion = completion
+            if self._remember is not None:
+                self._remember(completion.choices[0].text)
         self._deliver_delta(delta)
         if self._n_unfinished == 0:
             self._done.set()

@@ -10,7 +10,6 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.grammar.fewest_tokens import FewestTokens
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
-from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.server import admin, error_responses, health, playground, tokenization
 from ngramspec.server.anthropic import routes as anthropic
 from ngramspec.server.auth import Keyring, identify
@@ -46,7 +45,6 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         RequestLimits(settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(tokenizer)),
         Keyring(settings.api_keys, settings),
         Fim.detect(engine.tokenizer, settings.fim_order),
-        Suggestions(),
         repositories or Repositories(),
         Encoders(metrics),
         settings.alias or (engine.name,),

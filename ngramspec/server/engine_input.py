@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from ngramspec.engine.llm_engine import Engine, Hints
 from ngramspec.errors import InvalidInputError, TokenizerError
 from ngramspec.options import MAX_INT
-from ngramspec.outputs import Completion
-from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.auth import Identity
 from ngramspec.server.error_responses import ApiError, make_context_error
@@ -30,8 +28,6 @@ class EngineInput:
     prompt: list[int]
     params: SamplingParams
     hints: Hints
-    on_end: Callable[[Completion], None] | None = None
-    """Called in the event loop once the engine is done with it, cancelled or not."""
 
 
 def make_hints(request: GenerationFields, identity: Identity, engine: Engine) -> Hints:
@@ -55,11 +51,6 @@ def encode_prediction(hints: Hints, text: str | None, engine: Engine) -> None:
     """Add the ids of the output that a request expects, if it expects one. May take a while. Raises InvalidInputError, TokenizerError."""
     if text is not None:
         hints["prediction"] = engine.encode_text(text)
-
-
-def remember_suggestion(suggestions: Suggestions, tenant: str | None, prefix: str, suffix: str, completion: Completion) -> None:
-    """Remember what was written between prefix and suffix, all of it or until the client left."""
-    suggestions.add(tenant, prefix, suffix, completion.choices[0].text)
 
 
 def read_bias(given: Iterable[tuple[int | str, float | bool]], engine: Engine, most: int) -> dict[int, float]:

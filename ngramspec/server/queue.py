@@ -251,8 +251,6 @@ class AdmissionQueue:
             if what.completion is not None:
                 unfinished -= 1
                 self._count(what.completion, http, started)
-                if (on_end := inputs[index].on_end) is not None:
-                    on_end(what.completion)
                 if not unfinished:
                     reservation.return_room()  # a slow reader keeps its text, not its room
             take(piece)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.prompts.fim import Fim
-from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.server.auth import Keyring
 from ngramspec.server.encoding import Encoders
 from ngramspec.server.engine_input import RequestLimits
@@ -30,7 +29,6 @@ class ServerState:
     keyring: Keyring
     fim: Fim | None
     """The model's fill-in-the-middle format, None if it has none."""
-    suggestions: Suggestions
     repositories: Repositories
     encoders: Encoders
     names: tuple[str, ...]

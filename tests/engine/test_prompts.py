@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 import ngramspec
 from ngramspec import Call, ChatReply, Engine, Grammar, Hints, InvalidInputError, PromptTooLongError, SamplingParams, UnsupportedModelError
 from ngramspec.config import EngineConfig
+from ngramspec.engine import sequence
 from ngramspec.options import options_of
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
@@ -112,6 +113,29 @@ def test_every_form_of_infill_writes_the_same(engine: Engine) -> None:
     assert [token for piece in engine.stream_infill("a", "b", **given) for token in piece.token_ids] == expected
     assert asyncio.run(engine.ainfill("a", "b", **given)).token_ids == expected
     assert asyncio.run(read()) == expected
+
+
+def test_what_is_left_of_a_suggestion_is_expected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: list[Any] = []
+    make = sequence.Sequence
+    monkeypatch.setattr(sequence, "Sequence", lambda *given, **more: expected.append(more["prediction"]) or make(*given, **more))
+    given: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logit_bias": dict.fromkeys(range(128, 320), -100), "tenant": "typist"}
+    first = engine.infill("while we", "type", **given)
+    again = engine.infill("while we", "type", **given)
+    assert again.token_ids == first.token_ids
+    for more, change in (
+        (first.text[:5], {}),
+        ("other", {}),
+        ("", {"tenant": "reader"}),
+        ("", {"tenant": None}),
+        ("", {"prediction": "x"}),
+    ):
+        engine.infill("while we" + more, "type", **given | change)
+    ids = engine.encode_text
+    seen = [None if each is None else list(each) for each in expected]
+    assert seen == [None, ids(first.text), ids(first.text[5:]), None, None, None, ids("x")]
+    with pytest.raises(InvalidInputError, match="cursor must be a pair"):
+        engine.complete("a", cursor="b")  # type: ignore[arg-type]
 
 
 def test_a_long_file_is_cut_to_the_context(engine: Engine) -> None:

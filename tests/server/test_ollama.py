@@ -75,12 +75,16 @@ def test_the_form_of_an_answer(client: httpx.Client) -> None:
     assert json.loads(text["response"])["a"] in (1, 2)
 
 
-def test_a_middle_is_filled_in(fim_engine: Engine) -> None:
+def test_a_middle_is_filled_in(fim_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cursors: list[Any] = []
+    submit = fim_engine.submit
+    monkeypatch.setattr(fim_engine, "submit", lambda *given, **hints: cursors.append(hints.get("cursor")) or submit(*given, **hints))
     given = {"model": "", "prompt": "def add(", "suffix": "return", "options": GREEDY, "stream": False}
     with routes_of(fim_engine) as client:
         made = client.post("/api/generate", json=given).json()
         asked = {"input_prefix": "def add(", "input_suffix": "return", "n_predict": 12, "temperature": 0, "prompt": ""}
         assert made["response"] == client.post("/infill", json=asked).json()["content"]
+        assert cursors == [("def add(", "return")] * 2, "what is left of it is the next one's draft"
         assert "insert" in client.post("/api/show", json={"model": ""}).json()["capabilities"]
 
 

@@ -386,14 +386,12 @@ def test_what_was_filled_in_before_is_the_next_draft(other: openai.OpenAI, plain
     }
     submitted: list[Any] = []
     submit = plain_engine.submit
-    monkeypatch.setattr(
-        plain_engine, "submit", lambda *given, **hints: submitted.append(hints.get("prediction")) or submit(*given, **hints)
-    )
+    monkeypatch.setattr(plain_engine, "submit", lambda *given, **hints: submitted.append(hints.get("cursor")) or submit(*given, **hints))
     first = other.completions.create(prompt="typing along", **asked)
     again = other.completions.create(prompt="typing along", **asked)
-    other.completions.create(prompt="typing along!", **asked)
+    other.completions.create(prompt=["a", "b"], **asked)
     assert again.choices[0].text == first.choices[0].text
-    assert submitted == [None, plain_engine.encode_text(first.choices[0].text), None]
+    assert submitted == [("typing along", "zz")] * 2 + [("a", "zz"), ("b", "zz")]
     assert again.usage is not None
     assert again.usage.completion_tokens_details is None, "the client has predicted nothing"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, identify, operator
-from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias, remember_suggestion
+from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias
 from ngramspec.server.error_responses import ApiError, make_bad_request
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import (
@@ -57,11 +56,10 @@ def make_router(state: ServerState) -> APIRouter:
         handler.set_defaults(body)
         with state.admission.reserve(body.n_cmpl) as reservation:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
-            before = body.input_prefix + body.prompt
-            if body.prediction is None and body.n_cmpl == 1:
-                body.prediction = state.suggestions.find(identity.tenant, before, body.input_suffix)
-            inputs = await handler.make_inputs(identity, body, size, lambda: [handler.encode_infill(fim, body)], stop_ids=fim.stop_ids)
-            inputs[0].on_end = partial(remember_suggestion, state.suggestions, identity.tenant, before, body.input_suffix)
+            cursor = (body.input_prefix + body.prompt, body.input_suffix)
+            inputs = await handler.make_inputs(
+                identity, body, size, lambda: [handler.encode_infill(fim, body)], stop_ids=fim.stop_ids, cursor=cursor
+            )
             return await handler.answer(reservation, http, body, inputs)
 
     @routes.post("/completion", responses=GENERATES)
@@ -132,9 +130,12 @@ class _LlamaHandler:
         encode: Callable[[], list[list[int]]],
         *,
         stop_ids: Sequence[int] = (),
+        cursor: tuple[str, str] | None = None,
     ) -> list[EngineInput]:
         """Return `n_cmpl` inputs for each prompt that `encode` returns. Raises ApiError."""
         hints = make_hints(body, identity, self.engine)
+        if cursor is not None:
+            hints["cursor"] = cursor
         pairs = body.logit_bias.items() if isinstance(body.logit_bias, dict) else body.logit_bias
         bias = read_bias(pairs, self.engine, self.state.settings.limits.bias)
 

@@ -280,6 +280,7 @@ class _GenerateHandler(_OllamaHandler):
         check_grammar(form, self._state.engine, self.hints["tenant"])
         if self._fim is not None:
             params = replace(params, stop_token_ids=self._fim.stop_ids)
+            self.hints["cursor"] = (self._given.prompt, self._given.suffix or "")
         return EngineInput(ids, params, self.hints)
 
     def _finish(self, completion: Completion) -> dict[str, Any]:

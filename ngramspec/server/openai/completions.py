@@ -9,16 +9,16 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
+from ngramspec.engine.llm_engine import Hints
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.server.auth import Identity, identify
-from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction, remember_suggestion
+from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.handler import CompletionHandler, Piece, hold_until_done, make_params
@@ -76,7 +76,7 @@ class _TextHandler(CompletionHandler):
 
     def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: CompletionRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "cmpl-")
-        self._engine, self._limits, self._suggestions = state.engine, state.limits, state.suggestions
+        self._engine, self._limits = state.engine, state.limits
         self._prompts, self._body = prompts, body
         self._texts = TokenIdTexts(texts) if body.return_tokens_as_token_ids else texts
         self._n_logprobs = body.n_probs or None if body.logprobs is None else body.logprobs
@@ -126,20 +126,16 @@ class _TextHandler(CompletionHandler):
 
     def make_inputs(self) -> list[EngineInput]:
         """Encodes; may take a while. Raises ApiError, ValueError."""
-        follows = self._fim is not None and len(self.prompts) == self.best_of == 1
-        expected, tenant = self._body.prediction, self.hints["tenant"]
-        if follows and expected is None:
-            expected = self._suggestions.find(tenant, str(self.prompts[0]), self._body.suffix or "")
-        encode_prediction(self.hints, expected, self._engine)
+        encode_prediction(self.hints, self._body.prediction, self._engine)
         prompts = [self._encode(prompt) for prompt in self.prompts]
         params = self._params
         if self._fills_context:
             params = replace(params, max_tokens=self._limits.count_room(max(map(len, prompts))))
             self._limits.check_params(params, len(prompts))
-        inputs = [EngineInput(ids, params, self.hints) for ids in prompts]
-        if follows:
-            inputs[0].on_end = partial(remember_suggestion, self._suggestions, tenant, str(self.prompts[0]), self._body.suffix or "")
-        return inputs
+        if self._fim is None:
+            return [EngineInput(ids, params, self.hints) for ids in prompts]
+        cursors = [(str(prompt), self._body.suffix or "") for prompt in self.prompts]
+        return [EngineInput(ids, params, Hints(**self.hints, cursor=cursor)) for ids, cursor in zip(prompts, cursors, strict=True)]
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
