@@ -14,7 +14,7 @@ from torch import nn
 
 from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear, SharedProduct
-from ngramspec.backends.cpu.llama_forward import norm_row
+from ngramspec.backends.cpu.llama_pass import norm_row
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.hf_modules import get_rms_norm
 from ngramspec.sampling.numeric import exp

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu.kv_pool import KVPool, move_all
-from ngramspec.backends.cpu.llama_forward import CompiledModel, LlamaDecoder
+from ngramspec.backends.cpu.llama_forward import LlamaDecoder
+from ngramspec.backends.cpu.llama_pass import CompiledModel
 
 
 class NativeLlamaForward:

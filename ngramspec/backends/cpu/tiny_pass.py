@@ -12,7 +12,8 @@ import numpy as np
 
 from ngramspec.backends.cpu import packing
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.llama_forward import LayerWeights, LlamaDecoder
+from ngramspec.backends.cpu.llama_forward import LlamaDecoder
+from ngramspec.backends.cpu.llama_layers import LayerWeights
 from ngramspec.backends.cpu.llama_runner import make_pool
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
-from ngramspec.backends.cpu.llama_forward import LayerWeights, LlamaDecoder
+from ngramspec.backends.cpu.llama_forward import LlamaDecoder
+from ngramspec.backends.cpu.llama_layers import LayerWeights
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.models.expert_weights import ExpertWeights, append_rows

@@ -1,0 +1,441 @@
+"""Compute a pass of a Llama-style decoder, from embedding to logits, in one compiled call (`compute`) whose threads stay awake (`threads`).
+
+A pass is divided into parts, one after the other, and a part into pieces, which the threads of a team share. Every row is computed alone
+and in a fixed order; which thread computes what changes no result. The module knows arrays, addresses of packed weights and the fields of
+`Batch`; `llama_forward` fills the structs in.
+
+numba's cache of a compiled pass contains the functions that it calls, attention's among them, and is not renewed when they change: see
+"numba's traps" in `codegen/README.md`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numba.experimental import structref
+
+from ngramspec.backends.cpu import experts as moe
+from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
+from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
+from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
+from ngramspec.backends.cpu.llama_layers import DOWN, GATE, OUT, UP, K, Q
+from ngramspec.backends.cpu.matmul import (
+    BLOCKS,
+    CODES_AT,
+    PANEL_BYTES,
+    PANELS,
+    SUPER_AT,
+    count_panels_per_piece,
+    locate_rows,
+    multiply,
+    quantise_row,
+)
+from ngramspec.backends.cpu.thread_team import close_pass, leave_pass, open_pass, take_seat, wait_for_pass
+from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.datastore.code_cache import njit
+from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
+
+_F = np.float32
+PARTS = 15  # Most parts of one layer's pass.
+PIECES = 64  # Most pieces that row-wise work is divided into.
+
+
+@structref.register
+class CompiledModelType(types.StructRef):
+    pass
+
+
+class CompiledModel(structref.StructRefProxy):
+    """A decoder as compiled code sees it, with its KV pool and buffers, in one argument.
+
+    Passing the dozens of arrays one by one would unpack each of them at every call.
+    """
+
+
+structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work"])
+
+
+@structref.register
+class CompiledPassType(types.StructRef):
+    pass
+
+
+class CompiledPass(structref.StructRefProxy):
+    """A pass as compiled code sees it.
+
+    It has layers `first` to `last` and whether the embedding comes first, the rows (fields of `Batch`), counters for its parts, and its
+    results as in `ForwardOutput`: `tokens` and `values` per thread, and whether the logits are finite.
+    """
+
+
+@structref.register
+class SharedPassType(types.StructRef):
+    pass
+
+
+class SharedPass(structref.StructRefProxy):
+    """What the threads of a team share: the compiled model and the current pass."""
+
+
+structref.define_proxy(SharedPass, SharedPassType, ["model", "current"])
+
+_ROWS = ("input_ids", "wanted", "items", "tables", "positions", "bases", "paths", "blocks", "offsets")
+_LEFT = ("logits", "states", "tokens", "values", "fine", "greedy")
+structref.define_proxy(CompiledPass, CompiledPassType, ["first", "last", "embed", "vocab_size", "state", *_ROWS, *_LEFT])
+
+
+@njit(cache=True, nogil=True)
+def make_compiled_model(*members):
+    """Make the struct in compiled code: see "numba's traps" in `codegen/README.md`."""
+    return CompiledModel(*members)
+
+
+@njit(cache=True, nogil=True)
+def make_compiled_pass(*members):
+    return CompiledPass(*members)
+
+
+@njit(cache=True, nogil=True)
+def make_shared_pass(*members):
+    return SharedPass(*members)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def norm_row(x, weight, eps, out):
+    """Compute out = x / sqrt(mean(x²) + eps) · weight; the sum has 16 lanes."""
+    n = x.shape[0]
+    lanes = np.zeros(16, np.float32)
+    whole = n & ~15
+    for j in range(0, whole, 16):
+        for i in range(16):
+            lanes[i] += x[j + i] * x[j + i]
+    total = _F(0)
+    for i in range(16):
+        total += lanes[i]
+    for j in range(whole, n):
+        total += x[j] * x[j]
+    scale = _F(1) / np.sqrt(total / _F(n) + eps)
+    for j in range(n):
+        out[j] = weight[j] * (x[j] * scale)
+
+
+@njit(cache=True, nogil=True)
+def _norm_and_quantise_row(x, delta, add, weight, eps, normed, function, codes, act_scales):
+    """Add delta to x [H] if `add` is set; write x's norm to `normed` and, quantised, to `codes` and `act_scales`."""
+    if add:
+        for j in range(x.shape[0]):
+            x[j] += delta[j]
+    norm_row(x, weight, eps, normed[: x.shape[0]])
+    quantise_row(function, normed, codes, act_scales)
+
+
+@njit(cache=True, nogil=True)
+def _run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, inputs, y):
+    """Run one part of a pass: y [T, ..] = x times some matrices, the i-th one's outputs from columns[i] on.
+
+    `inputs`: x as `matmul.locate_rows` returns it.
+    """
+    total = 0
+    for i in range(matrices.shape[0]):
+        step = count_panels_per_piece(matrices[i, PANELS], matrices[i, PANEL_BYTES], n_threads)
+        total += (matrices[i, PANELS] + step - 1) // step
+    while True:
+        piece = take_piece(state, part, total)
+        if piece >= total:
+            break
+        j = piece
+        for i in range(matrices.shape[0]):
+            m = matrices[i]
+            step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+            n_pieces = (m[PANELS] + step - 1) // step
+            if j < n_pieces:
+                multiply(m, tables, j * step, min(m[PANELS], (j + 1) * step), n_rows, inputs, y.ctypes.data + 4 * columns[i], y.strides[0])
+                break
+            j -= n_pieces
+        finish_piece(state, part)
+    wait_for_pieces(state, part, total)
+
+
+@njit(cache=True, nogil=True)
+def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, inputs, buffers):
+    """Compute silu(gate) · up of all rows, and its codes. A piece is some super-blocks of 256 of the products' outputs.
+
+    `matrices`: gate and up; `functions`: addresses of quantise and silu; `buffers`: gate and up's outputs, the result, its codes and their
+    activation scales.
+    """
+    gate, (quantise, silu), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
+    n_blocks = middle.shape[1] // DEPTH
+    step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // (2 * SUPER)) * SUPER
+    total = (n_blocks + step - 1) // step
+    while True:
+        piece = take_piece(state, part, total)
+        if piece >= total:
+            break
+        first, end = piece * step, min(n_blocks, (piece + 1) * step)
+        for i in range(2):
+            m, y = matrices[i], both.ctypes.data + i * both.strides[1]
+            multiply(m, tables, 2 * first, min(m[PANELS], 2 * end), n_rows, inputs, y, both.strides[0])
+        a, b = first * DEPTH, end * DEPTH
+        for r in range(n_rows):
+            row = middle[r, a:b]
+            call_kernel(
+                silu, (both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+            )
+            quantise_row(quantise, row, out_codes[r, :, a:b], out_act_scales[r, :, first:end])
+        finish_piece(state, part)
+    wait_for_pieces(state, part, total)
+
+
+@njit(cache=True, nogil=True)
+def _run_experts(state, part, n_threads, mixture, code, rows, choice, pairs, out):
+    """Run the parts of a layer's mixture of experts: out [T, H], which holds the shared expert's output before, if there is one.
+
+    `mixture`: matrices and options of the layer's `Experts`, its chosen experts [T, top_k], scale and correction; the others: see
+    `experts.run_chosen`.
+    """
+    (m, options, ids, scale, correction), (n_rows, inputs, _) = mixture, rows
+    _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), code[0], n_rows, inputs, pairs.logits)
+    pieces = min(n_rows, PIECES)
+    while True:
+        i = take_piece(state, part + 1, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            moe.choose_experts(pairs.logits[r], correction, options, scale, ids[r], pairs.weights[r])
+        finish_piece(state, part + 1)
+    wait_for_pieces(state, part + 1, pieces)
+    moe.run_chosen(state, part + 2, n_threads, (m, options, ids), code, rows, choice, pairs, out)
+
+
+@njit(cache=True, nogil=True)
+def _embed(function, m, token, panel, x):
+    p, lane = token // WIDTH, token % WIDTH
+    at = m[0] + p * m[PANEL_BYTES]
+    call_kernel(function, (at, m[BLOCKS], m[SUPER_AT], m[CODES_AT], panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
+    for k in range(x.shape[0]):
+        x[k] = panel[k, lane]
+
+
+@njit(cache=True, nogil=True)
+def _run_head_part(state, part, thread, n_threads, m, tables, n_rows, inputs, results):
+    """Compute the logits of all rows and the top-k tokens of the pieces that this thread took, while they are in its cache."""
+    logits, _, vocab_size, tokens, values, fine, _ = results
+    step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+    total = (m[PANELS] + step - 1) // step
+    while True:
+        piece = take_piece(state, part, total)
+        if piece >= total:
+            break
+        first, end = piece * step, min(m[PANELS], (piece + 1) * step)
+        multiply(m, tables, first, end, n_rows, inputs, logits.ctypes.data, logits.strides[0])
+        a, b = first * WIDTH, min(end * WIDTH, vocab_size)
+        for r in range(n_rows):
+            fine[thread, r] &= scan_logits(logits[r, a:b], a, tokens[thread, r], values[thread, r])
+        finish_piece(state, part)
+    wait_for_pieces(state, part, total)
+
+
+@njit(cache=True, nogil=True)
+def _merge_top_k(tokens, values, fine, greedy):
+    """Merge all threads' top-k tokens into the first one's arrays."""
+    for r in range(greedy.shape[0]):
+        for t in range(1, tokens.shape[0]):
+            fine[0, r] &= fine[t, r]
+            for j in range(tokens.shape[2]):
+                insert(tokens[t, r, j], values[t, r, j], tokens[0, r], values[0, r])
+        greedy[r] = finish_row(fine[0, r], tokens[0, r], values[0, r])
+
+
+@njit(cache=True, nogil=True)
+def fill_pass(p, first, last, embed, state, rows, left):
+    p.first, p.last, p.embed, p.state = first, last, embed, state
+    p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets = rows
+    p.logits, p.states, p.tokens, p.values, p.fine, p.greedy = left
+
+
+@njit(cache=True, nogil=True)
+def release_logits(p, nothing):
+    """Drop the reference to the logits, so that their buffer can be reused."""
+    p.logits = nothing
+
+
+@njit(cache=True, nogil=True)
+def _unpack_pass(model, p):
+    """Unpack the two structs into what every thread needs."""
+    batch = p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets
+    results = p.logits, p.states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
+    return p.state, (p.first, p.last, p.embed), model.weights, model.pool, batch, model.work, results
+
+
+@njit(cache=True, nogil=True)
+def publish_pass(shared, model, p):
+    shared.model, shared.current = model, p
+
+
+@njit(cache=True, nogil=True)
+def _run_published(shared, thread):
+    """Run one thread's share of the pass that is open; no reference to its arrays is left afterwards."""
+    state, layers, weights, pool, batch, work, results = _unpack_pass(shared.model, shared.current)
+    _run_thread(thread, results[3].shape[0], state, layers, weights, pool, batch, work, results)
+
+
+@njit(cache=True, nogil=True)
+def compute(leads, shared, team):
+    """Run the pass in `shared` if the thread leads; else take part in passes until the team is stopped."""
+    number = np.int64(0)
+    if leads:
+        p = shared.current
+        p.tokens[:], p.values[:], p.fine[:] = EMPTY, -np.inf, True
+        n_seats = p.tokens.shape[0] - 1
+        open_pass(team, n_seats)
+    while True:
+        seat = np.int64(0)
+        if not leads:
+            number = wait_for_pass(team, number)
+            if number < 0:
+                break
+            seat = take_seat(team)
+        if leads or seat:  # one call of what is compiled for long
+            _run_published(shared, seat)
+        if leads:
+            close_pass(team, n_seats)
+            _merge_top_k(p.tokens, p.values, p.fine, p.greedy)
+            break
+        if seat:
+            leave_pass(team)
+
+
+@njit(cache=True, nogil=True)
+def _run_thread(thread, threads, state, layers, weights, pool, batch, work, results):
+    """Run one thread's share of a pass."""
+    first, last, embed = layers
+    states = results[1]
+    matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales, experts, sinks = weights
+    all_keys, all_values = pool
+    input_ids, wanted, items, block_tables, positions, bases, paths, blocks, offsets = batch
+    x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, pairs = work
+    n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
+    hidden, eps, scale = x.shape[1], numbers[0], numbers[1]
+    quantise, silu, unpack, activate = functions[0], functions[1], functions[2], functions[3]
+    pieces = min(n_rows, PIECES)
+    codes_wide, codes_mixed = codes[:, :, : normed.shape[1]], codes[:, :, : mixed.shape[1]]
+    act_scales_wide, act_scales_mixed = act_scales[:, :, : normed.shape[1] // DEPTH], act_scales[:, :, : mixed.shape[1] // DEPTH]
+    wide_rows = locate_rows(normed, codes_wide, act_scales_wide)
+    mixed_rows = locate_rows(mixed, codes_mixed, act_scales_mixed)
+    middle_rows = locate_rows(middle, middle_codes, middle_act_scales)
+    mlp_buffers = both, middle, middle_codes, middle_act_scales
+    choice = moe.allocate_choice(n_rows, pairs, experts[1])
+    part = 0
+    if embed:
+        table = matrices[matrices.shape[0] - 2]
+        while True:
+            i = take_piece(state, part, pieces)
+            if i >= pieces:
+                break
+            panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                _embed(unpack, table, input_ids[r], panel, x[r])
+            finish_piece(state, part)
+        wait_for_pieces(state, part, pieces)
+        part += 1
+    one, three = np.zeros(1, np.int64), np.zeros(3, np.int64)
+    no_sinks = np.empty(0, np.float32)
+    not_turned, no_sin = np.ones(head_dim, np.float32), np.zeros(head_dim, np.float32)
+    for layer in range(first, last):
+        m = matrices[7 * layer : 7 * layer + 7]
+        keys, values = all_keys[layer], all_values[layer]
+        three[1] = m[Q, PANELS] * WIDTH
+        three[2] = three[1] + m[K, PANELS] * WIDTH
+        while True:
+            i = take_piece(state, part, pieces)
+            if i >= pieces:
+                break
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                _norm_and_quantise_row(
+                    x[r], delta[r], layer > first, norms[2 * layer], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r]
+                )
+            finish_piece(state, part)
+        wait_for_pieces(state, part, pieces)
+        _run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
+        while True:
+            i = take_piece(state, part + 2, pieces)
+            if i >= pieces:
+                break
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                if head_norms.shape[0]:
+                    for h in range(n_heads):
+                        head = qkv[r, h * head_dim : (h + 1) * head_dim]
+                        norm_row(head, head_norms[2 * layer], eps, head)
+                    for h in range(n_kv):
+                        head = qkv[r, three[1] + h * head_dim : three[1] + (h + 1) * head_dim]
+                        norm_row(head, head_norms[2 * layer + 1], eps, head)
+                at = positions[r]
+                row_cos, row_sin = (cos[at], sin[at]) if rotary[layer] else (not_turned, no_sin)
+                rope_kv_row(qkv[r], row_cos, row_sin, q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
+                if scales.shape[0]:
+                    for h in range(n_heads):
+                        for d in range(head_dim):
+                            q[r, h, d] *= scales[at]
+            finish_piece(state, part + 2)
+        wait_for_pieces(state, part + 2, pieces)
+        by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
+        n_pieces = items.shape[0] * n_kv * by_rows * by_heads
+        while True:
+            i = take_piece(state, part + 3, n_pieces)
+            if i >= n_pieces:
+                break
+            attend_piece(
+                i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0),
+                sinks[layer] if sinks.shape[0] else no_sinks,
+            )  # fmt: skip
+            finish_piece(state, part + 3)
+        wait_for_pieces(state, part + 3, n_pieces)
+        if quantise:
+            while True:
+                i = take_piece(state, part + 4, pieces)
+                if i >= pieces:
+                    break
+                for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                    quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
+                finish_piece(state, part + 4)
+            wait_for_pieces(state, part + 4, pieces)
+        _run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
+        while True:
+            i = take_piece(state, part + 6, pieces)
+            if i >= pieces:
+                break
+            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                _norm_and_quantise_row(
+                    x[r], delta[r], True, norms[2 * layer + 1], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r]
+                )
+            finish_piece(state, part + 6)
+        wait_for_pieces(state, part + 6, pieces)
+        has_experts = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0
+        if not has_experts or experts[1][layer, moe.SHARED] != moe.NO_SHARED:
+            _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
+            _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
+        if has_experts:
+            mixture = experts[0][layer], experts[1][layer], pairs.ids[layer], experts[2][layer], experts[3][layer]
+            rows = n_rows, wide_rows, (normed, codes_wide, act_scales_wide)
+            _run_experts(state, part + 9, threads, mixture, (tables, (quantise, activate)), rows, choice, pairs, delta)
+        part += PARTS
+    n_wanted, n_kept = wanted.shape[0], states.shape[0]
+    weight = norms[norms.shape[0] - 1]
+    while True:
+        i = take_piece(state, part, n_wanted + n_kept)
+        if i >= n_wanted + n_kept:
+            break
+        row = np.empty(hidden, np.float32)
+        r = wanted[i] if i < n_wanted else i - n_wanted
+        for j in range(hidden):
+            row[j] = x[r, j] + delta[r, j]
+        if i < n_wanted:
+            norm_row(row, weight, eps, normed[i, :hidden])
+            quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
+        else:
+            norm_row(row, weight, eps, states[r])
+        finish_piece(state, part)
+    wait_for_pieces(state, part, n_wanted + n_kept)
+    if n_wanted:
+        head = matrices[matrices.shape[0] - 1]
+        _run_head_part(state, part + 1, thread, threads, head, tables, n_wanted, wide_rows, results)
