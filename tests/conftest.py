@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import interpreted  # noqa: F401
+import library_settings  # noqa: F401  # before all that imports torch
 import pytest
 import tiny
 import torch

@@ -1,4 +1,4 @@
-"""Kernels without a device: they run under Triton's interpreter, on tensors of the CPU (see tests/interpreted.py).
+"""Kernels without a device: they run under Triton's interpreter, on tensors of the CPU (see tests/library_settings.py).
 
 Where there is a CUDA device the kernels are compiled and the same tests run on it.
 """
