@@ -154,7 +154,10 @@ class CodeCache(NullCache):
         digest, content = raw[:_DIGEST], raw[_DIGEST:]
         if digest != self._compute_digest(content):
             return None
-        of, payload = pickle.loads(content)
+        try:
+            of, payload = pickle.loads(content)
+        except (AttributeError, ImportError):  # the function is as it was, but a type of its arguments has moved
+            return None
         return self._impl.rebuild(target_context, payload) if of == key else None
 
     def save_overload(self, sig: Any, data: Any) -> None:

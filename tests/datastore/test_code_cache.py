@@ -74,6 +74,20 @@ def test_code_of_another_source_is_not_loaded(load: Callable[[], ModuleType], co
     assert (module.add(3, 4), _hits(module.add)) == (-1, 0)
 
 
+def test_code_for_a_type_that_has_moved_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "adding_up.py").write_text(SOURCE.replace("a, b", "pair").replace("a + b", "pair[0] + pair[1]"))
+    for home in ("home_of_pairs", "other_home_of_pairs"):
+        (folder / "home_of_pairs.py").unlink(missing_ok=True)
+        (folder / f"{home}.py").write_text("from typing import NamedTuple\n\nclass Pair(NamedTuple):\n    a: int\n    b: int\n")
+        code = f"import adding_up, {home}; print(adding_up.add({home}.Pair(1, 2)), sum(adding_up.add.stats.cache_hits.values()))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False)
+        assert done.stdout == "3 0\n", done.stderr
+
+
 CALLEE = """
 from ngramspec.datastore.code_cache import njit
 
