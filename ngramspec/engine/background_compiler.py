@@ -60,7 +60,7 @@ def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) ->
 
 def is_compiled() -> bool:
     """Return whether the machine code of the largest functions is kept, of this version."""
-    return all(map(code_cache.is_kept, (llama_pass.compute, tree_builder.update, native_steps.advance)))
+    return all(map(code_cache.is_kept, (llama_pass.run_thread, tree_builder.update, native_steps.advance)))
 
 
 class BackgroundCompiler:
@@ -121,7 +121,7 @@ class BackgroundCompiler:
 
 def start_compiling(kv_dtype: str, progress: Progress) -> BackgroundCompiler | None:
     """Compile in the background; None if there is nothing to compile, or if it cannot be kept or no process can be started."""
-    if is_compiled() or not code_cache.is_writable(llama_pass.compute):
+    if is_compiled() or not code_cache.is_writable(llama_pass.run_thread):
         return None
     progress("compiling, once per installation")
     try:
@@ -133,7 +133,7 @@ def start_compiling(kv_dtype: str, progress: Progress) -> BackgroundCompiler | N
 
 def compile_all(progress: Progress) -> None:
     """Compile everything for quantised and for float32 models, and return when it is done. Raises OSError if it cannot be kept."""
-    if not code_cache.is_writable(llama_pass.compute):
+    if not code_cache.is_writable(llama_pass.run_thread):
         raise OSError("compiled code cannot be kept, so compiling ahead is of no use (NGRAMSPEC_CACHE may name a folder with room)")
     if (code := start_compiling("float16", progress)) is not None:
         code.wait(*STAGES)

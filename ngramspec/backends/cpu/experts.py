@@ -154,11 +154,8 @@ def choose_experts(logits, correction, options, scale, ids, weights):
 
 @njit(cache=True, nogil=True)
 def allocate_choice(n_rows, pairs, options):
-    """Allocate what `_sort_pairs` fills in for `n_rows` rows in each layer; options [L, OPTIONS]."""
-    most = 0
-    for layer in range(options.shape[0]):
-        most = max(most, options[layer, N_EXPERTS])
-    n = n_rows * pairs.ids.shape[2]
+    """Allocate what `_sort_pairs` fills in for `n_rows` rows in a layer; options [OPTIONS]."""
+    n, most = n_rows * pairs.ids.shape[2], options[N_EXPERTS]
     return np.empty(n, np.int64), np.empty(n, np.int64), np.empty(most + 1, np.int64), np.empty(most, np.int64)
 
 

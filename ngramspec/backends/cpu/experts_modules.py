@@ -46,7 +46,7 @@ def _run_share(state, m, options, tables, functions, rows, pairs, out, n_threads
         quantise_row(functions[0], x[r], codes[r], act_scales[r])
         finish_piece(state, 0)
     wait_for_pieces(state, 0, n_rows)
-    choice = moe.allocate_choice(n_rows, pairs, options)
+    choice = moe.allocate_choice(n_rows, pairs, options[0])
     where = n_rows, locate_rows(x, codes, act_scales), rows
     moe.run_chosen(state, 1, n_threads, (m, options[0], pairs.ids[0]), (tables, functions), where, choice, pairs, out)
 

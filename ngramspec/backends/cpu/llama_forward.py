@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ngramspec.backends.cpu import experts as moe
+from ngramspec.backends.cpu.codegen.intrinsics import find_address
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_layers import DOWN, GATE, OUT, K, LayerWeights, Q, V, describe_experts
 from ngramspec.backends.cpu.llama_pass import (
+    EXPERTS,
     PARTS,
     CompiledModel,
     CompiledPass,
@@ -29,6 +31,8 @@ from ngramspec.backends.cpu.llama_pass import (
     make_shared_pass,
     publish_pass,
     release_logits,
+    run_experts,
+    run_thread,
 )
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
 from ngramspec.backends.cpu.thread_team import ThreadTeam
@@ -106,7 +110,7 @@ class LlamaDecoder:
         self._functions = np.array(
             [
                 kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0, kernels.get_silu(), unpack,
-                kernels.get_gated_activation(mixed[0].clamped) if mixed else 0,
+                kernels.get_gated_activation(mixed[0].clamped) if mixed else 0, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -118,6 +122,8 @@ class LlamaDecoder:
         self._pass: CompiledPass | None = None
         self._shared: SharedPass | None = None
         self._team = ThreadTeam()
+        self._run_thread = 0
+        """Its address, once a pass has been run."""
         self._logits = np.zeros((0, 0), np.float32)
 
     def begin_at(self, position: int) -> None:
@@ -167,10 +173,13 @@ class LlamaDecoder:
         """Run a pass whose `tokens`, `values` and `fine` have room for this number of threads, with as many of them."""
         if self._shared is None:
             self._shared = make_shared_pass(model, current)
+            self._run_thread = find_address(run_thread, 0, self._shared)
+            if len(self._experts[1]):
+                self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
             weakref.finalize(self, self._team.stop)
         publish_pass(self._shared, model, current)
-        self._team.grow(threads - 1, compute, False, self._shared, self._team.state)
-        compute(True, self._shared, self._team.state)
+        self._team.grow(threads - 1, compute, False, self._run_thread, self._shared, self._team.state)
+        compute(True, self._run_thread, self._shared, self._team.state)
 
     def make_empty_pass(self) -> CompiledPass:
         """Make a pass through all layers whose arrays are filled in later."""

@@ -16,7 +16,7 @@ from numba.experimental import structref
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
-from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
+from ngramspec.backends.cpu.codegen.intrinsics import call_compiled, call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.llama_layers import DOWN, GATE, OUT, UP, K, Q
 from ngramspec.backends.cpu.matmul import (
@@ -36,6 +36,7 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
+QUANTISE, SILU, UNPACK, ACTIVATE, EXPERTS = range(5)  # indices of a model's functions, which are addresses
 PARTS = 15  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 
@@ -187,14 +188,16 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
 
 
 @njit(cache=True, nogil=True)
-def _run_experts(state, part, n_threads, mixture, code, rows, choice, pairs, out):
-    """Run the parts of a layer's mixture of experts: out [T, H], which holds the shared expert's output before, if there is one.
-
-    `mixture`: matrices and options of the layer's `Experts`, its chosen experts [T, top_k], scale and correction; the others: see
-    `experts.run_chosen`.
-    """
-    (m, options, ids, scale, correction), (n_rows, inputs, _) = mixture, rows
-    _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), code[0], n_rows, inputs, pairs.logits)
+def run_experts(part, layer, shared):
+    """Run the parts of a layer's mixture of experts, from `part` on. Their sum is added to what the layer's shared expert has made."""
+    model, p = shared.model, shared.current
+    state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
+    _, tables, _, _, _, _, _, functions, _, _, _, experts, _ = model.weights
+    _, out, normed, codes, act_scales, _, _, _, _, _, _, _, _, pairs = model.work
+    m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
+    ids, codes, act_scales = pairs.ids[layer], codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH]
+    inputs = locate_rows(normed, codes, act_scales)
+    _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
     pieces = min(n_rows, PIECES)
     while True:
         i = take_piece(state, part + 1, pieces)
@@ -204,7 +207,8 @@ def _run_experts(state, part, n_threads, mixture, code, rows, choice, pairs, out
             moe.choose_experts(pairs.logits[r], correction, options, scale, ids[r], pairs.weights[r])
         finish_piece(state, part + 1)
     wait_for_pieces(state, part + 1, pieces)
-    moe.run_chosen(state, part + 2, n_threads, (m, options, ids), code, rows, choice, pairs, out)
+    code, rows = (tables, (functions[QUANTISE], functions[ACTIVATE])), (n_rows, inputs, (normed, codes, act_scales))
+    moe.run_chosen(state, part + 2, n_threads, (m, options, ids), code, rows, moe.allocate_choice(n_rows, pairs, options), pairs, out)
 
 
 @njit(cache=True, nogil=True)
@@ -260,28 +264,16 @@ def release_logits(p, nothing):
 
 
 @njit(cache=True, nogil=True)
-def _unpack_pass(model, p):
-    """Unpack the two structs into what every thread needs."""
-    batch = p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets
-    results = p.logits, p.states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
-    return p.state, (p.first, p.last, p.embed), model.weights, model.pool, batch, model.work, results
-
-
-@njit(cache=True, nogil=True)
 def publish_pass(shared, model, p):
     shared.model, shared.current = model, p
 
 
 @njit(cache=True, nogil=True)
-def _run_published(shared, thread):
-    """Run one thread's share of the pass that is open; no reference to its arrays is left afterwards."""
-    state, layers, weights, pool, batch, work, results = _unpack_pass(shared.model, shared.current)
-    _run_thread(thread, results[3].shape[0], state, layers, weights, pool, batch, work, results)
+def compute(leads, address, shared, team):
+    """Run the pass in `shared` if the thread leads; else take part in passes until the team is stopped.
 
-
-@njit(cache=True, nogil=True)
-def compute(leads, shared, team):
-    """Run the pass in `shared` if the thread leads; else take part in passes until the team is stopped."""
+    `address`: of `run_thread`. Called directly, it would be a part of this function, and be optimised once more.
+    """
     number = np.int64(0)
     if leads:
         p = shared.current
@@ -295,8 +287,8 @@ def compute(leads, shared, team):
             if number < 0:
                 break
             seat = take_seat(team)
-        if leads or seat:  # one call of what is compiled for long
-            _run_published(shared, seat)
+        if leads or seat:
+            call_compiled(address, (seat, shared))
         if leads:
             close_pass(team, n_seats)
             _merge_top_k(p.tokens, p.values, p.fine, p.greedy)
@@ -306,17 +298,19 @@ def compute(leads, shared, team):
 
 
 @njit(cache=True, nogil=True)
-def _run_thread(thread, threads, state, layers, weights, pool, batch, work, results):
-    """Run one thread's share of a pass."""
-    first, last, embed = layers
-    states = results[1]
-    matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales, experts, sinks = weights
-    all_keys, all_values = pool
-    input_ids, wanted, items, block_tables, positions, bases, paths, blocks, offsets = batch
-    x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, pairs = work
+def run_thread(thread, shared):
+    """Run one thread's share of the pass that is open; no reference to its arrays is left afterwards."""
+    model, p = shared.model, shared.current
+    state, threads, first, last, states = p.state, p.tokens.shape[0], p.first, p.last, p.states
+    input_ids, wanted, items, block_tables = p.input_ids, p.wanted, p.items, p.tables
+    positions, bases, paths, blocks, offsets = p.positions, p.bases, p.paths, p.blocks, p.offsets
+    results = p.logits, states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
+    matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales, experts, sinks = model.weights
+    all_keys, all_values = model.pool
+    x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
     n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
     hidden, eps, scale = x.shape[1], numbers[0], numbers[1]
-    quantise, silu, unpack, activate = functions[0], functions[1], functions[2], functions[3]
+    quantise, silu, unpack = functions[QUANTISE], functions[SILU], functions[UNPACK]
     pieces = min(n_rows, PIECES)
     codes_wide, codes_mixed = codes[:, :, : normed.shape[1]], codes[:, :, : mixed.shape[1]]
     act_scales_wide, act_scales_mixed = act_scales[:, :, : normed.shape[1] // DEPTH], act_scales[:, :, : mixed.shape[1] // DEPTH]
@@ -324,9 +318,8 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
     mixed_rows = locate_rows(mixed, codes_mixed, act_scales_mixed)
     middle_rows = locate_rows(middle, middle_codes, middle_act_scales)
     mlp_buffers = both, middle, middle_codes, middle_act_scales
-    choice = moe.allocate_choice(n_rows, pairs, experts[1])
     part = 0
-    if embed:
+    if p.embed:
         table = matrices[matrices.shape[0] - 2]
         while True:
             i = take_piece(state, part, pieces)
@@ -415,9 +408,7 @@ def _run_thread(thread, threads, state, layers, weights, pool, batch, work, resu
             _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
             _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         if has_experts:
-            mixture = experts[0][layer], experts[1][layer], pairs.ids[layer], experts[2][layer], experts[3][layer]
-            rows = n_rows, wide_rows, (normed, codes_wide, act_scales_wide)
-            _run_experts(state, part + 9, threads, mixture, (tables, (quantise, activate)), rows, choice, pairs, delta)
+            call_compiled(functions[EXPERTS], (part + 9, layer, shared))
         part += PARTS
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
     weight = norms[norms.shape[0] - 1]
