@@ -6,6 +6,8 @@ neither an optimiser that may contract nor a vendor's libm guarantees.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
@@ -14,7 +16,7 @@ from ngramspec.datastore.code_cache import njit
 
 _F = np.float32
 LOG2E, LN2_HI, LN2_LO = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
-_HALF, _ONE = _F(0.5), _F(1.0)
+_HALF, _ONE, _TWO = _F(0.5), _F(1.0), _F(2.0)
 # Minimax polynomial of exp on [-ln2/2, ln2/2], as in Cephes' expf: relative error below 2 ulp.
 C2, C3, C4, C5, C6, C7 = (
     _F(5.0000001201e-1),
@@ -24,6 +26,8 @@ C2, C3, C4, C5, C6, C7 = (
     _F(1.3981999507e-3),
     _F(1.9875691500e-4),
 )
+# Factors of x and x³ in the argument of `compute_gelu`'s sigmoid.
+GELU_SLOPE, GELU_CUBE = _F(2 * math.sqrt(2 / math.pi)), _F(2 * math.sqrt(2 / math.pi) * 0.044715)
 # The range that `exp` clamps its argument to.
 LOW, HIGH = _F(-87.0), _F(88.0)
 
@@ -67,3 +71,16 @@ def exp(x):
     y = fma(y, r, C2)
     y = fma(y, r * r, r + _ONE)
     return y * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def soft_cap(x, cap):
+    """Return cap · tanh(x / cap), float32, within 1e-7 · cap; what is not a number stays so."""
+    capped = cap * (_ONE - _TWO / (exp(_TWO * (x / cap)) + _ONE))
+    return capped if x == x else x
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def compute_gelu(x):
+    """Return GELU by its approximation with tanh, float32: x · sigmoid(2 · √(2/π) · (x + 0.044715 · x³))."""
+    return x / (_ONE + exp(-(x * fma(GELU_CUBE, x * x, GELU_SLOPE))))

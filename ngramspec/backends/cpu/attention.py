@@ -36,7 +36,7 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Batch
-from ngramspec.sampling.numeric import fma
+from ngramspec.sampling.numeric import fma, soft_cap
 
 if TYPE_CHECKING:
     import torch
@@ -238,7 +238,7 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
             scores[p] = logical[p - base]
         if softcap > 0:
             for p in range(start, end):
-                scores[p] = softcap * np.float32(np.tanh(scores[p] / softcap))
+                scores[p] = soft_cap(scores[p], softcap)
         if sinks.shape[0]:  # a key without a value behind the others: where it lies depends on the row's position alone
             scores[end] = sinks[head0 + m % part]
             end += 1

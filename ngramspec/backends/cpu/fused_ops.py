@@ -7,6 +7,8 @@ variant that computes something else keeps its own code. Every row is computed a
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numba import get_num_threads, prange
@@ -14,10 +16,11 @@ from torch import nn
 
 from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear, SharedProduct
+from ngramspec.backends.cpu.llama_layers import GELU, SILU
 from ngramspec.backends.cpu.llama_pass import norm_row
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.hf_modules import get_rms_norm
-from ngramspec.sampling.numeric import exp
+from ngramspec.sampling.numeric import compute_gelu, exp
 
 _ONE = np.float32(1.0)
 
@@ -36,23 +39,27 @@ def _rms_many(x, weight, eps, out):
 
 # error_model="numpy": with Python's rules of division, each divisor is tested for zero and the loop is not vectorised.
 @njit(cache=True, nogil=True, error_model="numpy")
-def _silu_row(x, at, out):
+def _activate_row(x, at, with_gelu, out):
     n = out.shape[0]
     gate, up = x[:n], x[at : at + n]
-    for j in range(n):
-        out[j] = gate[j] / (_ONE + exp(-gate[j])) * up[j]
+    if with_gelu:
+        for j in range(n):
+            out[j] = compute_gelu(gate[j]) * up[j]
+    else:
+        for j in range(n):
+            out[j] = gate[j] / (_ONE + exp(-gate[j])) * up[j]
 
 
 @njit(cache=True, nogil=True)
-def _silu_few(x, at, out):
+def _activate_few(x, at, with_gelu, out):
     for r in range(x.shape[0]):
-        _silu_row(x[r], at, out[r])
+        _activate_row(x[r], at, with_gelu, out[r])
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _silu_many(x, at, out):
+def _activate_many(x, at, with_gelu, out):
     for r in prange(x.shape[0]):
-        _silu_row(x[r], at, out[r])
+        _activate_row(x[r], at, with_gelu, out[r])
 
 
 class RMSNorm(nn.Module):
@@ -74,19 +81,19 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """An MLP that computes down(silu(gate(x)) · up(x)) with gate and up as one matrix product."""
+    """An MLP that computes down(activation(gate(x)) · up(x)) with gate and up as one matrix product; `activation` is SILU or GELU."""
 
-    def __init__(self, shared: SharedProduct, down: CpuPackedLinear) -> None:
+    def __init__(self, shared: SharedProduct, down: CpuPackedLinear, activation: str = SILU) -> None:
         super().__init__()
-        self.shared, self.down = shared, down
+        self.shared, self.down, self.activation = shared, down, activation
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """Compute the MLP of rows [T, N]."""
         product = self.shared.product
         both, at = product.multiply(x, threads), int(product.columns[1])
         mid = np.empty((len(both), self.shared.product.sizes[0]), np.float32)
-        run = _silu_many if mid.size >= PARALLEL else _silu_few
-        run(both, at, mid)
+        run = _activate_many if mid.size >= PARALLEL else _activate_few
+        run(both, at, self.activation == GELU, mid)
         return self.down.product.multiply(mid, threads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,13 +106,14 @@ class GatedMLP(nn.Module):
 _ROUNDING, _CODED = 1e-5, 3e-2
 
 
-def _same(old: nn.Module, new: nn.Module, width: int, rounding: float = _ROUNDING) -> bool:
+def _measure_error(old: nn.Module, new: nn.Module, width: int) -> float:
+    """Return the largest difference of two modules' outputs, relative to the first one's largest; infinity if they cannot be compared."""
     x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
     try:
         expected = old(x)
-        return bool((new(x) - expected).abs().max() <= rounding * expected.abs().max())
+        return float((new(x) - expected).abs().max() / expected.abs().max())
     except (RuntimeError, TypeError, ValueError):
-        return False
+        return math.inf
 
 
 def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float | None]) -> nn.Module | None:
@@ -119,13 +127,17 @@ def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float 
     weight, eps = found
     kind = (type(module), len(weight), eps)
     if kind not in offsets:  # Gemma's weights are offsets from one
-        offsets[kind] = next((offset for offset in (0.0, 1.0) if _same(module, RMSNorm(weight, eps, offset), len(weight))), None)
+        errors = {offset: _measure_error(module, RMSNorm(weight, eps, offset), len(weight)) for offset in (0.0, 1.0)}
+        offsets[kind] = next((offset for offset, error in errors.items() if error <= _ROUNDING), None)
     offset = offsets[kind]
     return None if offset is None else RMSNorm(weight, eps, offset)
 
 
-def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:
-    """Return a fused MLP for this module; None if it computes something else. `gated` caches the answer by class."""
+def _fused_mlp(module: nn.Module, gated: dict[type, str | None]) -> nn.Module | None:
+    """Return a fused MLP for this module; None if it computes something else.
+
+    `gated` caches the activation by class; None: another one.
+    """
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if (
         not isinstance(gate, SharedLinear)
@@ -134,17 +146,19 @@ def _fused_mlp(module: nn.Module, gated: dict[type, bool]) -> nn.Module | None:
         or not isinstance(down, CpuPackedLinear)
     ):
         return None
-    candidate = GatedMLP(gate.shared, down)
     if type(module) not in gated:
-        gated[type(module)] = _same(module, candidate, gate.in_features, _CODED if down.product.context.int8 else _ROUNDING)
-    return candidate if gated[type(module)] else None
+        errors = {name: _measure_error(module, GatedMLP(gate.shared, down, name), gate.in_features) for name in (SILU, GELU)}
+        nearest = min(errors, key=errors.__getitem__)
+        gated[type(module)] = nearest if errors[nearest] <= (_CODED if down.product.context.int8 else _ROUNDING) else None
+    activation = gated[type(module)]
+    return None if activation is None else GatedMLP(gate.shared, down, activation)
 
 
 def replace_small_operations(model: nn.Module) -> int:
     """Replace norms and gated MLPs by fused ones if they compute the same; return how many were replaced."""
     swapped = 0
     offsets: dict[tuple[type, int, float], float | None] = {}
-    gated: dict[type, bool] = {}
+    gated: dict[type, str | None] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.ModuleList):

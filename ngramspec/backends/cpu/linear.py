@@ -63,8 +63,8 @@ class CpuPackedEmbedding(nn.Module):
 
     def __init__(self, kernels: Kernels, matrix: Matrix, scale: torch.Tensor | float | None) -> None:
         super().__init__()
-        self.matrix, self._kernels, self._scale = matrix, kernels, scale
+        self.matrix, self._kernels, self.scale = matrix, kernels, scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         found = torch.from_numpy(unpack_rows(self._kernels, self.matrix.weight, ids.reshape(-1).numpy())).view(*ids.shape, -1)
-        return found if self._scale is None else found * self._scale
+        return found if self.scale is None else found * self.scale

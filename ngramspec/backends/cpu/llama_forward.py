@@ -17,7 +17,7 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.codegen.intrinsics import find_address
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.llama_layers import DOWN, GATE, OUT, K, LayerWeights, Q, V, describe_experts
+from ngramspec.backends.cpu.llama_layers import DOWN, GATE, GELU, OUT, K, LayerWeights, ModelOptions, Q, V, describe_experts, stack_norms
 from ngramspec.backends.cpu.llama_pass import (
     EXPERTS,
     PARTS,
@@ -75,19 +75,17 @@ class LlamaDecoder:
         embedding: Matrix,
         head: Matrix,
         norm: np.ndarray,
-        eps: float,
-        scale: float,
-        n_heads: int,
-        head_dim: int,
+        options: ModelOptions,
         angles: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
         query_scales: Callable[[int, int], np.ndarray],
     ) -> None:
         """Prepare packed weights for compiled passes.
 
-        `angles(first, n)` returns cos and sin [n, D] of n positions from `first` on; `query_scales(first, n)` the factors [n] of their
-        queries, or [0] for none. `norm` [H] comes before the head.
+        `angles(first, n)` returns cos and sin [R, n, D] of n positions from `first` on for R rotary embeddings; `query_scales(first, n)`
+        the factors [n] of their queries, or [0] for none. `norm` [H] comes before the head.
         """
-        self.context, self.layers, self.n_heads, self.head_dim = context, tuple(layers), n_heads, head_dim
+        self.context, self.layers, self.options = context, tuple(layers), options
+        n_heads, head_dim = options.n_heads, options.head_dim
         self.hidden, self._angles, self._query_scales = len(norm), angles, query_scales
         self.vocab_size = head.weight.n_out
         mixed = [layer.experts for layer in layers if layer.experts]
@@ -100,16 +98,16 @@ class LlamaDecoder:
         assert len(sinks) in (0, len(layers)), "sinks in some layers only"
         self._sinks = np.stack(sinks).astype(np.float32) if sinks else np.zeros((0, n_heads), np.float32)
         self._norms = np.stack([n for layer in layers for n in layer.norms] + [norm]).astype(np.float32)
-        head_norms = [n for layer in layers if layer.head_norms for n in layer.head_norms]
-        self._head_norms = np.stack(head_norms).astype(np.float32) if head_norms else np.zeros((0, head_dim), np.float32)
-        self._numbers = np.array([eps, scale], np.float32)
+        self._head_norms = stack_norms([layer.head_norms for layer in layers], head_dim)
+        self._post_norms = stack_norms([layer.post_norms for layer in layers], self.hidden)
         self._windows = np.array([layer.window for layer in layers], np.int64)
-        self._rotary = np.array([layer.rotary for layer in layers], np.bool_)
+        self._rotary = np.array([layer.rotary for layer in layers], np.int64)
         kernels = context.kernels
         unpack = kernels.get_unpack(embedding.weight.format)
         self._functions = np.array(
             [
-                kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0, kernels.get_silu(), unpack,
+                kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0,
+                kernels.get_gelu() if options.activation == GELU else kernels.get_silu(), unpack,
                 kernels.get_gated_activation(mixed[0].clamped) if mixed else 0, 0,
             ],
             np.int64,
@@ -129,15 +127,19 @@ class LlamaDecoder:
     def begin_at(self, position: int) -> None:
         """Treat a batch's position 0 as `position`, so that checks can look far out without computing the text before."""
         self._begin = position
-        self._cos, self._sin = (np.zeros((0, self.head_dim), np.float32) for _ in range(2))
+        self._angles_so_far = self._angles(position, 0)
         self._scales = np.zeros(0, np.float32)
 
     def run_layer(self, layer: int, batch: Batch, pool: KVPool, threads: int, x: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Run one layer alone on hidden states x [T, H], or on the embedding: return its output [T, H] and the logits made of that."""
         computed = self.run(batch, pool, threads, first=layer, n_layers=1, x=x)
         assert self._buffers is not None
-        n, (before, added) = len(batch.input_ids), self._buffers.arrays[:2]
-        return before[:n] + added[:n, : self.hidden], computed.logits
+        n = len(batch.input_ids)
+        before, added = (array[:n, : self.hidden] for array in self._buffers.arrays[:2])
+        if len(self._post_norms):
+            mean = np.square(added).mean(axis=1, keepdims=True)
+            added = self._post_norms[2 * layer + 1] * added / np.sqrt(mean + np.float32(self.options.eps))
+        return before + np.float32(self.options.residual_scale) * added, computed.logits
 
     def run(
         self, batch: Batch, pool: KVPool, threads: int, *, n_layers: int | None = None, first: int = 0, x: np.ndarray | None = None,
@@ -196,12 +198,12 @@ class LlamaDecoder:
         assert pool.all_values is not None
         self._ensure_buffers(n_rows)
         self._ensure_angles(n_positions)
-        of = pool, self._buffers, self._cos
+        of = pool, self._buffers, self._angles_so_far
         if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
             assert self._buffers is not None
             weights = (
-                self._matrices, self.context.tables, self._norms, self._head_norms, self._windows, self._rotary, self._numbers,
-                self._functions, self._cos, self._sin, self._scales, self._experts, self._sinks,
+                self._matrices, self.context.tables, (self._norms, self._head_norms, self._post_norms), (self._windows, self._rotary),
+                self.options.numbers, self._functions, self._angles_so_far, self._scales, self._experts, self._sinks,
             )  # fmt: skip
             self._model, self._model_of = (
                 make_compiled_model(weights, (pool.all_keys, pool.all_values), (*self._buffers.arrays, self._buffers.pairs)),
@@ -212,32 +214,32 @@ class LlamaDecoder:
     def _ensure_buffers(self, n_rows: int) -> None:
         if self._buffers is None or self._buffers.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
-            layer = self.layers[0].matrices
+            layer, n_heads, head_dim = self.layers[0].matrices, self.options.n_heads, self.options.head_dim
             dense = [each.matrices[GATE].weight.n_panels for each in self.layers if len(each.matrices) > GATE]
 
             def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
                 return np.zeros((n, *shape), dtype)
 
-            wide, mixed = _round_up(self.hidden), _round_up(self.n_heads * self.head_dim)
+            wide, mixed = _round_up(self.hidden), _round_up(n_heads * head_dim)
             inner = max(dense, default=0) * WIDTH
             codes = max(wide, mixed)
             out = zeros(mixed)
-            heads = np.lib.stride_tricks.as_strided(out, (n, self.n_heads, self.head_dim), (out.strides[0], 4 * self.head_dim, 4))
+            heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
             arrays = (
                 zeros(self.hidden), zeros(layer[OUT].weight.n_panels * WIDTH), zeros(wide), zeros(2, codes, dtype=np.int8),
                 zeros(2, codes // DEPTH, 4), zeros(sum(layer[i].weight.n_panels for i in (Q, K, V)) * WIDTH),
-                zeros(self.n_heads, self.head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
+                zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
                 zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
             )  # fmt: skip
             layers_of_experts = [each.experts for each in self.layers if each.experts]
             self._buffers = _Buffers(n, arrays, moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)))
 
     def _ensure_angles(self, n_positions: int) -> None:
-        while len(self._cos) < n_positions:
-            first = self._begin + len(self._cos)
-            cos, sin = self._angles(first, ANGLES)
+        while (n := self._angles_so_far[0].shape[1]) < n_positions:
+            first = self._begin + n
+            (cos, sin), more = self._angles_so_far, self._angles(first, ANGLES)
             self._scales = np.concatenate([self._scales, self._query_scales(first, ANGLES)])
-            self._cos, self._sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
+            self._angles_so_far = np.concatenate([cos, more[0]], axis=1), np.concatenate([sin, more[1]], axis=1)
 
     def _get_logits_buffer(self, n: int) -> np.ndarray:
         """Return logits [n, 16 · panels], reusing the last pass's memory if nobody holds it: fresh pages cost a good part of a pass."""

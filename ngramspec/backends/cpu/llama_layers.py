@@ -1,8 +1,8 @@
-"""Describe the layers of a Llama-style decoder by their packed weights and options.
+"""Describe a Llama-style decoder: its layers' packed weights, and options that hold for all layers.
 
 A Llama-style layer is: norm, attention with rotary embedding in rotated halves (in some layers or all), optionally a norm of every head's
-queries and keys, optionally queries scaled by their position, norm, gated MLP or a mixture of such (`experts`). After the last layer come a
-norm and the head.
+queries and keys, optionally queries scaled by their position, norm, gated MLP or a mixture of such (`experts`). What attention and MLP
+compute may be normed before it is added to the hidden states. After the last layer come a norm and the head.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.matmul import MATRIX, Matrix
 
 Q, K, V, OUT, GATE, UP, DOWN = range(7)  # indices of a layer's matrices
+NO_ROTARY = -1  # in place of the number of a rotary embedding
+SILU, GELU = "silu", "gelu"  # activations of a gated MLP; the second by its approximation with tanh
+# Indices of `ModelOptions.numbers`
+EPS, SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, SOFTCAP, LOGIT_SCALE, LOGIT_SOFTCAP = range(7)
 
 
 class LayerWeights(NamedTuple):
@@ -27,11 +31,48 @@ class LayerWeights(NamedTuple):
     """[D] each, of queries and of keys."""
     window: int = 0
     """Keys that a query sees, its own among them; 0: all."""
-    rotary: bool = True
-    """Whether queries and keys are rotated by their position."""
+    rotary: int = 0
+    """Number of the rotary embedding that rotates queries and keys, or NO_ROTARY."""
     experts: moe.Experts | None = None
     sinks: np.ndarray | None = None
     """[H] of attention: logits of what goes to no key."""
+    post_norms: tuple[np.ndarray, np.ndarray] | None = None
+    """[H] each, of what attention and MLP compute."""
+
+
+class ModelOptions(NamedTuple):
+    n_heads: int
+    head_dim: int
+    eps: float
+    """Added to the mean square in every norm."""
+    scale: float
+    """Factor of queries times keys."""
+    activation: str = SILU
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the hidden states."""
+    softcap: float = 0.0
+    """Bound c of attention's scores s, which become c · tanh(s / c); 0: none."""
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    """The same bound of the scaled logits."""
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """[7] float32, from EPS to LOGIT_SOFTCAP."""
+        return np.array(
+            [
+                self.eps, self.scale, self.embedding_scale, self.residual_scale, self.softcap, self.logit_scale, self.logit_softcap,
+            ],
+            np.float32,
+        )  # fmt: skip
+
+
+def stack_norms(pairs: Sequence[tuple[np.ndarray, np.ndarray] | None], n: int) -> np.ndarray:
+    """Return the layers' pairs of norms as [2 · L, n] float32, or [0, n] if no layer has them."""
+    found = [norm for pair in pairs if pair is not None for norm in pair]
+    assert len(found) in (0, 2 * len(pairs)), "norms in some layers only"
+    return np.stack(found).astype(np.float32) if found else np.zeros((0, n), np.float32)
 
 
 def describe_experts(layers: Sequence[LayerWeights]) -> tuple[np.ndarray, ...]:

@@ -18,7 +18,21 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
 from ngramspec.backends.cpu.codegen.intrinsics import call_compiled, call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
-from ngramspec.backends.cpu.llama_layers import DOWN, GATE, OUT, UP, K, Q
+from ngramspec.backends.cpu.llama_layers import (
+    DOWN,
+    EMBEDDING_SCALE,
+    EPS,
+    GATE,
+    LOGIT_SCALE,
+    LOGIT_SOFTCAP,
+    OUT,
+    RESIDUAL_SCALE,
+    SCALE,
+    SOFTCAP,
+    UP,
+    K,
+    Q,
+)
 from ngramspec.backends.cpu.matmul import (
     BLOCKS,
     CODES_AT,
@@ -33,10 +47,11 @@ from ngramspec.backends.cpu.matmul import (
 from ngramspec.backends.cpu.thread_team import close_pass, leave_pass, open_pass, take_seat, wait_for_pass
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
+from ngramspec.sampling.numeric import soft_cap
 from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
-QUANTISE, SILU, UNPACK, ACTIVATE, EXPERTS = range(5)  # indices of a model's functions, which are addresses
+QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS = range(5)  # indices of a model's functions, which are addresses
 PARTS = 15  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 
@@ -102,8 +117,8 @@ def make_shared_pass(*members):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def norm_row(x, weight, eps, out):
-    """Compute out = x / sqrt(mean(x²) + eps) · weight; the sum has 16 lanes."""
+def _compute_norm_scale(x, eps):
+    """Return 1 / sqrt(mean(x²) + eps); the sum has 16 lanes."""
     n = x.shape[0]
     lanes = np.zeros(16, np.float32)
     whole = n & ~15
@@ -115,17 +130,33 @@ def norm_row(x, weight, eps, out):
         total += lanes[i]
     for j in range(whole, n):
         total += x[j] * x[j]
-    scale = _F(1) / np.sqrt(total / _F(n) + eps)
-    for j in range(n):
+    return _F(1) / np.sqrt(total / _F(n) + eps)
+
+
+@njit(cache=True, nogil=True)
+def norm_row(x, weight, eps, out):
+    """Compute out = x / sqrt(mean(x²) + eps) · weight."""
+    scale = _compute_norm_scale(x, eps)
+    for j in range(x.shape[0]):
         out[j] = weight[j] * (x[j] * scale)
 
 
 @njit(cache=True, nogil=True)
-def _norm_and_quantise_row(x, delta, add, weight, eps, normed, function, codes, act_scales):
-    """Add delta to x [H] if `add` is set; write x's norm to `normed` and, quantised, to `codes` and `act_scales`."""
-    if add:
+def _add_row(x, delta, post_norms, i, numbers, out):
+    """Compute out [H] = x + delta · residual scale, where delta is normed by post-norm `i` if there are any."""
+    factor = numbers[RESIDUAL_SCALE]
+    if post_norms.shape[0]:
+        scale = _compute_norm_scale(delta[: x.shape[0]], numbers[EPS])
         for j in range(x.shape[0]):
-            x[j] += delta[j]
+            out[j] = x[j] + factor * (post_norms[i, j] * (delta[j] * scale))
+    else:
+        for j in range(x.shape[0]):
+            out[j] = x[j] + factor * delta[j]
+
+
+@njit(cache=True, nogil=True)
+def _norm_and_quantise_row(x, weight, eps, normed, function, codes, act_scales):
+    """Write the norm of x [H] to `normed` and, quantised, to `codes` and `act_scales`."""
     norm_row(x, weight, eps, normed[: x.shape[0]])
     quantise_row(function, normed, codes, act_scales)
 
@@ -159,12 +190,12 @@ def _run_product_part(state, part, n_threads, matrices, columns, tables, n_rows,
 
 @njit(cache=True, nogil=True)
 def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, inputs, buffers):
-    """Compute silu(gate) · up of all rows, and its codes. A piece is some super-blocks of 256 of the products' outputs.
+    """Compute activation(gate) · up of all rows, and its codes. A piece is some super-blocks of 256 of the products' outputs.
 
-    `matrices`: gate and up; `functions`: addresses of quantise and silu; `buffers`: gate and up's outputs, the result, its codes and their
-    activation scales.
+    `matrices`: gate and up; `functions`: addresses of quantise and the gated activation; `buffers`: gate and up's outputs, the result, its
+    codes and their activation scales.
     """
-    gate, (quantise, silu), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
+    gate, (quantise, activate), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
     n_blocks = middle.shape[1] // DEPTH
     step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // (2 * SUPER)) * SUPER
     total = (n_blocks + step - 1) // step
@@ -179,9 +210,8 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
         a, b = first * DEPTH, end * DEPTH
         for r in range(n_rows):
             row = middle[r, a:b]
-            call_kernel(
-                silu, (both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-            )
+            gate_at, up_at = both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data
+            call_kernel(activate, (gate_at, up_at, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
             quantise_row(quantise, row, out_codes[r, :, a:b], out_act_scales[r, :, first:end])
         finish_piece(state, part)
     wait_for_pieces(state, part, total)
@@ -192,7 +222,7 @@ def run_experts(part, layer, shared):
     """Run the parts of a layer's mixture of experts, from `part` on. Their sum is added to what the layer's shared expert has made."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    _, tables, _, _, _, _, _, functions, _, _, _, experts, _ = model.weights
+    _, tables, _, _, _, functions, _, _, experts, _ = model.weights
     _, out, normed, codes, act_scales, _, _, _, _, _, _, _, _, pairs = model.work
     m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
     ids, codes, act_scales = pairs.ids[layer], codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH]
@@ -207,22 +237,27 @@ def run_experts(part, layer, shared):
             moe.choose_experts(pairs.logits[r], correction, options, scale, ids[r], pairs.weights[r])
         finish_piece(state, part + 1)
     wait_for_pieces(state, part + 1, pieces)
-    code, rows = (tables, (functions[QUANTISE], functions[ACTIVATE])), (n_rows, inputs, (normed, codes, act_scales))
+    code, rows = (tables, (functions[QUANTISE], functions[ACTIVATE_EXPERTS])), (n_rows, inputs, (normed, codes, act_scales))
     moe.run_chosen(state, part + 2, n_threads, (m, options, ids), code, rows, moe.allocate_choice(n_rows, pairs, options), pairs, out)
 
 
 @njit(cache=True, nogil=True)
-def _embed(function, m, token, panel, x):
+def _embed(function, m, token, scale, panel, x):
     p, lane = token // WIDTH, token % WIDTH
     at = m[0] + p * m[PANEL_BYTES]
     call_kernel(function, (at, m[BLOCKS], m[SUPER_AT], m[CODES_AT], panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
     for k in range(x.shape[0]):
-        x[k] = panel[k, lane]
+        x[k] = scale * panel[k, lane]
 
 
 @njit(cache=True, nogil=True)
-def _run_head_part(state, part, thread, n_threads, m, tables, n_rows, inputs, results):
-    """Compute the logits of all rows and the top-k tokens of the pieces that this thread took, while they are in its cache."""
+def _run_head_part(state, part, threads, m, tables, numbers, n_rows, inputs, results):
+    """Compute the logits of all rows and the top-k tokens of the pieces that this thread took, while they are in its cache.
+
+    `threads`: this one's number, and how many there are.
+    """
+    thread, n_threads = threads
+    scale, softcap = numbers[LOGIT_SCALE], numbers[LOGIT_SOFTCAP]
     logits, _, vocab_size, tokens, values, fine, _ = results
     step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
     total = (m[PANELS] + step - 1) // step
@@ -234,6 +269,12 @@ def _run_head_part(state, part, thread, n_threads, m, tables, n_rows, inputs, re
         multiply(m, tables, first, end, n_rows, inputs, logits.ctypes.data, logits.strides[0])
         a, b = first * WIDTH, min(end * WIDTH, vocab_size)
         for r in range(n_rows):
+            if scale != _F(1):
+                for j in range(a, b):
+                    logits[r, j] *= scale
+            if softcap > _F(0):
+                for j in range(a, b):
+                    logits[r, j] = soft_cap(logits[r, j], softcap)
             fine[thread, r] &= scan_logits(logits[r, a:b], a, tokens[thread, r], values[thread, r])
         finish_piece(state, part)
     wait_for_pieces(state, part, total)
@@ -305,12 +346,12 @@ def run_thread(thread, shared):
     input_ids, wanted, items, block_tables = p.input_ids, p.wanted, p.items, p.tables
     positions, bases, paths, blocks, offsets = p.positions, p.bases, p.paths, p.blocks, p.offsets
     results = p.logits, states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
-    matrices, tables, norms, head_norms, windows, rotary, numbers, functions, cos, sin, scales, experts, sinks = model.weights
+    matrices, tables, (norms, head_norms, post_norms), (windows, rotary), numbers, functions, angles, scales, experts, sinks = model.weights
     all_keys, all_values = model.pool
     x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
     n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
-    hidden, eps, scale = x.shape[1], numbers[0], numbers[1]
-    quantise, silu, unpack = functions[QUANTISE], functions[SILU], functions[UNPACK]
+    hidden, eps, (cos, sin) = x.shape[1], numbers[EPS], angles
+    quantise, activate, unpack = functions[QUANTISE], functions[ACTIVATE], functions[UNPACK]
     pieces = min(n_rows, PIECES)
     codes_wide, codes_mixed = codes[:, :, : normed.shape[1]], codes[:, :, : mixed.shape[1]]
     act_scales_wide, act_scales_mixed = act_scales[:, :, : normed.shape[1] // DEPTH], act_scales[:, :, : mixed.shape[1] // DEPTH]
@@ -327,7 +368,7 @@ def run_thread(thread, shared):
                 break
             panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                _embed(unpack, table, input_ids[r], panel, x[r])
+                _embed(unpack, table, input_ids[r], numbers[EMBEDDING_SCALE], panel, x[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
         part += 1
@@ -344,9 +385,9 @@ def run_thread(thread, shared):
             if i >= pieces:
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                _norm_and_quantise_row(
-                    x[r], delta[r], layer > first, norms[2 * layer], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r]
-                )
+                if layer > first:
+                    _add_row(x[r], delta[r], post_norms, 2 * layer - 1, numbers, x[r])
+                _norm_and_quantise_row(x[r], norms[2 * layer], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
         _run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
@@ -363,7 +404,8 @@ def run_thread(thread, shared):
                         head = qkv[r, three[1] + h * head_dim : three[1] + (h + 1) * head_dim]
                         norm_row(head, head_norms[2 * layer + 1], eps, head)
                 at = positions[r]
-                row_cos, row_sin = (cos[at], sin[at]) if rotary[layer] else (not_turned, no_sin)
+                which = rotary[layer]
+                row_cos, row_sin = (cos[which, at], sin[which, at]) if which >= 0 else (not_turned, no_sin)
                 rope_kv_row(qkv[r], row_cos, row_sin, q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
                 if scales.shape[0]:
                     for h in range(n_heads):
@@ -378,8 +420,8 @@ def run_thread(thread, shared):
             if i >= n_pieces:
                 break
             attend_piece(
-                i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, scale, windows[layer], _F(0),
-                sinks[layer] if sinks.shape[0] else no_sinks,
+                i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, numbers[SCALE], windows[layer],
+                numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks,
             )  # fmt: skip
             finish_piece(state, part + 3)
         wait_for_pieces(state, part + 3, n_pieces)
@@ -398,14 +440,13 @@ def run_thread(thread, shared):
             if i >= pieces:
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                _norm_and_quantise_row(
-                    x[r], delta[r], True, norms[2 * layer + 1], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r]
-                )
+                _add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
+                _norm_and_quantise_row(x[r], norms[2 * layer + 1], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part + 6)
         wait_for_pieces(state, part + 6, pieces)
         has_experts = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0
         if not has_experts or experts[1][layer, moe.SHARED] != moe.NO_SHARED:
-            _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, silu), n_rows, wide_rows, mlp_buffers)
+            _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
             _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         if has_experts:
             call_compiled(functions[EXPERTS], (part + 9, layer, shared))
@@ -418,8 +459,7 @@ def run_thread(thread, shared):
             break
         row = np.empty(hidden, np.float32)
         r = wanted[i] if i < n_wanted else i - n_wanted
-        for j in range(hidden):
-            row[j] = x[r, j] + delta[r, j]
+        _add_row(x[r], delta[r], post_norms, 2 * last - 1, numbers, row)
         if i < n_wanted:
             norm_row(row, weight, eps, normed[i, :hidden])
             quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
@@ -429,4 +469,4 @@ def run_thread(thread, shared):
     wait_for_pieces(state, part, n_wanted + n_kept)
     if n_wanted:
         head = matrices[matrices.shape[0] - 1]
-        _run_head_part(state, part + 1, thread, threads, head, tables, n_wanted, wide_rows, results)
+        _run_head_part(state, part + 1, (thread, threads), head, tables, numbers, n_wanted, wide_rows, results)

@@ -201,7 +201,7 @@ class LlamaRunner(Runner):
         for i, layer in enumerate(self.decoder.layers):
             matrices = (*layer.matrices, *(layer.experts.matrices if layer.experts else ()))
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in matrices)
-            kinds.setdefault((parts, layer.window, layer.head_norms is None), i)
+            kinds.setdefault((parts, layer.window, layer.rotary), i)
         return all(self.rows_are_independent(partial(self._compute_states, i), 4) for i in kinds.values()) and self._head_is_independent()
 
     def _compute_states(self, layer: int, spans: list[Span]) -> np.ndarray:

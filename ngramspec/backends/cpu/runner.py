@@ -22,14 +22,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ngramspec.backends.base import Runner, check_supported, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
-from ngramspec.backends.cpu import experts as moe
-from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
-from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
 from ngramspec.backends.cpu.matmul import MatmulContext
 from ngramspec.backends.cpu.module_patch import ModulePatcher
-from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, QueryScale, WeightMap
+from ngramspec.backends.cpu.weight_map_reader import read_weight_map
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models import masks as model_attention
 from ngramspec.models.parameters import make_params_source
@@ -57,7 +54,6 @@ from ngramspec.sampling.topk import rank_rows
 # some of which are rounded to another neighbour than transformers' own.
 TOLERANCE, HALVES = 2e-3, 5e-3
 MATES = 3  # Rows of another sequence placed before the compared ones, so that a row's place in the pass differs from its position.
-ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
 
 
 class CpuRunner(LlamaRunner):
@@ -121,7 +117,7 @@ class CpuRunner(LlamaRunner):
         self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks)
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():
-            self.weight_map = self._read_weight_map(source)
+            self.weight_map = read_weight_map(model, source, self.shapes)
             self._build_decoder(source, binder)
             if not in_memory:
                 small = Reference(model, source, self.kv_dtype)
@@ -145,46 +141,6 @@ class CpuRunner(LlamaRunner):
         set_attention(self.model, ATTENTION[self.kv_dtype])
         layers = range(len(layers_of(self.model))) if whole else kinds
         return text, trace(self.model, torch.from_numpy(text.ids).long(), text.positions, layers)
-
-    def _read_weight_map(self, source: TensorSource) -> WeightMap | None:
-        """Read the model's weight map if its modules are those of a Llama-style decoder; `_check` compares the results."""
-        base: Any = self.model.base_model
-        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        rotary, norm = getattr(base, "rotary_emb", None), getattr(base, "norm", None)
-        layers = getattr(base, "layers", None)
-        if not (
-            layers and len(set(self.shapes)) == 1 and isinstance(rotary, nn.Module) and isinstance(norm, fused_ops.RMSNorm)
-            and isinstance(head, CpuPackedLinear) and isinstance(embedding, CpuPackedEmbedding)
-        ):  # fmt: skip
-            return None
-        paths = {module: path for path, module in self.model.named_modules(remove_duplicate=False)}
-
-        def names(path: str) -> tuple[str, str | None]:
-            return f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None
-
-        found = [_map_layer(layer, paths[layer], names) for layer in layers]
-        norms = [m for m in self.model.modules() if isinstance(m, fused_ops.RMSNorm)]
-        frequencies, angle_scale = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", 1.0)
-        n_kv, head_dim = self.shapes[0]
-        scales = {float(layer.self_attn.scaling) for layer in layers if hasattr(getattr(layer, "self_attn", None), "scaling")}
-        alike = {(float(m.eps), m.offset) for m in norms}
-        if not all(found) or len(scales) != 1 or len(alike) != 1 or frequencies is None or 2 * len(frequencies) != head_dim:
-            return None
-        tied = embedding.matrix is head.product.matrices[0]
-        weight_map = WeightMap(
-            layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
-            head=names(paths[embedding if tied else head]),
-            norm=names(paths[norm])[0], norm_offset=norm.offset, eps=float(norm.eps), scale=scales.pop(),
-            n_heads=layers[0].self_attn.q_proj.out_features // head_dim, n_kv=n_kv, head_dim=head_dim,
-            frequencies=frequencies.float().tolist(), angle_scale=float(angle_scale), query_scale=_read_query_scale(self.model),
-        )  # fmt: skip
-        for first in (0, 1000):
-            theirs = rotary(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None])
-            ours = weight_map.angles(first, 24)
-            for t, o in zip((t[0].float().numpy() for t in theirs), ours, strict=True):  # gpt-oss has half of them, which are repeated
-                if t.shape[-1] not in (head_dim // 2, head_dim) or np.abs(t - o[:, : t.shape[-1]]).max() > ROUNDING:
-                    return None
-        return weight_map
 
     def _build_decoder(self, source: TensorSource, binder: ModulePatcher) -> None:
         if self.weight_map is not None:
@@ -314,66 +270,3 @@ class CpuRunner(LlamaRunner):
         if self._hook is not None:
             self._hook.remove()
         self._states, self._hook = None, self.model.base_model.register_forward_hook(remember) if wanted else None
-
-
-def _map_layer(layer: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> LayerWeightMap | None:
-    """Map the parts of a Llama-style layer at a path; None for another kind of layer."""
-    children = dict(layer.named_children())
-    attn: Any = children.get("self_attn")
-    mlp = next((name for name in ("mlp", "block_sparse_moe") if name in children), "")
-    mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
-    dense = "mlp.shared_expert" if mixed and mixed.shared else "mlp"
-    norms: Any = (children.get("input_layernorm"), children.get("post_attention_layernorm"))
-    if len(children) != 4 or not all(isinstance(norm, fused_ops.RMSNorm) for norm in norms):
-        return None
-    if mixed is None and not isinstance(children.get("mlp"), fused_ops.GatedMLP):
-        return None
-    parts = dict(attn.named_children()) if attn is not None else {}
-    heads: list[Any] = [parts.pop(name, None) for name in ("q_norm", "k_norm")]
-    q: Any
-    o: Any
-    q, k, v, o = (parts.pop(name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    if parts or not all(isinstance(p, SharedLinear) for p in (q, k, v)) or not isinstance(o, CpuPackedLinear):
-        return None
-    if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) and len(norm.weight) == attn.head_dim for norm in heads):
-        return None
-    if not isinstance(getattr(attn, "scaling", None), float) or not hasattr(attn, "head_dim"):
-        return None
-    window = attn.sliding_window if hasattr(attn, "sliding_window") else getattr(attn.config, "sliding_window", None)  # as it is handed on
-    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"}:
-        return None
-    inside = [f"self_attn.{name}_proj" for name in "qkvo"]
-    if mixed is None or mixed.shared:
-        inside += [f"{dense}.{name}_proj" for name in ("gate", "up", "down")]
-    return LayerWeightMap(
-        matrices=[names(f"{path}.{name}") for name in inside],
-        norms=[names(f"{path}.{name}")[0] for name in ("input_layernorm", "post_attention_layernorm")],
-        head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,
-        window=window or 0,
-        rotary=bool(getattr(attn, "use_rope", True)),
-        experts=mixed,
-        sinks=f"{path}.self_attn.sinks" if hasattr(attn, "sinks") else None,
-    )
-
-
-def _map_experts(block: nn.Module, path: str, names: Callable[[str], tuple[str, str | None]]) -> ExpertsMap | None:
-    """Map a router and experts at a path, and what a shared expert needs besides its MLP; None for another kind of module."""
-    parts = dict(block.named_children())
-    experts, router_name = parts.pop("experts", None), next((name for name in ("gate", "router") if name in parts), "")
-    router, shared, shared_gate = parts.pop(router_name, None), parts.pop("shared_expert", None), parts.pop("shared_expert_gate", None)
-    if parts or not isinstance(experts, PackedExperts) or not isinstance(router, PackedRouter):
-        return None
-    if shared is not None and not (isinstance(shared, fused_ops.GatedMLP) and isinstance(shared_gate, CpuPackedLinear)):
-        return None
-    return ExpertsMap(
-        weights=experts.weights, router=names(f"{path}.{router_name}"), top_k=int(router.options[moe.TOP_K]),
-        scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
-        shared=moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
-        shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, clamped=experts.experts.clamped,
-    )  # fmt: skip
-
-
-def _read_query_scale(model: PreTrainedModel) -> QueryScale | None:
-    rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    growth, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    return QueryScale(float(growth), int(length)) if growth and length else None

@@ -13,7 +13,7 @@ import numpy as np
 from ngramspec.backends.cpu import packing
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
-from ngramspec.backends.cpu.llama_layers import LayerWeights
+from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions
 from ngramspec.backends.cpu.llama_runner import make_pool
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
@@ -41,12 +41,13 @@ def run_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPo
         return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
 
     def make_angles(_first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.ones((n, _SIZE), np.float32), np.zeros((n, _SIZE), np.float32)
+        return np.ones((1, n, _SIZE), np.float32), np.zeros((1, n, _SIZE), np.float32)
 
     matrix, norm = make_matrix(), np.ones(_SIZE, np.float32)
     decoder = LlamaDecoder(
-        context, [LayerWeights((matrix,) * 7, (norm, norm), None)], embedding=matrix, head=matrix, norm=norm, eps=1e-5, scale=1.0,
-        n_heads=1, head_dim=_SIZE, angles=make_angles, query_scales=lambda _first, _n: np.empty(0, np.float32),
+        context, [LayerWeights((matrix,) * 7, (norm, norm), None)], embedding=matrix, head=matrix, norm=norm,
+        options=ModelOptions(n_heads=1, head_dim=_SIZE, eps=1e-5, scale=1.0), angles=make_angles,
+        query_scales=lambda _first, _n: np.empty(0, np.float32),
     )  # fmt: skip
     pool = make_pool([(1, _SIZE)], kv_dtype, 1 << 20, 1, 2 * BLOCK, None)
     pool.reserve(0, 4)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
-from ngramspec.backends.cpu.llama_layers import LayerWeights
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, LayerWeights, ModelOptions
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.models.expert_weights import ExpertWeights, append_rows
@@ -45,10 +45,11 @@ class LayerWeightMap:
     norms: list[str]
     head_norms: list[str] | None
     window: int
-    rotary: bool = True
-    """Whether queries and keys are rotated by their position."""
+    rotary: int = 0
+    """Index among the model's rotary embeddings, or NO_ROTARY."""
     experts: ExpertsMap | None = None
     sinks: str | None = None
+    post_norms: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,22 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True)
+class Rotary:
+    """A rotary embedding in rotated halves."""
+
+    frequencies: list[float]
+    """[D / 2] float32: of the angles."""
+    scale: float
+    """Factor of cos and sin."""
+
+    def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return cos and sin [n, D] float32 of n positions from `first` on."""
+        turns = np.arange(first, first + n, dtype=np.float32)[:, None] * np.array(self.frequencies, np.float32)
+        both = np.concatenate([turns, turns], axis=1)
+        return np.cos(both) * np.float32(self.scale), np.sin(both) * np.float32(self.scale)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightMap:
     layers: list[LayerWeightMap]
     embedding: str
@@ -67,19 +84,13 @@ class WeightMap:
     norm: str
     norm_offset: float
     """Added to the weights of norms."""
-    eps: float
-    scale: float
-    n_heads: int
     n_kv: int
-    head_dim: int
-    frequencies: list[float]
-    """[D / 2] float32: frequencies of the rotary embedding's angles."""
-    angle_scale: float
-    """Factor of cos and sin."""
+    rotaries: list[Rotary]
+    options: ModelOptions
     query_scale: QueryScale | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"options": self.options._asdict()}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> WeightMap:
@@ -87,12 +98,15 @@ class WeightMap:
         layers = [_layer_from_json(layer) for layer in found["layers"]]
         weight, bias = found["head"]
         query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
-        return cls(**{**found, "layers": layers, "head": (weight, bias), "query_scale": query_scale})
+        rotaries, options = [Rotary(**each) for each in found["rotaries"]], ModelOptions(**found["options"])
+        parts = {"layers": layers, "head": (weight, bias), "rotaries": rotaries, "options": options, "query_scale": query_scale}
+        return cls(**{**found, **parts})
 
     def check(self, source: TensorSource) -> None:
         """Raise ValueError or KeyError unless every weight has the shape in which a pass uses it: the pass reads addresses unchecked."""
         vocab, hidden = source[self.embedding].shape
-        mixed, kv = self.n_heads * self.head_dim, self.n_kv * self.head_dim
+        n_heads, head_dim = self.options.n_heads, self.options.head_dim
+        mixed, kv = n_heads * head_dim, self.n_kv * head_dim
         wanted: list[tuple[str | None, tuple[int, ...]]] = [(self.norm, (hidden,))]
 
         def want(matrix: tuple[str, str | None], n_out: int, n_in: int) -> None:
@@ -113,16 +127,20 @@ class WeightMap:
                 raise ValueError("a layer has neither an MLP nor experts")
             if layer.experts:
                 wanted.extend(_list_expert_shapes(layer.experts, source, hidden))
-            wanted.extend((name, (hidden,)) for name in layer.norms)
-            wanted.extend((name, (self.head_dim,)) for name in layer.head_norms or ())
-            wanted.append((layer.sinks, (self.n_heads,)))
+            wanted.extend((name, (hidden,)) for name in (*layer.norms, *(layer.post_norms or ())))
+            wanted.extend((name, (head_dim,)) for name in layer.head_norms or ())
+            wanted.append((layer.sinks, (n_heads,)))
         for name, shape in wanted:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
-        pairs = [len(layer.norms) == 2 and (layer.head_norms is None or len(layer.head_norms) == 2) for layer in self.layers]
-        sinks = {layer.sinks is None for layer in self.layers}
-        if not all(pairs) or len(sinks) > 1 or 2 * len(self.frequencies) != self.head_dim or self.n_heads % self.n_kv or vocab < 1:
-            raise ValueError("numbers of norms, frequencies or heads do not fit each other")
+        pairs = [norms for layer in self.layers for norms in (layer.norms, layer.head_norms, layer.post_norms) if norms is not None]
+        alike = {(layer.sinks is None, layer.head_norms is None, layer.post_norms is None) for layer in self.layers}
+        turned = all(NO_ROTARY <= layer.rotary < len(self.rotaries) for layer in self.layers)
+        halves = {2 * len(each.frequencies) for each in self.rotaries}
+        if any(len(pair) != 2 for pair in pairs) or len(alike) > 1 or not turned or halves != {head_dim}:
+            raise ValueError("norms or rotary embeddings do not fit each other")
+        if n_heads % self.n_kv or vocab < 1:
+            raise ValueError(f"{n_heads} heads, {self.n_kv} of keys, and {vocab} tokens")
 
     @property
     def has_experts(self) -> bool:
@@ -130,13 +148,12 @@ class WeightMap:
 
     def kv_shapes(self) -> list[tuple[int, int]]:
         """Return (n_kv_heads, head_dim) per layer."""
-        return [(self.n_kv, self.head_dim)] * len(self.layers)
+        return [(self.n_kv, self.options.head_dim)] * len(self.layers)
 
     def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return cos and sin [n, D] float32 of n positions from `first` on."""
-        turns = np.arange(first, first + n, dtype=np.float32)[:, None] * np.array(self.frequencies, np.float32)
-        both = np.concatenate([turns, turns], axis=1)
-        return np.cos(both) * np.float32(self.angle_scale), np.sin(both) * np.float32(self.angle_scale)
+        """Return cos and sin [R, n, D] float32 of n positions from `first` on, for R rotary embeddings."""
+        cos, sin = zip(*(each.angles(first, n) for each in self.rotaries), strict=True)
+        return np.stack(cos), np.stack(sin)
 
     def query_scales(self, first: int, n: int) -> np.ndarray:
         """Return factors [n] float32 of the queries at n positions from `first` on; [0] if queries are not scaled."""
@@ -197,12 +214,13 @@ class WeightMap:
                 layer.rotary,
                 make_experts(layer.experts) if layer.experts else None,
                 source[layer.sinks].float32() if layer.sinks else None,
+                (norm(layer.post_norms[0]), norm(layer.post_norms[1])) if layer.post_norms else None,
             )
             for layer in self.layers
         ]
         return LlamaDecoder(
-            context, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm), eps=self.eps,
-            scale=self.scale, n_heads=self.n_heads, head_dim=self.head_dim, angles=self.angles, query_scales=self.query_scales,
+            context, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm),
+            options=self.options, angles=self.angles, query_scales=self.query_scales,
         )  # fmt: skip
 
 

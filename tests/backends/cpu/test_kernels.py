@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from llvmlite import binding
 from weights import (
     EVERY,
@@ -32,7 +33,7 @@ from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, Compil
 from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, quantise_row
 from ngramspec.datastore.cache_dir import cache_dir
-from ngramspec.sampling.numeric import exp
+from ngramspec.sampling.numeric import compute_gelu, exp
 
 N, K = 37, 768
 MOST = max(INT8_ROWS)
@@ -209,9 +210,9 @@ def test_numbers_too_small_for_a_scale(size: float, generic: Kernels, other: Ker
         assert np.abs(y).max() < 1e-30
 
 
-def silu(made: Kernels, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+def activate(function: int, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     y = np.full_like(gate, np.nan)
-    run(made.get_silu(), gate.ctypes.data, up.ctypes.data, len(gate) // DEPTH, y.ctypes.data)
+    run(function, gate.ctypes.data, up.ctypes.data, len(gate) // DEPTH, y.ctypes.data)
     return y
 
 
@@ -220,15 +221,29 @@ def test_silu(generic: Kernels, other: Kernels) -> None:
     edges = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 88.0, -88.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e30, -1e30, 0.5]
     gate = np.concatenate([np.array(edges * 2), rng.normal(0, 4, 8000), np.linspace(-110, 110, 4192)]).astype(np.float32)
     up = rng.normal(0, 2, len(gate)).astype(np.float32)
-    got = silu(generic, gate, up)
+    got = activate(generic.get_silu(), gate, up)
     one = np.float32(1)
     same_bits(got, np.array([g / (one + exp(-g)) * u for g, u in zip(gate, up, strict=True)], np.float32))
-    same_bits(silu(other, gate, up), got)
+    same_bits(activate(other.get_silu(), gate, up), got)
     wide = gate.astype(np.float64)
     with np.errstate(over="ignore"):
         expected = wide / (1 + np.exp(-wide)) * up
     rest = 1e-38 * np.abs(wide * up)  # the exponential ends before it is no float32 any more
     assert (np.abs(got - expected) <= 3e-7 * np.abs(expected) + rest + 1e-44).all()
+
+
+def test_gelu(generic: Kernels, other: Kernels) -> None:
+    rng = np.random.default_rng(0)
+    edges = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 5.0, -5.0, 10.0, -10.0, 1e4, -1e4, 1e20, -1e20, 1e30, -1e30, 0.5]
+    gate = np.concatenate([np.array(edges * 2), rng.normal(0, 2, 4000), np.linspace(-12, 12, 4192)]).astype(np.float32)
+    up = rng.normal(0, 2, len(gate)).astype(np.float32)
+    got = activate(generic.get_gelu(), gate, up)
+    same_bits(got, np.array([compute_gelu(g) * u for g, u in zip(gate, up, strict=True)], np.float32))
+    same_bits(activate(other.get_gelu(), gate, up), got)
+    near = np.abs(gate) < 1e5
+    expected = torch.nn.functional.gelu(torch.from_numpy(gate[near]).double(), approximate="tanh").numpy() * up[near]
+    np.testing.assert_allclose(got[near], expected, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(got).all()
 
 
 def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:

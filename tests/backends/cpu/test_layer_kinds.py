@@ -22,11 +22,14 @@ from ngramspec.sampling.batch import Span
 
 OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23}
 GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16}
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
     "gemma3": ("gemma3_text", {"layer_types": None}, [0, 5]),
-    "gemma2": ("gemma2", {}, [0, 1]),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, [0, 1]),
+    "gemma": ("gemma", {"head_dim": 16}, [0]),
+    "granite": ("granite", GRANITE, [0]),
     "cohere2": ("cohere2", {"sliding_window": tiny.WINDOW}, [0, 3]),
     "olmo3": ("olmo3", {"sliding_window": tiny.WINDOW}, [0, 3]),
     "gpt2": ("gpt2", {}, [0]),
@@ -39,7 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "gpt_oss": ("gpt_oss", {}, [0, 1]),
 }
 """Name in transformers, options, and the first layer of each kind."""
-COMPILED = ("smollm3", "ministral3", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss")
+COMPILED = ("smollm3", "ministral3", "gemma", "gemma2", "gemma3", "granite", "granitemoe", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss")
 
 
 def model_of(name: str, **overrides: Any) -> Any:
@@ -101,7 +104,7 @@ def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) 
 
 def rotate_all(monkeypatch: pytest.MonkeyPatch) -> None:
     right = weight_map_module.LayerWeights
-    monkeypatch.setattr(weight_map_module, "LayerWeights", lambda *fields: right(*fields)._replace(rotary=True))
+    monkeypatch.setattr(weight_map_module, "LayerWeights", lambda *fields: right(*fields)._replace(rotary=0))
 
 
 def scale_no_query(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ import torch
 from ngramspec.backends.cpu import runner as runner_module
 from ngramspec.backends.cpu import weight_map as weight_map_module
 from ngramspec.backends.cpu.formats import WIDTH
+from ngramspec.backends.cpu.llama_forward import LlamaDecoder
+from ngramspec.backends.cpu.llama_layers import ModelOptions
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, count_packed_bytes, is_quantised
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.thread_team import ThreadTeam
@@ -31,6 +33,7 @@ from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import rank_rows
 
 LLAMA_KIND = ("llama", "mistral", "qwen2", "qwen3")
+COMPILED = (*LLAMA_KIND, "gemma2", "gemma3")
 TOKENS = (np.arange(60) * 37 % 290).astype(np.int32)
 Bind = Callable[..., CpuRunner]
 
@@ -102,7 +105,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_logits_are_those_of_transformers(bind: Bind, expected: Callable[..., Any], family: str, precision: str, near: float) -> None:
     runner = bind(family, precision=precision)
     assert (runner.precision, runner.exactness) == (precision, "bitwise")
-    assert (runner.decoder is not None) == (family in LLAMA_KIND)
+    assert (runner.decoder is not None) == (family in COMPILED)
     wanted = expected(family).logits[0]
     if not family.startswith("gemma"):
         assert distance(logits_of(runner), wanted) < near
@@ -128,7 +131,7 @@ def test_models_in_memory(arch: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_bits_are_the_same_however_a_text_is_cut(bind: Bind, family: str, precision: str) -> None:
     runner = bind(family, "IQ4_XS", precision=precision)
     assert runner.decoder is not None
@@ -235,7 +238,11 @@ def test_half_the_memory_for_keys_and_values(bind: Bind) -> None:
 def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the compiled pass alone."""
     right = weight_map_module.LlamaDecoder
-    monkeypatch.setattr(weight_map_module, "LlamaDecoder", lambda *args, scale, **options: right(*args, scale=1.5 * scale, **options))
+
+    def make(*args: Any, options: ModelOptions, **rest: Any) -> LlamaDecoder:
+        return right(*args, options=options._replace(scale=1.5 * options.scale), **rest)
+
+    monkeypatch.setattr(weight_map_module, "LlamaDecoder", make)
 
 
 def wrong_angles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +277,7 @@ def test_a_model_that_computes_something_else_is_refused(bind: Bind, monkeypatch
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-@pytest.mark.parametrize("family", LLAMA_KIND)
+@pytest.mark.parametrize("family", COMPILED)
 def test_a_recipe_makes_the_same_pass(bind: Bind, files: Callable[[str, str], Path], family: str, precision: str) -> None:
     """Of what the first start has found out, through JSON, without transformers' modules."""
     first = bind(family, precision=precision)

@@ -170,6 +170,10 @@ class Kernels:
         """Return a function of (addresses of gate and up, number of blocks of 32, address of the result silu(gate) · up, float32)."""
         return self._get_function("silu", None, emit_silu)
 
+    def get_gelu(self) -> int:
+        """Return a function as `get_silu` does, of gelu(gate) · up (`sampling.numeric.compute_gelu`)."""
+        return self._get_function("gelu", None, partial(emit_silu, gelu=True))
+
     def get_gated_activation(self, clamped: tuple[float, float] | None) -> int:
         """Return a function as `get_silu` does; with `clamped` (alpha, limit) that of gpt-oss, of gate and up clamped to the limit:
         gate · sigmoid(alpha · gate) · (up + 1).
@@ -791,14 +795,15 @@ def emit_exp(e: Emitter, x: Any) -> Any:
     return b.fmul(y, b.bitcast(power, FLOATS))
 
 
-def emit_silu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any]) -> None:
+def emit_silu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, gelu: bool = False) -> None:
     gate0, up0, n_blocks, y0 = args[:4]
     b = e.b
     with e.loop(b.mul(n_blocks, LONG(2)), []) as (i, _, _):
         shift = b.mul(i, LONG(4 * WIDTH))
         gate, up = (e.load(b.add(start, shift), FLOATS, 4) for start in (gate0, up0))
-        one = ir.Constant(FLOATS, [1.0] * WIDTH)
-        share = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(gate))))
+        one, slope, cube = (ir.Constant(FLOATS, [float(x)] * WIDTH) for x in (1.0, numeric.GELU_SLOPE, numeric.GELU_CUBE))
+        argument = b.fmul(gate, e.fma(cube, b.fmul(gate, gate), slope)) if gelu else gate
+        share = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(argument))))
         e.store(b.fmul(share, up), b.add(y0, shift))
 
 

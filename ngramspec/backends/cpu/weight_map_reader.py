@@ -1,0 +1,172 @@
+"""Read a `WeightMap` off a model of transformers whose modules are bound to packed weights (`module_patch`, `fused_ops`).
+
+What these modules cannot show, such as what a layer's forward does with its norms, is assumed from the names of its parts; the runner
+compares the results with transformers'. The module knows names and attributes of transformers' decoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ngramspec.backends.cpu import experts as moe
+from ngramspec.backends.cpu import fused_ops
+from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
+from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions
+from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, QueryScale, Rotary, WeightMap
+from ngramspec.models.tensor_source import TensorSource
+
+ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
+# A layer's norms by name: those before attention and MLP, and those after them.
+_NORMS: tuple[tuple[tuple[str, str], tuple[str, str] | None], ...] = (
+    (("input_layernorm", "post_attention_layernorm"), None),
+    (("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+)
+_Names = Callable[[str], tuple[str, str | None]]  # of weight and bias of the module at a path
+
+
+def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequence[tuple[int, int]]) -> WeightMap | None:
+    """Return the weight map if the modules are those of a Llama-style decoder. `shapes`: (n_kv_heads, head_dim) per layer."""
+    base: Any = model.base_model
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    norm, layers = getattr(base, "norm", None), getattr(base, "layers", None)
+    if not (
+        layers and len(set(shapes)) == 1 and isinstance(norm, fused_ops.RMSNorm)
+        and isinstance(head, CpuPackedLinear) and isinstance(embedding, CpuPackedEmbedding)
+    ):  # fmt: skip
+        return None
+    paths = {module: path for path, module in model.named_modules(remove_duplicate=False)}
+
+    def names(path: str) -> tuple[str, str | None]:
+        return f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None
+
+    n_kv, head_dim = shapes[0]
+    rotaries = _read_rotaries(getattr(base, "rotary_emb", None), head_dim)
+    options = _read_options(model, head_dim)
+    types = list(rotaries or ())
+    of_layers = [types.index(model.config.get_text_config().layer_types[i]) if len(types) > 1 else 0 for i in range(len(layers))]
+    found = [_map_layer(layer, paths[layer], names, which) for layer, which in zip(layers, of_layers, strict=True)]
+    norms = [m for m in model.modules() if isinstance(m, fused_ops.RMSNorm)]
+    if not all(found) or len({(float(m.eps), m.offset) for m in norms}) != 1 or rotaries is None or options is None:
+        return None
+    tied = embedding.matrix is head.product.matrices[0]
+    return WeightMap(
+        layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
+        head=names(paths[embedding if tied else head]), norm=names(paths[norm])[0], norm_offset=norm.offset, n_kv=n_kv,
+        rotaries=list(rotaries.values()), options=options, query_scale=_read_query_scale(model),
+    )  # fmt: skip
+
+
+def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary] | None:
+    """Return the rotary embeddings by the type of their layers ("" if there is one for all); None for another kind of them."""
+    if module is None:
+        return None
+    found = {}
+    for kind in getattr(module, "layer_types", None) or [""]:
+        prefix = f"{kind}_" if kind else ""
+        frequencies, scale = getattr(module, f"{prefix}inv_freq", None), getattr(module, f"{prefix}attention_scaling", 1.0)
+        if frequencies is None or 2 * len(frequencies) != head_dim:
+            return None
+        found[kind] = Rotary(frequencies.float().tolist(), float(scale))
+        for first in (0, 1000):
+            theirs = module(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None], *([kind] if kind else []))
+            ours = found[kind].angles(first, 24)
+            for t, o in zip((t[0].float().numpy() for t in theirs), ours, strict=True):  # gpt-oss has half of them, which are repeated
+                if t.shape[-1] not in (head_dim // 2, head_dim) or np.abs(t - o[:, : t.shape[-1]]).max() > ROUNDING:
+                    return None
+    return found
+
+
+def _read_options(model: PreTrainedModel, head_dim: int) -> ModelOptions | None:
+    """Return what holds for all layers; None if layers differ in it."""
+    base: Any = model.base_model
+    config: Any = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in base.layers]
+    if not all(hasattr(attn, "scaling") and hasattr(getattr(attn, "q_proj", None), "out_features") for attn in attentions):
+        return None
+    activations = {module.activation for module in model.modules() if isinstance(module, fused_ops.GatedMLP)} or {SILU}
+    alike = {
+        (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), float(getattr(layer, "residual_multiplier", 1)))
+        for layer, attn in zip(base.layers, attentions, strict=True)
+    }
+    if len(activations) != 1 or len(alike) != 1:
+        return None
+    scale, softcap, residual_scale = alike.pop()
+    return ModelOptions(
+        n_heads=attentions[0].q_proj.out_features // head_dim, head_dim=head_dim, eps=float(base.norm.eps), scale=scale,
+        activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
+        embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
+        logit_scale=1 / getattr(config, "logits_scaling", 1), logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0),
+    )  # fmt: skip
+
+
+def _map_layer(layer: nn.Module, path: str, names: _Names, rotary: int) -> LayerWeightMap | None:
+    """Map the parts of a Llama-style layer at a path; None for another kind of layer. `rotary`: number of its rotary embedding."""
+    children = dict(layer.named_children())
+    attn: Any = children.get("self_attn")
+    mlp = next((name for name in ("mlp", "block_sparse_moe") if name in children), "")
+    mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
+    dense = "mlp.shared_expert" if mixed and mixed.shared else "mlp"
+    of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
+    norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*pairs[0], *(pairs[1] or ())}), None)
+    if norms is None or not all(isinstance(norm, fused_ops.RMSNorm) for norm in of_norms.values()):
+        return None
+    if mixed is None and not isinstance(children.get("mlp"), fused_ops.GatedMLP):
+        return None
+    parts = dict(attn.named_children()) if attn is not None else {}
+    heads: list[Any] = [parts.pop(name, None) for name in ("q_norm", "k_norm")]
+    q: Any
+    o: Any
+    q, k, v, o = (parts.pop(name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    if parts or not all(isinstance(p, SharedLinear) for p in (q, k, v)) or not isinstance(o, CpuPackedLinear):
+        return None
+    if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) and len(norm.weight) == attn.head_dim for norm in heads):
+        return None
+    if not isinstance(getattr(attn, "scaling", None), float) or not hasattr(attn, "head_dim"):
+        return None
+    window = attn.sliding_window if hasattr(attn, "sliding_window") else getattr(attn.config, "sliding_window", None)  # as it is handed on
+    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"}:
+        return None
+    inside = [f"self_attn.{name}_proj" for name in "qkvo"]
+    if mixed is None or mixed.shared:
+        inside += [f"{dense}.{name}_proj" for name in ("gate", "up", "down")]
+    return LayerWeightMap(
+        matrices=[names(f"{path}.{name}") for name in inside],
+        norms=[names(f"{path}.{name}")[0] for name in norms[0]],
+        head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,
+        window=window or 0,
+        rotary=rotary if getattr(attn, "use_rope", True) else NO_ROTARY,
+        experts=mixed,
+        sinks=f"{path}.self_attn.sinks" if hasattr(attn, "sinks") else None,
+        post_norms=[names(f"{path}.{name}")[0] for name in norms[1]] if norms[1] else None,
+    )
+
+
+def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | None:
+    """Map a router and experts at a path, and what a shared expert needs besides its MLP; None for another kind of module."""
+    parts = dict(block.named_children())
+    experts, router_name = parts.pop("experts", None), next((name for name in ("gate", "router") if name in parts), "")
+    router, shared, shared_gate = parts.pop(router_name, None), parts.pop("shared_expert", None), parts.pop("shared_expert_gate", None)
+    if parts or not isinstance(experts, PackedExperts) or not isinstance(router, PackedRouter):
+        return None
+    if shared is not None and not (isinstance(shared, fused_ops.GatedMLP) and isinstance(shared_gate, CpuPackedLinear)):
+        return None
+    return ExpertsMap(
+        weights=experts.weights, router=names(f"{path}.{router_name}"), top_k=int(router.options[moe.TOP_K]),
+        scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
+        shared=moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
+        shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, clamped=experts.experts.clamped,
+    )  # fmt: skip
+
+
+def _read_query_scale(model: PreTrainedModel) -> QueryScale | None:
+    rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    growth, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return QueryScale(float(growth), int(length)) if growth and length else None
