@@ -1,10 +1,10 @@
 """The scheduler decides which sequences get rows in the next step: admission, chunked prefill, preemption. Knows block tables, not models.
 
 Sequences wait in the order of their arrival and run in it. Every running sequence that lacks one token of KV gets its
-row; the rest of the row budget goes to prompts, the shortest first and a share of it to the oldest. A sequence is admitted with
-blocks for all tokens it has, and starts after the prefix that the cache knows; when a running one finds the pool full, the youngest
-gives its blocks back, waits, and computes its KV again later: with the same bits, since a row does not depend on how a sequence was
-cut into passes.
+row; the rest of the row budget, which is smaller then, goes to prompts, the shortest first and a share of it to the oldest. A
+sequence is admitted with blocks for all tokens it has, and starts after the prefix that the cache knows; when a running one finds the
+pool full, the youngest gives its blocks back, waits, and computes its KV again later: with the same bits, since a row does not depend
+on how a sequence was cut into passes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Scheduler:
         self.slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
         self.has_room: Callable[[list[int]], bool] = lambda n_tokens: True
         """Whether drafters that keep KV of their own have room for new sequences of these lengths."""
+        self.limit_rows: Callable[[int], int] = lambda n_decoding: max_rows
+        """The most rows of a pass with parts of prompts, given the number of sequences that decode in it."""
         self.n_preempted = 0
         self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
         """Tokens looked up in the prefix cache; tokens found there; tokens found there for new sequences."""
@@ -97,7 +99,7 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1))
-        left = self.max_rows - len(work)
+        left = (min(self.max_rows, self.limit_rows(len(work))) if work else self.max_rows) - len(work)
         prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
         admitted = self._admit_waiting(prefixes) if left > 0 and not preempted else []
         return work + _share_rows([*prompts, *admitted], left), admitted, preempted

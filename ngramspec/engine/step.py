@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
+PROMPT_STRETCH = 4.0  # times as long as without prompts takes a pass of sequences that decode, at most, with a part of a prompt
+LEAST_PROMPT_ROWS = 16  # in a pass, however long it takes
+
 
 class Core:
     def __init__(
@@ -76,7 +79,7 @@ class Core:
         self.runner.keep_candidates(speculator.needs_topk)
         speculator.bind(self.runner)
         self.speculator = speculator
-        self.scheduler.has_room = speculator.has_room
+        self.scheduler.has_room, self.scheduler.limit_rows = speculator.has_room, self._limit_rows
         self._observers = Observers(speculator, self.runner.pool)
         self.native_steps = NativeSteps(self.runner, speculator, self._observers)
 
@@ -186,6 +189,12 @@ class Core:
         for each in rows:
             each.seq.tree = None
         return True
+
+    def _limit_rows(self, n_decoding: int) -> int:
+        """Return how many rows a pass may have with prompts beside sequences that decode, so that those don't wait long for each token."""
+        table = self.cost.table
+        most_ms = PROMPT_STRETCH * float(table[min(n_decoding, len(table) - 1)])
+        return max(self.cost.count_rows(most_ms), n_decoding + LEAST_PROMPT_ROWS)
 
     def _schedule(self) -> list[ScheduledRows]:
         """Schedule the step and notify the speculator of admitted and preempted sequences."""

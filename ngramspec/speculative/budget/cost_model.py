@@ -109,6 +109,10 @@ class CostModel:
         """Return `table` for a step with this load beside its rows."""
         return self._table + self._get_extra_ms(load)
 
+    def count_rows(self, ms: float) -> int:
+        """Return the most rows of one sequence that a step can have in this time."""
+        return int(np.searchsorted(np.maximum.accumulate(self.table), ms, side="right")) - 1
+
     def predict(self, load: Load) -> float:
         """Return the predicted milliseconds of a step."""
         return float(self._table[min(load.rows, self.max_rows)]) + self._get_extra_ms(load)
