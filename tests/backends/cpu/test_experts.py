@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as arrays
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.models.expert_weights import join_experts, split_experts, stack_experts, transpose_experts
 from ngramspec.models.loader import open_model
@@ -26,7 +27,7 @@ from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.sampling.batch import Span
 from ngramspec.sampling_params import SamplingParams
 
-OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23}
+OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23, "code": cache_dir() / "code"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen2_moe": {},

@@ -14,13 +14,14 @@ import torch
 from ngramspec.backends.cpu import runner as runner_module
 from ngramspec.backends.cpu import weight_map as weight_map_module
 from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import open_model
 from ngramspec.models.reference import kinds_of_layers
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.sampling.batch import Span
 
-OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23}
+OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23, "code": cache_dir() / "code"}
 GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16}
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {

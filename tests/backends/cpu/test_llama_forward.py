@@ -50,7 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
     return path
 
 
-OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 24}
+OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 24, "code": cache_dir() / "code"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def bind(files: Callable[[str, str], Path]) -> Bind:
 
     def made(family: str, kind: str = "Q4_K", **options: Any) -> CpuRunner:
         opened = open_model(str(files(family, kind)))
-        return CpuRunner(opened.model, opened.source, **(OPTIONS | {"code": cache_dir() / "code"} | options))
+        return CpuRunner(opened.model, opened.source, **(OPTIONS | options))
 
     return made
 
@@ -285,7 +285,7 @@ def test_a_recipe_makes_the_same_pass(bind: Bind, files: Callable[[str, str], Pa
     again = WeightMap.from_json(json.loads(json.dumps(first.weight_map.to_json())))
     assert again == first.weight_map
     source = open_model(str(files(family, "Q4_K"))).source
-    second = LlamaRunner(again, source, **OPTIONS, precision=precision, code=cache_dir() / "code")
+    second = LlamaRunner(again, source, **OPTIONS, precision=precision)
     assert (second.precision, second.kv_dtype, second.vocab_size) == (precision, first.kv_dtype, tiny_gguf.VOCAB)
     assert {shape: str(policy) for shape, policy in second.policies.items()}.items() <= {
         s: str(p) for s, p in first.policies.items()
@@ -334,7 +334,7 @@ def test_float32_numbers_that_are_bfloat16_are_kept_so() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    runner = CpuRunner(model, **OPTIONS)
+    runner = CpuRunner(model, **OPTIONS | {"code": None})  # kernels that are not kept
     assert {str(policy) for policy in runner.policies.values()} == {"BF16"}
 
 
