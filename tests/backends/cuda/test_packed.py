@@ -23,7 +23,7 @@ from ngramspec.models.loader import load_model
 
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 7}
 PROMPT = np.array([5, 9, 5, 9, 5], np.int32)
-N_TOKENS = 5
+N_TOKENS = 4
 MEDIUM = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
 """As llama.cpp mixes Q4_K_M: query and key are of another format than value."""
 
@@ -68,7 +68,8 @@ def test_drafts_and_blocks_change_nothing(
 ) -> None:
     small.take_on_trust(monkeypatch)
     monkeypatch.setattr(small, "VOCAB", tiny_gguf.VOCAB)
-    monkeypatch.setattr(tiny_gguf, "LAYERS", {family: 1})
+    for name, value in {"LAYERS": {family: 1}, "HEADS": 2, "KV_HEADS": 1, "INNER": 256}.items():  # the interpreter takes heads in turn
+        monkeypatch.setattr(tiny_gguf, name, value)
     path = tiny_gguf.write(tmp_path / "m.gguf", family, std=0.1, **options)
     dtype = torch.float16 if decoder is ModulesDecoder else torch.bfloat16
     dense, packed = (bind(load(path, dtype, device, keeps)) for keeps in (False, True))
