@@ -48,7 +48,7 @@ demo: $(READY)
 # Compiled once for both processes of tests. What measures a server runs by itself.
 test: $(READY)
 	$(BIN)/ngramspec warm-up
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/server/test_load.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/server/test_load.py
 	$(BIN)/python -m pytest tests/server/test_load.py
 
 # Tests skip for each file that FOLDER lacks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -15,6 +16,7 @@ import tiny
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ngramspec.engine import background_compiler
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.models import loader
 from ngramspec.models import smollm2 as smollm2_package
@@ -25,10 +27,22 @@ signal.signal(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # of files that several processes share, none is long at the end
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):  # a folder of that name is a keyword, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Compile ahead if a test makes an engine: speculation, which many of them measure, joins only once its code is compiled."""
+    modules = {getattr(item, "module", None) for item in session.items}
+    makes_engines = any({"Engine", "tiny_engine"} & vars(module).keys() for module in modules if module)
+    if makes_engines and not session.config.option.collectonly and not background_compiler.is_compiled():
+        with contextlib.suppress(OSError):  # what cannot be kept is compiled where it is called
+            background_compiler.compile_all(print)
 
 
 @pytest.fixture(scope="session")

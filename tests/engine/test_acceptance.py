@@ -64,6 +64,7 @@ def distance(a: Counter[tuple[int, ...]], b: Counter[tuple[int, ...]]) -> float:
     return float(sum((a[text] - b[text]) ** 2 / (a[text] + b[text]) for text in a.keys() | b.keys()))
 
 
+@pytest.mark.slow
 def test_rejection_sampling_keeps_the_distribution(engine: Engine) -> None:
     plain = texts(engine, 10**6, speculation=False)
     assert len(plain) > 100, "of 125"

@@ -51,6 +51,7 @@ def complete(path: Path, cache: Path) -> tuple[list[str], list[str]]:
     return text, json.loads(names)
 
 
+@pytest.mark.slow
 def test_a_first_start_leaves_nothing_to_compile(path: Path, tmp_path: Path) -> None:
     text, first = complete(path, tmp_path)
     again, second = complete(path, tmp_path)

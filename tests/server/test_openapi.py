@@ -107,6 +107,7 @@ def check(server: Server, answers: Answers, times: int) -> None:
     assert text == alone.text
 
 
+@pytest.mark.slow
 def test_the_document_is_so(server: Server, answers: Answers, tmp_path: Path) -> None:
     attempt(server, tmp_path, "--phases", "fuzzing", "--max-examples", "15")
     check(server, answers, 15)
