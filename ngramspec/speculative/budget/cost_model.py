@@ -111,7 +111,7 @@ class CostModel:
 
     def count_rows(self, ms: float) -> int:
         """Return the most rows of one sequence that a step can have in this time."""
-        return int(np.searchsorted(np.maximum.accumulate(self.table), ms, side="right")) - 1
+        return max(int(np.searchsorted(np.maximum.accumulate(self.table), ms, side="right")) - 1, 0)
 
     def predict(self, load: Load) -> float:
         """Return the predicted milliseconds of a step."""
