@@ -97,7 +97,7 @@ class LlamaDecoder:
         sinks = [layer.sinks for layer in layers if layer.sinks is not None]
         assert len(sinks) in (0, len(layers)), "sinks in some layers only"
         self._sinks = np.stack(sinks).astype(np.float32) if sinks else np.zeros((0, n_heads), np.float32)
-        self._norms = np.stack([n for layer in layers for n in layer.norms] + [norm]).astype(np.float32)
+        self._norms, self._last_norm = stack_norms([layer.norms for layer in layers], self.hidden), norm.astype(np.float32)
         self._head_norms = stack_norms([layer.head_norms for layer in layers], head_dim)
         self._post_norms = stack_norms([layer.post_norms for layer in layers], self.hidden)
         self._windows = np.array([layer.window for layer in layers], np.int64)
@@ -201,8 +201,9 @@ class LlamaDecoder:
         of = pool, self._buffers, self._angles_so_far
         if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
             assert self._buffers is not None
+            norms = self._norms, self._head_norms, self._post_norms, self._last_norm
             weights = (
-                self._matrices, self.context.tables, (self._norms, self._head_norms, self._post_norms), (self._windows, self._rotary),
+                self._matrices, self.context.tables, norms, (self._windows, self._rotary),
                 self.options.numbers, self._functions, self._angles_so_far, self._scales, self._experts, self._sinks,
             )  # fmt: skip
             self._model, self._model_of = (

@@ -1,8 +1,9 @@
 """Describe a Llama-style decoder: its layers' packed weights, and options that hold for all layers.
 
-A Llama-style layer is: norm, attention with rotary embedding in rotated halves (in some layers or all), optionally a norm of every head's
-queries and keys, optionally queries scaled by their position, norm, gated MLP or a mixture of such (`experts`). What attention and MLP
-compute may be normed before it is added to the hidden states. After the last layer come a norm and the head.
+A Llama-style layer is: norm, attention with rotary embedding in rotated halves (in some layers or all), optionally a norm of the queries
+and keys of every head or of all, optionally queries scaled by their position, norm, gated MLP or a mixture of such (`experts`). What
+attention and MLP compute may be normed before it is added to the hidden states, with norms before them or without. After the last layer
+come a norm and the head.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ EPS, SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, SOFTCAP, LOGIT_SCALE, LOGIT_SOFTCAP
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
     """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none."""
-    norms: tuple[np.ndarray, np.ndarray]
+    norms: tuple[np.ndarray, np.ndarray] | None
     """[H] each, before attention and before the MLP."""
     head_norms: tuple[np.ndarray, np.ndarray] | None
-    """[D] each, of queries and of keys."""
+    """The norms of queries and of keys: [D] each for every head, or [heads · D] for all together."""
     window: int = 0
     """Keys that a query sees, its own among them; 0: all."""
     rotary: int = 0
@@ -69,10 +70,13 @@ class ModelOptions(NamedTuple):
 
 
 def stack_norms(pairs: Sequence[tuple[np.ndarray, np.ndarray] | None], n: int) -> np.ndarray:
-    """Return the layers' pairs of norms as [2 · L, n] float32, or [0, n] if no layer has them."""
+    """Return the layers' pairs of norms as [2 · L, longest] float32, or [0, n] if no layer has them."""
     found = [norm for pair in pairs if pair is not None for norm in pair]
     assert len(found) in (0, 2 * len(pairs)), "norms in some layers only"
-    return np.stack(found).astype(np.float32) if found else np.zeros((0, n), np.float32)
+    stacked = np.zeros((len(found), max(map(len, found), default=n)), np.float32)
+    for i, norm in enumerate(found):
+        stacked[i, : len(norm)] = norm
+    return stacked
 
 
 def describe_experts(layers: Sequence[LayerWeights]) -> tuple[np.ndarray, ...]:

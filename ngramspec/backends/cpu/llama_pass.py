@@ -155,9 +155,22 @@ def _add_row(x, delta, post_norms, i, numbers, out):
 
 
 @njit(cache=True, nogil=True)
-def _norm_and_quantise_row(x, weight, eps, normed, function, codes, act_scales):
-    """Write the norm of x [H] to `normed` and, quantised, to `codes` and `act_scales`."""
-    norm_row(x, weight, eps, normed[: x.shape[0]])
+def _norm_heads(x, weight, eps):
+    """Norm heads x [n · D] in place, each by weight [D], or all together by the first n · D of a longer weight."""
+    n = min(x.shape[0], weight.shape[0])
+    for at in range(0, x.shape[0], n):
+        head = x[at : at + n]
+        norm_row(head, weight[:n], eps, head)
+
+
+@njit(cache=True, nogil=True)
+def _norm_and_quantise_row(x, norms, i, eps, normed, function, codes, act_scales):
+    """Write x [H], normed by norm `i` if there are any, to `normed` and, quantised, to `codes` and `act_scales`."""
+    if norms.shape[0]:
+        norm_row(x, norms[i], eps, normed[: x.shape[0]])
+    else:
+        for j in range(x.shape[0]):
+            normed[j] = x[j]
     quantise_row(function, normed, codes, act_scales)
 
 
@@ -346,11 +359,12 @@ def run_thread(thread, shared):
     input_ids, wanted, items, block_tables = p.input_ids, p.wanted, p.items, p.tables
     positions, bases, paths, blocks, offsets = p.positions, p.bases, p.paths, p.blocks, p.offsets
     results = p.logits, states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
-    matrices, tables, (norms, head_norms, post_norms), (windows, rotary), numbers, functions, angles, scales, experts, sinks = model.weights
+    matrices, tables, all_norms, (windows, rotary), numbers, functions, (cos, sin), scales, experts, sinks = model.weights
+    norms, head_norms, post_norms, last_norm = all_norms
     all_keys, all_values = model.pool
     x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
     n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
-    hidden, eps, (cos, sin) = x.shape[1], numbers[EPS], angles
+    hidden, eps = x.shape[1], numbers[EPS]
     quantise, activate, unpack = functions[QUANTISE], functions[ACTIVATE], functions[UNPACK]
     pieces = min(n_rows, PIECES)
     codes_wide, codes_mixed = codes[:, :, : normed.shape[1]], codes[:, :, : mixed.shape[1]]
@@ -387,7 +401,7 @@ def run_thread(thread, shared):
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 if layer > first:
                     _add_row(x[r], delta[r], post_norms, 2 * layer - 1, numbers, x[r])
-                _norm_and_quantise_row(x[r], norms[2 * layer], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
+                _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
         _run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
@@ -397,12 +411,8 @@ def run_thread(thread, shared):
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 if head_norms.shape[0]:
-                    for h in range(n_heads):
-                        head = qkv[r, h * head_dim : (h + 1) * head_dim]
-                        norm_row(head, head_norms[2 * layer], eps, head)
-                    for h in range(n_kv):
-                        head = qkv[r, three[1] + h * head_dim : three[1] + (h + 1) * head_dim]
-                        norm_row(head, head_norms[2 * layer + 1], eps, head)
+                    _norm_heads(qkv[r, : n_heads * head_dim], head_norms[2 * layer], eps)
+                    _norm_heads(qkv[r, three[1] : three[1] + n_kv * head_dim], head_norms[2 * layer + 1], eps)
                 at = positions[r]
                 which = rotary[layer]
                 row_cos, row_sin = (cos[which, at], sin[which, at]) if which >= 0 else (not_turned, no_sin)
@@ -441,7 +451,7 @@ def run_thread(thread, shared):
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 _add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
-                _norm_and_quantise_row(x[r], norms[2 * layer + 1], eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
+                _norm_and_quantise_row(x[r], norms, 2 * layer + 1, eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part + 6)
         wait_for_pieces(state, part + 6, pieces)
         has_experts = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0
@@ -452,7 +462,6 @@ def run_thread(thread, shared):
             call_compiled(functions[EXPERTS], (part + 9, layer, shared))
         part += PARTS
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
-    weight = norms[norms.shape[0] - 1]
     while True:
         i = take_piece(state, part, n_wanted + n_kept)
         if i >= n_wanted + n_kept:
@@ -461,10 +470,10 @@ def run_thread(thread, shared):
         r = wanted[i] if i < n_wanted else i - n_wanted
         _add_row(x[r], delta[r], post_norms, 2 * last - 1, numbers, row)
         if i < n_wanted:
-            norm_row(row, weight, eps, normed[i, :hidden])
+            norm_row(row, last_norm, eps, normed[i, :hidden])
             quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
         else:
-            norm_row(row, weight, eps, states[r])
+            norm_row(row, last_norm, eps, states[r])
         finish_piece(state, part)
     wait_for_pieces(state, part, n_wanted + n_kept)
     if n_wanted:

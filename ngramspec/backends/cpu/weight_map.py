@@ -42,7 +42,7 @@ class ExpertsMap:
 class LayerWeightMap:
     matrices: list[tuple[str, str | None]]
     """Names of weight and bias, in the order of `LayerWeights.matrices`."""
-    norms: list[str]
+    norms: list[str] | None
     head_norms: list[str] | None
     window: int
     rotary: int = 0
@@ -127,14 +127,15 @@ class WeightMap:
                 raise ValueError("a layer has neither an MLP nor experts")
             if layer.experts:
                 wanted.extend(_list_expert_shapes(layer.experts, source, hidden))
-            wanted.extend((name, (hidden,)) for name in (*layer.norms, *(layer.post_norms or ())))
-            wanted.extend((name, (head_dim,)) for name in layer.head_norms or ())
+            wanted.extend((name, (hidden,)) for name in (*(layer.norms or ()), *(layer.post_norms or ())))
+            heads = zip(layer.head_norms or (), (mixed, kv), strict=False)
+            wanted.extend((name, (n,) if source[name].shape == (n,) else (head_dim,)) for name, n in heads)
             wanted.append((layer.sinks, (n_heads,)))
         for name, shape in wanted:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
         pairs = [norms for layer in self.layers for norms in (layer.norms, layer.head_norms, layer.post_norms) if norms is not None]
-        alike = {(layer.sinks is None, layer.head_norms is None, layer.post_norms is None) for layer in self.layers}
+        alike = {(layer.sinks is None, layer.norms is None, layer.head_norms is None, layer.post_norms is None) for layer in self.layers}
         turned = all(NO_ROTARY <= layer.rotary < len(self.rotaries) for layer in self.layers)
         halves = {2 * len(each.frequencies) for each in self.rotaries}
         if any(len(pair) != 2 for pair in pairs) or len(alike) > 1 or not turned or halves != {head_dim}:
@@ -208,7 +209,7 @@ class WeightMap:
         layers = [
             LayerWeights(
                 tuple(matrix(weight, bias) for weight, bias in layer.matrices),
-                (norm(layer.norms[0]), norm(layer.norms[1])),
+                (norm(layer.norms[0]), norm(layer.norms[1])) if layer.norms else None,
                 (norm(layer.head_norms[0]), norm(layer.head_norms[1])) if layer.head_norms else None,
                 layer.window,
                 layer.rotary,

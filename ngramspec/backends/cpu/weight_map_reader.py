@@ -24,9 +24,10 @@ from ngramspec.models.tensor_source import TensorSource
 
 ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
 # A layer's norms by name: those before attention and MLP, and those after them.
-_NORMS: tuple[tuple[tuple[str, str], tuple[str, str] | None], ...] = (
+_NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
     (("input_layernorm", "post_attention_layernorm"), None),
     (("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
 )
 _Names = Callable[[str], tuple[str, str | None]]  # of weight and bias of the module at a path
 
@@ -50,8 +51,11 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     rotaries = _read_rotaries(getattr(base, "rotary_emb", None), head_dim)
     options = _read_options(model, head_dim)
     types = list(rotaries or ())
-    of_layers = [types.index(model.config.get_text_config().layer_types[i]) if len(types) > 1 else 0 for i in range(len(layers))]
-    found = [_map_layer(layer, paths[layer], names, which) for layer, which in zip(layers, of_layers, strict=True)]
+    of_layers = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    found = [
+        _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else 0)
+        for layer, of_layer in zip(layers, of_layers, strict=True)
+    ]
     norms = [m for m in model.modules() if isinstance(m, fused_ops.RMSNorm)]
     if not all(found) or len({(float(m.eps), m.offset) for m in norms}) != 1 or rotaries is None or options is None:
         return None
@@ -107,7 +111,7 @@ def _read_options(model: PreTrainedModel, head_dim: int) -> ModelOptions | None:
     )  # fmt: skip
 
 
-def _map_layer(layer: nn.Module, path: str, names: _Names, rotary: int) -> LayerWeightMap | None:
+def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rotary: int) -> LayerWeightMap | None:
     """Map the parts of a Llama-style layer at a path; None for another kind of layer. `rotary`: number of its rotary embedding."""
     children = dict(layer.named_children())
     attn: Any = children.get("self_attn")
@@ -115,7 +119,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, rotary: int) -> Layer
     mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
     dense = "mlp.shared_expert" if mixed and mixed.shared else "mlp"
     of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
-    norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*pairs[0], *(pairs[1] or ())}), None)
+    norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*(pairs[0] or ()), *(pairs[1] or ())}), None)
     if norms is None or not all(isinstance(norm, fused_ops.RMSNorm) for norm in of_norms.values()):
         return None
     if mixed is None and not isinstance(children.get("mlp"), fused_ops.GatedMLP):
@@ -127,11 +131,15 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, rotary: int) -> Layer
     q, k, v, o = (parts.pop(name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     if parts or not all(isinstance(p, SharedLinear) for p in (q, k, v)) or not isinstance(o, CpuPackedLinear):
         return None
-    if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) and len(norm.weight) == attn.head_dim for norm in heads):
+    if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) for norm in heads):
+        return None
+    if any(heads) and [len(norm.weight) for norm in heads] not in ([attn.head_dim] * 2, [q.out_features, k.out_features]):
         return None
     if not isinstance(getattr(attn, "scaling", None), float) or not hasattr(attn, "head_dim"):
         return None
     window = attn.sliding_window if hasattr(attn, "sliding_window") else getattr(attn.config, "sliding_window", None)  # as it is handed on
+    if layer_type == "full_attention":
+        window = None
     if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"}:
         return None
     inside = [f"self_attn.{name}_proj" for name in "qkvo"]
@@ -139,7 +147,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, rotary: int) -> Layer
         inside += [f"{dense}.{name}_proj" for name in ("gate", "up", "down")]
     return LayerWeightMap(
         matrices=[names(f"{path}.{name}") for name in inside],
-        norms=[names(f"{path}.{name}")[0] for name in norms[0]],
+        norms=[names(f"{path}.{name}")[0] for name in norms[0]] if norms[0] else None,
         head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,
         window=window or 0,
         rotary=rotary if getattr(attn, "use_rope", True) else NO_ROTARY,

@@ -33,6 +33,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "granite": ("granite", GRANITE, [0]),
     "cohere2": ("cohere2", {"sliding_window": tiny.WINDOW}, [0, 3]),
     "olmo3": ("olmo3", {"sliding_window": tiny.WINDOW}, [0, 3]),
+    "olmo2": ("olmo2", {}, [0]),
+    "exaone4, no windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 8}, [0]),
     "gpt2": ("gpt2", {}, [0]),
     "qwen3_moe": ("qwen3_moe", {}, [0, 1]),
     "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}, [0]),
@@ -43,7 +45,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "gpt_oss": ("gpt_oss", {}, [0, 1]),
 }
 """Name in transformers, options, and the first layer of each kind."""
-COMPILED = ("smollm3", "ministral3", "gemma", "gemma2", "gemma3", "granite", "granitemoe", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss")
+COMPILED = (
+    "smollm3",
+    "ministral3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "granitemoe",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "exaone4, no windows",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "gpt_oss",
+)
 
 
 def model_of(name: str, **overrides: Any) -> Any:
