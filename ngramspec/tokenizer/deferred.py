@@ -76,8 +76,9 @@ class DeferredTokenizer:
         """Return the chat template. Raises ValueError if there is none."""
         return chat_template or self.chat_template or self.whole.get_chat_template(chat_template, tools)
 
-    def convert_ids_to_tokens(self, token: int) -> str | None:
-        return self.backend_tokenizer.id_to_token(token)
+    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
+        """Return the string of a token, None if there is no such one, or those of a list."""
+        return self.backend_tokenizer.id_to_token(ids) if isinstance(ids, int) else list(map(self.backend_tokenizer.id_to_token, ids))
 
 
 def _to_text(token: Any) -> str:

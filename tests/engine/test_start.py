@@ -82,6 +82,8 @@ def test_a_deferred_tokenizer_is_that_of_transformers(path: Path) -> None:
         for special in (True, False):
             ids = deferred(text, add_special_tokens=special)["input_ids"]
             assert ids == whole(text, add_special_tokens=special)["input_ids"]
+            assert deferred.convert_ids_to_tokens(ids) == whole.convert_ids_to_tokens(ids)
+            assert [deferred.convert_ids_to_tokens(token) for token in ids] == deferred.convert_ids_to_tokens(ids)
         for options in ({}, {"skip_special_tokens": True}, {"clean_up_tokenization_spaces": False}):
             assert deferred.decode(ids, **options) == whole.decode(ids, **options)
     assert len(deferred) == len(whole)
