@@ -108,10 +108,16 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str | None, option(_NET, "Address to listen at, or a Unix socket's path that ends in .sock. Default: 127.0.0.1, this machine only.")
+        str | None,
+        option(
+            _NET,
+            "Address to listen at, or several with commas; or the path of a Unix socket, NAME.sock. Default: 127.0.0.1, this machine.",
+        ),
     ] = None,
     port: Annotated[int | None, option(_NET, "0: any that is free; the log says which. Default: 8000.")] = None,
     api_prefix: Annotated[str | None, option(_NET, "The path under which all routes are, such as /llm.", metavar="/PATH")] = None,
+    no_playground: Annotated[bool, option(_NET, "Without the page at / to try the model.", "--no-playground", "--no-ui")] = False,
+    no_slots: Annotated[bool, option(_NET, "Without /slots, which tells how many sequences run.", "--no-slots")] = False,
     allowed_host: Annotated[
         list[str] | None, option(_NET, "Without keys: a further name that requests may call this server. May be repeated.", metavar="NAME")
     ] = None,
@@ -207,6 +213,8 @@ def serve(
         chat_template=chat_template,
         sampling=None if sampling is None else parse_sampling(sampling),
         api_prefix=api_prefix,
+        playground=False if no_playground else None,
+        slots=False if no_slots else None,
         allowed_hosts=allowed_host,
         cors_origins=cors_origin,
         api_keys=api_key,

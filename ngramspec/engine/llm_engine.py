@@ -115,6 +115,7 @@ class Engine:
                 core.use_datastores(stores)
             return core
 
+        self.source = model if isinstance(model, str) else ""  # what the model was asked for by; "" for a loaded one
         self._thread = StepThread(load)  # returns when the model is loaded
         self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
         self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
@@ -471,7 +472,7 @@ class Engine:
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             tokens = getattr(params, name) or ()
             if max(tokens, default=0) >= self.vocab_size:
-                raise InvalidInputError(f"{name} must be for token ids 0 to {self.vocab_size - 1}, got {max(tokens)}")
+                raise InvalidInputError(f"{name} must be for token ids 0 to {self.vocab_size - 1} of {self.vocab_size}, got {max(tokens)}")
         if not isinstance(final_only, bool):
             raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
         self._check_hints(hints)

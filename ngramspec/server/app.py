@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
 
 from ngramspec import __version__
 from ngramspec.engine.llm_engine import Engine
@@ -27,6 +28,15 @@ from ngramspec.server.sse import generates
 from ngramspec.server.state import ServerState
 
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # `localhost` among the sites whose pages may ask, as in llama.cpp
+
+
+class Cors(CORSMiddleware):
+    """CORS whose answer to a preflight is 200, as llama.cpp's is: without its headers the browser sends nothing more."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        response.status_code = 200
+        return response
 
 
 def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
@@ -63,13 +73,14 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
     app.state.server = state
     app.openapi = lambda: health.describe_api(app, locked=len(state.keyring) > 0)  # type: ignore[method-assign]
     error_responses.install_error_handlers(app)
-    modules = (completions, chat, responses, anthropic, ollama, llamacpp, tokenization, admin, health, playground)
+    modules = [completions, chat, responses, anthropic, ollama, llamacpp, tokenization, admin, health]
+    modules += [playground] if settings.playground else []
     routers = [module.make_router(state) for module in modules]
     for router in routers:
         app.include_router(router)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=list(settings.cors_origins),
             allow_origin_regex=LOOPBACK_ORIGIN if "localhost" in settings.cors_origins else None,
             allow_methods=["GET", "POST", "DELETE"],

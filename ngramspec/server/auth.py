@@ -228,10 +228,9 @@ class AllowedHosts:
     def __init__(self, settings: ServerSettings) -> None:
         self.checked = not settings.api_keys
         self.names = {name.lower() for name in (*LOOPBACK_NAMES, *settings.allowed_hosts)}
-        self.addresses = not is_loopback(settings.host)
+        self.addresses = not all(map(is_loopback, settings.hosts))
         """Bound to other addresses, any literal address is fine: no name is resolved for it."""
-        if settings.host not in ("0.0.0.0", "::", ""):
-            self.names.add(settings.host.lower())
+        self.names |= {host.lower() for host in settings.hosts} - {"0.0.0.0", "::", ""}
 
     def allow(self, host: bytes | None) -> bool:
         if not self.checked:

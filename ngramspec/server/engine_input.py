@@ -74,7 +74,8 @@ def read_bias(given: Iterable[tuple[int | str, float | bool]], engine: Engine, m
         else:
             ids = [int(token) if len(str(token)) <= 10 else MAX_INT]
             if not 0 <= ids[0] < engine.vocab_size:
-                raise ApiError(400, f"logit_bias must be for token ids 0 to {engine.vocab_size - 1}, got {ids[0]}", param="logit_bias")
+                why = f"logit_bias must be for token ids 0 to {engine.vocab_size - 1} of {engine.vocab_size}, got {ids[0]}"
+                raise ApiError(400, why, param="logit_bias")
         bias |= dict.fromkeys(ids, -100.0 if value is False else float(value))
     return bias
 

@@ -289,12 +289,12 @@ def run(
     """
     repositories = repositories or Repositories()
     raise_descriptor_limit()
-    listener = listen(settings.host, settings.port)
+    listeners = listen_at_all(settings.hosts, settings.port)
     front = Front()
     server = Server(configuration(front, settings), front, settings)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"unix:{host}" if is_unix_socket(host) else f"http://{host}:{listener.getsockname()[1]}{settings.api_prefix}"
-    if not is_loopback(settings.host) and not settings.api_keys:
+    host = f"[{settings.hosts[0]}]" if ":" in settings.hosts[0] else settings.hosts[0]
+    url = f"unix:{host}" if is_unix_socket(host) else f"http://{host}:{listeners[0].getsockname()[1]}{settings.api_prefix}"
+    if not all(map(is_loopback, settings.hosts)) and not settings.api_keys:
         log.warning("%s is reachable from other machines, and there are no keys: whoever reaches it can use it; see --api-key", url)
     loaded: list[Engine | BaseException] = []
 
@@ -318,7 +318,7 @@ def run(
     logs.event("loading", f"listening at {url} while the model is loaded", url=url)
     # A daemon: a signal while it loads does not wait for it.
     threading.Thread(target=load, name="ngramspec-load", daemon=True).start()
-    server.run(sockets=[listener])
+    server.run(sockets=listeners)
     repositories.close()
     for each in loaded:
         if isinstance(each, Engine):
@@ -343,6 +343,20 @@ def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_graceful_shutdown=LINGER_S,
     )
+
+
+def listen_at_all(hosts: list[str], port: int) -> list[socket.socket]:
+    """Return a listening socket for each address, all of one port if they have one. Raises OSError that names the address."""
+    listeners: list[socket.socket] = []
+    try:
+        for host in hosts:
+            listeners.append(listen(host, port))
+            port = port if is_unix_socket(host) else listeners[-1].getsockname()[1]
+    except OSError:
+        for each in listeners:
+            each.close()
+        raise
+    return listeners
 
 
 def listen(host: str, port: int) -> socket.socket:

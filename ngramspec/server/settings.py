@@ -134,7 +134,7 @@ class ServerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="NGRAMSPEC_", env_nested_delimiter="__", frozen=True, extra="forbid")
 
     host: str = "127.0.0.1"
-    """A name or address, or the path of a Unix socket, which ends in .sock."""
+    """A name or address, or several with commas between them; or the path of a Unix socket, which ends in .sock."""
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
     admin_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
@@ -154,6 +154,10 @@ class ServerSettings(BaseSettings):
     """Jinja, or a file of it, in place of the model's own template."""
     sampling: Annotated[dict[str, Any], AfterValidator(_check_sampling)] = {}
     """Sampling parameters of requests that do not say, by their names in `SamplingParams`."""
+    playground: bool = True
+    """The page at /, to try the model."""
+    slots: bool = True
+    """/slots, which tells how many sequences run."""
     allowed_hosts: Names = ()
     """Names that a `Host` header may say while there are no keys, beside those of this machine."""
     cors_origins: Names = ()
@@ -186,6 +190,11 @@ class ServerSettings(BaseSettings):
             raise ValueError("admin_on_loopback: only without keys; with them, administration needs an administrator's key")
         object.__setattr__(self, "api_keys", named)
         return self
+
+    @property
+    def hosts(self) -> list[str]:
+        """The addresses to listen at."""
+        return [part.strip() for part in self.host.split(",")]
 
     def load_keys(self) -> tuple[Key, ...]:
         """Return the keys that were given, and those in the file as it is now. Raises ValueError."""

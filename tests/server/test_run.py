@@ -25,7 +25,7 @@ from tiny_server import Server, chat_tokenizer, tiny_engine
 from ngramspec.datastore.build import build as build_store
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import ModelNotFoundError
-from ngramspec.server.run import AcceptErrors, Front, listen, run
+from ngramspec.server.run import AcceptErrors, Front, listen, listen_at_all, run
 from ngramspec.server.settings import ServerSettings
 
 START_S = 120
@@ -194,6 +194,16 @@ def test_an_address_that_is_taken() -> None:
             run(never, ServerSettings(port=port))
     with pytest.raises(OSError, match=r"no\.such\.host\.invalid"):
         listen("no.such.host.invalid", 0)
+
+
+def test_several_addresses_have_one_port() -> None:
+    first, second = listen_at_all(["127.0.0.1", "127.0.0.2"], 0)
+    with first, second:
+        port = first.getsockname()[1]
+        assert second.getsockname() == ("127.0.0.2", port)
+        with pytest.raises(OSError, match=r"127\.0\.0\.2"):
+            listen_at_all(["127.0.0.3", "127.0.0.2"], port)
+        listen("127.0.0.3", port).close()  # what had been opened is closed
 
 
 def test_before_there_is_an_engine_everything_is_503() -> None:

@@ -93,6 +93,8 @@ def make_router(state: ServerState) -> APIRouter:
 
         How far each request is can be seen from this machine and by an administrator: it tells what is drafted.
         """
+        if not state.settings.slots:
+            raise ApiError(501, "the server was started without /slots")
         return handler.slots(detailed=identity.trusted)
 
     return routes
@@ -203,7 +205,7 @@ class _LlamaHandler:
         return {
             "default_generation_settings": {"id": 0, "n_ctx": engine.max_model_len, "params": settings},
             "total_slots": self.n_slots,
-            "model_path": PurePath(engine.name).name,
+            "model_path": PurePath(engine.source or engine.name).name,
             "model_alias": self.state.names[0],
             "chat_template": getattr(engine.tokenizer, "chat_template", None) or "",
             "modalities": {"vision": False, "audio": False},

@@ -125,6 +125,7 @@ class _ChatHandler(CompletionHandler):
 
     def answer(self, completion: Completion) -> dict[str, Any]:
         answer = self.head(KIND) | {"choices": [self._make_choice(choice) for choice in completion.choices]}
+        answer |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))  # null unless asked for, as in vLLM
         if self.token_ids:
             answer["prompt_token_ids"] = completion.prompt_token_ids
         if completion.prompt_logprobs is not None:
@@ -148,6 +149,7 @@ class _ChatHandler(CompletionHandler):
                 "message": message,
                 "logprobs": self._logprobs(choice.logprobs),
                 "finish_reason": parser.get_finish_reason(choice.finish_reason),
+                "token_ids": None,
             }
             | self.describe_sources(choice)
             | self.describe_token_ids(choice)
@@ -166,6 +168,7 @@ class _ChatHandler(CompletionHandler):
                 return []
             parsers[index] = self._conversation.make_stream_parser()
             first = self.chunk(CHUNK, requests) | {"choices": [_make_chunk(index, {"role": "assistant", "content": None, "refusal": None})]}
+            first.pop("timings", None)  # nothing is written yet; llama.cpp's first piece has none
             return [first | ({"prompt_token_ids": requests[0].completion.prompt_token_ids} if self.token_ids else {})]
 
         async for piece in pieces:

@@ -27,7 +27,7 @@ from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.request_fields import check_grammar, read_grammar
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState, model_not_found
-from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite
+from ngramspec.server.token_strings import LEAST, TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite
 from ngramspec.tokenizer.detokenizer import SpecialTokens
 
 KIND = "text_completion"
@@ -177,6 +177,7 @@ class _TextHandler(CompletionHandler):
             "logprobs": None if self._n_logprobs is None else describe_logprobs(self._texts, tokens, 0),
             "finish_reason": "length" if self.silent else choice.finish_reason,
         }
+        told |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "token_ids"))  # null unless asked for, as in vLLM
         if self._body.prompt_logprobs is not None:
             told["prompt_logprobs"] = describe_prompt_logprobs(self._texts, completion.prompt_logprobs or [])
         if self.token_ids:
@@ -244,7 +245,8 @@ def describe_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogpro
     """Return log-probabilities as /v1/completions has them.
 
     tokens: (id, its log-probability, what it added to the text); `offset`: length of the text before.
-    A prompt's first token has no log-probability. `top_logprobs` has the likeliest tokens and the one that was taken.
+    A prompt's first token has no log-probability. `top_logprobs` has the one that was taken, which is first
+    as in vLLM, and the likeliest.
     """
     found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, logprob, added in tokens:
@@ -258,8 +260,9 @@ def describe_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogpro
 
 def _make_top(texts: TokenTexts, logprob: TokenLogprob) -> dict[str, float]:
     top: dict[str, float] = {}
-    for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-        top.setdefault(texts.text(token), finite(value))  # of two with one text, the likelier
+    for token, value in ((logprob.token_id, logprob.logprob), *logprob.top):
+        text = texts.text(token)
+        top[text] = max(finite(value), top.get(text, LEAST))  # of two with one text, the likelier
     return top
 
 
