@@ -7,44 +7,27 @@ Its options become our settings. The model is SmolLM2 instead of a tiny one that
 
 from __future__ import annotations
 
-import gc
 import sys
-import threading
 import types
 from typing import Any
 
 sys.modules["wget"] = types.ModuleType("wget")  # only models are downloaded with it
 
 import utils
-import uvicorn
+from own_server import OwnServer, pytest_unconfigure  # noqa: F401 - pytest calls it
 
-from ngramspec.engine.llm_engine import Engine
-from ngramspec.server.app import create_app
-from ngramspec.server.run import BACKLOG, configuration, listen
 from ngramspec.server.settings import ServerSettings
 
-MODEL = "smollm2"
 UNSUPPORTED = ("server_embeddings", "server_reranking", "lora_files", "models_dir", "models_preset", "sleep_idle_seconds", "mmproj_url")
 
 
 def start(self: Any, timeout_seconds: int = 60) -> None:
     """Serve with what the settings of a test's `ServerProcess` mean to us."""
-    if asked := [name for name in UNSUPPORTED if getattr(self, name)] or (["model"] if self.model_hf_repo is None else []):
+    if asked := [name for name in UNSUPPORTED if getattr(self, name)] or (["server_tools"] if self.server_tools else []):
         raise NotImplementedError(f"not done here: {', '.join(asked)}")
     n_slots = self.n_slots or 4
     length = (self.n_ctx or 4096) // (1 if self.kv_unified else n_slots)
-    engine = Engine(MODEL, max_model_len=length, max_seqs=n_slots, threads=1)
-    settings = make_settings(self)
-    if settings.chat_template:
-        engine.tokenizer.chat_template = settings.chat_template
-    listener = listen(settings.host, settings.port)
-    server = uvicorn.Server(configuration(create_app(engine, settings), settings))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-    listener.listen(BACKLOG)
-    self.running = (server, thread, engine)
+    self.running = OwnServer(make_settings(self), max_model_len=length, max_seqs=n_slots)
     self.process = None
     utils.server_instances.add(self)
 
@@ -57,6 +40,8 @@ def make_settings(process: Any) -> ServerSettings:
         "admin_on_loopback": process.api_key is None,
         "api_keys": process.api_key or (),
         "sampling": {"temperature": process.temperature, "seed": process.seed},
+        "playground": not process.no_ui,
+        "slots": bool(process.server_slots),
         "chat_template": process.chat_template_file or process.chat_template or "",
     }
     if process.n_predict is not None and process.n_predict > 0:
@@ -76,12 +61,8 @@ def make_request(self: Any, method: str, path: str, data: Any = None, *args: Any
 def stop(self: Any) -> None:
     utils.server_instances.discard(self)
     if (running := getattr(self, "running", None)) is not None:
-        server, thread, engine = running
         self.running = None
-        server.should_exit = True
-        thread.join(20)
-        engine.close()
-        gc.collect()
+        running.stop()
 
 
 _make_request = utils.ServerProcess.make_request
