@@ -82,7 +82,7 @@ def attempt(server: Server, folder: Path, *options: str) -> None:
 
 
 def check(server: Server, answers: Answers, times: int) -> None:
-    """Every operation was tried so often, those that read JSON with success; what none of them reads is refused; the server is as it was.
+    """Every operation was tried half as often at least, those that read JSON with success; what none of them reads is refused; the server is as it was.
 
     That an operation refused something is not counted by its tries: nearly every text is one that /tokenize takes.
     """
@@ -93,7 +93,7 @@ def check(server: Server, answers: Answers, times: int) -> None:
             assert statuses, path
             assert max(statuses) < 500
             if "requestBody" in operation:
-                assert statuses.total() >= 0.8 * times, (path, statuses)  # the others were no JSON
+                assert statuses.total() >= times // 2, (path, statuses)  # the others were no JSON
                 refused[f"{method.upper()} {path}"] = statuses[400]
                 assert statuses[200] or "/admin/" in path or "/embed" in path, (path, statuses)
     assert sum(map(bool, refused.values())) >= 0.8 * len(refused), refused
