@@ -179,7 +179,10 @@ def test_statistics_of_drafts(rig: tuple[Engine, Perfect], truth: list[int]) -> 
 
 
 def test_times_of_a_request(rig: tuple[Engine, Perfect]) -> None:
-    requests = [rig[0].submit(PROMPT, LONG, speculation=False) for _ in range(6)]  # there are four places
+    submitted = threading.Event()
+    first = rig[0].submit(PROMPT, LONG, speculation=False, deliver=lambda _: submitted.wait(60))  # holds the engine until all are there
+    requests = [first, *(rig[0].submit(PROMPT, LONG, speculation=False) for _ in range(5))]  # there are four places
+    submitted.set()
     done = [request.result(60) for request in requests]
     assert all(0 < c.queued_s < c.ttft_s < c.duration_s for c in done)
     assert done[5].queued_s > done[0].ttft_s

@@ -47,6 +47,8 @@ class Scheduler:
         """Whether drafters that keep KV of their own have room for new sequences of these lengths."""
         self.limit_rows: Callable[[int], int] = lambda n_decoding: max_rows
         """The most rows of a pass with parts of prompts, given the number of sequences that decode in it."""
+        self.admits = True
+        """Whether new sequences may join those that run: not until a pass fits into memory again."""
         self.n_preempted = 0
         self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
         """Tokens looked up in the prefix cache; tokens found there; tokens found there for new sequences."""
@@ -101,7 +103,7 @@ class Scheduler:
                 work.append(ScheduledRows(seq, 1))
         left = (min(self.max_rows, self.limit_rows(len(work))) if work else self.max_rows) - len(work)
         prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
-        admitted = self._admit_waiting(prefixes) if left > 0 and not preempted else []
+        admitted = self._admit_waiting(prefixes) if left > 0 and not preempted and (self.admits or not self.running) else []
         return work + _share_rows([*prompts, *admitted], left), admitted, preempted
 
     def _admit_waiting(self, prefixes: PrefixStore | None) -> list[Sequence]:

@@ -138,10 +138,12 @@ class Core:
         try:
             output = self._forward(batch, meanwhile)
         except Exception as e:
-            if not (is_out_of_memory(e) and self._halve_rows(rows, len(batch.input_ids))):
+            self.scheduler.admits = not (is_out_of_memory(e) and self._halve_rows(rows, len(batch.input_ids)))
+            if self.scheduler.admits:
                 raise
             log.warning("out of memory in a pass of %d rows; from now on they have half as many: %s", len(batch.input_ids), e)
             return []
+        self.scheduler.admits = True
         accepted = self._accept(rows, batch, output)
         changed = self._commit(accepted, batch, output)
         self.timing.add_tokens(sum(len(each.tokens) for each in accepted))

@@ -102,12 +102,12 @@ def test_a_document_is_read_as_it_was_written_or_not_at_all(model: Path, cache: 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda recipe: recipe.update(n_heads=2 * recipe["n_heads"]),
-        lambda recipe: recipe.update(head_dim=recipe["head_dim"] // 2),
+        lambda recipe: recipe["options"].update(n_heads=2 * recipe["options"]["n_heads"]),
+        lambda recipe: recipe["options"].update(head_dim=recipe["options"]["head_dim"] // 2),
         lambda recipe: recipe["layers"][1].update(matrices=recipe["layers"][0]["matrices"][::-1]),
         lambda recipe: recipe["layers"][0].update(norms=[]),
         lambda recipe: recipe.update(embedding="nothing"),
-        lambda recipe: recipe.pop("eps"),
+        lambda recipe: recipe["options"].pop("eps"),
         dict.clear,
     ],
 )

@@ -82,7 +82,8 @@ def attempt(server: Server, folder: Path, *options: str) -> None:
 
 
 def check(server: Server, answers: Answers, times: int) -> None:
-    """Every operation was tried half as often at least, those that read JSON with success; what none of them reads is refused; the server is as it was.
+    """Every operation was tried half as often at least, and one that reads JSON with success; what none of them reads is refused; the
+    server is as it was.
 
     That an operation refused something is not counted by its tries: nearly every text is one that /tokenize takes.
     """
