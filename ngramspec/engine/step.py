@@ -164,6 +164,7 @@ class Core:
             return None
         if result is None:
             return None
+        self.scheduler.admits = True
         self.n_passes += len(result.records)
         appended = list[tuple[Sequence, np.ndarray]]()
         for b, seq in enumerate(seqs):

@@ -93,3 +93,17 @@ def test_prompts_with_log_probabilities_keep_few_logits_at_a_time(engine: Engine
     assert [each.prompt_logprobs for each in pieces] == [each.prompt_logprobs for each in whole]
     assert max(wanted) <= 16 + len(PROMPTS)
     assert sum(wanted) >= sum(map(len, PROMPTS))
+
+
+def test_after_every_pass_that_fits_others_may_join(engine: Engine) -> None:
+    """Native steps among them."""
+    joining, seen = engine.core.scheduler, list[bool]()
+
+    def deliver(_: object) -> None:
+        seen.append(joining.admits)
+        joining.admits = False
+
+    engine.submit(PROMPTS[0], PARAMS, deliver=deliver, speculation=False).result(60)
+    joining.admits = True
+    assert len(seen) > 1
+    assert all(seen)

@@ -60,7 +60,7 @@ class _Buffers(NamedTuple):
 
     n_rows: int
     arrays: tuple[np.ndarray, ...]
-    """They stand in the order in which `_run_thread` unpacks them."""
+    """They stand in the order in which `run_thread` unpacks them."""
     pairs: moe.PairBuffers
 
 
