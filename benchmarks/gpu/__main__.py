@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.only:
         limit = args.limit or PARTS[name][1]
         say(f"\n==== {name}, at most {limit} s")
-        part = known[name] = run_part(name, argv, limit)
+        for part in run_part(name, argv, limit):
+            known[name] = part
+            document = make_document(plan, known)
+            if args.out:
+                args.out.write_text(json.dumps(document, ensure_ascii=False) + "\n")
         say(f"==== {name}: {part['seconds']} s{', ' + part['error'] if part['error'] else ''}")
-        document = make_document(plan, known)
-        if args.out:
-            args.out.write_text(json.dumps(document, ensure_ascii=False) + "\n")
     show(document)
     common.print_document(document)
     if any(known[name]["error"] for name in args.only):
@@ -139,10 +140,14 @@ def serve(name: str, plan: Plan) -> None:
         print(json.dumps([key, figures]), file=answers, flush=True)
 
 
-def run_part(name: str, argv: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """A part in a process of its own: {"seconds", "error" (None: it went well), "figures"}, with what it gave before it failed."""
+def run_part(name: str, argv: Sequence[str], limit_s: float) -> Iterator[dict[str, Any]]:
+    """Run a part in a process of its own: {"seconds", "error" (None: it went well), "figures"}, after each figure and at its end."""
     start = time.perf_counter()
     figures: Figures = {}
+
+    def describe(error: str | None) -> dict[str, Any]:
+        return {"seconds": round(time.perf_counter() - start, 1), "error": error, "figures": figures}
+
     ended = threading.Event()
     with subprocess.Popen([*COMMAND, *argv, "--child", name], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
 
@@ -159,6 +164,7 @@ def run_part(name: str, argv: Sequence[str], limit_s: float) -> dict[str, Any]:
                 key, value = json.loads(line)
                 figures[key] = value
                 say(f"{name}: {key} after {time.perf_counter() - start:.0f} s")
+                yield describe("not finished")
             code = process.wait()
         except BaseException:
             end()
@@ -168,7 +174,7 @@ def run_part(name: str, argv: Sequence[str], limit_s: float) -> dict[str, Any]:
     error = f"stopped after {limit_s:g} s" if ended.is_set() else f"ended with code {code}; see its messages" if code else None
     if error is None and figures.get("pytest", {}).get("exit_code") not in (None, 0, 5):  # 5: there was nothing to run
         error = "tests failed"
-    return {"seconds": round(time.perf_counter() - start, 1), "error": error, "figures": figures}
+    yield describe(error)
 
 
 def make_document(plan: Plan, known: dict[str, Any]) -> dict[str, Any]:

@@ -303,7 +303,7 @@ def test_a_part_that_fails_is_recorded_and_earlier_calls_are_kept(
 def test_a_part_that_raises_leaves_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'import json; print(json.dumps(["a", {"x": 1}]), flush=True); raise SystemExit(3)'
     monkeypatch.setattr(gpu, "COMMAND", [gpu.sys.executable, "-c", script])
-    part = gpu.run_part("floor", [], 60)
+    *_, part = gpu.run_part("floor", [], 60)
     assert part["figures"] == {"a": {"x": 1}}
     assert "code 3" in part["error"]
 

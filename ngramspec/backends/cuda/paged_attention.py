@@ -380,7 +380,7 @@ def attend(
         SOFTCAP=softcap > 0,
         IN_FLIGHT=max(1, min(4, 8192 // (width * n_columns))),
         num_warps=_warps(width * n_columns, q.element_size(), q.device),
-        num_stages=_stages(width * q.element_size(), q.device),
+        num_stages=_stages(width, n_columns, q.element_size(), q.device),
         enable_fp_fusion=False,
     )
 
@@ -395,6 +395,7 @@ def _warps(n_sums: int, itemsize: int, device: torch.device) -> int:
     return 4 if n_sums < (8192 if roomy else 2048) else 8
 
 
-def _stages(row_bytes: int, device: torch.device) -> int:
-    """Return the tiles in flight: no more than help, and as many as fit in shared memory with queries and weights."""
-    return max(1, min(3, (get_limits(device).shared_bytes - (24 << 10)) // (2 * TILE * row_bytes)))
+def _stages(width: int, n_columns: int, itemsize: int, device: torch.device) -> int:
+    """Return the tiles in flight: no more than help, and as many as fit in shared memory with queries, weights and sums in transit."""
+    rest = max(24 << 10, 5 * width * n_columns)
+    return max(1, min(3, (get_limits(device).shared_bytes - rest) // (2 * TILE * width * itemsize)))
