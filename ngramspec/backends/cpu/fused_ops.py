@@ -15,9 +15,10 @@ from numba import get_num_threads, prange
 from torch import nn
 
 from ngramspec.backends.cpu.attention import PARALLEL
-from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear, SharedProduct
+from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import GELU, SILU
 from ngramspec.backends.cpu.llama_pass import norm_row
+from ngramspec.backends.cpu.matmul import CpuProduct
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.hf_modules import get_rms_norm
 from ngramspec.sampling.numeric import compute_gelu, exp
@@ -83,15 +84,16 @@ class RMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """An MLP that computes down(activation(gate(x)) · up(x)) with gate and up as one matrix product; `activation` is SILU or GELU."""
 
-    def __init__(self, shared: SharedProduct, down: CpuPackedLinear, activation: str = SILU) -> None:
+    def __init__(self, product: CpuProduct, down: CpuPackedLinear, activation: str = SILU) -> None:
+        """`product`: of gate and up, or of one matrix with gate's rows before up's."""
         super().__init__()
-        self.shared, self.down, self.activation = shared, down, activation
+        self.product, self.down, self.activation = product, down, activation
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """Compute the MLP of rows [T, N]."""
-        product = self.shared.product
-        both, at = product.multiply(x, threads), int(product.columns[1])
-        mid = np.empty((len(both), self.shared.product.sizes[0]), np.float32)
+        both, n = self.product.multiply(x, threads), self.down.in_features
+        at = int(self.product.columns[1]) if len(self.product.sizes) > 1 else n
+        mid = np.empty((len(both), n), np.float32)
         run = _activate_many if mid.size >= PARALLEL else _activate_few
         run(both, at, self.activation == GELU, mid)
         return self.down.product.multiply(mid, threads)
@@ -138,20 +140,26 @@ def _fused_mlp(module: nn.Module, gated: dict[type, str | None]) -> nn.Module | 
 
     `gated` caches the activation by class; None: another one.
     """
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if (
-        not isinstance(gate, SharedLinear)
-        or not isinstance(up, SharedLinear)
-        or gate.shared is not up.shared
-        or not isinstance(down, CpuPackedLinear)
-    ):
+    down = getattr(module, "down_proj", None)
+    product = _find_gate_and_up(module)
+    if product is None or not isinstance(down, CpuPackedLinear):
         return None
     if type(module) not in gated:
-        errors = {name: _measure_error(module, GatedMLP(gate.shared, down, name), gate.in_features) for name in (SILU, GELU)}
+        errors = {name: _measure_error(module, GatedMLP(product, down, name), product.n_in) for name in (SILU, GELU)}
         nearest = min(errors, key=errors.__getitem__)
         gated[type(module)] = nearest if errors[nearest] <= (_CODED if down.product.context.int8 else _ROUNDING) else None
     activation = gated[type(module)]
-    return None if activation is None else GatedMLP(gate.shared, down, activation)
+    return None if activation is None else GatedMLP(product, down, activation)
+
+
+def _find_gate_and_up(module: nn.Module) -> CpuProduct | None:
+    """Return the product of an MLP's gate and up, which may be one linear layer."""
+    gate, up, both = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj"))
+    if isinstance(both, CpuPackedLinear):
+        return both.product
+    if isinstance(gate, SharedLinear) and isinstance(up, SharedLinear) and gate.shared is up.shared:
+        return gate.shared.product
+    return None
 
 
 def replace_small_operations(model: nn.Module) -> int:

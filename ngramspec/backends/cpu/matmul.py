@@ -72,6 +72,12 @@ class MatmulContext:
         self._made.append(Matrix(weight, whole, np.array(fields, np.int64)))
         return self._made[-1]
 
+    def select_rows(self, matrix: Matrix, first: int, end: int) -> Matrix:
+        """Register rows `first` to `end` of a matrix, whose panels they share: multiples of WIDTH, or the end is the last row's."""
+        weight = matrix.weight
+        panels = weight.data[first // WIDTH : -(-end // WIDTH)]
+        return self.matrix(PackedWeight(weight.format, end - first, weight.n_in, panels), matrix.bias[first:end])
+
     def switch(self, int8: bool, *, soon_over: bool = False) -> None:
         """Compute with 8-bit activations from now on, or without them. Copies of matrices' fields must be made again.
 

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
+from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, LayerWeights, ModelOptions
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.models.expert_weights import ExpertWeights, append_rows
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
+
+
+class MatrixName(NamedTuple):
+    weight: str
+    bias: str | None = None
+    first: int = 0
+    """The first row that belongs to the matrix, a multiple of WIDTH."""
+    end: int = 0
+    """The row after the last one; 0: all rows belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +50,8 @@ class ExpertsMap:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeightMap:
-    matrices: list[tuple[str, str | None]]
-    """Names of weight and bias, in the order of `LayerWeights.matrices`."""
+    matrices: list[MatrixName]
+    """They stand in the order of `LayerWeights.matrices`."""
     norms: list[str] | None
     head_norms: list[str] | None
     window: int
@@ -109,10 +119,15 @@ class WeightMap:
         mixed, kv = n_heads * head_dim, self.n_kv * head_dim
         wanted: list[tuple[str | None, tuple[int, ...]]] = [(self.norm, (hidden,))]
 
-        def want(matrix: tuple[str, str | None], n_out: int, n_in: int) -> None:
-            wanted.extend([(matrix[0], (n_out, n_in)), (matrix[1], (n_out,))])
+        def want(matrix: MatrixName, n_out: int, n_in: int) -> None:
+            if matrix.end:
+                n = source[matrix.weight].shape[0]
+                if matrix.end - matrix.first != n_out or matrix.end > n or matrix.first % WIDTH or (matrix.end % WIDTH and matrix.end < n):
+                    raise ValueError(f"rows {matrix.first} to {matrix.end} of {n} of {matrix.weight}, and {n_out} are wanted")
+                n_out = n
+            wanted.extend([(matrix.weight, (n_out, n_in)), (matrix.bias, (n_out,))])
 
-        want(self.head, source[self.head[0]].shape[0], hidden)
+        want(MatrixName(*self.head), source[self.head[0]].shape[0], hidden)
         for layer in self.layers:
             q, k, v, out, *mlp = layer.matrices
             for matrix, n_out in ((q, mixed), (k, kv), (v, kv)):
@@ -120,7 +135,7 @@ class WeightMap:
             want(out, hidden, mixed)
             if mlp:
                 gate, up, down = mlp
-                inner = source[gate[0]].shape[0]
+                inner = source[down.weight].shape[1]
                 for matrix, n_out, n_in in ((gate, inner, hidden), (up, inner, hidden), (down, hidden, inner)):
                     want(matrix, n_out, n_in)
             elif layer.experts is None or layer.experts.shared != NO_SHARED:
@@ -202,13 +217,17 @@ class WeightMap:
 
         matrix = matrix or of
 
+        def select(name: MatrixName) -> Matrix:
+            whole = matrix(name.weight, name.bias)
+            return context.select_rows(whole, name.first, name.end) if name.end else whole
+
         def norm(name: str) -> np.ndarray:
             weights = source[name].float32()
             return weights + np.float32(self.norm_offset) if self.norm_offset else weights
 
         layers = [
             LayerWeights(
-                tuple(matrix(weight, bias) for weight, bias in layer.matrices),
+                tuple(select(name) for name in layer.matrices),
                 (norm(layer.norms[0]), norm(layer.norms[1])) if layer.norms else None,
                 (norm(layer.head_norms[0]), norm(layer.head_norms[1])) if layer.head_norms else None,
                 layer.window,
@@ -231,7 +250,7 @@ def _layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
         weights = ExpertWeights(**{**experts["weights"], **{name: tuple(experts["weights"][name]) for name in ("gate_up", "down")}})
         pairs = {name: tuple(experts[name]) for name in ("router", "clamped") if experts[name]}
         experts = ExpertsMap(**{**experts, **pairs, "weights": weights})
-    return LayerWeightMap(**{**found, "matrices": [(w, b) for w, b in found["matrices"]], "experts": experts})
+    return LayerWeightMap(**{**found, "matrices": [MatrixName(*name) for name in found["matrices"]], "experts": experts})
 
 
 def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) -> list[tuple[str | None, tuple[int, ...]]]:

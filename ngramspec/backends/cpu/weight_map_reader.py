@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu import fused_ops
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
+from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions
-from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, QueryScale, Rotary, WeightMap
+from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, MatrixName, QueryScale, Rotary, WeightMap
 from ngramspec.models.tensor_source import TensorSource
 
 ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
@@ -28,8 +29,9 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
     (("input_layernorm", "post_attention_layernorm"), None),
     (("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")),
     (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
+    (("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")),
 )
-_Names = Callable[[str], tuple[str, str | None]]  # of weight and bias of the module at a path
+_Names = Callable[[str], MatrixName]  # of the module at a path
 
 
 def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequence[tuple[int, int]]) -> WeightMap | None:
@@ -44,8 +46,8 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
         return None
     paths = {module: path for path, module in model.named_modules(remove_duplicate=False)}
 
-    def names(path: str) -> tuple[str, str | None]:
-        return f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None
+    def names(path: str) -> MatrixName:
+        return MatrixName(f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None)
 
     n_kv, head_dim = shapes[0]
     rotaries = _read_rotaries(getattr(base, "rotary_emb", None), head_dim)
@@ -53,7 +55,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     types = list(rotaries or ())
     of_layers = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     found = [
-        _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else 0)
+        _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else 0, n_kv * head_dim)
         for layer, of_layer in zip(layers, of_layers, strict=True)
     ]
     norms = [m for m in model.modules() if isinstance(m, fused_ops.RMSNorm)]
@@ -62,7 +64,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     tied = embedding.matrix is head.product.matrices[0]
     return WeightMap(
         layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
-        head=names(paths[embedding if tied else head]), norm=names(paths[norm])[0], norm_offset=norm.offset, n_kv=n_kv,
+        head=names(paths[embedding if tied else head])[:2], norm=names(paths[norm])[0], norm_offset=norm.offset, n_kv=n_kv,
         rotaries=list(rotaries.values()), options=options, query_scale=_read_query_scale(model),
     )  # fmt: skip
 
@@ -93,7 +95,7 @@ def _read_options(model: PreTrainedModel, head_dim: int) -> ModelOptions | None:
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in base.layers]
-    if not all(hasattr(attn, "scaling") and hasattr(getattr(attn, "q_proj", None), "out_features") for attn in attentions):
+    if not all(hasattr(attn, "scaling") and isinstance(getattr(attn, "o_proj", None), CpuPackedLinear) for attn in attentions):
         return None
     activations = {module.activation for module in model.modules() if isinstance(module, fused_ops.GatedMLP)} or {SILU}
     alike = {
@@ -104,16 +106,19 @@ def _read_options(model: PreTrainedModel, head_dim: int) -> ModelOptions | None:
         return None
     scale, softcap, residual_scale = alike.pop()
     return ModelOptions(
-        n_heads=attentions[0].q_proj.out_features // head_dim, head_dim=head_dim, eps=float(base.norm.eps), scale=scale,
+        n_heads=attentions[0].o_proj.in_features // head_dim, head_dim=head_dim, eps=float(base.norm.eps), scale=scale,
         activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
         logit_scale=1 / getattr(config, "logits_scaling", 1), logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0),
     )  # fmt: skip
 
 
-def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rotary: int) -> LayerWeightMap | None:
-    """Map the parts of a Llama-style layer at a path; None for another kind of layer. `rotary`: number of its rotary embedding."""
-    children = dict(layer.named_children())
+def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rotary: int, kv: int) -> LayerWeightMap | None:
+    """Map the parts of a Llama-style layer at a path; None for another kind of layer.
+
+    `rotary`: number of its rotary embedding; `kv`: outputs of all heads of keys.
+    """
+    children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
     attn: Any = children.get("self_attn")
     mlp = next((name for name in ("mlp", "block_sparse_moe") if name in children), "")
     mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
@@ -122,18 +127,19 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*(pairs[0] or ()), *(pairs[1] or ())}), None)
     if norms is None or not all(isinstance(norm, fused_ops.RMSNorm) for norm in of_norms.values()):
         return None
-    if mixed is None and not isinstance(children.get("mlp"), fused_ops.GatedMLP):
+    if mixed is None and "mlp" not in children:
         return None
     parts = dict(attn.named_children()) if attn is not None else {}
     heads: list[Any] = [parts.pop(name, None) for name in ("q_norm", "k_norm")]
-    q: Any
-    o: Any
-    q, k, v, o = (parts.pop(name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    if parts or not all(isinstance(p, SharedLinear) for p in (q, k, v)) or not isinstance(o, CpuPackedLinear):
+    o = parts.pop("o_proj", None)
+    if not isinstance(o, CpuPackedLinear):
+        return None
+    attention = _map_projections(parts, f"{path}.self_attn", names, o.in_features, kv)
+    if parts or attention is None:
         return None
     if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) for norm in heads):
         return None
-    if any(heads) and [len(norm.weight) for norm in heads] not in ([attn.head_dim] * 2, [q.out_features, k.out_features]):
+    if any(heads) and [len(norm.weight) for norm in heads] not in ([attn.head_dim] * 2, [o.in_features, kv]):
         return None
     if not isinstance(getattr(attn, "scaling", None), float) or not hasattr(attn, "head_dim"):
         return None
@@ -142,19 +148,59 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         window = None
     if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"}:
         return None
-    inside = [f"self_attn.{name}_proj" for name in "qkvo"]
+    inside: list[MatrixName] | None = []
     if mixed is None or mixed.shared:
-        inside += [f"{dense}.{name}_proj" for name in ("gate", "up", "down")]
+        inside = _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+    if inside is None:
+        return None
     return LayerWeightMap(
-        matrices=[names(f"{path}.{name}") for name in inside],
+        matrices=[*attention, names(f"{path}.self_attn.o_proj"), *inside],
         norms=[names(f"{path}.{name}")[0] for name in norms[0]] if norms[0] else None,
         head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,
         window=window or 0,
-        rotary=rotary if getattr(attn, "use_rope", True) else NO_ROTARY,
+        rotary=rotary if _has_rotary(attn) else NO_ROTARY,
         experts=mixed,
         sinks=f"{path}.self_attn.sinks" if hasattr(attn, "sinks") else None,
         post_norms=[names(f"{path}.{name}")[0] for name in norms[1]] if norms[1] else None,
     )
+
+
+def _has_rotary(attn: Any) -> bool:
+    """Return whether an attention layer rotates its queries and keys: ExaOne 4's with all keys do not, if others have windows."""
+    is_global = getattr(attn, "sliding_window", None) is not None and not getattr(attn, "is_sliding", True)
+    return bool(getattr(attn, "use_rope", True)) and not is_global
+
+
+def _map_projections(parts: dict[str, nn.Module], path: str, names: _Names, mixed: int, kv: int) -> list[MatrixName] | None:
+    """Map the projections of queries [mixed], keys and values [kv each] among the parts of an attention layer, and take them out.
+
+    None if they are of another kind, or lie in one matrix in which they do not begin with a panel.
+    """
+    separate = [parts.pop(f"{name}_proj", None) for name in "qkv"]
+    if all(isinstance(p, SharedLinear) for p in separate):
+        return [names(f"{path}.{name}_proj") for name in "qkv"]
+    joined = parts.pop("qkv_proj", None)
+    if any(separate) or not isinstance(joined, CpuPackedLinear) or joined.out_features != mixed + 2 * kv:
+        return None
+    return _divide_rows(names(f"{path}.qkv_proj"), [mixed, kv, kv])
+
+
+def _map_mlp(mlp: nn.Module, path: str, names: _Names) -> list[MatrixName] | None:
+    """Map gate, up and down of an MLP; None for another kind of it, or if up does not begin with a panel of its matrix."""
+    if not isinstance(mlp, fused_ops.GatedMLP):
+        return None
+    if len(mlp.product.sizes) == 2:
+        return [names(f"{path}.{name}_proj") for name in ("gate", "up", "down")]
+    both = _divide_rows(names(f"{path}.gate_up_proj"), [mlp.down.in_features] * 2)
+    return both and [*both, names(f"{path}.down_proj")]
+
+
+def _divide_rows(name: MatrixName, sizes: Sequence[int]) -> list[MatrixName] | None:
+    """Divide a matrix into some of these numbers of rows; None if one of them does not begin with a panel."""
+    ends = np.cumsum(sizes).tolist()
+    if any(end % WIDTH for end in ends[:-1]):
+        return None
+    return [name._replace(first=end - n, end=end) for n, end in zip(sizes, ends, strict=True)]
 
 
 def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | None:
@@ -167,7 +213,7 @@ def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | Non
     if shared is not None and not (isinstance(shared, fused_ops.GatedMLP) and isinstance(shared_gate, CpuPackedLinear)):
         return None
     return ExpertsMap(
-        weights=experts.weights, router=names(f"{path}.{router_name}"), top_k=int(router.options[moe.TOP_K]),
+        weights=experts.weights, router=names(f"{path}.{router_name}")[:2], top_k=int(router.options[moe.TOP_K]),
         scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
         shared=moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
         shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, clamped=experts.experts.clamped,
