@@ -55,6 +55,7 @@ def compile_kernel(
     num_warps: int = 4,
     num_stages: int = 3,
     enable_fp_fusion: bool = False,
+    launch_pdl: bool = False,
 ) -> CompiledKernel:
     """Compile a kernel. `signature`: the type of every argument but the constexprs: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
 
@@ -76,7 +77,7 @@ def compile_kernel(
         types[name] = type_
         if divisor == "16" or (type_.startswith("*") and not divisor):
             attrs[(i,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion, "launch_pdl": launch_pdl}
     kernel = triton.compiler.compile(
         triton.compiler.ASTSource(fn, types, constexprs, attrs), target=GPUTarget("cuda", capability, 32), options=options
     )

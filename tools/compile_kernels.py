@@ -25,6 +25,7 @@ from ngramspec.backends.cuda import (
     kv_move,
     layers,
     logits_processor,
+    overlap,
     paged_attention,
     quantised,
     rope_kv,
@@ -63,7 +64,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,12 @@ class Launches:
 def noted(capability: int) -> Iterator[dict[Variant, None]]:
     """Note kernels instead of launching them, as for a device of this capability."""
     found: dict[Variant, None] = {}
-    limits = DeviceLimits(PROCESSORS[capability], SHARED_LIMIT[capability], capability // 10)
+    limits = DeviceLimits(PROCESSORS[capability], SHARED_LIMIT[capability], capability // 10, overlaps=capability >= 90)
     with ExitStack() as stack:
         for module, names in LAUNCHED.items():
             for name in names:
                 stack.enter_context(patch.object(module, name, Launches(getattr(module, name), found)))
-        for module in (paged_attention, row_invariant_linear):
+        for module in (overlap, paged_attention, row_invariant_linear):
             stack.enter_context(patch.object(module, "get_limits", lambda device: limits))
         yield found
 

@@ -191,7 +191,7 @@ def kernels(plan: Plan) -> Named:
 
 
 def host(plan: Plan) -> Named:
-    """Time of a step in which the device waits for the host: wall time of undisturbed steps less the device's in profiled ones."""
+    """Time of a step in which no kernel runs, between kernels too: wall time of undisturbed steps less the kernels' in profiled ones."""
     for model in dict.fromkeys((plan.large, plan.small)):
         with open_engine(plan, model) as engine:
             prompt = np.random.default_rng(0).integers(0, engine.vocab_size, 64).tolist()

@@ -102,10 +102,12 @@ class CudaOutput:
     def logits(self, first: int, end: int) -> np.ndarray:
         if first == end:
             self._runner.synchronize()
-        chosen = (
-            self._logits[first:end] if self._rows is None else self._logits[torch.from_numpy(self._rows[first:end]).to(self._logits.device)]
-        )
-        return chosen.to("cpu", copy=True).numpy()
+        return self.device_logits(first, end).to("cpu", copy=True).numpy()
+
+    def device_logits(self, first: int, end: int) -> torch.Tensor:
+        """Return logits [end - first, V] float32 on the device, until the next pass."""
+        rows = self._rows
+        return self._logits[first:end] if rows is None else self._logits[torch.from_numpy(rows[first:end]).to(self._logits.device)]
 
     def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self._results is None:
@@ -379,10 +381,10 @@ class CudaRunner(Runner):
         return not self.violations
 
     def _pass(self, spans: list[Span]) -> tuple[torch.Tensor, list[int]]:
-        """Return logits [N, V] on the host, and the token sampled after each."""
+        """Return logits [N, V] on the device, and the token sampled after each."""
         batch = pack(spans, self.pool, self.rows_per_item)
         output = self.forward(batch)
-        logits = torch.from_numpy(output.logits(0, len(batch.logits_rows)).copy())
+        logits = output.device_logits(0, len(batch.logits_rows)).clone()
         return logits, [] if output.sampled is None else output.sampled.tolist()
 
     def _sampler(self, **params: Any) -> Sampler:

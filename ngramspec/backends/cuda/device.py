@@ -19,6 +19,8 @@ class DeviceLimits:
     """Shared memory that one block may have: the bound that Triton checks before it launches a kernel."""
     generation: int = 9
     """Major number of its compute capability."""
+    overlaps: bool = False
+    """Whether a kernel may begin while the one before it ends."""
 
 
 @cache
@@ -36,7 +38,8 @@ def get_limits(device: torch.device) -> DeviceLimits:
         if "C compiler" not in str(e):
             raise
         raise MissingPackageError(f"Triton needs a C compiler, and there is none: install gcc or clang ({e})") from e
-    return DeviceLimits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]), torch.cuda.get_device_capability(device)[0])
+    generation = torch.cuda.get_device_capability(device)[0]
+    return DeviceLimits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]), generation, overlaps=generation >= 9)
 
 
 def _properties(index: int) -> Mapping[str, int]:

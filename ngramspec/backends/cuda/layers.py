@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ngramspec.backends.cuda.overlap import await_previous, overlap_options
+
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 _AHEAD = tl.constexpr(4)  # Partial sums that are loaded before the first is added; further ones are loaded in the next round.
@@ -71,7 +73,8 @@ def _embed(ids, table, out, width, out_stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm(x, weight, out, width, x_stride, out_stride, eps, BLOCK: tl.constexpr):
+def _norm(x, weight, out, width, x_stride, out_stride, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < width
@@ -82,7 +85,10 @@ def _norm(x, weight, out, width, x_stride, out_stride, eps, BLOCK: tl.constexpr)
 
 
 @_jit
-def _add_norm(x, partials, bias, weight, out, n_partials, n_rows, width, x_stride, out_stride, eps, BLOCK: tl.constexpr):
+def _add_norm(
+    x, partials, bias, weight, out, n_partials, n_rows, width, x_stride, out_stride, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < width
@@ -98,7 +104,10 @@ def _add_norm(x, partials, bias, weight, out, n_partials, n_rows, width, x_strid
 
 
 @_jit
-def _gated_activation(partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_activation(
+    partials, bias, out, n_partials, n_rows, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    await_previous(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < width
@@ -141,7 +150,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | 
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, width = _check_rows(x, out)
     if rows:
-        _norm[(rows,)](x, weight, out, width, x.stride(0), out.stride(0), eps, **_whole_row(width))
+        _norm[(rows,)](x, weight, out, width, x.stride(0), out.stride(0), eps, **_whole_row(width, out.device))
     return out
 
 
@@ -155,7 +164,9 @@ def add_norm(
     n_partials = _check_partials(partials, bias, rows, width)
     assert partials.dtype == torch.float32, "other sums would be added by other code than those of few rows"
     if rows:
-        _add_norm[(rows,)](x, partials, bias, weight, out, n_partials, rows, width, x.stride(0), out.stride(0), eps, **_whole_row(width))
+        _add_norm[(rows,)](
+            x, partials, bias, weight, out, n_partials, rows, width, x.stride(0), out.stride(0), eps, **_whole_row(width, out.device)
+        )
     return out
 
 
@@ -191,14 +202,15 @@ def gated(
             BLOCK=512,
             num_warps=4,
             enable_fp_fusion=False,
+            **overlap_options(out.device),
         )
     return out
 
 
-def _whole_row(width: int) -> dict[str, Any]:
+def _whole_row(width: int, device: torch.device) -> dict[str, Any]:
     """Return the launch options for a whole row in one block. Its warps shape the tree of additions, so they depend on the width alone."""
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(32, max(4, block // 256)), "enable_fp_fusion": False}
+    return {"BLOCK": block, "num_warps": min(32, max(4, block // 256)), "enable_fp_fusion": False, **overlap_options(device)}
 
 
 def _check_rows(x: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:

@@ -25,6 +25,7 @@ import triton.language as tl
 from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
 from ngramspec.backends.cuda.attention_schedule import MERGED, WORDS
 from ngramspec.backends.cuda.device import get_limits
+from ngramspec.backends.cuda.overlap import await_previous, overlap_options
 from ngramspec.outputs import BLOCK
 
 TILE = 64  # Keys of a tile; also the M side of Hopper's matrix instruction.
@@ -167,7 +168,9 @@ def _attend(
     WINDOW: tl.constexpr,  # keys that a row sees up to its own; 0: all
     SOFTCAP: tl.constexpr,
     IN_FLIGHT: tl.constexpr,  # states that are loaded at a time when merging
+    OVERLAP: tl.constexpr,
 ):
+    await_previous(OVERLAP)
     GROUP: tl.constexpr = H // HK
     share, h = shares + tl.program_id(0) * _WORDS, tl.program_id(1)
     first_row, end_row, owner = tl.load(share), tl.load(share + 1), tl.load(share + 2)
@@ -382,6 +385,7 @@ def attend(
         num_warps=_warps(width * n_columns, q.element_size(), q.device),
         num_stages=_stages(width, n_columns, q.element_size(), q.device),
         enable_fp_fusion=False,
+        **overlap_options(q.device),
     )
 
 

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ngramspec.backends.cuda.overlap import await_previous
 from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, bounds, store
 from ngramspec.models.tensor_source import KINDS
 
@@ -383,7 +384,9 @@ def _quantised(
     EVEN: tl.constexpr,
     SUMMED: tl.constexpr,
     ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_previous(OVERLAP)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     piece = tl.program_id(2)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
+from ngramspec.backends.cuda.overlap import await_previous, overlap_options
 from ngramspec.outputs import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -66,7 +67,9 @@ def _rope_kv(
     ROTATED: tl.constexpr,  # dimensions that are rotated: the first ones
     HALF: tl.constexpr,  # ROTATED / 2 rounded up to a power of two
     REST: tl.constexpr,  # D - ROTATED rounded up to a power of two; 0 where all are rotated
+    OVERLAP: tl.constexpr,
 ):
+    await_previous(OVERLAP)
     dtype: tl.constexpr = q.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width: tl.constexpr = (H + 2 * HK) * D
@@ -171,6 +174,7 @@ def rope_kv(
         REST=triton.next_power_of_2(head_dim - rotated) if rotated < head_dim else 0,
         num_warps=1,
         enable_fp_fusion=False,
+        **overlap_options(q.device),
     )
 
 

@@ -20,12 +20,16 @@ import triton
 import triton.language as tl
 
 from ngramspec.backends.cuda.device import get_limits
+from ngramspec.backends.cuda.overlap import await_previous, overlap_options, prefetch_rows
 
 GRANULE = 128  # Columns: pieces of K begin at multiples of this, and every BLOCK_K divides it.
 
 MIN_PIECE = 512  # Columns: no piece of K is shorter, since each costs a float32 per result, written and read.
 
 BLOCKS_PER_SM = 1.8  # Tiles of 64 outputs per multiprocessor from which on K is not cut further.
+
+
+PREFETCHED = 8  # Cache lines of each weight row of a block that are asked for before the kernel that computes x has ended.
 
 
 def choose_splits(n_out: int, n_in: int, n_sms: int) -> int:
@@ -145,6 +149,8 @@ def _product(
     EVEN: tl.constexpr,  # BLOCK_K divides n_in
     SUMMED: tl.constexpr,  # the block goes through all pieces, instead of one
     ONCE: tl.constexpr,  # no other block reads these weights
+    OVERLAP: tl.constexpr,
+    LINES: tl.constexpr,  # PREFETCHED
 ):
     # Blocks that read the same weights follow each other.
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -156,6 +162,10 @@ def _product(
     x_at = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
     row_mask = (rows < n_rows)[:, None]
     begin, end = bounds(piece, n_in, n_splits, STEP)
+    if OVERLAP and ONCE:
+        item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(weight + tl.minimum(n, n_out - 1).to(tl.int64) * n_in + begin, (end - begin) * item, LINES)
+    await_previous(OVERLAP)
     total = _piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
     if SUMMED:
         for s in range(1, n_splits):
@@ -165,8 +175,9 @@ def _product(
 
 
 @triton.jit
-def _add_up(partials, bias, out, n_out, n_rows, N_PARTIALS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up(partials, bias, out, n_out, n_rows, N_PARTIALS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Compute out [R, N] = partials [P, R, N] summed in order, + bias, rounded."""
+    await_previous(OVERLAP)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     inside = n < n_out
@@ -251,6 +262,7 @@ class CudaProduct:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": False,
+            **overlap_options(self.device),
         }
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
@@ -265,6 +277,7 @@ class CudaProduct:
             len(x),
             x.stride(0),
             self.splits,
+            LINES=PREFETCHED,
             **options,
         )
 
@@ -277,7 +290,18 @@ def add_up(partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor)
     assert out.shape == (rows, n_out)
     if rows:
         grid = (triton.cdiv(n_out, 512), rows)
-        _add_up[grid](partials, bias, out, n_out, rows, N_PARTIALS=n_partials, BLOCK=512, num_warps=4, enable_fp_fusion=False)
+        _add_up[grid](
+            partials,
+            bias,
+            out,
+            n_out,
+            rows,
+            N_PARTIALS=n_partials,
+            BLOCK=512,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **overlap_options(out.device),
+        )
 
 
 def violation(product: CudaProduct, counts: Iterable[int]) -> str | None:

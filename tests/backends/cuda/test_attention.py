@@ -324,7 +324,7 @@ def compiled() -> None:
             | dict.fromkeys(("scale", "softcap"), "fp32"),
             {
                 "H": heads, "HK": 1, "D": dim, "DP": width, "N": columns, "ROWS": triton.next_power_of_2(rows), "WINDOW": 0,
-                "SOFTCAP": False, "IN_FLIGHT": max(1, min(4, 8192 // (width * columns))),
+                "SOFTCAP": False, "IN_FLIGHT": max(1, min(4, 8192 // (width * columns))), "OVERLAP": capability >= 90,
             },
             capability=capability,
             num_stages=stages,
@@ -336,6 +336,7 @@ def compiled() -> None:
         assert "warpsPerCTA = [4, 1]" in kernel.ttgir, "the order in which weights are summed follows the layout of the scores"
         assert kernel.count(r"cp\.async\.cg") > 0, "loads of keys and values are not pipelined"
         assert kernel.count(r"fma\.rn") == 0
+        assert kernel.count(r"griddepcontrol\.wait") == (capability >= 90)
 
 
 def test_compiles() -> None:

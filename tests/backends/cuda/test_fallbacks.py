@@ -179,5 +179,11 @@ def test_the_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(device, "_properties", lambda index, shared=shared: {"multiprocessor_count": 30, "max_shared_mem": shared})
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
         assert device.get_limits(CUDA) == device.DeviceLimits(30, shared, 8)
-        assert paged_attention._stages(256, CUDA) == stages
+        assert paged_attention._stages(128, 32, 2, CUDA) == stages
         device.get_limits.cache_clear()
+
+
+def test_wide_heads_leave_room_for_what_is_beside_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 columns of heads of 256: three tiles in flight took 237,568 bytes on an H100, which has 232,448."""
+    monkeypatch.setattr(paged_attention, "get_limits", lambda _: device.DeviceLimits(132, 227 << 10, 9))
+    assert [paged_attention._stages(256, columns, 2, CUDA) for columns in (16, 32)] == [3, 2]

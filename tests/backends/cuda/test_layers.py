@@ -98,17 +98,21 @@ def compiled() -> None:
     sizes = {"n_partials": "i32", "n_rows": "i32", "width": "i32:16", "x_stride": "i32:16", "out_stride": "i32:16"}
     for capability, name, width in ((90, "bf16", 4096), (90, "bf16", 8192), (90, "fp32", 2048), (80, "bf16", 8192)):
         types = dict.fromkeys(("x", "bias", "weight", "out"), f"*{name}") | {"partials": "*fp32", "eps": "fp32"} | sizes
-        row = layers._whole_row(width)
+        row = layers._whole_row(width, torch.device("cpu"))
         launches = [(layers._add_norm, {"BLOCK": row["BLOCK"]}, row["num_warps"])]
         if width == 4096:
             launches += [(layers._norm, {"BLOCK": width}, row["num_warps"])]
             launches += [(layers._gated_activation, {"ACTIVATION": "silu", "BLOCK": 512}, 4)]
         for fn, constants, warps in launches:
+            constants["OVERLAP"] = capability >= 90
             kernel = compile_kernel(fn, types, constants, capability=capability, num_warps=warps)
             print(capability, name, width, kernel.summary(), flush=True)
             check_limits(kernel, capability)
             assert kernel.count(r"fma\.rn\.f32") == 0, kernel.summary()
             assert kernel.count(r"ld\.global\.v4"), kernel.summary()
+            _, waited, rest = kernel.ptx.rpartition("griddepcontrol.wait")
+            assert bool(waited) == (capability >= 90)
+            assert kernel.count("ld.global") == rest.count("ld.global"), "it reads what an earlier kernel may not have written"
 
 
 def test_compiles_for_hopper_and_ampere() -> None:

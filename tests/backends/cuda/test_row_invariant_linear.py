@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -121,13 +122,16 @@ def compiled() -> None:
             kernel = compile_kernel(
                 row_invariant_linear._product,
                 {"weight": f"*{name}", "x": f"*{name}", "out": "*fp32"} | types,
-                constants | {"bias": None, "EVEN": True, "SUMMED": summed, "ONCE": True},
+                constants | {"bias": None, "EVEN": True, "SUMMED": summed, "ONCE": True, "OVERLAP": capability >= 90, "LINES": 8},
                 capability=capability,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
             print(capability, tile, kernel.summary(), flush=True)
             check_limits(kernel, capability)
+            before, waited, _ = kernel.ptx.partition("griddepcontrol.wait")
+            assert bool(waited) == ("prefetch.global.L2" in before) == (capability >= 90), kernel.summary()
+            assert not waited or not re.search(r"ld\.global|cp\.async", before), "it reads what an earlier kernel may not have written"
             if item == 4:
                 assert not kernel.mma
                 assert kernel.count(r"fma\.rn") > 100
