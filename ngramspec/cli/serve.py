@@ -99,8 +99,35 @@ def serve(
     ] = False,
     chat_template: Annotated[
         str | None,
-        option(ENGINE, "Jinja, or a file of it, in place of the model's chat template.", "--chat-template", "--chat-template-file"),
+        option(
+            ENGINE,
+            "Jinja, a file of it, or a name such as chatml, in place of the model's chat template.",
+            "--chat-template",
+            "--chat-template-file",
+        ),
     ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        option(
+            ENGINE,
+            "Variables of the chat template of requests that do not say, such as '{\"enable_thinking\": false}'.",
+            "--chat-template-kwargs",
+            "--default-chat-template-kwargs",
+            metavar="JSON",
+        ),
+    ] = None,
+    prefill_assistant: Annotated[
+        bool,
+        option(
+            ENGINE,
+            "An answer goes on with a conversation's last message if that is the assistant's, as in llama.cpp.",
+            "--prefill-assistant",
+        ),
+    ] = False,
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        option(ENGINE, "Log-probabilities name tokens as token_id:17, unless a request says otherwise.", "--return-tokens-as-token-ids"),
+    ] = False,
     sampling: Annotated[
         list[str] | None,
         option(
@@ -116,14 +143,26 @@ def serve(
     ] = None,
     port: Annotated[int | None, option(_NET, "0: any that is free; the log says which. Default: 8000.")] = None,
     api_prefix: Annotated[str | None, option(_NET, "The path under which all routes are, such as /llm.", metavar="/PATH")] = None,
+    root_path: Annotated[
+        str | None,
+        option(_NET, "Where a proxy shows the server, such as /llm: requests may have this path in front, or not.", metavar="/PATH"),
+    ] = None,
     no_playground: Annotated[bool, option(_NET, "Without the page at / to try the model.", "--no-playground", "--no-ui")] = False,
+    no_metrics: Annotated[bool, option(_NET, "Without /metrics, for Prometheus.", "--no-metrics")] = False,
+    force_include_usage: Annotated[
+        bool, option(_NET, "Every piece of a stream tells the usage so far, asked for or not.", "--force-include-usage")
+    ] = False,
     no_slots: Annotated[bool, option(_NET, "Without /slots, which tells how many sequences run.", "--no-slots")] = False,
     allowed_host: Annotated[
         list[str] | None, option(_NET, "Without keys: a further name that requests may call this server. May be repeated.", metavar="NAME")
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        option(_NET, "A site whose pages may use this server, such as https://editor.example. May be repeated.", metavar="URL"),
+        option(
+            _NET,
+            "A site whose pages may use this server, such as https://editor.example, or * for every one. May be repeated.",
+            metavar="URL",
+        ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -211,8 +250,14 @@ def serve(
         host=host,
         port=port,
         chat_template=chat_template,
+        chat_template_kwargs=None if chat_template_kwargs is None else parse_object(chat_template_kwargs, "--chat-template-kwargs"),
+        prefill_assistant=prefill_assistant or None,
+        force_include_usage=force_include_usage or None,
+        metrics=False if no_metrics else None,
         sampling=None if sampling is None else parse_sampling(sampling),
         api_prefix=api_prefix,
+        root_path=root_path,
+        return_tokens_as_token_ids=return_tokens_as_token_ids or None,
         playground=False if no_playground else None,
         slots=False if no_slots else None,
         allowed_hosts=allowed_host,
@@ -273,6 +318,17 @@ def _make_settings(**given: Any) -> ServerSettings:
         raise BadInputError(f"{place}: {first['msg']}" if place else first["msg"]) from None
     except SettingsError as error:
         raise BadInputError(str(error)) from None
+
+
+def parse_object(text: str, what: str) -> dict[str, Any]:
+    """Return the object that a text of JSON is. Raises BadInputError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise BadInputError(f'{what}: give an object as JSON, such as {{"enable_thinking": false}}')
+    return found
 
 
 def parse_sampling(given: Sequence[str]) -> dict[str, Any]:

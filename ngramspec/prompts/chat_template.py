@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
+from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
@@ -132,7 +133,7 @@ class Prompts:
         if sum(token in self._control_ids for token in ids) > len(allowed):  # the tokenizer's normalizer makes one of other text
             marks = _Marks()
             ids = self._join(marks.split(self._render(turns, tools, style, put)))
-        return ids
+        return self._beginning + ids
 
     def text(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> str:
         """Return the text that `chat` encodes. Raises InvalidInputError."""
@@ -144,7 +145,11 @@ class Prompts:
         if style.goes_on and (turns[-1].role != ASSISTANT or turns[-1].calls):
             why = "continue_final_message: the last message must be a text of the assistant"
             raise InvalidInputError(why, param="continue_final_message")
-        for name in style.variables:
+        self.check_variables(style.variables)
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Raises InvalidInputError for a name that no variable of a template can have here."""
+        for name in names:
             if name in self._own_names or not name.isidentifier():
                 why = "the server's own" if name.isidentifier() else "no name of a variable"
                 param = "chat_template_kwargs"
@@ -260,6 +265,11 @@ class Prompts:
     def _encode(self, text: str) -> list[int]:
         """Control tokens are what they are."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _beginning(self) -> list[int]:
+        """What stands before the template's text: with one of llama.cpp's names, what the tokenizer begins texts with."""
+        return self._bos if self._tokenizer.chat_template in NAMED_TEMPLATES.values() else []
 
     def _join(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
         spelled = cache(self._encoder.encode_text)  # the same few texts, maybe very often

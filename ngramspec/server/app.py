@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import Depends, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import Headers
@@ -30,6 +32,11 @@ from ngramspec.server.state import ServerState
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # `localhost` among the sites whose pages may ask, as in llama.cpp
 
 
+def _make_origin_pattern(origins: Sequence[str]) -> str | None:
+    """Return the pattern of the sites that are not listed one by one. No site gets credentials: keys are in headers."""
+    return ".*" if "*" in origins else LOOPBACK_ORIGIN if "localhost" in origins else None
+
+
 class Cors(CORSMiddleware):
     """CORS whose answer to a preflight is 200, as llama.cpp's is: without its headers the browser sends nothing more."""
 
@@ -42,9 +49,12 @@ class Cors(CORSMiddleware):
 def create_app(engine: Engine, settings: ServerSettings, repositories: Repositories | None = None) -> FastAPI:
     """Return the application for an engine. Engine and repositories stay the caller's to start and close.
 
-    Raises UnsupportedModelError for a chat template that cannot be rendered within its limits.
+    Raises UnsupportedModelError for a chat template that cannot be rendered within its limits, InvalidInputError for variables of it that
+    cannot be set.
     """
-    Prompts(engine).check_template()
+    prompts = Prompts(engine)
+    prompts.check_template()
+    prompts.check_variables(settings.chat_template_kwargs)
     metrics = Metrics(engine)
     tokenizer = getattr(engine.tokenizer, "backend_tokenizer", None)
     state = ServerState(
@@ -81,9 +91,9 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
     if settings.cors_origins:
         app.add_middleware(
             Cors,
-            allow_origins=list(settings.cors_origins),
-            allow_origin_regex=LOOPBACK_ORIGIN if "localhost" in settings.cors_origins else None,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_origins=[origin for origin in settings.cors_origins if origin != "*"],
+            allow_origin_regex=_make_origin_pattern(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],  # those that the page's client asks for, such as the `openai` client's x-stainless-*; limits bounds them
             expose_headers=["X-Request-Id", "Retry-After"],
         )

@@ -230,7 +230,7 @@ class AllowedHosts:
         self.names = {name.lower() for name in (*LOOPBACK_NAMES, *settings.allowed_hosts)}
         self.addresses = not all(map(is_loopback, settings.hosts))
         """Bound to other addresses, any literal address is fine: no name is resolved for it."""
-        self.names |= {host.lower() for host in settings.hosts} - {"0.0.0.0", "::", ""}
+        self.names |= {host.rpartition("/")[2].lower() for host in settings.hosts} - {"0.0.0.0", "::", ""}  # of a socket, its file's name
 
     def allow(self, host: bytes | None) -> bool:
         if not self.checked:

@@ -6,7 +6,7 @@ Checked requests and ids enter, an `EngineInput` for `Engine.submit` leaves. Kno
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ngramspec.engine.llm_engine import Engine, Hints
@@ -19,6 +19,7 @@ from ngramspec.server.request_fields import GenerationFields
 from ngramspec.server.settings import Limits
 
 MAX_BIAS_CHARS = 64  # of a text in `logit_bias`
+SHOWN_TEXTS = 8  # that one error names
 
 
 @dataclass(slots=True)
@@ -51,6 +52,14 @@ def encode_prediction(hints: Hints, text: str | None, engine: Engine) -> None:
     """Add the ids of the output that a request expects, if it expects one. May take a while. Raises InvalidInputError, TokenizerError."""
     if text is not None:
         hints["prediction"] = engine.encode_text(text)
+
+
+def check_token_ids(bias: Mapping[str, float]) -> None:
+    """Raises ApiError (400) for keys of `logit_bias` that are no token ids, which OpenAI's routes take alone."""
+    if texts := [key for key in bias if not re.fullmatch("-?[0-9]+", key)]:
+        shown = ", ".join(repr(text[:MAX_BIAS_CHARS]) for text in texts[:SHOWN_TEXTS]) + (", …" if len(texts) > SHOWN_TEXTS else "")
+        why = f"logit_bias: its keys must be token ids, got {shown}; /completion takes texts, and /tokenize tells their ids"
+        raise ApiError(400, why, param="logit_bias")
 
 
 def read_bias(given: Iterable[tuple[int | str, float | bool]], engine: Engine, most: int) -> dict[int, float]:

@@ -246,7 +246,10 @@ def _list_allowed_methods(request: Request) -> str:
 
 
 def make_validation_error(errors: Sequence[Any]) -> ApiError:
-    """400 that names what is wrong and the first parameter that is. Values of the request are not repeated: they may be long, or secret."""
+    """Return a 400 that names what is wrong, the first parameter that is, and as `code` in which way.
+
+    Values of the request are not repeated: they may be long, or secret.
+    """
     told = []
     for error in errors[:_SHOWN]:
         name = _name_location(error.get("loc", ()))
@@ -254,7 +257,8 @@ def make_validation_error(errors: Sequence[Any]) -> ApiError:
     if len(errors) > _SHOWN:
         told.append(f"and {len(errors) - _SHOWN} more")
     first = _name_location(errors[0].get("loc", ())) if errors else ""
-    return ApiError(400, "; ".join(told) or "the request is not valid", param=first or None)
+    code = errors[0].get("type") if errors else None  # pydantic's, such as missing or less_than_equal, as vLLM has it in its messages
+    return ApiError(400, "; ".join(told) or "the request is not valid", param=first or None, code=code)
 
 
 def _name_location(location: Sequence[str | int]) -> str:

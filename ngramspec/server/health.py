@@ -48,8 +48,10 @@ def make_router(state: ServerState) -> APIRouter:
     @routes.get("/metrics", response_class=Response)
     def metrics(request: Request, identity: Annotated[Identity, Depends(operator)]) -> Response:
         """Prometheus' text format. Where there are keys, for administrators: the counts are of all keys together."""
+        if not state.settings.metrics:
+            raise ApiError(501, "the server was started without /metrics")
         body, content_type = state.metrics.expose(request.headers.get("accept", ""))
-        return Response(body, media_type=content_type)
+        return Response(body, media_type=content_type, headers={"Process-Start-Time-Unix": str(state.metrics.started)})
 
     @routes.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> dict[str, Any]:

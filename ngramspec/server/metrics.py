@@ -1,14 +1,15 @@
 """What Prometheus reads: counters of finished and refused requests, and gauges of the engine at the moment of the scrape.
 
 Completions enter as they finish, text leaves when it is asked for. Names are vLLM's after our prefix, so that its dashboards need a new
-prefix and little else. Knows neither requests nor who sent them: every label has a fixed set of values.
+prefix and little else, and beside them llama.cpp's own. Knows neither requests nor who sent them: every label has a fixed set of values.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 import ngramspec
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion
+from ngramspec.server.llama_metrics import PEAK, LlamaMetrics
 
 PREFIX = "ngramspec:"
 FINISH_REASONS = ("stop", "length")
@@ -33,6 +35,8 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
+        self.started = int(time.time())
+        self._llama = LlamaMetrics(engine)
         self.sources = frozenset(name.partition(":")[0] for name in engine.source_names)
         """Who may have proposed a draft token, without the file and line that a datastore adds."""
 
@@ -78,10 +82,12 @@ class Metrics:
             self._accepted_by_source.labels(source)
             self._expected_by_source.labels(source)
         self.registry.register(_Status(engine))
+        self.registry.register(self._llama)
 
     def finished(self, completion: Completion, outcome: str) -> None:
         """Count a request that reached the engine. `outcome`: "done", "cancelled" or "error"."""
         stats = completion.stats
+        self._llama.add(completion)
         self._drafts.inc(stats.drafts)
         self._draft_tokens.inc(stats.drafted)
         self._accepted_tokens.inc(stats.accepted)
@@ -122,7 +128,10 @@ class Metrics:
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """Everything, in the format that an Accept header asks for -> (body, content type)."""
         encode, content_type = choose_encoder(accept)
-        return encode(_WithoutCreated(self.registry)), content_type
+        body = encode(_WithoutCreated(self.registry))
+        if encode is generate_latest:  # OpenMetrics knows no other names of counters
+            body = body.replace(f"{PEAK}_total".encode(), PEAK.encode())
+        return body, content_type
 
 
 class _Status(Collector):

@@ -52,7 +52,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, state: ServerState, generating: Collection[str]) -> None:
         """`generating`: paths of requests that reserve sequences."""
         self.app, self.limits, self.hosts = app, state.settings.limits, AllowedHosts(state.settings)
-        self.prefix = state.settings.api_prefix
+        self.prefix, self.root = state.settings.api_prefix, state.settings.root_path
         self.key_limits = KeyLimits()
         self.metrics, self.admission, self.keyring, self.generating = state.metrics, state.admission, state.keyring, generating
 
@@ -65,7 +65,7 @@ class RequestMiddleware:
         name = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         facts: dict[str, Any] = {}
         scope.setdefault("state", {})["facts"] = facts
-        scope = _split_repository(_without_prefix(scope, self.prefix))
+        scope = _split_repository(_without_prefix(_without_root(scope, self.root), self.prefix))
         status = 0
         is_head = scope["method"] == "HEAD"
         inner: Scope = {**scope, "method": "GET"} if is_head else scope  # a HEAD is a GET whose body is not sent
@@ -177,6 +177,11 @@ class ParsedBodyRoute(APIRoute):
 class _ParsedRequest(Request):
     async def json(self) -> Any:
         return self.scope["state"]["json"]
+
+
+def _without_root(scope: Scope, root: str) -> Scope:
+    """Take the path at which a proxy shows the server off the front of the path, if it is there."""
+    return _without_prefix(scope, root) if scope["path"] == root or scope["path"].startswith(f"{root}/") else scope
 
 
 def _without_prefix(scope: Scope, prefix: str) -> Scope:

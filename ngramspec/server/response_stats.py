@@ -68,6 +68,7 @@ def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[st
 def timings(completion: Completion, elapsed_s: float | None = None) -> dict[str, float]:
     """llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
 
+    The pace of the text is that of the tokens after the first one, which the prompt's last pass wrote.
     `prompt_n` counts what was computed, `cache_n` what the prefix cache had. Waiting in the queue is in neither. `elapsed_s`: since the
     start of a request that is not done yet.
     """
@@ -77,7 +78,7 @@ def timings(completion: Completion, elapsed_s: float | None = None) -> dict[str,
     first_s = completion.ttft_s or whole_s
     found: dict[str, float] = {"cache_n": completion.cached_tokens}
     found |= _pace("prompt", prompt_n, max(first_s - completion.queued_s, 0.0))
-    found |= _pace("predicted", stats.tokens, max(whole_s - first_s, 0.0))
+    found |= _pace("predicted", max(stats.tokens - 1, 0), max(whole_s - first_s, 0.0)) | {"predicted_n": stats.tokens}
     if stats.drafts:
         found |= {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted}
     return found

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ngramspec.options import options_of
+from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.sampling_params import SamplingParams
 
 MIN_KEY = 8
@@ -104,13 +105,16 @@ def read_keys(path: Path) -> list[Key]:
 
 
 def _read_template(value: Any) -> Any:
-    """Return a template, or that in the file of this name. Raises ValueError."""
+    """Return a template, the one of this name, or that in the file of this name. Raises ValueError."""
     if not isinstance(value, (str, Path)) or "{" in str(value) or not str(value):
         return value
+    if str(value) in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[str(value)]
     try:
         return Path(value).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"is neither Jinja nor a file that can be read: {error}") from None
+        names = ", ".join(NAMED_TEMPLATES)
+        raise ValueError(f"is neither Jinja, nor a file that can be read ({error}), nor one of {names}") from None
 
 
 # Sampling parameters that a server may have defaults of.
@@ -150,18 +154,31 @@ class ServerSettings(BaseSettings):
     """Refuse requests that name another model, with 404. Else any name is answered by the one model, as llama.cpp does."""
     api_prefix: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
     """All routes are under this path, such as /llm."""
+    root_path: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
+    """The path at which a proxy shows the server, such as /llm: requests may have it in front, or not."""
     chat_template: Annotated[str, BeforeValidator(_read_template)] = ""
-    """Jinja, or a file of it, in place of the model's own template."""
+    """Jinja, a file of it, or a name of llama.cpp's such as chatml, in place of the model's own template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as {"enable_thinking": false}, of requests that do not say; a request's own are added."""
+    prefill_assistant: bool = False
+    """An answer goes on with a conversation's last message if that is the assistant's, as in llama.cpp. Else it is a message of its own,
+    unless a request says `continue_final_message`."""
     sampling: Annotated[dict[str, Any], AfterValidator(_check_sampling)] = {}
     """Sampling parameters of requests that do not say, by their names in `SamplingParams`."""
     playground: bool = True
     """The page at /, to try the model."""
+    return_tokens_as_token_ids: bool = False
+    """Log-probabilities name tokens as `token_id:17`, unless a request says otherwise."""
     slots: bool = True
     """/slots, which tells how many sequences run."""
     allowed_hosts: Names = ()
     """Names that a `Host` header may say while there are no keys, beside those of this machine."""
     cors_origins: Names = ()
-    """Sites whose pages may ask, such as https://editor.example."""
+    """Sites whose pages may ask, such as https://editor.example; `localhost`: any page of this machine; `*`: any page."""
+    force_include_usage: bool = False
+    """Every piece of a stream tells the usage so far, whether a request asks for it or not."""
+    metrics: bool = True
+    """/metrics, for Prometheus."""
     limits: Limits = Limits()
     max_queue: int = Field(default=64, ge=0)
     """Sequences that wait beyond those that run; more are refused at once."""

@@ -15,6 +15,7 @@ sys.modules["wget"] = types.ModuleType("wget")  # only models are downloaded wit
 
 import utils
 from own_server import OwnServer, pytest_unconfigure  # noqa: F401 - pytest calls it
+from requests.structures import CaseInsensitiveDict
 
 from ngramspec.server.settings import ServerSettings
 
@@ -42,12 +43,14 @@ def make_settings(process: Any) -> ServerSettings:
         "sampling": {"temperature": process.temperature, "seed": process.seed},
         "playground": not process.no_ui,
         "slots": bool(process.server_slots),
+        "metrics": bool(process.server_metrics),
+        "prefill_assistant": True,
+        "chat_template_kwargs": {"enable_thinking": process.reasoning != "off"},
+        "cors_origins": process.cors_origins or "*",
         "chat_template": process.chat_template_file or process.chat_template or "",
     }
     if process.n_predict is not None and process.n_predict > 0:
         given["sampling"]["max_tokens"] = process.n_predict
-    if process.cors_origins:
-        given["cors_origins"] = process.cors_origins
     return ServerSettings(**given)
 
 
@@ -55,7 +58,9 @@ def make_request(self: Any, method: str, path: str, data: Any = None, *args: Any
     """Ask for `__verbose` where the test has started `llama-server --verbose`."""
     if self.debug and isinstance(data, dict) and "messages" in data:
         data = {"verbose": True} | data
-    return _make_request(self, method, path, data, *args, **kwargs)
+    response = _make_request(self, method, path, data, *args, **kwargs)
+    response.headers = CaseInsensitiveDict(response.headers)  # as names of headers are
+    return response
 
 
 def stop(self: Any) -> None:

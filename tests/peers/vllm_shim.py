@@ -26,6 +26,7 @@ from ngramspec.server.settings import Key, ServerSettings
 LENGTH = 2048
 SEQUENCES = 8
 OPTIONS = ("max-model-len", "max-num-seqs", "served-model-name", "port", "host", "uds", "root-path", "chat-template", "api-key")
+FLAGS = ("return-tokens-as-token-ids", "enable-force-include-usage")
 tokenizers: list[Any] = []  # that of the server started last
 
 
@@ -101,6 +102,8 @@ class RemoteOpenAIServer:
         parser = argparse.ArgumentParser()
         for option in OPTIONS:
             parser.add_argument(f"--{option}")
+        for flag in FLAGS:
+            parser.add_argument(f"--{flag}", action="store_true")
         given, _rest = parser.parse_known_args(args)
         key = given.api_key or (env_dict or {}).get("VLLM_API_KEY")
         settings = ServerSettings(
@@ -109,7 +112,9 @@ class RemoteOpenAIServer:
             alias=(given.served_model_name or model,),
             strict_model=True,
             api_keys=(Key.model_construct(key=SecretStr(key), name="test"),) if key else (),  # shorter than ours have to be
-            api_prefix=given.root_path or "",
+            root_path=given.root_path or "",
+            force_include_usage=given.enable_force_include_usage,
+            return_tokens_as_token_ids=given.return_tokens_as_token_ids,
             chat_template=given.chat_template or "",
             max_queue=1024,
             admin_on_loopback=not key,

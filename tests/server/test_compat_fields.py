@@ -59,15 +59,72 @@ def test_a_prompt_is_an_object(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_a_bias_for_a_text_is_one_for_each_of_its_tokens(client: TestClient, path: str, body: dict[str, Any]) -> None:
+def test_a_bias_for_a_text_is_one_for_each_of_its_tokens_in_llamacpps_routes(client: TestClient, path: str, body: dict[str, Any]) -> None:
     by_id = ask(client, path, body | {"logit_bias": {str(ord("x")): 50, str(ord("y")): 50}})
-    assert text_of(by_id) == text_of(ask(client, path, body | {"logit_bias": {"xy": 50}}))
     assert set(text_of(by_id)) <= {"x", "y"}
     if path == "/completion":
+        assert text_of(by_id) == text_of(ask(client, path, body | {"logit_bias": {"xy": 50}}))
         assert text_of(ask(client, path, body | {"logit_bias": [["xy", 50.0]]})) == text_of(by_id)
         assert text_of(by_id)[0] not in text_of(ask(client, path, body | {"logit_bias": [[text_of(by_id)[0], False]]}))
     for wrong in ({"x" * 65: 1}, {"": 1}, {f"x{i}": 1 for i in range(2000)}):
         assert client.post(path, json=body | {"logit_bias": wrong}).json()["error"]["param"] == "logit_bias"
+
+
+def test_openais_routes_name_every_key_of_a_bias_that_is_no_id(client: TestClient) -> None:
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", QUESTION)):
+        error = client.post(path, json=body | {"logit_bias": {"one": 1, "65": 1, "two": 1}}).json()["error"]
+        assert error["param"] == "logit_bias"
+        assert "'one', 'two'" in error["message"]
+
+
+def test_logprobs_of_chosen_ids_have_the_token_that_was_taken(client: TestClient) -> None:
+    body = QUESTION | {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "logprob_token_ids": [97, 98],
+        "return_tokens_as_token_ids": True,
+        "max_tokens": 1,
+    }
+    for taken, expected in ((120, {97, 98, 120}), (98, {97, 98})):
+        (found,) = ask(client, "/v1/chat/completions", body | {"allowed_token_ids": [taken]})["choices"][0]["logprobs"]["content"]
+        ids = [int(each["token"].removeprefix("token_id:")) for each in found["top_logprobs"]]
+        assert len(ids) == len(set(ids))
+        assert set(ids) == expected
+
+
+def test_a_chat_begins_with_the_message_that_it_goes_on_with(client: TestClient) -> None:
+    body = QUESTION | {"messages": [*QUESTION["messages"], {"role": "assistant", "content": "One, "}], "echo": True}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    plain = ask(client, "/v1/chat/completions", body | {"echo": False})["choices"][0]["message"]["content"]
+    assert ask(client, "/v1/chat/completions", body)["choices"][0]["message"]["content"] == "One, " + plain
+    assert ask(client, "/v1/chat/completions", QUESTION | {"echo": True})["choices"][0]["message"]["content"]
+    chunks = stream(client, "/v1/chat/completions", body)
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "One, " + plain
+
+
+def test_usage_grows_with_every_piece_of_a_chat(client: TestClient) -> None:
+    body = QUESTION | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "speculation": False}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in stream(client, "/v1/chat/completions", body)]
+    assert (counts[0], *counts[-2:]) == (0, 6, 6)
+    assert sorted(set(counts)) == counts[:-1]
+
+
+def test_the_prompt_and_the_times_of_a_response(client: TestClient) -> None:
+    body = {"input": "Count", "return_progress": True, "timings_per_token": True, "max_output_tokens": 4}
+    events = stream(client, "/v1/responses", body)
+    assert any(event["type"] == "response.in_progress" and event.get("prompt_progress", {}).get("total") for event in events)
+    assert all("timings" in event for event in events if event["type"] == "response.output_text.delta")
+    assert events[-1]["timings"]["predicted_n"] <= 4
+
+
+def test_settings_of_an_answer_have_its_biases(client: TestClient) -> None:
+    def list_biases(**fields: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = ask(client, "/completion", TEXT | {"ignore_eos": False} | fields)["generation_settings"]["logit_bias"]
+        return found
+
+    assert list_biases() == []
+    assert list_biases(logit_bias=[[97, 2]]) == [{"token": 97, "bias": 2}]
+    assert {each["bias"] for each in list_biases(ignore_eos=True)} == {None}
 
 
 def test_probabilities_after_sampling(client: TestClient) -> None:

@@ -70,7 +70,7 @@ def test_predicted_tokens() -> None:
 
 
 def test_timings() -> None:
-    stats = Stats(tokens=20, drafts=3, drafted=12, accepted=6)
+    stats = Stats(tokens=21, drafts=3, drafted=12, accepted=6)
     found = timings(completion(stats, queued_s=0.5, ttft_s=1.5, duration_s=3.5, cached_tokens=6))
     assert found == {
         "cache_n": 6,
@@ -78,9 +78,9 @@ def test_timings() -> None:
         "prompt_ms": 1000,
         "prompt_per_token_ms": 250,
         "prompt_per_second": 4,
-        "predicted_n": 20,
+        "predicted_n": 21,
         "predicted_ms": 2000,
-        "predicted_per_token_ms": 100,
+        "predicted_per_token_ms": 100,  # of the tokens after the first
         "predicted_per_second": 10,
         "draft_n": 12,
         "draft_n_accepted": 6,

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from ngramspec.cli.common import BadInputError
-from ngramspec.cli.serve import parse_sampling
+from ngramspec.cli.serve import parse_object, parse_sampling
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.errors import InvalidInputError
 from ngramspec.server.app import create_app
 from ngramspec.server.run import configuration, listen
 from ngramspec.server.settings import ServerSettings
@@ -61,11 +62,77 @@ def test_all_routes_are_under_the_prefix(engine: Engine) -> None:
         ServerSettings(api_prefix="llm/")
 
 
+def test_a_proxy_shows_the_server_under_a_path(engine: Engine) -> None:
+    with client(engine, ServerSettings(root_path="/llm")) as served:
+        for path in ("/health", "/llm/health", "/llm/v1/models"):
+            assert served.get(path).status_code == 200
+        assert served.get("/llmhealth").status_code == 404
+
+
+def test_metrics_have_llamacpps_names_or_are_off(engine: Engine) -> None:
+    with client(engine, ServerSettings()) as served:
+        answer = served.post("/completion", json={"prompt": "abc", "n_predict": 3}).json()
+        metrics = served.get("/metrics")
+        assert int(metrics.headers["Process-Start-Time-Unix"]) > 0
+        values = dict(line.split(" ") for line in metrics.text.splitlines() if line.startswith("llamacpp:"))
+        assert all(f"# TYPE {name} " in metrics.text for name in values)
+        assert float(values["llamacpp:tokens_predicted_total"]) == answer["timings"]["predicted_n"] == 3
+        assert float(values["llamacpp:prompt_tokens_total"]) == answer["timings"]["prompt_n"]
+        assert float(values["llamacpp:n_tokens_max"]) == answer["tokens_evaluated"] + 3
+        assert "n_tokens_max_total" in served.get("/metrics", headers={"Accept": "application/openmetrics-text"}).text
+    with client(engine, ServerSettings(metrics=False)) as served:
+        assert served.get("/metrics").status_code == 501
+
+
+def test_what_the_server_says_for_requests_that_do_not(engine: Engine) -> None:
+    settings = ServerSettings(return_tokens_as_token_ids=True, force_include_usage=True, prefill_assistant=True)
+    hi, begun = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "One, "}
+    with client(engine, settings) as served:
+        answer = served.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "logprobs": 1}).json()
+        assert answer["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+        assert '"usage":{' in served.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": True}).text
+        assert served.post("/apply-template", json={"messages": [hi, begun]}).json()["prompt"].endswith("One, ")
+        ended = served.post("/apply-template", json={"messages": [hi, begun], "add_generation_prompt": False}).json()["prompt"]
+        assert ended.endswith("<|im_end|>\n")
+        assert served.post("/apply-template", json={"messages": [hi, begun, begun]}).status_code == 400
+
+
+def test_variables_of_the_template(engine: Engine) -> None:
+    before = engine.tokenizer.chat_template
+    engine.tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}{{ place }}"
+    try:
+        with client(engine, ServerSettings(chat_template_kwargs={"mood": "calm", "place": "here"})) as served:
+            body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mood": "wild"}}
+            assert served.post("/apply-template", json=body).json()["prompt"] == "awildhere"
+        with pytest.raises(InvalidInputError):
+            client(engine, ServerSettings(chat_template_kwargs={"messages": []}))
+    finally:
+        engine.tokenizer.chat_template = before
+    assert parse_object('{"a": 1}', "it") == {"a": 1}
+    for wrong in ("[1]", "{", "[" * 100_000):
+        with pytest.raises(BadInputError):
+            parse_object(wrong, "it")
+
+
+def test_any_page_may_ask_without_credentials(engine: Engine) -> None:
+    with client(engine, ServerSettings(cors_origins="*")) as served:
+        wanted = {
+            "Origin": "https://site.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "Authorization",
+        }
+        answer = served.options("/completions", headers=wanted)
+        assert answer.headers["access-control-allow-origin"] == "https://site.example"
+        assert "access-control-allow-credentials" not in answer.headers
+        assert served.delete("/admin/datastores/x", headers={"Origin": "https://site.example"}).status_code == 403
+
+
 def test_a_template_is_text_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages }}", "utf-8")
     assert ServerSettings(chat_template=str(file)).chat_template == "{{ messages }}"
     assert ServerSettings(chat_template="{{ a }}").chat_template == "{{ a }}"
+    assert "<|im_start|>" in ServerSettings(chat_template="chatml").chat_template
     with pytest.raises(ValidationError):
         ServerSettings(chat_template="no-such-file")
 
@@ -93,6 +160,7 @@ def test_a_unix_socket(engine: Engine, tmp_path: Path) -> None:
             body = {"prompt": "a", "max_tokens": 3, "return_sources": True}  # as from this machine
             assert http.post("/v1/completions", json=body).status_code == 200
             assert http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+            assert http.get("/health", headers={"Host": "server.sock"}).status_code == 200
     finally:
         server.should_exit = True
         thread.join(10)

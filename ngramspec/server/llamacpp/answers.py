@@ -186,7 +186,10 @@ class AnswerFormat:
 
     def describe_settings(self, body: LlamaRequest, params: SamplingParams) -> dict[str, Any]:
         """Return `generation_settings`."""
-        return {"n_ctx": self.engine.max_model_len} | describe_settings(body, params)
+        bias: list[dict[str, Any]] = [{"token": token, "bias": value} for token, value in params.logit_bias.items()]
+        if params.ignore_eos:
+            bias += [{"token": token, "bias": None} for token in sorted(self.engine.eos_token_ids)]  # null: never
+        return {"n_ctx": self.engine.max_model_len} | describe_settings(body, params) | {"logit_bias": bias}
 
     def _describe_end(self, answer: LlamaAnswer, completion: Completion) -> tuple[str, str]:
         """Return (stop_type, stopping_word)."""

@@ -92,7 +92,7 @@ class _ChatHandler(CompletionHandler):
     def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: ChatRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "chatcmpl-")
         self._engine, self._body = state.engine, body
-        self._texts = TokenIdTexts(texts) if body.return_tokens_as_token_ids else texts
+        self._texts = TokenIdTexts(texts) if self.names_token_ids else texts
         self.n = next((n for n in (body.n, body.n_cmpl) if n is not None), 1)
         given = (body.max_completion_tokens, body.max_tokens, body.n_predict, state.settings.sampling.get("max_tokens"))
         asked = next((n for n in given if n is not None), -1)
@@ -104,6 +104,8 @@ class _ChatHandler(CompletionHandler):
             raise ApiError(400, "prompt_logprobs: not in a stream", param="prompt_logprobs")
         self._logprobs_asked = bool(body.logprobs or body.n_probs)
         self._conversation = make_conversation(state, prompts, body)
+        last = self._conversation.turns[-1]
+        self._echoed = last.content if body.echo and last.role == ASSISTANT else ""
         self._prediction = None if body.prediction is None else join_text(body.prediction.content, "prediction.content")
         self.n_chars = self._conversation.n_chars + len(self._prediction or "")
 
@@ -134,15 +136,16 @@ class _ChatHandler(CompletionHandler):
 
     def _make_choice(self, choice: Choice) -> dict[str, Any]:
         if self._silent:
-            message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": self._echoed, "refusal": None}
             return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": "length"}
         parser = self._conversation.make_stream_parser()
         for _ in parser.parse(choice):
             pass
         reply = parser.reply
-        message = {"role": "assistant", "content": reply.content, "refusal": None}
+        content = self._echoed + reply.content
+        message = {"role": "assistant", "content": content, "refusal": None}
         if reply.calls:
-            message |= {"content": reply.content or None, "tool_calls": [_describe_call(call) for call in reply.calls]}
+            message |= {"content": content or None, "tool_calls": [_describe_call(call) for call in reply.calls]}
         return (
             {
                 "index": choice.index,
@@ -168,8 +171,10 @@ class _ChatHandler(CompletionHandler):
                 return []
             parsers[index] = self._conversation.make_stream_parser()
             first = self.chunk(CHUNK, requests) | {"choices": [_make_chunk(index, {"role": "assistant", "content": None, "refusal": None})]}
-            first.pop("timings", None)  # nothing is written yet; llama.cpp's first piece has none
-            return [first | ({"prompt_token_ids": requests[0].completion.prompt_token_ids} if self.token_ids else {})]
+            first.pop("timings", None)  # it tells of no token; llama.cpp's first piece has none
+            first |= {"prompt_token_ids": requests[0].completion.prompt_token_ids} if self.token_ids else {}
+            echo = self.chunk(CHUNK, requests) | {"choices": [_make_chunk(index, {"content": self._echoed})]}
+            return [first, echo] if self._echoed else [first]
 
         async for piece in pieces:
             if isinstance(piece, PromptProgress):
@@ -180,6 +185,7 @@ class _ChatHandler(CompletionHandler):
             delta = piece[1]
             for first in begin(delta.index):
                 yield first
+            self.count_delta(delta)
             head = self.chunk(CHUNK, requests)
             if self._silent:
                 if delta.finish_reason is not None:
@@ -189,49 +195,64 @@ class _ChatHandler(CompletionHandler):
             parser = parsers[delta.index]
             extras = {"logprobs": self._logprobs(delta.logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
             told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))
+            chunks: list[dict[str, Any]] = []
             for event in parser.parse(delta):
-                yield head | {"choices": [_make_chunk(delta.index, _describe_event(parser, event)) | ({} if told else extras)]}
+                chunks.append(_make_chunk(delta.index, _describe_event(parser, event)) | ({} if told else extras))
                 told = True
             if not told:
-                yield head | {"choices": [_make_chunk(delta.index, {"content": ""}) | extras]}
+                chunks.append(_make_chunk(delta.index, {"content": ""}) | extras)
             if delta.finish_reason is not None:
-                last = _make_chunk(delta.index, {}, parser.get_finish_reason(delta.finish_reason)) | self.describe_stop(delta)
-                yield head | {"choices": [last]}
+                last = {"finish_reason": parser.get_finish_reason(delta.finish_reason)} | self.describe_stop(delta)
+                if chunks and self.continuous_usage:  # where each piece is to tell of more tokens than the one before
+                    chunks[-1] |= last
+                else:
+                    chunks.append(_make_chunk(delta.index, {}) | last)
+            for chunk in chunks:
+                yield head | {"choices": [chunk]}
             if delta.completion is not None:
                 completions.append(delta.completion)
         for last in self.closing(CHUNK, completions, silent=self._silent):
             yield last
 
     def _logprobs(self, found: list[TokenLogprob] | None) -> dict[str, Any] | None:
-        return None if found is None else describe_logprobs(self._texts, found)
+        chosen = bool(self._body.logprob_token_ids)  # type: ignore[attr-defined]
+        return None if found is None else describe_logprobs(self._texts, found, with_taken=chosen)
 
 
 def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
     """Raises ApiError (400)."""
+    turns = make_turns(body.messages)
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:
         why = "continue_final_message: only with add_generation_prompt false: a message goes on, or another begins"
         raise ApiError(400, why, param="continue_final_message")
+    if state.settings.prefill_assistant and answer_follows and turns[-1].role == ASSISTANT and not turns[-1].calls:
+        if len(turns) > 1 and turns[-2].role == ASSISTANT:
+            raise ApiError(400, "messages: the answer goes on with the assistant's message at the end; here are two", param="messages")
+        answer_follows, goes_on = False, True
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort} | variables
     style = Style(answer_follows, goes_on, variables)
     box = read_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
-    return Conversation(state, prompts, make_turns(body.messages), box, "messages", style)
+    return Conversation(state, prompts, turns, box, "messages", style)
 
 
-def describe_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log-probabilities as /v1/chat/completions has them."""
+def describe_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], *, with_taken: bool = False) -> dict[str, Any]:
+    """Return log-probabilities as /v1/chat/completions has them.
+
+    with_taken: `top_logprobs` has the token that was taken, too, if it is none of the others: vLLM's answer to `logprob_token_ids`.
+    """
 
     def entry(token: int, value: float) -> dict[str, Any]:
         return {"token": texts.text(token), "logprob": finite(value), "bytes": list(texts.bytes(token))}
 
-    return {
-        "content": [
-            entry(each.token_id, each.logprob) | {"top_logprobs": [entry(token, value) for token, value in each.top]} for each in logprobs
-        ],
-        "refusal": None,
-    }
+    def describe(found: TokenLogprob) -> dict[str, Any]:
+        taken = (found.token_id, found.logprob)
+        top = [taken, *found.top] if with_taken and all(token != found.token_id for token, _ in found.top) else found.top
+        return entry(*taken) | {"top_logprobs": [entry(token, value) for token, value in top]}
+
+    return {"content": [describe(each) for each in logprobs], "refusal": None}
 
 
 def _make_chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class _TextHandler(CompletionHandler):
         super().__init__(state, body, identity, "cmpl-")
         self._engine, self._limits = state.engine, state.limits
         self._prompts, self._body = prompts, body
-        self._texts = TokenIdTexts(texts) if body.return_tokens_as_token_ids else texts
+        self._texts = TokenIdTexts(texts) if self.names_token_ids else texts
         self._n_logprobs = body.n_probs or None if body.logprobs is None else body.logprobs
         self._parse_special = state.settings.parse_special if body.parse_special is None else body.parse_special
         self.prompts = _list_prompts(body.prompt)
@@ -195,6 +195,8 @@ class _TextHandler(CompletionHandler):
         completions: dict[int, Completion] = {}
         scored = self.echo and self._n_logprobs is not None
         async for piece in hold_until_done(pieces) if scored else pieces:
+            if not isinstance(piece, PromptProgress):
+                self.count_delta(piece[1])
             head = self.chunk(KIND, requests)
             if isinstance(piece, PromptProgress):
                 silence = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}

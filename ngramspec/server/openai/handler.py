@@ -24,7 +24,7 @@ from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
-from ngramspec.server.engine_input import EngineInput, cut_prompt, make_hints, read_bias
+from ngramspec.server.engine_input import EngineInput, check_token_ids, cut_prompt, make_hints, read_bias
 from ngramspec.server.error_responses import ApiError, make_bad_request, make_context_error
 from ngramspec.server.openai.schemas import OpenAIRequest, Part, ServerFields
 from ngramspec.server.prompt_progress import PromptProgress, report_progress
@@ -50,12 +50,15 @@ class CompletionHandler:
         if request.stream_options is not None and not self.streams:
             raise ApiError(400, "stream_options: only with stream", param="stream_options")
         options = request.stream_options
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
+        forced = state.settings.force_include_usage
+        self.include_usage = forced or bool(options and options.include_usage)
+        self.continuous_usage = forced or (self.include_usage and bool(options and options.continuous_usage_stats))
         extra = request if isinstance(request, ServerFields) else ServerFields()
         self.token_ids, self.verbose = bool(extra.return_token_ids), bool(extra.verbose)
-        self.progress, self.per_token_timings = bool(extra.return_progress), bool(extra.timings_per_token)
-        self._started = time.perf_counter()
+        asked = extra.return_tokens_as_token_ids
+        self.names_token_ids = state.settings.return_tokens_as_token_ids if asked is None else asked
+        self.progress, self.per_token_timings = bool(request.return_progress), bool(request.timings_per_token)
+        self._started, self._n_told = time.perf_counter(), 0
         self.hints = make_hints(request, identity, state.engine)
         self.id = kind + secrets.token_hex(16)
         self.created = int(time.time())
@@ -78,19 +81,29 @@ class CompletionHandler:
         """What every piece of a stream but the last begins with. `requests`: what the engine runs for it."""
         head = self.head(kind)
         if self.include_usage:
-            head["usage"] = self.usage([request.completion for request in requests]) if self.continuous_usage else None
-        if self.per_token_timings and len(requests) == 1:
-            head["timings"] = response_stats.timings(requests[0].completion, time.perf_counter() - self._started)
-        return head
+            completions = [request.completion for request in requests]
+            head["usage"] = self.usage(completions, written=self._n_told) if self.continuous_usage else None
+        return head | self.describe_timings(requests)
+
+    def describe_timings(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return llama.cpp's `timings` so far, if they were asked for."""
+        if not self.per_token_timings or len(requests) != 1:
+            return {}
+        return {"timings": response_stats.timings(requests[0].completion, time.perf_counter() - self._started)}
 
     def follow(self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[PromptProgress | Piece]:
         """Return a stream with reports on its prompt, where they were asked for."""
         return report_progress(pieces, reservation.requests) if self.progress else pieces
 
-    def usage(self, completions: Sequence[Completion], *, silent: bool = False) -> dict[str, Any]:
-        """OpenAI's `usage`. `silent`: the tokens that were written are no part of the answer."""
+    def count_delta(self, delta: Delta) -> None:
+        """Count the tokens of a delta that is about to be told: an engine is ahead of what its streams tell."""
+        self._n_told += len(delta.token_ids)
+
+    def usage(self, completions: Sequence[Completion], *, silent: bool = False, written: int | None = None) -> dict[str, Any]:
+        """OpenAI's `usage`. `silent`: the tokens that were written are no part of the answer. `written`: their number, if not all."""
         prompt = sum(len(completion.prompt_token_ids) for completion in completions)
-        written = 0 if silent else sum(len(choice.token_ids) for completion in completions for choice in completion.choices)
+        if written is None:
+            written = 0 if silent else sum(len(choice.token_ids) for completion in completions for choice in completion.choices)
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": written,
@@ -152,6 +165,7 @@ class Conversation:
         """Raises ApiError (400)."""
         if not self.prompts.has_chat_template:
             raise not_supported(self.param, "this model has no chat template; /v1/completions continues texts")
+        self.style = self.style._replace(variables={**self.state.settings.chat_template_kwargs, **self.style.variables})
         most = self.state.engine.max_model_len
         if len(self.turns) > most:
             raise make_context_error(len(self.turns), most, self.param, at_least=True)
@@ -235,6 +249,7 @@ def make_params(
 ) -> SamplingParams:
     """Return the sampling parameters of a request. Raises ApiError (400) that names the field."""
     given = {"temperature": TEMPERATURE, "seed": None} | state.settings.sampling | read_sampling_fields(request, OTHER_NAMES)
+    check_token_ids(request.logit_bias or {})
     given |= {"max_tokens": max_tokens} | ({} if request.seed is None else {"seed": request.seed})
     try:
         return SamplingParams(

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
+from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.middleware import ParsedBodyRoute
-from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation
+from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation, Piece
 from ngramspec.server.openai.response_store import ResponseStore
 from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponsesRequest, in_its_words
+from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 
@@ -45,7 +47,9 @@ def make_router(state: ServerState) -> APIRouter:
                 ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
                 inputs = [await asyncio.to_thread(handler.make_input, ids)]
                 if handler.streams:
-                    events = handler.events(state.admission.stream(reservation, http, inputs))
+                    events = handler.events(
+                        handler.follow(reservation, state.admission.stream(reservation, http, inputs)), reservation.requests
+                    )
                     return EventStream(reservation, events, done=False, named=True)
                 (completion,) = await state.admission.results(reservation, http, inputs)
                 return handler.answer(completion)
@@ -91,7 +95,7 @@ class _ResponseHandler(CompletionHandler):
             pass
         return self._end(output, completion)
 
-    async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[Event]:
+    async def events(self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]) -> AsyncIterator[Event]:
         """What is added to which item, between the response's beginning and its end."""
         output, number = _Output(self._conversation), 0
 
@@ -102,12 +106,18 @@ class _ResponseHandler(CompletionHandler):
 
         for name in ("created", "in_progress"):
             yield numbered({"type": f"response.{name}", "response": self._response(output, None)})
-        async for _, delta in pieces:
+        async for piece in pieces:
+            if isinstance(piece, PromptProgress):
+                response = self._response(output, None)
+                yield numbered({"type": "response.in_progress", "response": response, "prompt_progress": piece.describe()})
+                continue
+            _, delta = piece
             for event in output.take(delta):
-                yield numbered(event)
+                yield numbered(event | (self.describe_timings(requests) if event["type"].endswith(".delta") else {}))
             if delta.completion is not None:
                 response = self._end(output, delta.completion)
-                yield numbered({"type": f"response.{response['status']}", "response": response})
+                timings = {"timings": response["timings"]} if "timings" in response else {}
+                yield numbered({"type": f"response.{response['status']}", "response": response} | timings)
 
     def _end(self, output: _Output, completion: Completion) -> dict[str, Any]:
         """Return the response at its end, and store it."""

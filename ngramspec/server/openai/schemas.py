@@ -38,6 +38,9 @@ class OpenAIRequest(GenerationFields):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Few] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    """A stream says how much of the prompt is done."""
+    timings_per_token: bool | None = None
     user: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -57,9 +60,6 @@ class ServerFields(StrictModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens by their ids."""
-    return_progress: bool | None = None
-    """A stream says how much of the prompt is done."""
-    timings_per_token: bool | None = None
     verbose: bool | None = None
     """The answer shows the prompt that the model got."""
 
@@ -136,6 +136,8 @@ class ChatRequest(ChatPrompt, ServerFields, OpenAIRequest):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    """The last message, if it is the assistant's, stands before the answer."""
     prediction: Prediction | None = None
 
 
