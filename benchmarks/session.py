@@ -1,7 +1,8 @@
 """How long does somebody who writes code wait for suggestions? An editing session is replayed against servers over HTTP.
 
-    python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--datastore STORE]
-        [--contenders on,off,store,suffix-first,llama-none,llama-ngram-simple,llama-ngram-mod] [--llama-server-python PATH] [--seed S]
+    python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--edits N]
+        [--contenders on,off,store,suffix-first,predicted,llama-none,llama-ngram-simple,llama-ngram-mod] [--datastore STORE]
+        [--llama-server-python PATH]
 
 DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
 the other, as llama.vim has them completed: /infill with the 256 lines before the cursor and the 64 after it, greedy, up to `--max-tokens`
@@ -11,6 +12,8 @@ tokens. Each server has the same file and threads; functions are done by all ser
     requests    at the beginnings of words of the body, in their order, each waited for: milliseconds to the first and the last token
     typed       the body is typed for real: each key cancels the request under way and sends another, unless what is shown goes on with
                 that key. A suggestion that is what comes next, or whose first line is, is accepted instead of typing it
+    edits       a name is to be changed in a file of the new release by chat, whose answer is the whole file: seconds to the end. The
+                contender `predicted` sends the file as the expected output
 
 Times between keys are log-normal with the mean of 239 ms and the deviation of 112 ms that Dhakal et al. found ("Observations on Typing from
 136 Million Keystrokes", CHI 2018); before a line's first key there are `--think` seconds more, an assumption. What nobody waits for is not
@@ -30,19 +33,21 @@ import random
 import statistics
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.http_client import Connection, ServerAddress, find_quantile
+from benchmarks.http_client import Connection, ServerAddress, fetch, find_quantile
 from benchmarks.server_process import read_cpu_s, serve
 
 PREFIX_LINES, SUFFIX_LINES = 256, 64  # llama.vim's n_prefix and n_suffix
 KEY_MEAN_S, KEY_DEVIATION_S = 0.239, 0.112
 BODY_CHARS = 120, 2000  # functions with bodies of so many characters are written
 CONTEXT = 8192
+EDIT_LINES = 50, 500  # of a file that is edited as a whole
 TEST_FOLDERS = {"tests", "_tests", "test"}
 CONTENDERS = "on,off,llama-none,llama-ngram-simple,llama-ngram-mod"
 
@@ -72,6 +77,8 @@ class Figures:
     typed_chars: int = 0
     cpu_s: float = 0.0
     """Processor time of the server in the typed part."""
+    edit_s: list[float] = field(default_factory=list)
+    edit_tokens: list[int] = field(default_factory=list)
 
 
 def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
@@ -94,6 +101,34 @@ def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
     if not found:
         raise SystemExit("there is no new function between the two releases")
     return common.pick_evenly(found, limit)
+
+
+def find_edits(new: Path, limit: int) -> list[tuple[str, str]]:
+    """Return files of 50 to 500 lines, evenly over the release, each with the name that its functions' parameters bear most often."""
+    found = []
+    for path in sorted(path for path in new.rglob("*.py") if not TEST_FOLDERS.intersection(path.relative_to(new).parts)):
+        text = path.read_text(errors="ignore")
+        if EDIT_LINES[0] <= text.count("\n") <= EDIT_LINES[1]:
+            with contextlib.suppress(SyntaxError):
+                names = Counter(node.arg for node in ast.walk(ast.parse(text)) if isinstance(node, ast.arg) and node.arg != "self")
+                found += [(text, name) for name, _ in names.most_common(1)]
+    return common.pick_evenly(found, limit)
+
+
+async def edit_file(server: ReplayedServer, text: str, name: str, predicted: bool) -> None:
+    """Have a name changed in a whole file by chat."""
+    asked = (
+        f"Rename `{name}` to `{name}_` in this file. Reply with the whole file in one code block and nothing else.\n\n```python\n{text}```"
+    )
+    body = {"model": "m", "messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": len(text) // 3}
+    if predicted:
+        body["prediction"] = {"type": "content", "content": f"```python\n{text}```"}
+    sent = time.perf_counter()
+    status, answer = await fetch(server.address, "/v1/chat/completions", body)
+    if status != 200:
+        raise OSError(f"/v1/chat/completions answered {status}: {answer[:200]!r}")
+    server.figures.edit_s.append(round(time.perf_counter() - sent, 2))
+    server.figures.edit_tokens.append(int(json.loads(answer)["usage"]["completion_tokens"]))
 
 
 def make_body(function: NewFunction, at: int, max_tokens: int) -> dict[str, Any]:
@@ -205,7 +240,7 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
         with _open_llama_server(name.removeprefix("llama-"), args) as server:
             yield server
         return
-    if name not in ("on", "off", "store", "suffix-first"):
+    if name not in ("on", "off", "store", "suffix-first", "predicted"):
         raise SystemExit(f"no contender named {name}")
     settings: dict[str, Any] = {"max_model_len": CONTEXT} | ({"no_spec": True} if name == "off" else {})
     settings |= {"threads": args.threads} if args.threads else {}
@@ -245,6 +280,7 @@ def summarise(server: ReplayedServer) -> dict[str, Any]:
         "typed_chars": f.typed_chars,
         "cpu_s_per_accepted_char": round(f.cpu_s / f.accepted_chars, 3) if f.accepted_chars else None,
     }
+    figures |= {"edit_s": f.edit_s, "edit_tokens": f.edit_tokens} if f.edit_s else {}
     return figures | ({"instruction_sets": server.note} if server.note else {})
 
 
@@ -255,6 +291,11 @@ async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction
             await wait_for_each(servers[name], function, args.requests, args.max_tokens)
             await type_body(servers[name], function, args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
         common.say(f"{n + 1}/{len(functions)} functions: {function.name}")
+    edits = find_edits(args.new, args.edits) if args.edits else []
+    for n, ((text, changed), order) in enumerate(zip(edits, common.order_turns(list(servers), len(edits)), strict=True)):
+        for name in order:
+            await edit_file(servers[name], text, changed, name == "predicted")
+        common.say(f"{n + 1}/{len(edits)} edits")
 
 
 def parse_args() -> argparse.Namespace:
@@ -262,9 +303,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a GGUF file that fills in the middle")
     parser.add_argument("--old", type=Path, required=True, metavar="DIR")
     parser.add_argument("--new", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--functions", type=common.parse_positive, default=8)
+    parser.add_argument("--functions", type=int, default=8)
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
     parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed")
+    parser.add_argument("--edits", type=int, default=0, help="whole files that are edited by chat")
     parser.add_argument("--think", type=float, default=2.0, metavar="S", help="seconds before the first key of a line")
     parser.add_argument("--max-tokens", type=common.parse_positive, default=64)
     parser.add_argument("--contenders", default=CONTENDERS)
@@ -277,7 +319,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    functions = find_new_functions(args.old, args.new, args.functions)
+    functions = find_new_functions(args.old, args.new, args.functions) if args.functions else []
     with contextlib.ExitStack() as stack:
         servers = {}
         for name in args.contenders.split(","):
@@ -285,9 +327,9 @@ def main() -> None:
             servers[name] = stack.enter_context(open_server(name, args))
         asyncio.run(replay(servers, functions, args))
         figures = {name: summarise(server) for name, server in servers.items()}
-    columns = ["cold_s", "first_ms", "last_ms", "shown", "accepted_chars", "typed_chars", "cpu_s_per_accepted_char"]
-    common.print_table(["server", *columns], [[name, *(str(f[key]) for key in columns)] for name, f in figures.items()])
-    names = ("functions", "requests", "typed", "think", "max_tokens", "threads", "seed")
+    columns = ["cold_s", "first_ms", "last_ms", "shown", "accepted_chars", "typed_chars", "cpu_s_per_accepted_char", "edit_s"]
+    common.print_table(["server", *columns], [[name, *(str(f.get(key)) for key in columns)] for name, f in figures.items()])
+    names = ("functions", "requests", "typed", "edits", "think", "max_tokens", "threads", "seed")
     settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
     document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
     common.print_document(document | common.describe_machine("cpu", args.threads or os.cpu_count() or 0))
