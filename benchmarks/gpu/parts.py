@@ -80,7 +80,7 @@ class Plan:
     """Replayed one at a time; for the largest batch a quarter as many groups."""
     max_tokens: int = 64
     kv_bytes: int = 8 << 30
-    tests: tuple[str, ...] = ("tests/backends/cuda",)
+    tests: tuple[str, ...] = ("-n", "8", "tests/backends/cuda")
     """Arguments of pytest."""
 
 
