@@ -56,6 +56,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": _YARN},
+    "glm4": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {

@@ -22,6 +22,16 @@ def get_bias(linear: nn.Module) -> torch.Tensor | None:
     return bias.detach() if isinstance(bias, torch.Tensor) else None
 
 
+def get_layer_norm(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, float] | None:
+    """Return (weight [N], bias [N] or None, eps) of a module whose class is named a LayerNorm, else None; the rest as `get_rms_norm`."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    named = type(module).__name__.endswith("LayerNorm")
+    if not named or not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return None
+    return weight.detach(), bias.detach() if isinstance(bias, torch.Tensor) else None, eps
+
+
 def get_rms_norm(module: nn.Module) -> tuple[torch.Tensor, float] | None:
     """Return (weight [N], eps) of a module whose class is named an RMS norm, else None. How the module uses them is not checked here."""
     weight = getattr(module, "weight", None)

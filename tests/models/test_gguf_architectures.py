@@ -11,10 +11,13 @@ import pytest
 import tiny_architectures
 import torch
 
+from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.gguf_architectures import ARCHITECTURES, read_config
-from ngramspec.models.loader import load_model
+from ngramspec.models.loader import load_model, open_model
+from ngramspec.sampling.batch import Span
 
 RECORD = json.loads((Path(__file__).parent / "logits.json").read_text())
 # llama.cpp looks GELU up in a table of 16-bit numbers.
@@ -30,6 +33,20 @@ def test_logits_are_llama_cpps(case: str, tmp_path: Path) -> None:
     wanted = np.array(RECORD["logits"][case])
     tolerance = ROUNDED_GELU if case.startswith(GELU) else ROUNDING
     assert np.abs(mine[:, : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
+
+
+@pytest.mark.parametrize("case", tiny_architectures.CASES)
+def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path) -> None:
+    opened = open_model(str(tiny_architectures.write(tmp_path / "model.gguf", case)), cache_dir=tmp_path / "cache")
+    size: dict[str, int] = {"max_len": 64, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 22}
+    runner = CpuRunner(opened.model, opened.source, code=cache_dir() / "code", **size)
+    assert runner.decoder is not None
+    assert (runner.precision, runner.exactness) == ("float32", "bitwise")
+    assert runner.pool.reserve(0, 64)
+    text, wanted = np.array(RECORD["text"], np.int32), np.array(RECORD["logits"][case])
+    mine = np.concatenate([runner.run([Span(0, some, at, logits=len(some))]).numpy() for at, some in ((0, text[:25]), (25, text[25:]))])
+    tolerance = ROUNDED_GELU if case.startswith(GELU) else ROUNDING
+    assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
 
 
 def test_every_row_of_the_table_is_compared() -> None:

@@ -1,4 +1,4 @@
-"""Compute small operations of a layer on the CPU in one call each instead of many: norm, gated activation.
+"""Compute small operations of a layer on the CPU in one call each instead of many: norm, activation of an MLP.
 
 The module knows the parts of decoder layers, nothing of requests. A fused norm or MLP replaces modules of a class only after it has given
 the same result on random input as the first of them (`replace_small_operations`), and whole layers are checked again by the runner. A
@@ -8,6 +8,7 @@ variant that computes something else keeps its own code. Every row is computed a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear
-from ngramspec.backends.cpu.llama_layers import GELU, SILU
+from ngramspec.backends.cpu.llama_layers import GELU, PLAIN_GELU, SILU, SQUARED_RELU
 from ngramspec.backends.cpu.llama_pass import norm_row
 from ngramspec.backends.cpu.matmul import CpuProduct
 from ngramspec.datastore.code_cache import njit
@@ -103,6 +104,21 @@ class GatedMLP(nn.Module):
         return torch.from_numpy(y)[:, : self.down.out_features].reshape(x.shape)
 
 
+class PlainMLP(nn.Module):
+    """An MLP that computes down(activation(up(x))); `activation` is PLAIN_GELU or SQUARED_RELU."""
+
+    def __init__(self, up: CpuPackedLinear, down: CpuPackedLinear, activation: str, names: tuple[str, str]) -> None:
+        """`names`: of up and down in the module that this one replaces."""
+        super().__init__()
+        self.up, self.down, self.activation, self.names = up, down, activation, names
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        if self.activation == PLAIN_GELU:
+            return self.down(nn.functional.gelu(y, approximate="tanh"))
+        return self.down(nn.functional.relu(y).square())
+
+
 # Largest difference from transformers' part, relative to its output, that counts as rounding; _CODED: with 8-bit activations, whose codes
 # can differ by one if the last bit of an input does.
 _ROUNDING, _CODED = 1e-5, 3e-2
@@ -135,21 +151,33 @@ def _fused_norm(module: nn.Module, offsets: dict[tuple[type, int, float], float 
     return None if offset is None else RMSNorm(weight, eps, offset)
 
 
-def _fused_mlp(module: nn.Module, gated: dict[type, str | None]) -> nn.Module | None:
+def _fused_mlp(module: nn.Module, known: dict[type, str | None]) -> nn.Module | None:
     """Return a fused MLP for this module; None if it computes something else.
 
-    `gated` caches the activation by class; None: another one.
+    `known` caches the activation by class; None: another one.
     """
-    down = getattr(module, "down_proj", None)
+    names = ("c_fc", "c_proj") if hasattr(module, "c_fc") else ("up_proj", "down_proj")
+    up, down = (getattr(module, name, None) for name in names)
     product = _find_gate_and_up(module)
-    if product is None or not isinstance(down, CpuPackedLinear):
+    if not isinstance(down, CpuPackedLinear):
         return None
-    if type(module) not in gated:
-        errors = {name: _measure_error(module, GatedMLP(product, down, name), product.n_in) for name in (SILU, GELU)}
+    if product is not None:
+        return _choose_activation(module, product.n_in, lambda name: GatedMLP(product, down, name), (SILU, GELU), known)
+    if isinstance(up, CpuPackedLinear):
+        return _choose_activation(module, up.in_features, lambda name: PlainMLP(up, down, name, names), (PLAIN_GELU, SQUARED_RELU), known)
+    return None
+
+
+def _choose_activation(
+    module: nn.Module, width: int, make: Callable[[str], GatedMLP | PlainMLP], names: Sequence[str], known: dict[type, str | None]
+) -> nn.Module | None:
+    """Return the MLP with the activation that computes what the module does, if any does."""
+    if type(module) not in known:
+        errors = {name: _measure_error(module, make(name), width) for name in names}
         nearest = min(errors, key=errors.__getitem__)
-        gated[type(module)] = nearest if errors[nearest] <= (_CODED if down.product.context.int8 else _ROUNDING) else None
-    activation = gated[type(module)]
-    return None if activation is None else GatedMLP(product, down, activation)
+        known[type(module)] = nearest if errors[nearest] <= (_CODED if make(nearest).down.product.context.int8 else _ROUNDING) else None
+    activation = known[type(module)]
+    return None if activation is None else make(activation)
 
 
 def _find_gate_and_up(module: nn.Module) -> CpuProduct | None:
@@ -163,15 +191,15 @@ def _find_gate_and_up(module: nn.Module) -> CpuProduct | None:
 
 
 def replace_small_operations(model: nn.Module) -> int:
-    """Replace norms and gated MLPs by fused ones if they compute the same; return how many were replaced."""
+    """Replace norms and MLPs by fused ones if they compute the same; return how many were replaced."""
     swapped = 0
     offsets: dict[tuple[type, int, float], float | None] = {}
-    gated: dict[type, str | None] = {}
+    activations: dict[type, str | None] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.ModuleList):
                 continue
-            fused = _fused_norm(child, offsets) or _fused_mlp(child, gated)
+            fused = _fused_norm(child, offsets) or _fused_mlp(child, activations)
             if fused is not None:
                 setattr(parent, name, fused)
                 swapped += 1

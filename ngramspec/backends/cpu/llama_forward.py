@@ -17,9 +17,22 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.codegen.intrinsics import find_address
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.llama_layers import DOWN, GATE, GELU, OUT, K, LayerWeights, ModelOptions, Q, V, describe_experts, stack_norms
+from ngramspec.backends.cpu.llama_layers import (
+    DOWN,
+    GATE,
+    OUT,
+    K,
+    LayerWeights,
+    ModelOptions,
+    Q,
+    V,
+    describe_experts,
+    stack_norms,
+)
 from ngramspec.backends.cpu.llama_pass import (
     EXPERTS,
+    HEADS,
+    NORM,
     PARTS,
     CompiledModel,
     CompiledPass,
@@ -34,6 +47,7 @@ from ngramspec.backends.cpu.llama_pass import (
     run_experts,
     run_thread,
 )
+from ngramspec.backends.cpu.llama_variants import layer_norm_row, turn_heads
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.threads import make_counters
@@ -82,16 +96,18 @@ class LlamaDecoder:
         """Prepare packed weights for compiled passes.
 
         `angles(first, n)` returns cos and sin [R, n, D] of n positions from `first` on for R rotary embeddings; `query_scales(first, n)`
-        the factors [n] of their queries, or [0] for none. `norm` [H] comes before the head.
+        the factors [n] of their queries, or [0] for none. `norm`, which comes before the head, is as those of layers.
         """
         self.context, self.layers, self.options = context, tuple(layers), options
         n_heads, head_dim = options.n_heads, options.head_dim
-        self.hidden, self._angles, self._query_scales = len(norm), angles, query_scales
+        self.hidden, self._angles, self._query_scales = embedding.weight.n_in, angles, query_scales
         self.vocab_size = head.weight.n_out
         mixed = [layer.experts for layer in layers if layer.experts]
         self.matrices = [*(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), embedding, head]
         none = np.zeros(MATRIX, np.int64)
-        of_layers = [[*(m.fields for m in layer.matrices), *[none] * (DOWN + 1 - len(layer.matrices))] for layer in layers]
+        of_layers = [[m.fields for m in layer.matrices] for layer in layers]
+        for fields in of_layers:
+            fields[GATE:GATE] = [none] * (DOWN + 1 - len(fields))
         self._matrices = np.stack([m for fields in of_layers for m in fields] + [embedding.fields, head.fields])
         self._experts = describe_experts(layers)
         sinks = [layer.sinks for layer in layers if layer.sinks is not None]
@@ -107,8 +123,8 @@ class LlamaDecoder:
         self._functions = np.array(
             [
                 kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0,
-                kernels.get_gelu() if options.activation == GELU else kernels.get_silu(), unpack,
-                kernels.get_gated_activation(mixed[0].clamped) if mixed else 0, 0,
+                kernels.get_activation(options.activation), unpack,
+                kernels.get_gated_activation(mixed[0].clamped) if mixed else 0, 0, 0, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -178,6 +194,10 @@ class LlamaDecoder:
             self._run_thread = find_address(run_thread, 0, self._shared)
             if len(self._experts[1]):
                 self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
+            if not self.options.turns_halves:
+                self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
+            if self.options.layer_norm:
+                self._functions[NORM] = find_address(layer_norm_row, self._last_norm, self._last_norm, np.float32(0), self._last_norm)
             weakref.finalize(self, self._team.stop)
         publish_pass(self._shared, model, current)
         self._team.grow(threads - 1, compute, False, self._run_thread, self._shared, self._team.state)
@@ -203,7 +223,7 @@ class LlamaDecoder:
             assert self._buffers is not None
             norms = self._norms, self._head_norms, self._post_norms, self._last_norm
             weights = (
-                self._matrices, self.context.tables, norms, (self._windows, self._rotary),
+                self._matrices, self.context.tables, norms, (self._windows, self._rotary, self.options.form),
                 self.options.numbers, self._functions, self._angles_so_far, self._scales, self._experts, self._sinks,
             )  # fmt: skip
             self._model, self._model_of = (

@@ -1,9 +1,9 @@
 """Describe a Llama-style decoder: its layers' packed weights, and options that hold for all layers.
 
-A Llama-style layer is: norm, attention with rotary embedding in rotated halves (in some layers or all), optionally a norm of the queries
-and keys of every head or of all, optionally queries scaled by their position, norm, gated MLP or a mixture of such (`experts`). What
-attention and MLP compute may be normed before it is added to the hidden states, with norms before them or without. After the last layer
-come a norm and the head.
+A Llama-style layer is: norm, attention with rotary embedding (in some layers or all), optionally a norm of the queries and keys of every
+head or of all, optionally queries scaled by their position, norm, MLP or a mixture of such (`experts`). What attention and MLP compute may
+be normed before it is added to the hidden states, with norms before them or without; the MLP may see what attention sees. After the last
+layer come a norm and the head.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from ngramspec.backends.cpu.matmul import MATRIX, Matrix
 
 Q, K, V, OUT, GATE, UP, DOWN = range(7)  # indices of a layer's matrices
 NO_ROTARY = -1  # in place of the number of a rotary embedding
-SILU, GELU = "silu", "gelu"  # activations of a gated MLP; the second by its approximation with tanh
+# Activations of a gated MLP; GELU by its approximation with tanh. The MLPs of the last two are not gated.
+SILU, GELU, PLAIN_GELU, SQUARED_RELU = "silu", "gelu", "plain gelu", "squared relu"
 # Indices of `ModelOptions.numbers`
 EPS, SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, SOFTCAP, LOGIT_SCALE, LOGIT_SOFTCAP = range(7)
 
 
+N_ROTATED, INTERLEAVED, LATE_NORMS, PARALLEL = range(4)  # indices of `ModelOptions.form`
+
+
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
-    """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none."""
+    """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone."""
     norms: tuple[np.ndarray, np.ndarray] | None
-    """[H] each, before attention and before the MLP."""
+    """[H] each, before attention and before the MLP; with the biases of a LayerNorm [2 · H]."""
     head_norms: tuple[np.ndarray, np.ndarray] | None
     """The norms of queries and of keys: [D] each for every head, or [heads · D] for all together."""
     window: int = 0
@@ -57,6 +61,16 @@ class ModelOptions(NamedTuple):
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     """The same bound of the scaled logits."""
+    n_rotated: int = 0
+    """Numbers of a head that the rotary embedding turns, its first ones; 0: all."""
+    interleaved: bool = False
+    """Whether they are turned in pairs that lie side by side, instead of the first half with the second."""
+    late_norms: bool = False
+    """Whether queries and keys are normed after they were rotated."""
+    layer_norm: bool = False
+    """Whether norms subtract the mean."""
+    parallel: bool = False
+    """Whether the MLP sees what attention sees."""
 
     @property
     def numbers(self) -> np.ndarray:
@@ -67,6 +81,16 @@ class ModelOptions(NamedTuple):
             ],
             np.float32,
         )  # fmt: skip
+
+    @property
+    def form(self) -> np.ndarray:
+        """[4] int64, from N_ROTATED to PARALLEL."""
+        return np.array([self.n_rotated or self.head_dim, self.interleaved, self.late_norms, self.parallel], np.int64)
+
+    @property
+    def turns_halves(self) -> bool:
+        """Whether rotary embeddings turn whole heads in halves, after norms."""
+        return not (self.n_rotated or self.interleaved or self.late_norms)
 
 
 def stack_norms(pairs: Sequence[tuple[np.ndarray, np.ndarray] | None], n: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from ngramspec.backends.cpu.llama_layers import (
     LOGIT_SCALE,
     LOGIT_SOFTCAP,
     OUT,
+    PARALLEL,
     RESIDUAL_SCALE,
     SCALE,
     SOFTCAP,
@@ -51,7 +52,8 @@ from ngramspec.sampling.numeric import soft_cap
 from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
-QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS = range(5)  # indices of a model's functions, which are addresses
+# Indices of a model's functions, which are addresses; 0 for one that it does not need, or HEADS and NORM that the pass computes itself.
+QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM = range(7)
 PARTS = 15  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 
@@ -155,7 +157,7 @@ def _add_row(x, delta, post_norms, i, numbers, out):
 
 
 @njit(cache=True, nogil=True)
-def _norm_heads(x, weight, eps):
+def norm_heads(x, weight, eps):
     """Norm heads x [n · D] in place, each by weight [D], or all together by the first n · D of a longer weight."""
     n = min(x.shape[0], weight.shape[0])
     for at in range(0, x.shape[0], n):
@@ -164,14 +166,26 @@ def _norm_heads(x, weight, eps):
 
 
 @njit(cache=True, nogil=True)
-def _norm_and_quantise_row(x, norms, i, eps, normed, function, codes, act_scales):
-    """Write x [H], normed by norm `i` if there are any, to `normed` and, quantised, to `codes` and `act_scales`."""
-    if norms.shape[0]:
-        norm_row(x, norms[i], eps, normed[: x.shape[0]])
+def _norm_row(functions, x, weight, eps, out):
+    """Compute the norm of x [H] that the model has."""
+    if functions[NORM]:
+        call_compiled(functions[NORM], (x, weight, eps, out))
     else:
+        norm_row(x, weight, eps, out)
+
+
+@njit(cache=True, nogil=True)
+def _norm_and_quantise_row(x, norms, i, eps, normed, functions, codes, act_scales):
+    """Write x [H], normed by norm `i` if there are any, to `normed` and, quantised, to `codes` and `act_scales`.
+
+    If `i` is negative, what lies in `normed` already is quantised.
+    """
+    if i >= 0 and norms.shape[0]:
+        _norm_row(functions, x, norms[i], eps, normed[: x.shape[0]])
+    elif i >= 0:
         for j in range(x.shape[0]):
             normed[j] = x[j]
-    quantise_row(function, normed, codes, act_scales)
+    quantise_row(functions[QUANTISE], normed, codes, act_scales)
 
 
 @njit(cache=True, nogil=True)
@@ -205,10 +219,11 @@ def _run_product_part(state, part, n_threads, matrices, columns, tables, n_rows,
 def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, inputs, buffers):
     """Compute activation(gate) · up of all rows, and its codes. A piece is some super-blocks of 256 of the products' outputs.
 
-    `matrices`: gate and up; `functions`: addresses of quantise and the gated activation; `buffers`: gate and up's outputs, the result, its
-    codes and their activation scales.
+    `matrices`: gate and up, or one that is not gated; `functions`: addresses of quantise and the activation; `buffers`: the outputs of gate
+    and up, the result, its codes and their activation scales.
     """
     gate, (quantise, activate), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
+    n_matrices = matrices.shape[0]
     n_blocks = middle.shape[1] // DEPTH
     step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // (2 * SUPER)) * SUPER
     total = (n_blocks + step - 1) // step
@@ -217,13 +232,13 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
         if piece >= total:
             break
         first, end = piece * step, min(n_blocks, (piece + 1) * step)
-        for i in range(2):
+        for i in range(n_matrices):
             m, y = matrices[i], both.ctypes.data + i * both.strides[1]
             multiply(m, tables, 2 * first, min(m[PANELS], 2 * end), n_rows, inputs, y, both.strides[0])
         a, b = first * DEPTH, end * DEPTH
         for r in range(n_rows):
             row = middle[r, a:b]
-            gate_at, up_at = both[r, 0, a:b].ctypes.data, both[r, 1, a:b].ctypes.data
+            gate_at, up_at = both[r, 0, a:b].ctypes.data, both[r, n_matrices - 1, a:b].ctypes.data
             call_kernel(activate, (gate_at, up_at, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
             quantise_row(quantise, row, out_codes[r, :, a:b], out_act_scales[r, :, first:end])
         finish_piece(state, part)
@@ -359,7 +374,7 @@ def run_thread(thread, shared):
     input_ids, wanted, items, block_tables = p.input_ids, p.wanted, p.items, p.tables
     positions, bases, paths, blocks, offsets = p.positions, p.bases, p.paths, p.blocks, p.offsets
     results = p.logits, states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
-    matrices, tables, all_norms, (windows, rotary), numbers, functions, (cos, sin), scales, experts, sinks = model.weights
+    matrices, tables, all_norms, (windows, rotary, form), numbers, functions, (cos, sin), scales, experts, sinks = model.weights
     norms, head_norms, post_norms, last_norm = all_norms
     all_keys, all_values = model.pool
     x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
@@ -401,7 +416,7 @@ def run_thread(thread, shared):
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 if layer > first:
                     _add_row(x[r], delta[r], post_norms, 2 * layer - 1, numbers, x[r])
-                _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
+                _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
         _run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
@@ -410,11 +425,13 @@ def run_thread(thread, shared):
             if i >= pieces:
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                if head_norms.shape[0]:
-                    _norm_heads(qkv[r, : n_heads * head_dim], head_norms[2 * layer], eps)
-                    _norm_heads(qkv[r, three[1] : three[1] + n_kv * head_dim], head_norms[2 * layer + 1], eps)
+                if functions[HEADS]:
+                    call_compiled(functions[HEADS], (r, layer, shared))
+                elif head_norms.shape[0]:
+                    norm_heads(qkv[r, : n_heads * head_dim], head_norms[2 * layer], eps)
+                    norm_heads(qkv[r, three[1] : three[1] + n_kv * head_dim], head_norms[2 * layer + 1], eps)
                 at = positions[r]
-                which = rotary[layer]
+                which = rotary[layer] if functions[HEADS] == 0 else np.int64(-1)
                 row_cos, row_sin = (cos[which, at], sin[which, at]) if which >= 0 else (not_turned, no_sin)
                 rope_kv_row(qkv[r], row_cos, row_sin, q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
                 if scales.shape[0]:
@@ -451,12 +468,14 @@ def run_thread(thread, shared):
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 _add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
-                _norm_and_quantise_row(x[r], norms, 2 * layer + 1, eps, normed[r], quantise, codes_wide[r], act_scales_wide[r])
+                i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
+                _norm_and_quantise_row(x[r], norms, i_norm, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part + 6)
         wait_for_pieces(state, part + 6, pieces)
         has_experts = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0
         if not has_experts or experts[1][layer, moe.SHARED] != moe.NO_SHARED:
-            _run_mlp_part(state, part + 7, threads, m[GATE : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
+            first_matrix = GATE if m[GATE, PANELS] else UP
+            _run_mlp_part(state, part + 7, threads, m[first_matrix : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
             _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         if has_experts:
             call_compiled(functions[EXPERTS], (part + 9, layer, shared))
@@ -469,11 +488,9 @@ def run_thread(thread, shared):
         row = np.empty(hidden, np.float32)
         r = wanted[i] if i < n_wanted else i - n_wanted
         _add_row(x[r], delta[r], post_norms, 2 * last - 1, numbers, row)
+        _norm_row(functions, row, last_norm, eps, normed[i, :hidden] if i < n_wanted else states[r])
         if i < n_wanted:
-            norm_row(row, last_norm, eps, normed[i, :hidden])
             quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
-        else:
-            norm_row(row, last_norm, eps, states[r])
         finish_piece(state, part)
     wait_for_pieces(state, part, n_wanted + n_kept)
     if n_wanted:

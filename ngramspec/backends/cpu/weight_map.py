@@ -72,10 +72,10 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A rotary embedding in rotated halves."""
+    """A rotary embedding of pairs of numbers."""
 
     frequencies: list[float]
-    """[D / 2] float32: of the angles."""
+    """[pairs] float32: of the angles."""
     scale: float
     """Factor of cos and sin."""
 
@@ -134,10 +134,12 @@ class WeightMap:
                 want(matrix, n_out, hidden)
             want(out, hidden, mixed)
             if mlp:
-                gate, up, down = mlp
-                inner = source[down.weight].shape[1]
-                for matrix, n_out, n_in in ((gate, inner, hidden), (up, inner, hidden), (down, hidden, inner)):
-                    want(matrix, n_out, n_in)
+                if len(mlp) not in (2, 3):
+                    raise ValueError(f"an MLP of {len(mlp)} matrices")
+                inner = source[mlp[-1].weight].shape[1]
+                for matrix in mlp[:-1]:
+                    want(matrix, inner, hidden)
+                want(mlp[-1], hidden, inner)
             elif layer.experts is None or layer.experts.shared != NO_SHARED:
                 raise ValueError("a layer has neither an MLP nor experts")
             if layer.experts:
@@ -146,14 +148,16 @@ class WeightMap:
             heads = zip(layer.head_norms or (), (mixed, kv), strict=False)
             wanted.extend((name, (n,) if source[name].shape == (n,) else (head_dim,)) for name, n in heads)
             wanted.append((layer.sinks, (n_heads,)))
+        plain = [self.norm, *(name for layer in self.layers for name in (*(layer.norms or ()), *(layer.post_norms or ())))]
+        wanted.extend((_name_bias(name), (hidden,)) for name in plain if self.options.layer_norm and _name_bias(name) in source)
         for name, shape in wanted:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
         pairs = [norms for layer in self.layers for norms in (layer.norms, layer.head_norms, layer.post_norms) if norms is not None]
         alike = {(layer.sinks is None, layer.norms is None, layer.head_norms is None, layer.post_norms is None) for layer in self.layers}
         turned = all(NO_ROTARY <= layer.rotary < len(self.rotaries) for layer in self.layers)
-        halves = {2 * len(each.frequencies) for each in self.rotaries}
-        if any(len(pair) != 2 for pair in pairs) or len(alike) > 1 or not turned or halves != {head_dim}:
+        n_rotated = {2 * len(each.frequencies) for each in self.rotaries}
+        if any(len(pair) != 2 for pair in pairs) or len(alike) > 1 or not turned or n_rotated != {self.options.n_rotated or head_dim}:
             raise ValueError("norms or rotary embeddings do not fit each other")
         if n_heads % self.n_kv or vocab < 1:
             raise ValueError(f"{n_heads} heads, {self.n_kv} of keys, and {vocab} tokens")
@@ -167,7 +171,7 @@ class WeightMap:
         return [(self.n_kv, self.options.head_dim)] * len(self.layers)
 
     def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return cos and sin [R, n, D] float32 of n positions from `first` on, for R rotary embeddings."""
+        """Return cos and sin [R, n, numbers that are rotated] float32 of n positions from `first` on, for R rotary embeddings."""
         cos, sin = zip(*(each.angles(first, n) for each in self.rotaries), strict=True)
         return np.stack(cos), np.stack(sin)
 
@@ -223,6 +227,8 @@ class WeightMap:
 
         def norm(name: str) -> np.ndarray:
             weights = source[name].float32()
+            if self.options.layer_norm and _name_bias(name) in source:
+                return np.concatenate([weights, source[_name_bias(name)].float32()])
             return weights + np.float32(self.norm_offset) if self.norm_offset else weights
 
         layers = [
@@ -242,6 +248,10 @@ class WeightMap:
             context, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm),
             options=self.options, angles=self.angles, query_scales=self.query_scales,
         )  # fmt: skip
+
+
+def _name_bias(norm: str) -> str:
+    return f"{norm.removesuffix('.weight')}.bias"
 
 
 def _layer_from_json(found: dict[str, Any]) -> LayerWeightMap:

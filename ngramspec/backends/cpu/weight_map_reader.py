@@ -6,8 +6,9 @@ compares the results with transformers'. The module knows names and attributes o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions
 from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, MatrixName, QueryScale, Rotary, WeightMap
+from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.tensor_source import TensorSource
 
 ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
@@ -30,7 +32,9 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
     (("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")),
     (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
     (("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")),
+    (("input_layernorm", "input_layernorm"), None),  # attention and MLP see the same
 )
+_HEAD_NORMS, _LATE_NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm")  # before the rotary embedding, and after it
 _Names = Callable[[str], MatrixName]  # of the module at a path
 
 
@@ -40,7 +44,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     norm, layers = getattr(base, "norm", None), getattr(base, "layers", None)
     if not (
-        layers and len(set(shapes)) == 1 and isinstance(norm, fused_ops.RMSNorm)
+        layers and len(set(shapes)) == 1 and norm is not None and _describe_norm(norm)
         and isinstance(head, CpuPackedLinear) and isinstance(embedding, CpuPackedEmbedding)
     ):  # fmt: skip
         return None
@@ -51,22 +55,38 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
 
     n_kv, head_dim = shapes[0]
     rotaries = _read_rotaries(getattr(base, "rotary_emb", None), head_dim)
-    options = _read_options(model, head_dim)
+    options = _read_options(model, rotaries, head_dim)
     types = list(rotaries or ())
     of_layers = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     found = [
         _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else 0, n_kv * head_dim)
         for layer, of_layer in zip(layers, of_layers, strict=True)
     ]
-    norms = [m for m in model.modules() if isinstance(m, fused_ops.RMSNorm)]
-    if not all(found) or len({(float(m.eps), m.offset) for m in norms}) != 1 or rotaries is None or options is None:
+    norms = {described for m in model.modules() if (described := _describe_norm(m))}
+    if not all(found) or len(norms) != 1 or rotaries is None or options is None:
         return None
     tied = embedding.matrix is head.product.matrices[0]
     return WeightMap(
         layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
-        head=names(paths[embedding if tied else head])[:2], norm=names(paths[norm])[0], norm_offset=norm.offset, n_kv=n_kv,
+        head=names(paths[embedding if tied else head])[:2], norm=names(paths[norm])[0], norm_offset=norms.pop().offset, n_kv=n_kv,
         rotaries=list(rotaries.values()), options=options, query_scale=_read_query_scale(model),
     )  # fmt: skip
+
+
+class _Norm(NamedTuple):
+    """What all norms of a model have in common."""
+
+    eps: float
+    offset: float
+    subtracts_mean: bool
+
+
+def _describe_norm(module: nn.Module) -> _Norm | None:
+    """Return what a norm of rows computes; None for another module."""
+    if isinstance(module, fused_ops.RMSNorm):
+        return _Norm(float(module.eps), module.offset, subtracts_mean=False)
+    found = get_layer_norm(module)
+    return None if found is None else _Norm(found[2], 0.0, subtracts_mean=True)
 
 
 def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary] | None:
@@ -77,19 +97,39 @@ def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary]
     for kind in getattr(module, "layer_types", None) or [""]:
         prefix = f"{kind}_" if kind else ""
         frequencies, scale = getattr(module, f"{prefix}inv_freq", None), getattr(module, f"{prefix}attention_scaling", 1.0)
-        if frequencies is None or 2 * len(frequencies) != head_dim:
+        if frequencies is None or 2 * len(frequencies) > head_dim:
             return None
         found[kind] = Rotary(frequencies.float().tolist(), float(scale))
         for first in (0, 1000):
             theirs = module(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None], *([kind] if kind else []))
             ours = found[kind].angles(first, 24)
-            for t, o in zip((t[0].float().numpy() for t in theirs), ours, strict=True):  # gpt-oss has half of them, which are repeated
-                if t.shape[-1] not in (head_dim // 2, head_dim) or np.abs(t - o[:, : t.shape[-1]]).max() > ROUNDING:
+            for t, o in zip((t[0].float().numpy() for t in theirs), ours, strict=True):
+                pairs = o[:, : len(frequencies)]  # gpt-oss has one of each, others two in one order or the other
+                if not any(t.shape == each.shape and np.abs(t - each).max() <= ROUNDING for each in (pairs, o, pairs.repeat(2, axis=1))):
                     return None
     return found
 
 
-def _read_options(model: PreTrainedModel, head_dim: int) -> ModelOptions | None:
+def _is_interleaved(model: PreTrainedModel, rotaries: dict[str, Rotary], head_dim: int) -> bool:
+    """Return whether the rotary embedding turns pairs that lie side by side, by what transformers' function computes.
+
+    A family without a function of the usual name is assumed to turn halves.
+    """
+    base: Any = model.base_model
+    rotate: Any = getattr(sys.modules[type(base.layers[0]).__module__], "apply_rotary_pos_emb", None)
+    kind, rotary = next(iter(rotaries.items()))
+    n, x = len(rotary.frequencies), torch.randn(1, 1, 24, head_dim, generator=torch.Generator().manual_seed(0))
+    cos, sin = (torch.from_numpy(each[:, :n]) for each in rotary.angles(0, 24))
+    y, z = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
+    side_by_side = torch.cat([torch.stack([y * cos - z * sin, z * cos + y * sin], dim=-1).flatten(-2), x[..., 2 * n :]], dim=-1)
+    try:
+        theirs = rotate(x, x, *base.rotary_emb(x, torch.arange(24)[None], *([kind] if kind else [])))[0]
+        return bool((theirs - side_by_side).abs().max() <= ROUNDING * x.abs().max())
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, head_dim: int) -> ModelOptions | None:
     """Return what holds for all layers; None if layers differ in it."""
     base: Any = model.base_model
     config: Any = model.config.get_text_config()
@@ -97,19 +137,24 @@ def _read_options(model: PreTrainedModel, head_dim: int) -> ModelOptions | None:
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in base.layers]
     if not all(hasattr(attn, "scaling") and isinstance(getattr(attn, "o_proj", None), CpuPackedLinear) for attn in attentions):
         return None
-    activations = {module.activation for module in model.modules() if isinstance(module, fused_ops.GatedMLP)} or {SILU}
+    mlps = [module for module in model.modules() if isinstance(module, fused_ops.GatedMLP | fused_ops.PlainMLP)]
+    activations = {module.activation for module in mlps} or {SILU}
     alike = {
         (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), float(getattr(layer, "residual_multiplier", 1)))
         for layer, attn in zip(base.layers, attentions, strict=True)
     }
-    if len(activations) != 1 or len(alike) != 1:
+    norm, n_rotated = _describe_norm(base.norm), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
+    if len(activations) != 1 or len(alike) != 1 or len(n_rotated) != 1 or rotaries is None or norm is None:
         return None
     scale, softcap, residual_scale = alike.pop()
     return ModelOptions(
-        n_heads=attentions[0].o_proj.in_features // head_dim, head_dim=head_dim, eps=float(base.norm.eps), scale=scale,
+        n_heads=attentions[0].o_proj.in_features // head_dim, head_dim=head_dim, eps=norm.eps, scale=scale,
         activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
-        logit_scale=1 / getattr(config, "logits_scaling", 1), logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0),
+        logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
+        n_rotated=n_rotated.pop() % head_dim, interleaved=_is_interleaved(model, rotaries, head_dim), layer_norm=norm.subtracts_mean,
+        late_norms=hasattr(attentions[0], _LATE_NORMS[0]), parallel=not hasattr(base.layers[0], "post_attention_layernorm"),
+        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0),
     )  # fmt: skip
 
 
@@ -125,12 +170,13 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     dense = "mlp.shared_expert" if mixed and mixed.shared else "mlp"
     of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
     norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*(pairs[0] or ()), *(pairs[1] or ())}), None)
-    if norms is None or not all(isinstance(norm, fused_ops.RMSNorm) for norm in of_norms.values()):
+    if norms is None or not all(_describe_norm(norm) for norm in of_norms.values()):
         return None
     if mixed is None and "mlp" not in children:
         return None
     parts = dict(attn.named_children()) if attn is not None else {}
-    heads: list[Any] = [parts.pop(name, None) for name in ("q_norm", "k_norm")]
+    head_names = _LATE_NORMS if _LATE_NORMS[0] in parts else _HEAD_NORMS
+    heads: list[Any] = [parts.pop(name, None) for name in head_names]
     o = parts.pop("o_proj", None)
     if not isinstance(o, CpuPackedLinear):
         return None
@@ -146,7 +192,8 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     window = attn.sliding_window if hasattr(attn, "sliding_window") else getattr(attn.config, "sliding_window", None)  # as it is handed on
     if layer_type == "full_attention":
         window = None
-    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"}:
+    of_layer_norms = {f"{name}.{kind}" for name in of_norms for kind in ("weight", "bias")}
+    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"} - of_layer_norms:
         return None
     inside: list[MatrixName] | None = []
     if mixed is None or mixed.shared:
@@ -156,7 +203,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     return LayerWeightMap(
         matrices=[*attention, names(f"{path}.self_attn.o_proj"), *inside],
         norms=[names(f"{path}.{name}")[0] for name in norms[0]] if norms[0] else None,
-        head_norms=[names(f"{path}.self_attn.{name}")[0] for name in ("q_norm", "k_norm")] if all(heads) else None,
+        head_norms=[names(f"{path}.self_attn.{name}")[0] for name in head_names] if all(heads) else None,
         window=window or 0,
         rotary=rotary if _has_rotary(attn) else NO_ROTARY,
         experts=mixed,
@@ -166,8 +213,10 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
 
 
 def _has_rotary(attn: Any) -> bool:
-    """Return whether an attention layer rotates its queries and keys: ExaOne 4's with all keys do not, if others have windows."""
+    """Return whether an attention layer rotates its queries and keys: where others have windows, ExaOne 4's and Cohere 2's do not."""
     is_global = getattr(attn, "sliding_window", None) is not None and not getattr(attn, "is_sliding", True)
+    if type(attn).__name__ == "Cohere2Attention":
+        is_global = attn.sliding_window is None
     return bool(getattr(attn, "use_rope", True)) and not is_global
 
 
@@ -187,6 +236,8 @@ def _map_projections(parts: dict[str, nn.Module], path: str, names: _Names, mixe
 
 def _map_mlp(mlp: nn.Module, path: str, names: _Names) -> list[MatrixName] | None:
     """Map gate, up and down of an MLP; None for another kind of it, or if up does not begin with a panel of its matrix."""
+    if isinstance(mlp, fused_ops.PlainMLP):
+        return [names(f"{path}.{name}") for name in mlp.names]
     if not isinstance(mlp, fused_ops.GatedMLP):
         return None
     if len(mlp.product.sizes) == 2:

@@ -48,7 +48,7 @@ def digest_silu(kernels: Kernels) -> dict[str, str]:
     """Digest silu(gate) · up and gelu(gate) · up."""
     gate, up = make_rows(2, 4096) * np.float32(3)
     y = np.empty((2, len(gate)), np.float32)
-    for function, out in zip((kernels.get_silu(), kernels.get_gelu()), y, strict=True):
+    for function, out in zip((kernels.get_activation("silu"), kernels.get_activation("gelu")), y, strict=True):
         run(function, gate.ctypes.data, up.ctypes.data, len(gate) // 32, out.ctypes.data)
     return {"silu": digest_arrays(y[0]), "gelu": digest_arrays(y[1])}
 

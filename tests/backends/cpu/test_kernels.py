@@ -221,10 +221,10 @@ def test_silu(generic: Kernels, other: Kernels) -> None:
     edges = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 88.0, -88.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e30, -1e30, 0.5]
     gate = np.concatenate([np.array(edges * 2), rng.normal(0, 4, 8000), np.linspace(-110, 110, 4192)]).astype(np.float32)
     up = rng.normal(0, 2, len(gate)).astype(np.float32)
-    got = activate(generic.get_silu(), gate, up)
+    got = activate(generic.get_activation("silu"), gate, up)
     one = np.float32(1)
     same_bits(got, np.array([g / (one + exp(-g)) * u for g, u in zip(gate, up, strict=True)], np.float32))
-    same_bits(activate(other.get_silu(), gate, up), got)
+    same_bits(activate(other.get_activation("silu"), gate, up), got)
     wide = gate.astype(np.float64)
     with np.errstate(over="ignore"):
         expected = wide / (1 + np.exp(-wide)) * up
@@ -237,13 +237,25 @@ def test_gelu(generic: Kernels, other: Kernels) -> None:
     edges = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 5.0, -5.0, 10.0, -10.0, 1e4, -1e4, 1e20, -1e20, 1e30, -1e30, 0.5]
     gate = np.concatenate([np.array(edges * 2), rng.normal(0, 2, 4000), np.linspace(-12, 12, 4192)]).astype(np.float32)
     up = rng.normal(0, 2, len(gate)).astype(np.float32)
-    got = activate(generic.get_gelu(), gate, up)
+    got = activate(generic.get_activation("gelu"), gate, up)
     same_bits(got, np.array([compute_gelu(g) * u for g, u in zip(gate, up, strict=True)], np.float32))
-    same_bits(activate(other.get_gelu(), gate, up), got)
+    same_bits(activate(other.get_activation("gelu"), gate, up), got)
     near = np.abs(gate) < 1e5
     expected = torch.nn.functional.gelu(torch.from_numpy(gate[near]).double(), approximate="tanh").numpy() * up[near]
     np.testing.assert_allclose(got[near], expected, rtol=1e-5, atol=1e-6)
     assert np.isfinite(got).all()
+    for kernels in (generic, other):
+        same_bits(
+            activate(kernels.get_activation("plain gelu"), gate, up), activate(generic.get_activation("gelu"), gate, np.ones_like(up))
+        )
+
+
+def test_squared_relu(generic: Kernels, other: Kernels) -> None:
+    x = np.array([0.0, -0.0, 1e-30, -1e-30, 3.0, -3.0, 1e20, np.nan, *np.linspace(-4, 4, 56)], np.float32)
+    with np.errstate(over="ignore"):
+        expected = np.maximum(x, 0) * x
+    for kernels in (generic, other):
+        same_bits(activate(kernels.get_activation("squared relu"), x, np.full_like(x, np.nan)), expected)
 
 
 def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:

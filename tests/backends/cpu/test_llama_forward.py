@@ -33,7 +33,7 @@ from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import rank_rows
 
 LLAMA_KIND = ("llama", "mistral", "qwen2", "qwen3")
-COMPILED = (*LLAMA_KIND, "gemma2", "gemma3", "phi3")
+COMPILED = (*LLAMA_KIND, "gemma2", "gemma3", "phi3", "starcoder2")
 TOKENS = (np.arange(60) * 37 % 290).astype(np.int32)
 Bind = Callable[..., CpuRunner]
 

@@ -166,20 +166,20 @@ class Kernels:
         write = partial(emit_quantise, blocks=False in kinds, supers=True in kinds)
         return self._get_function(f"quantise {' '.join(names[kind] for kind in sorted(kinds))}", None, write)
 
-    def get_silu(self) -> int:
-        """Return a function of (addresses of gate and up, number of blocks of 32, address of the result silu(gate) · up, float32)."""
-        return self._get_function("silu", None, emit_silu)
+    def get_activation(self, name: str) -> int:
+        """Return a function of (addresses of gate and up, number of blocks of 32, address of the result, float32).
 
-    def get_gelu(self) -> int:
-        """Return a function as `get_silu` does, of gelu(gate) · up (`sampling.numeric.compute_gelu`)."""
-        return self._get_function("gelu", None, partial(emit_silu, gelu=True))
+        The result is gate · sigmoid(gate) · up for "silu", gelu(gate) · up for "gelu" (`sampling.numeric.compute_gelu`). What lies at the
+        address of up has no meaning for "plain gelu", gelu(gate), and "squared relu", max(gate, 0)².
+        """
+        return self._get_function(name, None, partial(emit_activation, name=name))
 
     def get_gated_activation(self, clamped: tuple[float, float] | None) -> int:
-        """Return a function as `get_silu` does; with `clamped` (alpha, limit) that of gpt-oss, of gate and up clamped to the limit:
-        gate · sigmoid(alpha · gate) · (up + 1).
+        """Return a function as `get_activation` does for "silu"; with `clamped` (alpha, limit) that of gpt-oss, of gate and up clamped to
+        the limit: gate · sigmoid(alpha · gate) · (up + 1).
         """
         if clamped is None:
-            return self.get_silu()
+            return self.get_activation("silu")
         alpha, limit = clamped
         return self._get_function(f"swiglu {alpha!r} {limit!r}", None, partial(emit_clamped_swiglu, alpha=alpha, limit=limit))
 
@@ -795,16 +795,19 @@ def emit_exp(e: Emitter, x: Any) -> Any:
     return b.fmul(y, b.bitcast(power, FLOATS))
 
 
-def emit_silu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, gelu: bool = False) -> None:
+def emit_activation(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, name: str) -> None:
     gate0, up0, n_blocks, y0 = args[:4]
     b = e.b
+    zero, one, slope, cube = (ir.Constant(FLOATS, [float(x)] * WIDTH) for x in (0.0, 1.0, numeric.GELU_SLOPE, numeric.GELU_CUBE))
     with e.loop(b.mul(n_blocks, LONG(2)), []) as (i, _, _):
         shift = b.mul(i, LONG(4 * WIDTH))
-        gate, up = (e.load(b.add(start, shift), FLOATS, 4) for start in (gate0, up0))
-        one, slope, cube = (ir.Constant(FLOATS, [float(x)] * WIDTH) for x in (1.0, numeric.GELU_SLOPE, numeric.GELU_CUBE))
-        argument = b.fmul(gate, e.fma(cube, b.fmul(gate, gate), slope)) if gelu else gate
-        share = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(argument))))
-        e.store(b.fmul(share, up), b.add(y0, shift))
+        gate = e.load(b.add(gate0, shift), FLOATS, 4)
+        if name == "squared relu":  # the product keeps what is not a number
+            y = b.fmul(b.select(b.fcmp_ordered(">", gate, zero), gate, zero), gate)
+        else:
+            argument = gate if name == "silu" else b.fmul(gate, e.fma(cube, b.fmul(gate, gate), slope))
+            y = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(argument))))
+        e.store(y if "plain" in name or "squared" in name else b.fmul(y, e.load(b.add(up0, shift), FLOATS, 4)), b.add(y0, shift))
 
 
 def emit_clamped_swiglu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, alpha: float, limit: float) -> None:
