@@ -24,10 +24,15 @@ from ngramspec.sampling.batch import Span
 OPTIONS: dict[str, Any] = {"max_len": 200, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 23, "code": cache_dir() / "code"}
 GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16}
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "attention_multiplier": 0.2}
+SCALED = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
     "gemma3": ("gemma3_text", {"layer_types": None}, [0, 5]),
+    "gemma3, scaled": ("gemma3_text", {"layer_types": None, "rope_parameters": SCALED}, [0, 5]),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, [0, 1]),
     "gemma": ("gemma", {"head_dim": 16}, [0]),
     "granite": ("granite", GRANITE, [0]),
@@ -62,6 +67,7 @@ COMPILED = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma3, scaled",
     "granite",
     "granitemoe",
     "olmo2",
