@@ -28,7 +28,7 @@ help:
 	@echo "make gpu     all that is measured on a CUDA device; GPU='--share 1/3 --out F.json' and others: see its --help"
 	@echo "make soak    a server under load and beside rude clients, and the long tests, for over an hour"
 	@echo "make peers   install what the benchmarks compare with"
-	@echo "make peers-tests  llama.cpp's own server tests against our server, fetched when first run: for half an hour; FILES='unit/test_basic.py'"
+	@echo "make peers-tests  llama.cpp's and vLLM's own server tests against our server: for an hour; FILES='llamacpp unit/test_basic.py'"
 	@echo "make llama   install llama.cpp to compare with, which is compiled for minutes"
 	@echo "make clean   remove what these targets made, but for the model cache"
 

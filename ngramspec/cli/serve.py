@@ -116,6 +116,16 @@ def serve(
             metavar="JSON",
         ),
     ] = None,
+    reasoning_format: Annotated[
+        str | None,
+        option(
+            ENGINE,
+            "none: a model's thoughts stay in the text of chats. auto: they are reasoning_content, if its template has marks for them. "
+            "Default: auto.",
+            "--reasoning-format",
+            metavar="FORMAT",
+        ),
+    ] = None,
     prefill_assistant: Annotated[
         bool,
         option(
@@ -151,6 +161,9 @@ def serve(
     no_metrics: Annotated[bool, option(_NET, "Without /metrics, for Prometheus.", "--no-metrics")] = False,
     force_include_usage: Annotated[
         bool, option(_NET, "Every piece of a stream tells the usage so far, asked for or not.", "--force-include-usage")
+    ] = False,
+    per_request_metrics: Annotated[
+        bool, option(_NET, "Answers tell their times, as vLLM's do.", "--per-request-metrics", "--enable-per-request-metrics")
     ] = False,
     no_slots: Annotated[bool, option(_NET, "Without /slots, which tells how many sequences run.", "--no-slots")] = False,
     allowed_host: Annotated[
@@ -251,7 +264,9 @@ def serve(
         port=port,
         chat_template=chat_template,
         chat_template_kwargs=None if chat_template_kwargs is None else parse_object(chat_template_kwargs, "--chat-template-kwargs"),
+        reasoning_format=reasoning_format,
         prefill_assistant=prefill_assistant or None,
+        per_request_metrics=per_request_metrics or None,
         force_include_usage=force_include_usage or None,
         metrics=False if no_metrics else None,
         sampling=None if sampling is None else parse_sampling(sampling),

@@ -24,6 +24,7 @@ from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
+from ngramspec.prompts.thoughts import ThoughtMarks, ThoughtReader, detect_marks
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
 from ngramspec.tokenizer.encode import replace_lone_surrogates
@@ -45,6 +46,7 @@ class Style(NamedTuple):
 
 
 ANSWER = Style()
+MAX_BLANKS = 4  # tokens of blanks between the mark of thoughts and the end of a prompt
 
 
 class TextEncoder(Protocol):
@@ -90,6 +92,23 @@ class Prompts:
     def marks(self) -> dict[int, str]:
         """The tokens that no text shows, some of which tell of a call."""
         return self._marks
+
+    @cached_property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """What stands around the model's thoughts; None if its template knows none."""
+        return detect_marks(str(self._tokenizer.chat_template or ""))
+
+    def make_thought_reader(self, turns: Sequence[Turn], style: Style, ids: Sequence[int]) -> ThoughtReader | None:
+        """Return what tells thoughts from the answer to this prompt; None if the answer has none. `ids`: the prompt's, or its last ones."""
+        marks = self.thought_marks
+        if marks is None:
+            return None
+        if style.goes_on:
+            last = turns[-1].content
+            is_open = last.rfind(marks.begin) > last.rfind(marks.end)
+            return ThoughtReader(marks, is_open=is_open) if is_open or marks.recurs else None
+        end = str(self._tokenizer.decode(list(ids[-len(marks.begin) - MAX_BLANKS :]), skip_special_tokens=False))
+        return ThoughtReader(marks, is_open=end.rstrip().endswith(marks.begin))
 
     @cached_property
     def added(self) -> dict[str, int]:
@@ -223,6 +242,8 @@ class Prompts:
 
     def _message(self, turn: Turn, hide: Hide) -> dict[str, Any]:
         message: dict[str, Any] = {"role": turn.role, "content": hide(turn.content, turn.role)}
+        if turn.thoughts:
+            message["reasoning_content"] = hide(turn.thoughts, TOOL)
         if turn.calls:
             message["tool_calls"] = [
                 {"id": _short(call.id), "type": "function", "function": {"name": hide(call.name, TOOL), "arguments": arguments}}

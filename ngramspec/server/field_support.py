@@ -71,7 +71,6 @@ def _refused(routes: tuple[str, ...], names: str, why: str, *neutral: Any, matte
 
 _PENALTIES = (("repeat_penalty", 1), ("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
 _TEXT_ONLY = "text only"
-_RAW = "a chain of thought stays in the text"
 _TEMPLATE = "templates take messages, tools and `chat_template_kwargs`"
 _NOT_SAMPLED = "not among our samplers"
 
@@ -127,6 +126,8 @@ _ROWS = (
     _done((RESPONSES,), "text", "`format` is the form of the answer; `verbosity` changes nothing"),
     _done((RESPONSES,), "reasoning", "`effort` is what templates read as `reasoning_effort`; `summary` changes nothing"),
     _done((CHAT,), "reasoning_effort", "told to templates that read it; others have no such word, and nothing changes"),
+    _done((CHAT,), "reasoning_format", "`none`: thoughts stay in the text; `auto`, `deepseek`: they are `reasoning_content`"),
+    _done((CHAT,), "include_reasoning", "false: thoughts are left out"),
     _done((RESPONSES,), "previous_response_id", "the response whose conversation the input goes on from"),
     _done((RESPONSES,), "store", "false: no later request goes on from this response"),
     _accepted(tuple(route for route in ROUTES if route != RESPONSES), "store", "nothing is stored"),
@@ -197,10 +198,8 @@ _ROWS = (
     _refused((CHAT,), "modalities", _TEXT_ONLY, ["text"]),
     _refused((CHAT,), "media_io_kwargs mm_processor_kwargs", _TEXT_ONLY, {}),
     # ------------------------------------------------------------------ refused: chains of thought
-    _refused((CHAT,), "include_reasoning", _RAW, True),
-    _refused((CHAT,), "reasoning_format", _RAW, "none", "auto"),
-    _refused((CHAT,), "reasoning_control thinking_forced_open", _RAW, False),
-    _refused(OPENAI, "thinking_token_budget", _RAW, -1),
+    _refused((CHAT,), "reasoning_control thinking_forced_open", "thoughts begin where the template or the model begins them", False),
+    _refused(OPENAI, "thinking_token_budget", "thoughts end where the model ends them", -1),
     # ------------------------------------------------------------------ refused: one dialect's words on another's routes
     _refused((RESPONSES,), "top_logprobs logprobs", "only /v1/chat/completions tells log-probabilities", 0, False),
     _refused((RESPONSES,), "max_tokens max_completion_tokens", "here it is `max_output_tokens`"),

@@ -160,6 +160,8 @@ class ServerSettings(BaseSettings):
     """Jinja, a file of it, or a name of llama.cpp's such as chatml, in place of the model's own template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as {"enable_thinking": false}, of requests that do not say; a request's own are added."""
+    reasoning_format: Literal["auto", "none"] = "auto"
+    """`none`: a model's thoughts stay in the text of chats. `auto`: they are `reasoning_content` if the template has marks for them."""
     prefill_assistant: bool = False
     """An answer goes on with a conversation's last message if that is the assistant's, as in llama.cpp. Else it is a message of its own,
     unless a request says `continue_final_message`."""
@@ -177,6 +179,8 @@ class ServerSettings(BaseSettings):
     """Sites whose pages may ask, such as https://editor.example; `localhost`: any page of this machine; `*`: any page."""
     force_include_usage: bool = False
     """Every piece of a stream tells the usage so far, whether a request asks for it or not."""
+    per_request_metrics: bool = False
+    """Answers tell their times, as vLLM's do."""
     metrics: bool = True
     """/metrics, for Prometheus."""
     limits: Limits = Limits()

@@ -1,9 +1,7 @@
 """A pytest plugin under which vLLM's entrypoint tests start our server, in this process, instead of `vllm serve`.
 
 `tests.utils.RemoteOpenAIServer` is ours, with SmolLM2 under the name that a test asks for. `vllm` is not installed: whatever a test imports
-from it is a stand-in, and a test that calls one, and so is about vLLM's inside, is skipped. It is run by hand: with `tests/__init__.py` and
-`tests/entrypoints` of vLLM's source package in a folder that is on the path, beside this one, pytest-asyncio and anthropic,
-`python -m pytest -p vllm_shim -p pytest_asyncio tests/entrypoints/openai/completion/test_completion.py`.
+from it is a stand-in, and a test or a file that calls one, and so is about vLLM's inside, is skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ngramspec.server.settings import Key, ServerSettings
 LENGTH = 2048
 SEQUENCES = 8
 OPTIONS = ("max-model-len", "max-num-seqs", "served-model-name", "port", "host", "uds", "root-path", "chat-template", "api-key")
-FLAGS = ("return-tokens-as-token-ids", "enable-force-include-usage")
+FLAGS = ("return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics")
 tokenizers: list[Any] = []  # that of the server started last
 
 
@@ -37,7 +35,7 @@ class StandIn:
         self.name = name
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        pytest.skip(f"about vLLM's inside: {self.name}")
+        pytest.skip(f"about vLLM's inside: {self.name}", allow_module_level=True)
 
     def __getattr__(self, name: str) -> StandIn:
         if name.startswith("__"):
@@ -113,6 +111,7 @@ class RemoteOpenAIServer:
             strict_model=True,
             api_keys=(Key.model_construct(key=SecretStr(key), name="test"),) if key else (),  # shorter than ours have to be
             root_path=given.root_path or "",
+            per_request_metrics=given.enable_per_request_metrics,
             force_include_usage=given.enable_force_include_usage,
             return_tokens_as_token_ids=given.return_tokens_as_token_ids,
             chat_template=given.chat_template or "",
@@ -169,7 +168,7 @@ def put_in_place() -> None:
     from ngramspec import __version__
 
     KNOWN["vllm.version"]["__version__"] = __version__
-    KNOWN["vllm"] = {"__version__": __version__}
+    KNOWN["vllm"] = {"__version__": __version__, "envs": types.SimpleNamespace(**KNOWN["vllm.envs"])}
     sys.meta_path.insert(0, Finder())
     utils, conftest = types.ModuleType("tests.utils"), types.ModuleType("tests.conftest")
     vars(utils).update(RemoteOpenAIServer=RemoteOpenAIServer, ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={})

@@ -97,6 +97,15 @@ def test_what_the_server_says_for_requests_that_do_not(engine: Engine) -> None:
         assert served.post("/apply-template", json={"messages": [hi, begun, begun]}).status_code == 400
 
 
+def test_times_of_every_request(engine: Engine) -> None:
+    with client(engine, ServerSettings(per_request_metrics=True)) as served:
+        for n in (1, 4):
+            times = served.post("/v1/completions", json={"prompt": "a", "max_tokens": n, "ignore_eos": True}).json()["metrics"]
+            assert all(value >= 0 for value in times.values())
+            assert times["tokens_per_second"] > 0
+            assert ("mean_itl_ms" in times) is (n > 1)
+
+
 def test_variables_of_the_template(engine: Engine) -> None:
     before = engine.tokenizer.chat_template
     engine.tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}{{ place }}"

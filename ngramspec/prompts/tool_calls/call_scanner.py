@@ -17,6 +17,12 @@ class TextDelta(NamedTuple):
     text: str
 
 
+class ThoughtDelta(NamedTuple):
+    """The thoughts before the answer go on."""
+
+    text: str
+
+
 class ToolCallStart(NamedTuple):
     """A call begins."""
 
@@ -29,7 +35,7 @@ class ToolCallArguments(NamedTuple):
     text: str
 
 
-StreamDelta: TypeAlias = TextDelta | ToolCallStart | ToolCallArguments
+StreamDelta: TypeAlias = TextDelta | ThoughtDelta | ToolCallStart | ToolCallArguments
 Parse: TypeAlias = Generator[StreamDelta | None, None, bool]
 
 

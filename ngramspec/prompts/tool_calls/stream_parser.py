@@ -1,6 +1,6 @@
-"""The parser that turns the parts of a completion into text and tool calls.
+"""The parser that turns the parts of a completion into thoughts, text and tool calls.
 
-A `StreamParser` takes a choice's parts; deltas of its text and calls leave. Knows neither requests nor templates.
+A `StreamParser` takes a choice's parts; deltas of its thoughts, text and calls leave. Knows neither requests nor templates.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ngramspec.outputs import Choice, Delta
+from ngramspec.prompts.thoughts import Piece, ThoughtReader
 from ngramspec.prompts.tool_calls.call_reader import CallReader
-from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.tool_prompt import Call
 
 
 @dataclass(slots=True)
 class Reply:
-    """The text and the calls of one choice so far."""
+    """The thoughts, the text and the calls of one choice so far."""
 
+    thoughts: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
@@ -27,6 +29,8 @@ class Reply:
         match delta:
             case TextDelta(text):
                 self.content += text
+            case ThoughtDelta(text):
+                self.thoughts += text
             case ToolCallStart(name):
                 self.calls.append(Call(make_call_id(), name, ""))
             case ToolCallArguments(text):
@@ -37,10 +41,17 @@ class Reply:
 class StreamParser:
     """Turns one choice's text into message and tool-call deltas."""
 
-    def __init__(self, reader: CallReader | None, marks: Mapping[int, str]) -> None:
-        """Start a choice. `reader`: None if no tool may be called. `marks`: the text of special tokens, by id."""
-        self._reader, self._marks = reader, marks
+    def __init__(self, reader: CallReader | None, marks: Mapping[int, str], thoughts: ThoughtReader | None = None) -> None:
+        """Start a choice.
+
+        reader: None if no tool may be called. marks: the text of special tokens, by id. thoughts: None if they stay in the text.
+        """
+        self._reader, self._marks, self._thoughts = reader, marks, thoughts
         self.reply = Reply()
+
+    @property
+    def n_thought_tokens(self) -> int:
+        return self._thoughts.n_tokens if self._thoughts is not None else 0
 
     def parse(self, part: Choice | Delta) -> Iterator[StreamDelta]:
         """Yield what the part adds, after adding it to `reply`. A part with a `finish_reason` is the last."""
@@ -52,21 +63,46 @@ class StreamParser:
         return "tool_calls" if given == "stop" and called else given
 
     def _parse(self, part: Choice | Delta) -> Iterator[StreamDelta]:
-        reader, waiting = self._reader, ""
-        if reader is None:
+        if self._reader is None and self._thoughts is None:
             if part.text:
                 yield TextDelta(part.text)
             return
-        for token, text in zip(part.token_ids, part.texts, strict=True):
-            if token not in self._marks:
-                waiting += text
+        waiting = ""
+        for piece in self._split(part):
+            if not (piece.is_special or piece.is_thought):
+                waiting += piece.text
                 continue
-            yield from reader.push(waiting)
-            yield from reader.push_special(self._marks[token])
+            yield from self._push(waiting)
             waiting = ""
-        yield from reader.push(waiting + part.text[sum(map(len, part.texts)) :])
+            if piece.is_special and not piece.is_thought and self._reader is not None:
+                yield from self._reader.push_special(piece.text)
+            elif piece.is_thought and not piece.is_special:
+                yield ThoughtDelta(piece.text)
+        yield from self._push(waiting)
+        if part.finish_reason is not None and self._reader is not None:
+            yield from self._reader.finish(cut=part.finish_reason == "length")
+
+    def _push(self, text: str) -> Iterator[StreamDelta]:
+        if self._reader is not None:
+            yield from self._reader.push(text)
+        elif text:
+            yield TextDelta(text)
+
+    def _split(self, part: Choice | Delta) -> Iterator[Piece]:
+        """Yield the texts of a part's tokens, with those of special tokens, as far as is known what is thought."""
+        rest = part.text[sum(map(len, part.texts)) :]
+        pieces = [
+            Piece(self._marks[token], is_special=True) if token in self._marks else Piece(text)
+            for token, text in zip(part.token_ids, part.texts, strict=True)
+        ]
+        pieces += [Piece(rest)] if rest else []
+        if self._thoughts is None:
+            yield from pieces
+            return
+        for piece in pieces:
+            yield from self._thoughts.push(piece.text, is_special=piece.is_special)
         if part.finish_reason is not None:
-            yield from reader.finish(cut=part.finish_reason == "length")
+            yield from self._thoughts.finish()
 
 
 def _join_neighbours(deltas: Iterator[StreamDelta]) -> Iterator[StreamDelta]:
@@ -75,6 +111,8 @@ def _join_neighbours(deltas: Iterator[StreamDelta]) -> Iterator[StreamDelta]:
     for delta in deltas:
         if isinstance(last, TextDelta) and isinstance(delta, TextDelta):
             last = TextDelta(last.text + delta.text)
+        elif isinstance(last, ThoughtDelta) and isinstance(delta, ThoughtDelta):
+            last = ThoughtDelta(last.text + delta.text)
         elif isinstance(last, ToolCallArguments) and isinstance(delta, ToolCallArguments):
             last = ToolCallArguments(last.text + delta.text)
         else:

@@ -47,6 +47,8 @@ class Turn(NamedTuple):
     """The id of the call that a tool's turn answers."""
     name: str | None = None
     """The name of the tool whose turn this is."""
+    thoughts: str = ""
+    """What the assistant thought before, which some templates show."""
 
 
 def write_tools_as_text(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, takes_system: bool) -> list[Turn]:
@@ -55,7 +57,7 @@ def write_tools_as_text(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], 
     for turn, before in zip(turns, [None, *turns[:-1]], strict=True):
         if turn.calls:
             calls = HERMES.write([(call.name, call.arguments) for call in turn.calls])
-            plain.append(Turn(ASSISTANT, f"{turn.content}\n{calls}" if turn.content else calls))
+            plain.append(Turn(ASSISTANT, f"{turn.content}\n{calls}" if turn.content else calls, thoughts=turn.thoughts))
         elif turn.role != TOOL:
             plain.append(turn)
         else:

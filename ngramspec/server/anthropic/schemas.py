@@ -47,6 +47,7 @@ class Block(TextBlock):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | Items[TextBlock] | None = None
+    thinking: str | None = None
 
 
 class ChatMessage(StrictModel):
@@ -136,7 +137,8 @@ class CountTokensRequest(OpenAIRequest):
                 last = turns[-1] if turns else None
                 if last is not None and last.role == turn.role != TOOL:
                     text = "\n".join(filter(None, (last.content, turn.content)))
-                    turns[-1] = last._replace(content=text, calls=last.calls + turn.calls)
+                    thoughts = "\n".join(filter(None, (last.thoughts, turn.thoughts)))
+                    turns[-1] = last._replace(content=text, calls=last.calls + turn.calls, thoughts=thoughts)
                 else:
                     turns.append(turn)
         return turns
@@ -161,13 +163,16 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str]) -> Iter
         yield Turn(message.role, message.content)
         return
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[Call] = []
     for i, block in enumerate(message.content):
         place = f"{where}.content[{i}]"
         match block.type:
             case "text":
                 texts.append(_get(block.text, f"{place}.text"))
-            case "thinking" | "redacted_thinking":  # of earlier turns, which templates leave out
+            case "thinking":
+                thoughts += [block.thinking] if block.thinking and message.role == ASSISTANT else []
+            case "redacted_thinking":
                 pass
             case "tool_use" if message.role == ASSISTANT:
                 given = json.dumps(_get(block.input, f"{place}.input"), ensure_ascii=False)
@@ -183,7 +188,7 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str]) -> Iter
             case other:
                 raise _not_supported(place, f"no blocks of type {other[:40]!r} in a message of the {message.role}; text and tools only")
     if texts or calls or message.role != USER:
-        yield Turn(message.role, "\n".join(texts), tuple(calls))
+        yield Turn(message.role, "\n".join(texts), tuple(calls), thoughts="\n".join(thoughts))
 
 
 def _join(content: str | Sequence[TextBlock], where: str) -> str:

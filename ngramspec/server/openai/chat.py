@@ -16,7 +16,7 @@ from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts, Style
 from ngramspec.prompts.messages import read_turns
-from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 from ngramspec.server.auth import Identity, identify
@@ -41,6 +41,7 @@ from ngramspec.server.tool_fields import read_calls, read_toolbox
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
+THOUGHTS = ("reasoning_content", "reasoning")  # llama.cpp's name, and vLLM's
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": ASSISTANT, "tool": TOOL}  # what templates call OpenAI's
 
 _ROLE = re.compile("[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -104,6 +105,9 @@ class _ChatHandler(CompletionHandler):
             raise ApiError(400, "prompt_logprobs: not in a stream", param="prompt_logprobs")
         self._logprobs_asked = bool(body.logprobs or body.n_probs)
         self._conversation = make_conversation(state, prompts, body)
+        kept = body.reasoning_format or state.settings.reasoning_format
+        self._conversation.separates_thoughts = kept != "none"
+        self._tells_thoughts = body.include_reasoning is not False
         last = self._conversation.turns[-1]
         self._echoed = last.content if body.echo and last.role == ASSISTANT else ""
         self._prediction = None if body.prediction is None else join_text(body.prediction.content, "prediction.content")
@@ -143,7 +147,10 @@ class _ChatHandler(CompletionHandler):
             pass
         reply = parser.reply
         content = self._echoed + reply.content
+        self.n_thought_tokens += parser.n_thought_tokens
         message = {"role": "assistant", "content": content, "refusal": None}
+        if self._conversation.separates_thoughts:
+            message |= self._describe_thoughts(reply.thoughts)
         if reply.calls:
             message |= {"content": content or None, "tool_calls": [_describe_call(call) for call in reply.calls]}
         return (
@@ -197,6 +204,8 @@ class _ChatHandler(CompletionHandler):
             told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))
             chunks: list[dict[str, Any]] = []
             for event in parser.parse(delta):
+                if isinstance(event, ThoughtDelta) and not self._tells_thoughts:
+                    continue
                 chunks.append(_make_chunk(delta.index, _describe_event(parser, event)) | ({} if told else extras))
                 told = True
             if not told:
@@ -209,10 +218,16 @@ class _ChatHandler(CompletionHandler):
                     chunks.append(_make_chunk(delta.index, {}) | last)
             for chunk in chunks:
                 yield head | {"choices": [chunk]}
+            if delta.finish_reason is not None:
+                self.n_thought_tokens += parser.n_thought_tokens
             if delta.completion is not None:
                 completions.append(delta.completion)
         for last in self.closing(CHUNK, completions, silent=self._silent):
             yield last
+
+    def _describe_thoughts(self, thoughts: str) -> dict[str, str | None]:
+        """Return thoughts by llama.cpp's name and by vLLM's."""
+        return dict.fromkeys(THOUGHTS, (thoughts or None) if self._tells_thoughts else None)
 
     def _logprobs(self, found: list[TokenLogprob] | None) -> dict[str, Any] | None:
         chosen = bool(self._body.logprob_token_ids)  # type: ignore[attr-defined]
@@ -265,6 +280,8 @@ def _describe_event(parser: StreamParser, event: StreamDelta) -> dict[str, Any]:
     match event:
         case TextDelta(text):
             return {"content": text}
+        case ThoughtDelta(text):
+            return dict.fromkeys(THOUGHTS, text)
         case ToolCallStart():
             return {"tool_calls": [{"index": len(calls) - 1} | _describe_call(calls[-1])]}
         case ToolCallArguments(text):
@@ -295,7 +312,7 @@ def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
         raise ApiError(400, f"{where}.content: is missing", param=f"{where}.content")
     content = join_text(message.content or "", f"{where}.content")
     if role != TOOL:
-        return Turn(role, content, calls)
+        return Turn(role, content, calls, thoughts=(message.reasoning_content or message.reasoning or "") if role == ASSISTANT else "")
     if message.tool_call_id is None:
         raise ApiError(400, f"{where}.tool_call_id: is missing", param=f"{where}.tool_call_id")
     return Turn(role, content, call_id=message.tool_call_id, name=message.name or names.get(message.tool_call_id))

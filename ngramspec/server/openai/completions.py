@@ -39,9 +39,15 @@ def make_router(state: ServerState) -> APIRouter:
     engine = state.engine
     prompts, texts = Prompts(engine), TokenTexts(engine.tokenizer)
     now = datetime.now(UTC).replace(microsecond=0)
-    of_model = {"object": "model", "created": int(now.timestamp()), "owned_by": "ngramspec", "max_model_len": engine.max_model_len}
+    of_model = {
+        "object": "model",
+        "created": int(now.timestamp()),
+        "owned_by": "ngramspec",
+        "max_model_len": engine.max_model_len,
+        "parent": None,
+    }
     of_model |= {"type": "model", "created_at": now.isoformat()}
-    listed = {name: {"id": name, "display_name": name} | of_model for name in state.names}
+    listed = {name: {"id": name, "root": name, "display_name": name} | of_model for name in state.names}
 
     @routes.get("/models", include_in_schema=False)
     @routes.get("/v1/models", response_model=ModelList)
@@ -141,7 +147,7 @@ class _TextHandler(CompletionHandler):
         if not isinstance(prompt, str):
             ids = prompt
             last = self._engine.vocab_size - 1
-            _refuse(bool(ids) and max(ids) > last, "prompt", f"token ids must be 0 to {last}")
+            _refuse(bool(ids) and max(ids) > last, "prompt", f"token ids must be 0 to {last}; one is out of vocabulary")
         elif self._fim is not None:
             ids = self._fim.prompt(prompt, self._body.suffix or "")
         else:

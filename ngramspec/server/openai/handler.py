@@ -17,6 +17,7 @@ from ngramspec.engine.llm_engine import Hints, Request
 from ngramspec.grammar.base import Grammar
 from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.prompts.chat_template import ANSWER, Prompts, Style
+from ngramspec.prompts.thoughts import HARMONY
 from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import Turn
@@ -59,6 +60,7 @@ class CompletionHandler:
         self.names_token_ids = state.settings.return_tokens_as_token_ids if asked is None else asked
         self.progress, self.per_token_timings = bool(request.return_progress), bool(request.timings_per_token)
         self._started, self._n_told = time.perf_counter(), 0
+        self.n_thought_tokens, self._tells_times = 0, state.settings.per_request_metrics
         self.hints = make_hints(request, identity, state.engine)
         self.id = kind + secrets.token_hex(16)
         self.created = int(time.time())
@@ -110,17 +112,22 @@ class CompletionHandler:
             "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
         }
+        details: dict[str, int] = {}
         if self.expects:
             accepted, rejected = response_stats.predicted(completions)
-            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-        return usage
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        if self.n_thought_tokens:
+            details["reasoning_tokens"] = self.n_thought_tokens
+        return usage | ({"completion_tokens_details": details} if details else {})
 
     def extras(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """`metrics`, and for one prompt `timings`, where they were asked for."""
         told: dict[str, Any] = {}
         if self.level != "none":
             told["metrics"] = {"speculative_decoding": response_stats.speculative(completions, self.level)}
-        if (told or self.per_token_timings) and len(completions) == 1:
+        if self._tells_times and len(completions) == 1 and len(completions[0].choices) == 1:
+            told["metrics"] = told.get("metrics", {}) | response_stats.request_times(completions[0])
+        if (self.level != "none" or self.per_token_timings) and len(completions) == 1:
             told["timings"] = response_stats.timings(completions[0])
         if self.verbose and self.tokenizer is not None:
             prompts = [self.tokenizer.decode(each.prompt_token_ids, skip_special_tokens=False) for each in completions]
@@ -160,6 +167,10 @@ class Conversation:
     style: Style = ANSWER
     held: bool = False
     """A grammar holds the whole answer to calls, or to the form that was asked for. Known when there is an input."""
+    separates_thoughts: bool = False
+    """Thoughts are no part of the text."""
+    _ids: Sequence[int] = ()
+    _is_formed: bool = False
 
     def __post_init__(self) -> None:
         """Raises ApiError (400)."""
@@ -173,7 +184,9 @@ class Conversation:
     @property
     def n_chars(self) -> int:
         """Characters of all that the template shows."""
-        turns = sum(len(turn.content) + sum(len(call.name) + len(call.arguments) for call in turn.calls) for turn in self.turns)
+        turns = sum(
+            len(turn.content) + len(turn.thoughts) + sum(len(call.name) + len(call.arguments) for call in turn.calls) for turn in self.turns
+        )
         return turns + len(str(self.toolbox.prompt_tools)) + len(str(self.style.variables))
 
     def count_tokens(self) -> int:
@@ -216,6 +229,8 @@ class Conversation:
         grammar = form_grammar = form and form[1]
         if box.tools:
             grammar = box.make_grammar(self.prompts.calls, self.prompts.added, form_grammar)
+        self._ids, self._is_formed = ids, form is not None or (grammar is not None and box.required)
+        self.separates_thoughts &= request.skip_special_tokens is not False  # type: ignore[attr-defined]
         if max_tokens is None:
             max_tokens = self.count_room(len(ids), n)
         params = make_params(
@@ -230,11 +245,14 @@ class Conversation:
 
     def make_stream_parser(self) -> StreamParser:
         """Return what follows one choice of the answer."""
-        if not self.toolbox.tools:
-            return StreamParser(None, {})
-        box = self.toolbox
-        reader = CallReader(self.prompts.calls, box.known, held=self.held, calls_only=box.required, several=box.several)
-        return StreamParser(reader, self.prompts.marks)
+        box, prompts = self.toolbox, self.prompts
+        thoughts = None
+        if self.separates_thoughts and not self._is_formed:  # a form leaves no room for thoughts
+            thoughts = prompts.make_thought_reader(self.turns, self.style, self._ids)
+        if not box.tools and not (thoughts is not None and prompts.thought_marks is HARMONY):  # whose answer stands in marks, too
+            return StreamParser(None, prompts.marks, thoughts)
+        reader = CallReader(prompts.calls, box.known, held=self.held, calls_only=box.required, several=box.several)
+        return StreamParser(reader, prompts.marks, thoughts)
 
 
 def make_params(

@@ -92,6 +92,9 @@ class Message(StrictModel):
     tool_call_id: str | None = None
     """The call that a tool's message is the result of."""
     name: str | None = None
+    reasoning_content: str | None = None
+    """What the assistant thought before, for templates that show it."""
+    reasoning: str | None = None
     function_call: Any = None
 
 
@@ -134,6 +137,10 @@ class ChatRequest(ChatPrompt, ServerFields, OpenAIRequest):
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     reasoning_effort: str | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    """`none`: thoughts stay in the text. Default: what the server's settings say."""
+    include_reasoning: bool | None = None
+    """False: thoughts are left out."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -149,8 +156,9 @@ class PromptDetails(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class Usage(BaseModel):
@@ -238,6 +246,8 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -259,9 +269,11 @@ class ChatResponse(_Answer):
 
 
 class Model(BaseModel):
-    """The model, with Anthropic's fields beside OpenAI's."""
+    """The model, with vLLM's and Anthropic's fields beside OpenAI's."""
 
     id: str
+    root: str
+    parent: None
     object: Literal["model"]
     created: int
     owned_by: str

@@ -1,0 +1,78 @@
+"""Thoughts before an answer: told apart from it wherever the text is cut into tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ngramspec.prompts.thoughts import HARMONY, Piece, ThoughtMarks, ThoughtReader, detect_marks
+
+THINK = ThoughtMarks("<think>", "</think>")
+TEXTS = {  # text, whether it begins within thoughts -> thoughts, answer
+    "both": ("<think>\nSo, 2.\n</think>\n\nIt is 2.", False, "So, 2.", "It is 2."),
+    "blanks first": ("\n <think>a</think>b", False, "a", "b"),
+    "open": ("\nSo.</think>b", True, "So.", "b"),
+    "open and cut": (" So. ", True, "So.", ""),
+    "cut": ("<think>So </thi", False, "So </thi", ""),
+    "no thoughts": ("It is <think>2</think>.", False, "", "It is <think>2</think>."),
+    "only blanks": ("  \n", False, "", "  \n"),
+    "nearly": (" <thin", False, "", " <thin"),
+    "empty": ("<think>\n\n</think>\n\nb", False, "", "b"),
+    "twice": ("<think>a</think>b<think>c</think>", False, "a", "b<think>c</think>"),
+    "an end alone": ("a</think>b", False, "", "a</think>b"),
+    "nothing": ("", False, "", ""),
+}
+
+
+def read(pieces: list[Piece], marks: ThoughtMarks, *, is_open: bool = False) -> tuple[str, str]:
+    reader = ThoughtReader(marks, is_open=is_open)
+    found = [each for piece in pieces for each in reader.push(piece.text, is_special=piece.is_special)] + reader.finish()
+    thoughts = "".join(piece.text for piece in found if piece.is_thought)
+    return thoughts.rstrip() if is_open or thoughts else thoughts, "".join(piece.text for piece in found if not piece.is_thought)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_thoughts_at_every_cut(name: str) -> None:
+    text, is_open, thoughts, answer = TEXTS[name]
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1):
+            pieces = [Piece(text[:first]), Piece(text[first:second]), Piece(text[second:])]
+            assert read(pieces, THINK, is_open=is_open) == (thoughts, answer), pieces
+    assert read([Piece(letter) for letter in text], THINK, is_open=is_open) == (thoughts, answer)
+
+
+def test_harmony_thinks_between_parts_of_the_answer() -> None:
+    special = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>"]
+    words = [
+        "<|channel|>",
+        "analysis",
+        "<|message|>",
+        "One.",
+        "<|end|>",
+        "<|start|>",
+        "assistant",
+        "<|channel|>",
+        "analysis",
+        "<|message|>",
+    ]
+    words += ["Two.", "<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "It is 2.", "<|return|>"]
+    thoughts, rest = read([Piece(word, word in special) for word in words], HARMONY)
+    assert thoughts == "One.Two."
+    assert rest.endswith("<|channel|>final<|message|>It is 2.<|return|>")
+
+
+@given(st.text(alphabet="<>/think \n", max_size=40), st.booleans(), st.integers(1, 7))
+def test_an_answer_without_marks_is_unchanged(text: str, is_open: bool, size: int) -> None:
+    pieces = [Piece(text[at : at + size]) for at in range(0, len(text), size)]
+    thoughts, answer = read(pieces, THINK, is_open=is_open)
+    if not is_open and not text.lstrip().startswith("<think>"):
+        assert (thoughts, answer) == ("", text)
+    assert len(thoughts) + len(answer) <= len(text)
+    assert (thoughts, answer) == read([Piece(text)], THINK, is_open=is_open)
+
+
+def test_a_template_tells_its_marks() -> None:
+    assert detect_marks("{{ content.split('</think>')[-1] }}<think>\n") == THINK
+    assert detect_marks("<|channel|>analysis<|message|>") is HARMONY
+    assert detect_marks("<|im_start|>") is None
