@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,9 @@ def test_what_breaks_one_is_named(tree: Path, file: str, line: str, told: str) -
         path.unlink() if before is None else path.write_text(before)
     assert code == 1
     assert told in said
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """They are imported by their bare name: pytest refuses the second."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py"))
+    assert [name for name, n in names.items() if n > 1] == []
