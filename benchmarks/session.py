@@ -81,23 +81,29 @@ class Figures:
     edit_tokens: list[int] = field(default_factory=list)
 
 
+def read_modules(release: Path) -> Iterator[tuple[Path, str, ast.Module]]:
+    """Yield the path within a release, the text and the syntax tree of every module but tests and what is not Python, in order."""
+    for path in sorted(release.rglob("*.py")):
+        within, text = path.relative_to(release), path.read_text(errors="ignore")
+        if not TEST_FOLDERS.intersection(within.parts):
+            with contextlib.suppress(SyntaxError):
+                yield within, text, ast.parse(text)
+
+
 def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
     """Return functions of `new` whose body is not a part of `old`, evenly over its files. Raises SystemExit if there are none."""
     known = "\n".join(path.read_text(errors="ignore") for path in sorted(old.rglob("*.py")))
     found = []
-    for path in sorted(path for path in new.rglob("*.py") if not TEST_FOLDERS.intersection(path.relative_to(new).parts)):
-        text = path.read_text(errors="ignore")
+    for path, text, tree in read_modules(new):
         lines = text.splitlines(keepends=True)
-        with contextlib.suppress(SyntaxError):
-            for node in ast.walk(ast.parse(text)):
-                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    continue
-                body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
-                first, end = body[0].lineno - 1, node.end_lineno or 0
-                written = "".join(lines[first:end])
-                if BODY_CHARS[0] <= len(written) <= BODY_CHARS[1] and written not in known:
-                    name = f"{path.relative_to(new)}:{node.name}"
-                    found.append(NewFunction(name, "".join(lines[:first]), written, "".join(lines[end:])))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            first, end = body[0].lineno - 1, node.end_lineno or 0
+            written = "".join(lines[first:end])
+            if BODY_CHARS[0] <= len(written) <= BODY_CHARS[1] and written not in known:
+                found.append(NewFunction(f"{path}:{node.name}", "".join(lines[:first]), written, "".join(lines[end:])))
     if not found:
         raise SystemExit("there is no new function between the two releases")
     return common.pick_evenly(found, limit)
@@ -106,12 +112,10 @@ def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
 def find_edits(new: Path, limit: int) -> list[tuple[str, str]]:
     """Return files of 50 to 500 lines, evenly over the release, each with the name that its functions' parameters bear most often."""
     found = []
-    for path in sorted(path for path in new.rglob("*.py") if not TEST_FOLDERS.intersection(path.relative_to(new).parts)):
-        text = path.read_text(errors="ignore")
+    for _, text, tree in read_modules(new):
         if EDIT_LINES[0] <= text.count("\n") <= EDIT_LINES[1]:
-            with contextlib.suppress(SyntaxError):
-                names = Counter(node.arg for node in ast.walk(ast.parse(text)) if isinstance(node, ast.arg) and node.arg != "self")
-                found += [(text, name) for name, _ in names.most_common(1)]
+            names = Counter(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg) and node.arg != "self")
+            found += [(text, name) for name, _ in names.most_common(1)]
     return common.pick_evenly(found, limit)
 
 
