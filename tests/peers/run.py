@@ -89,9 +89,14 @@ def run(peer: Peer, files: Sequence[str]) -> dict[str, str]:
 
 def main() -> int:
     expected = tomllib.loads((HERE / "expected.toml").read_text("utf-8"))
-    wanted, files = sys.argv[1:2], sys.argv[2:]
-    peers = [find_llamacpp(expected["llamacpp"]["out_of_scope"])] if wanted != ["vllm"] else []
-    peers += [peer for peer in [find_vllm(expected["vllm"]["files"])] if peer is not None] if wanted != ["llamacpp"] else []
+    find = {
+        "llamacpp": lambda: find_llamacpp(expected["llamacpp"]["out_of_scope"]),
+        "vllm": lambda: find_vllm(expected["vllm"]["files"]),
+    }
+    wanted, files = sys.argv[1:2] or list(find), sys.argv[2:]
+    if not find.keys() >= set(wanted):
+        sys.exit(f"{wanted[0]} is no project; say llamacpp or vllm, and then its files")
+    peers = [peer for peer in (find[name]() for name in wanted) if peer is not None]
     report: dict[str, object] = {}
     new: list[str] = []
     for peer in peers:
