@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 import tiny
 from scripted import reciting_engine
 from starlette.testclient import TestClient
+from tiny_server import routes_of
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.server.app import create_app
-from ngramspec.server.settings import ServerSettings
 
 PATH = "/v1/chat/completions"
 TEMPLATE = (
@@ -35,15 +33,9 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@contextlib.contextmanager
-def serve(engine: Engine, **settings: Any) -> Iterator[TestClient]:
-    with TestClient(create_app(engine, ServerSettings(**settings)), base_url="http://localhost") as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def client(engine: Engine) -> Iterator[TestClient]:
-    with serve(engine) as client:
+    with routes_of(engine) as client:
         yield client
 
 
@@ -77,7 +69,7 @@ def test_thoughts_are_left_out(client: TestClient) -> None:
 def test_thoughts_stay_in_the_text(client: TestClient, engine: Engine) -> None:
     whole = f"<think>\n{THOUGHTS}\n</think>\n\n{SAID}"
     assert ask(client, reasoning_format="none")[:2] == (None, whole)
-    with serve(engine, reasoning_format="none") as other:
+    with routes_of(engine, reasoning_format="none") as other:
         assert ask(other)[:2] == (None, whole)
         assert ask(other, reasoning_format="deepseek")[:2] == (THOUGHTS, SAID)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 from templates import QWEN
-from tiny_server import fim_tokenizer, left_clean, tiny_engine
+from tiny_server import fim_tokenizer, left_clean, routes_of, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.server.app import create_app
-from ngramspec.server.settings import ServerSettings
 
 MIDDLE = "<|fim_middle|>"
 TEXT = f"a{MIDDLE}b"
@@ -30,15 +27,9 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@contextlib.contextmanager
-def serving(engine: Engine, **settings: Any) -> Iterator[TestClient]:
-    with TestClient(create_app(engine, ServerSettings(**settings)), base_url="http://127.0.0.1") as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def client(engine: Engine) -> Iterator[TestClient]:
-    with serving(engine) as client:
+    with routes_of(engine) as client:
         yield client
 
 
@@ -63,7 +54,7 @@ def test_prompts_of_completions_are_parsed(engine: Engine, client: TestClient, p
     assert n_prompt(client, path, {"prompt": TEXT, "parse_special": True}) == 3
     assert n_prompt(client, path, {"prompt": TEXT, "parse_special": False}) == SPELLED
     assert n_prompt(client, path, {"prompt": TEXT, "parse_special": None}) == 3
-    with serving(engine, parse_special=False) as other:
+    with routes_of(engine, parse_special=False) as other:
         assert n_prompt(other, path, {"prompt": TEXT}) == SPELLED
         assert n_prompt(other, path, {"prompt": TEXT, "parse_special": True}) == 3
 
@@ -120,7 +111,7 @@ NEVER: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize(("path", "body_of"), NEVER.values(), ids=NEVER)
 def test_other_text_is_never_parsed(engine: Engine, path: str, body_of: Any) -> None:
-    with serving(engine, parse_special=True) as client:
+    with routes_of(engine, parse_special=True) as client:
         assert n_prompt(client, path, body_of(TEXT)) == n_prompt(client, path, body_of("x" * SPELLED))
 
 
@@ -240,7 +231,7 @@ def test_a_half_character_in_the_arguments_of_a_call(engine: Engine, monkeypatch
     def n(arguments: str) -> int:
         call = CALL | {"function": {"name": "f", "arguments": arguments}}
         turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "a"}]
-        with serving(engine) as client:
+        with routes_of(engine) as client:
             return n_prompt(client, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, *turns]})
 
     assert n('{"x": "\\ud83d"}') == n('{"x": "\ufffd"}') == n('{"x": "\\ufffd"}')

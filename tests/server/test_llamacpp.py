@@ -14,8 +14,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
-from tiny_server import left_clean
+from tiny_server import left_clean, routes_of
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +22,6 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Delta
 from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.server.app import create_app
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.llamacpp.answers import LlamaAnswer
 from ngramspec.server.llamacpp.schemas import LlamaCompletionBody
@@ -485,13 +483,13 @@ def test_properties(editor: httpx.Client, fim_engine: Engine) -> None:
 
 def test_the_page_can_be_left_out(fim_engine: Engine) -> None:
     for playground, status in ((True, 200), (False, 404)):
-        with TestClient(create_app(fim_engine, ServerSettings(playground=playground)), base_url="http://127.0.0.1") as client:
+        with routes_of(fim_engine, playground=playground) as client:
             assert client.get("/").status_code == client.get("/static/app.js").status_code == status
             assert client.get("/health").status_code == 200
 
 
 def test_slots_can_be_left_out(fim_engine: Engine) -> None:
-    with TestClient(create_app(fim_engine, ServerSettings(slots=False, admin_on_loopback=True)), base_url="http://127.0.0.1") as client:
+    with routes_of(fim_engine, slots=False, admin_on_loopback=True) as client:
         assert client.get("/slots").status_code == 501
 
 

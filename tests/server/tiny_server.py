@@ -66,6 +66,6 @@ class Server:
     uvicorn: uvicorn.Server
 
 
-def routes_of(engine: Engine) -> TestClient:
-    """Its server without a socket."""
-    return TestClient(create_app(engine, ServerSettings()), base_url="http://localhost")
+def routes_of(engine: Engine, **settings: Any) -> TestClient:
+    """Its server with these settings, without a socket."""
+    return TestClient(create_app(engine, ServerSettings(**settings)), base_url="http://localhost")
