@@ -28,7 +28,6 @@ MIN_PIECE = 512  # Columns: no piece of K is shorter, since each costs a float32
 
 BLOCKS_PER_SM = 1.8  # Tiles of 64 outputs per multiprocessor from which on K is not cut further.
 
-
 PREFETCHED = 8  # Cache lines of each weight row of a block that are asked for before the kernel that computes x has ended.
 
 

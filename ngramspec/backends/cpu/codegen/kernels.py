@@ -807,7 +807,9 @@ def emit_activation(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, 
         else:
             argument = gate if name == "silu" else b.fmul(gate, e.fma(cube, b.fmul(gate, gate), slope))
             y = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(argument))))
-        e.store(y if "plain" in name or "squared" in name else b.fmul(y, e.load(b.add(up0, shift), FLOATS, 4)), b.add(y0, shift))
+        if name in ("silu", "gelu"):  # the others are not gated
+            y = b.fmul(y, e.load(b.add(up0, shift), FLOATS, 4))
+        e.store(y, b.add(y0, shift))
 
 
 def emit_clamped_swiglu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, alpha: float, limit: float) -> None:
