@@ -61,6 +61,11 @@ _SHARED: Shapes = {
     "ffn_gate_inp_shexp.weight": (HIDDEN,), "ffn_gate_shexp.weight": (INNER, HIDDEN), "ffn_up_shexp.weight": (INNER, HIDDEN),
     "ffn_down_shexp.weight": (HIDDEN, INNER),
 }  # fmt: skip
+_GPT_OSS: Shapes = (
+    _norms("attn_norm", "post_attention_norm") | _SPLIT | _QKV_BIAS | _OUT | _EXPERTS
+    | {"attn_output.bias": (HIDDEN,), "attn_sinks.weight": (HEADS,), "ffn_gate_inp.bias": (_N_EXPERTS,)}
+    | {f"ffn_{name}_exps.bias": (_N_EXPERTS, n) for name, n in (("gate", _WIDTH), ("up", _WIDTH), ("down", HIDDEN))}
+)  # fmt: skip
 _CHOICE = {"expert_count": _N_EXPERTS, "expert_used_count": 3}
 _NARROW = {"feed_forward_length": _WIDTH}
 _ATTENTION = _PRE | _SPLIT | _OUT
@@ -129,6 +134,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         | {f"attn_{name}_norm.weight": (_Q,) for name in "qk"},
         _CHOICE | _NARROW | {"attention.head_count_kv": HEADS}, True,
     ),
+    "gpt-oss": ("gpt-oss", _GPT_OSS, _CHOICE | _SWA | _YARN | {"expert_feed_forward_length": _WIDTH}, True),
+    "gpt-oss, mxfp4": (  # all experts, so that rounding chooses no other ones
+        "gpt-oss", _GPT_OSS, _CHOICE | _SWA | {"expert_feed_forward_length": _WIDTH, "expert_used_count": _N_EXPERTS}, True,
+    ),
     "qwen2moe": (
         "qwen2moe", _ATTENTION | _QKV_BIAS | _EXPERTS | _SHARED,
         _CHOICE | {"expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": INNER}, True,
@@ -162,7 +171,12 @@ def write(path: Path, case: str) -> Path:
     if has_head:
         whole["output.weight"] = (VOCAB, HIDDEN)
     for name, shape in {**whole, **{f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}}.items():
-        writer.add_tensor(name, make_weights(name, shape))
+        weights = make_weights(name, shape)
+        if case.endswith("mxfp4") and name.endswith("exps.weight"):
+            kind = gguf.GGMLQuantizationType.MXFP4
+            writer.add_tensor(name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

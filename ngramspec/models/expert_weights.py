@@ -6,12 +6,12 @@ transposed; files have one tensor for each matrix, or for each matrix of each ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from ngramspec.models.tensor_source import StoredTensor, TensorSource
+from ngramspec.models.tensor_source import KINDS, StoredTensor, TensorSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,20 @@ class SplitTensor(StoredTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTensor(StoredTensor):
-    """The rows of every expert in several tensors [E, N, K], one after the other: [E, n · N, K]. All are of one kind."""
+    """The rows of every expert in several tensors [E, N, K], one after the other or in turns: [E, n · N, K]. All are of one kind."""
 
     parts: tuple[StoredTensor, ...]
+    in_turns: bool = False
 
     def rows(self, first: int, end: int) -> np.ndarray:
         found, n = [], self.parts[0].shape[1]
+        if self.in_turns:
+            n_parts = len(self.parts)
+            for expert, a, b in _split_by_expert(first, end, n_parts * n):
+                begin, past = expert * n + a // n_parts, expert * n - (-b // n_parts)
+                turns = np.stack([part.rows(begin, past) for part in self.parts], axis=1).reshape(-1, self.row_bytes)
+                found.append(turns[a % n_parts :][: b - a])
+            return _join(found, self.row_bytes)
         for number, a, b in _split_by_expert(first, end, n):
             expert, part = divmod(number, len(self.parts))
             found.append(self.parts[part].rows(expert * n + a, expert * n + b))
@@ -56,18 +64,29 @@ class StackedTensor(StoredTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class TransposedTensor(StoredTensor):
-    """[E, N, K] of plain numbers of [E, K, N]. Each call reads the experts that it needs as a whole."""
+    """[E, N, K] of [E, K, N]. Each call reads the experts that it needs as a whole. Quant blocks have values, and no rows."""
 
     stored: StoredTensor
 
     def rows(self, first: int, end: int) -> np.ndarray:
+        assert KINDS[self.kind][0] == 1, "quant blocks lie along the rows of the tensor that is stored"
+        number = np.dtype(f"u{self.row_bytes // self.shape[2]}")
+        return self._transpose(first, end, lambda a, b: self.stored.rows(a, b).view(number)).view(np.uint8)
+
+    def values(self, first: int, end: int) -> np.ndarray:
+        return self._transpose(first, end, self.stored.values)
+
+    def float32(self) -> np.ndarray:
+        e, n, _ = self.shape
+        whole = np.empty(self.shape, np.float32)
+        for i in range(e):  # an expert is read once
+            whole[i] = self.values(i * n, (i + 1) * n)
+        return whole
+
+    def _transpose(self, first: int, end: int, read: Callable[[int, int], np.ndarray]) -> np.ndarray:
         _, n, k = self.shape
-        number = np.dtype(f"u{self.row_bytes // k}")
-        found = []
-        for expert, a, b in _split_by_expert(first, end, n):
-            whole = self.stored.rows(expert * k, (expert + 1) * k).view(number)
-            found.append(np.ascontiguousarray(whole[:, a:b].T).view(np.uint8))
-        return _join(found, self.row_bytes)
+        found = [read(expert * k, (expert + 1) * k)[:, a:b].T for expert, a, b in _split_by_expert(first, end, n)]
+        return np.ascontiguousarray(np.concatenate([read(0, 0)[:, :0].reshape(0, k), *found]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +109,16 @@ def stack_experts(parts: list[StoredTensor]) -> StoredTensor:
     return StackedTensor(kind=parts[0].kind, shape=(len(parts), *parts[0].shape), parts=tuple(parts))
 
 
-def join_experts(gate: StoredTensor, up: StoredTensor) -> StoredTensor:
+def join_experts(gate: StoredTensor, up: StoredTensor, *, in_turns: bool = False) -> StoredTensor:
     """Join two tensors [E, N, K] to [E, 2 · N, K]."""
-    return JoinedTensor(kind=gate.kind, shape=(gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]), parts=(gate, up))
+    shape = (gate.shape[0], 2 * gate.shape[1], *gate.shape[2:])
+    return JoinedTensor(kind=gate.kind, shape=shape, parts=(gate, up), in_turns=in_turns)
 
 
 def transpose_experts(stored: StoredTensor) -> StoredTensor:
-    """Transpose plain numbers [E, K, N] to [E, N, K]."""
+    """Transpose [E, K, N] to [E, N, K]. Quant blocks can be read again once they are transposed back."""
+    if isinstance(stored, TransposedTensor):
+        return stored.stored
     e, k, n = stored.shape
     return TransposedTensor(kind=stored.kind, shape=(e, n, k), stored=stored)
 

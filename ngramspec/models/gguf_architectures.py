@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.gguf import Gguf, GgufTensor
-from ngramspec.models.gguf_metadata import FULL, SLIDING, GgufMetadata
+from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, SLIDING, GgufMetadata
 
 Config = dict[str, Any]
+
+SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
 
 
 class TensorUse(NamedTuple):
@@ -26,7 +28,7 @@ class TensorUse(NamedTuple):
 
     tensor: str
     rule: str = "same"
-    """One of `start_cache.RULES`, or "interleaved"."""
+    """One of `start_cache.RULES`, or "interleaved", or "in turns": outputs of `tensor` and `other`, which are the last dimension."""
     heads: int = 0
     """Heads of an interleaving rule."""
     first: int = 0
@@ -49,7 +51,7 @@ class Architecture:
     """Modules outside of layers by the stems of tensors."""
     prefix: str = "model.layers"
     rules: Mapping[str, str] = field(default_factory=dict)
-    """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side."""
+    """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side; "in turns": see `TensorUse`."""
     configure: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: {}
     """Returns what differs from the config that all have in common."""
 
@@ -69,6 +71,7 @@ _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
+_PARAMETERS = ("attn_sinks",)  # stems of tensors that are parameters of a module that has others
 _SANDWICH = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | _POST_NORMS | _ATTENTION | _MLP
 _PAIRS = {"attn_q": "interleaved", "attn_k": "interleaved"}
 _SHIFTED = dict.fromkeys(
@@ -226,13 +229,12 @@ def _read_qwen(metadata: GgufMetadata, config: Config) -> Config:
     return _read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
 
 
-def _read_experts(metadata: GgufMetadata, normalise: bool) -> Config:
+def _read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX) -> Config:
     """Read how experts are chosen, and check that it is what the architecture's model computes."""
     n, chosen = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
     if not 0 < chosen <= n:
         raise metadata.make_refusal("expert_used_count", chosen, f"1 to {n}")
-    softmax = 1
-    for key, value in (("expert_gating_func", softmax), ("expert_group_count", 1)):
+    for key, value in (("expert_gating_func", scoring), ("expert_group_count", 1)):
         if (stated := metadata.get_int(key, value)) not in (0, value):
             raise metadata.make_refusal(key, stated, str(value))
     if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0):
@@ -272,6 +274,18 @@ def _read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
 def _read_qwen3moe(metadata: GgufMetadata, config: Config) -> Config:
     return _read_qwen(metadata, config) | _read_experts(metadata, normalise=True) | {
         "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"), "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
+def _read_gpt_oss(metadata: GgufMetadata, config: Config) -> Config:
+    base, of_windows = (metadata.get_float(f"rope.freq_base{end}", FREQ_BASE) for end in ("", "_swa"))
+    if metadata.has_key("rope.freq_base_swa") and of_windows != base:
+        raise metadata.make_refusal("rope.freq_base_swa", of_windows, str(base))
+    experts = _read_experts(metadata, normalise=True, scoring=SOFTMAX_OF_CHOSEN)
+    return _read_llama(metadata, config) | {
+        "intermediate_size": metadata.get_same("expert_feed_forward_length"),
+        "num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"],
+        "sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(2),
     }  # fmt: skip
 
 
@@ -352,6 +366,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "transposed"),
         configure=_read_gpt2,
     ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        layer=_ATTENTION
+        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"}
+        | _EXPERTS
+        | {"ffn_gate_inp": "mlp.router"},
+        rules={"ffn_gate_exps": "in turns", "ffn_down_exps": "transposed"},
+        configure=_read_gpt_oss,
+    ),
     "granite": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=_read_granite),
     "hunyuan-dense": Architecture(
         model_type="hunyuan_v1_dense",
@@ -416,9 +439,10 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
     if path is None:
         return {}
     path = path if layer is None else f"{row.prefix}.{layer}.{path}"
-    if stem.endswith("_exps"):  # parameters of one module, which have no module of their own
+    if stem.endswith("_exps") or stem in _PARAMETERS:  # parameters that have no module of their own
         other = f"blk.{layer}.ffn_up_exps.{kind}" if stem == "ffn_gate_exps" else ""
-        return {path if kind == "weight" else f"{path}_bias": TensorUse(tensor.name, other=other)}
+        use = _make_use(row, config, tensor.name, stem, kind)
+        return {path if kind == "weight" else f"{path}_bias": use._replace(other=other)}
     return {f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
 
 

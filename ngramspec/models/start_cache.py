@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
-from ngramspec.models.expert_weights import join_experts
+from ngramspec.models.expert_weights import join_experts, transpose_experts
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import TensorUse
 from ngramspec.models.smollm2 import smollm2_gguf
@@ -262,7 +262,9 @@ def read_tensor_source(file: Gguf, folder: Path) -> TensorSource:
             shape = (use.end - use.first, *shape[1:])
         if use.other:
             shape = (shape[0], 2 * shape[1], *shape[2:])
-        stored[name] = apply_rule(file, files, use, shape[::-1] if use.rule == "transposed" else shape)
+        if use.rule == "transposed" or (use.rule == "in turns" and len(shape) == 3):
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        stored[name] = apply_rule(file, files, use, shape)
     return TensorSource(stored, file.n_bytes)
 
 
@@ -280,7 +282,7 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
     if use.end:
         at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
         plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *plain.shape[1:]), file=plain.file, offset=at)
-    there = plain.shape[::-1] if rule == "transposed" else plain.shape
+    there = (*plain.shape[:-2], *plain.shape[:-3:-1]) if rule == "transposed" else plain.shape
     if [n for n in there if n > 1] != [n for n in shape if n > 1]:
         raise UnsupportedModelError(
             f"{file.path}: config and weights disagree: {use.tensor} is {list(there)} in the file and {list(shape)} by the config"
@@ -290,6 +292,8 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
     if rule == "interleaved":
         order = interleaved_rows(np.arange(shape[0]), shape[0], use.heads)
         return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
+    if rule == "transposed" and len(shape) == 3:
+        return transpose_experts(plain)
     if rule == "same":
         return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset)
     return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=RULES[rule])
@@ -297,12 +301,21 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
 
 def _join_tensors(file: Gguf, gate: FileTensor, up: FileTensor, use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
     """Return the parameter that joins two tensors of experts. Raises UnsupportedModelError."""
-    if (gate.kind, gate.shape) != (up.kind, up.shape) or len(gate.shape) != len(shape):
+    in_turns = use.rule == "in turns"
+    if (gate.kind, gate.shape) != (up.kind, up.shape) or len(gate.shape) != len(shape) or (len(shape) == 2 and KINDS[gate.kind][0] > 1):
         raise UnsupportedModelError(
             f"{file.path}: {use.tensor} is {gate.kind} {list(gate.shape)}, {use.other} {up.kind} {list(up.shape)}; accepted: two "
             f"alike, for a parameter {list(shape)}"
         )
-    if (joined := join_experts(gate, up)).shape != shape:
+    if in_turns and len(shape) == 2:
+        columns = join_experts(
+            *(FileTensor(kind=b.kind, shape=(*b.shape, 1), file=b.file, offset=b.offset) for b in (gate, up)), in_turns=True
+        )
+        joined: StoredTensor = ComputedTensor(kind="F32", shape=columns.shape[:2], stored=columns, compute=lambda x: x[:, :, 0])
+    else:
+        joined = join_experts(gate, up, in_turns=in_turns)
+        joined = transpose_experts(joined) if in_turns else joined
+    if joined.shape != shape:
         raise UnsupportedModelError(
             f"{file.path}: config and weights disagree: {use.tensor} is {list(gate.shape)} in the file, half of {list(shape)} by the config"
         )

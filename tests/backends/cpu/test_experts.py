@@ -86,6 +86,7 @@ def test_views_of_experts_are_the_same_numbers() -> None:
         (split_experts(tensor(joined), interleaved=False)[1], up),
         (split_experts(tensor(turns), interleaved=True)[1], up),
         (split_experts(join_experts(tensor(gate), tensor(up)), interleaved=False)[0], gate),
+        (join_experts(tensor(gate), tensor(up), in_turns=True), turns),
         (transpose_experts(tensor(np.ascontiguousarray(gate.transpose(0, 2, 1)))), gate),
     ]
     for view, values in views:
