@@ -8,6 +8,7 @@ engine's tokenizer; nothing of HTTP or of sampling.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import json
 import re
@@ -46,6 +47,8 @@ class Style(NamedTuple):
 
 
 ANSWER = Style()
+# The day, as llama.cpp tells templates. Without it those of Llama 3 show the day of their making.
+DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
 MAX_BLANKS = 4  # tokens of blanks between the mark of thoughts and the end of a prompt
 
 
@@ -268,7 +271,10 @@ class Prompts:
         told = {"messages": [{name: value for name, value in message.items() if value is not None} for message in messages]}
         told |= {"tools": tools or None, "documents": None, "add_generation_prompt": answer_follows}  # type: ignore[dict-item]
         template = self._tokenizer.get_chat_template(None, tools or None)
-        return get_template_processes().render(template, {**self._tokenizer.special_tokens_map, **variables, **told})
+        today = datetime.date.today()
+        defaults = {name: today.strftime(form) for name, form in DATES.items()}
+        defaults["functions"] = json.dumps(tools, ensure_ascii=False, indent=4) if tools else ""  # Firefunction's, which has no `tools`
+        return get_template_processes().render(template, {**self._tokenizer.special_tokens_map, **defaults, **variables, **told})
 
     def check_template(self) -> None:
         """Raises UnsupportedModelError for a template that takes more time or memory than it may for a conversation of a few words."""

@@ -14,6 +14,7 @@ from ngramspec.prompts.tool_calls.toolbox import DeclaredTool, NamedTools, Toolb
 from ngramspec.tokenizer.encode import check_unicode
 
 M = TypeVar("M")
+PARTS = "\n"  # between the parts of a message, as in vLLM and llama.cpp
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 
 
@@ -71,7 +72,7 @@ def _read_call(call: Any, where: str) -> Call:
 
 
 def _join_parts(content: Any, where: str) -> str:
-    """Return the text of a content, of its parts end to end."""
+    """Return the text of a content."""
     if content is None or isinstance(content, str):
         return _read_text(content or "", where)
     if not isinstance(content, (list, tuple)):
@@ -81,7 +82,7 @@ def _join_parts(content: Any, where: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise _make_error(f"{where}[{i}]", 'must be {"type": "text", "text": "…"}; models read text alone here', part)
         texts.append(_read_text(part.get("text"), f"{where}[{i}].text"))
-    return "".join(texts)
+    return PARTS.join(texts)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None = None, parallel: bool | None = None) -> Toolbox:

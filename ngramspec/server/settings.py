@@ -150,6 +150,8 @@ class ServerSettings(BaseSettings):
     too."""
     alias: Names = ()
     """Names under which the model is listed and answers, the first one first. None: the model's own."""
+    tags: Names = ()
+    """Words that the list of models says of it, as llama.cpp's does; they change nothing."""
     strict_model: bool = False
     """Refuse requests that name another model, with 404. Else any name is answered by the one model, as llama.cpp does."""
     api_prefix: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")

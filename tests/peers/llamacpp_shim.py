@@ -37,7 +37,8 @@ def make_settings(process: Any) -> ServerSettings:
     given = {
         "host": process.server_host,
         "port": process.server_port,
-        "alias": process.model_alias or "",
+        "alias": ",".join(sorted((process.model_alias or "").split(","))),  # a set there
+        "tags": process.model_tags or "",
         "admin_on_loopback": process.api_key is None,
         "api_keys": process.api_key or (),
         "sampling": {"temperature": process.temperature, "seed": process.seed},

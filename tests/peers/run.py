@@ -22,6 +22,7 @@ HERE, FETCHED = Path(__file__).parent, ROOT / ".peers"
 SITE = FETCHED / "site"  # what vLLM's tests import beside what ours do
 PACKAGE = "llama-cpp-python==0.3.36"  # whose source has llama.cpp's
 FILE_S = 1200  # that the tests of one file may take
+ENDED = (0, 1, 5)  # what pytest returns when all tests passed, when some failed, and when there are none
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ def find_vllm(files: Sequence[str]) -> Peer | None:
         print(f"vLLM's tests are not run: unpack tests/ of its source package into {FETCHED}/vllm-VERSION")
         return None
     if not (SITE / "pytest_asyncio").exists():
-        wanted = ["pytest-asyncio", "anthropic", "jsonschema", "pybase64"]
+        wanted = ["pytest-asyncio", "pybase64", "anthropic", "docstring-parser", "jsonschema", "jsonschema-specifications"]
+        wanted += ["referencing", "rpds-py"]
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(SITE), *wanted], check=True)
     prefix = "tests/entrypoints/"
-    return Peer("vllm", found[0].parents[1], [prefix + file for file in files], prefix, ("-p", "vllm_shim", "-p", "pytest_asyncio"))
+    options = ("-p", "vllm_shim", "-p", "pytest_asyncio", f"--confcutdir={prefix}")  # tests/conftest.py imports all of vLLM
+    return Peer("vllm", found[0].parents[1], [prefix + file for file in files], prefix, options)
 
 
 def run(peer: Peer, files: Sequence[str]) -> dict[str, str]:
@@ -75,9 +78,8 @@ def run(peer: Peer, files: Sequence[str]) -> dict[str, str]:
         command = [sys.executable, "-m", "pytest", *peer.options, "-p", "no:cacheprovider", "--tb=no", "-rA", "-q", file]
         environment = os.environ | {"PYTHONPATH": path, "PORT": os.environ.get("PORT", "18080")}
         try:
-            done = subprocess.run(
-                command, cwd=peer.folder, env=environment, capture_output=True, text=True, check=False, timeout=FILE_S
-            ).stdout
+            ended = subprocess.run(command, cwd=peer.folder, env=environment, capture_output=True, text=True, check=False, timeout=FILE_S)
+            done = ended.stdout if ended.returncode in ENDED else f"{ended.stderr}\nERROR {file}::collection\npytest cannot run it"
         except subprocess.TimeoutExpired:
             done = f"ERROR {file}::timeout\nit takes longer than {FILE_S} s"
         for outcome, test in pattern.findall(done):

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.outputs import Completion, Delta
+from ngramspec.outputs import Completion, Delta, TokenLogprob
 from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.engine_input import EngineInput
@@ -294,8 +294,9 @@ def test_where_a_text_is_cut_does_not_depend_on_passes(text: str, n_indent: int,
     shown, tokens = "", 0
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     for start, end in itertools.pairwise(edges):
-        new, ids, _ = answer.take(Delta(0, text[start:end], [7] * (end - start), [None] * (end - start), texts=list(text[start:end])))
-        shown, tokens = shown + new, tokens + len(ids)
+        delta = Delta(0, text[start:end], [7] * (end - start), [None] * (end - start), texts=list(text[start:end]))
+        for new, ids, _ in answer.take(delta):
+            shown, tokens = shown + new, tokens + len(ids)
     assert (shown, answer.text, answer.is_cut) == (expected, expected, is_cut)
     assert tokens == len(expected) == len(answer.tokens)
 
@@ -384,6 +385,19 @@ def test_probabilities(editor: httpx.Client, fim_engine: Engine) -> None:
     events = streamed(editor, "/completion", body)
     assert [entry for event in events for entry in event.get("completion_probabilities", [])] == entries
     assert "completion_probabilities" not in post(editor, "/completion", body | {"n_probs": 0})
+
+
+def test_a_stream_with_probabilities_tells_token_by_token() -> None:
+    """Also of several tokens that one pass accepted, the last of which reaches beyond the end of the text."""
+    answer = LlamaAnswer(EngineInput([1], SamplingParams(), {}), LlamaCompletionBody(prompt="", n_indent=2, n_probs=1))
+    logprobs = [TokenLogprob(token, -1.0, [(token, -1.0)]) for token in range(4)]
+    written = answer.take(Delta(0, "  a\nbc", [0, 1, 2, 3], [None] * 4, texts=["  a", "", "\nb", "c"], logprobs=logprobs))
+    assert [(text, tokens, [each.token_id for each in found]) for text, tokens, found in written] == [
+        ("  a", [0], [0]),
+        ("", [1], [1]),
+        ("\n", [2], [2]),
+    ]
+    assert (answer.text, answer.tokens, answer.is_cut) == ("  a\n", [0, 1, 2], True)
 
 
 def test_what_speculation_did(editor: httpx.Client) -> None:
@@ -545,6 +559,6 @@ def test_without_a_tokenizer(make_server: Callable[..., Any]) -> None:
 def test_a_warm_up_shows_nothing() -> None:
     completion = Completion([1], [], 0, "bitwise")
     answer = LlamaAnswer(EngineInput([1], SamplingParams(), {}), LlamaCompletionBody(prompt="", n_predict=0))
-    assert answer.take(Delta(0, "a", [97], [None], "length", completion, texts=["a"])) == ("", [], [])
+    assert answer.take(Delta(0, "a", [97], [None], "length", completion, texts=["a"])) == []
     assert answer.completion is completion
     assert answer.tokens == []

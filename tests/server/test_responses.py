@@ -50,7 +50,7 @@ def test_a_text_is_that_of_a_chat(api: openai.OpenAI, server: Server) -> None:
 def test_items_are_messages(api: openai.OpenAI) -> None:
     items: list[Any] = [
         {"role": "developer", "content": "Be brief."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "draw "}, {"type": "input_text", "text": "it"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "draw"}, {"type": "input_text", "text": "it"}]},
         {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "Yes.", "annotations": []}]},
         {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "draw", "arguments": '{"sides": 3}', "status": "completed"},
         {"type": "function_call", "call_id": "c2", "name": "time", "arguments": "{}"},
@@ -63,7 +63,7 @@ def test_items_are_messages(api: openai.OpenAI) -> None:
     ]
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "draw it"},
+        {"role": "user", "content": "draw\nit"},
         {"role": "assistant", "content": "Yes.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "done"},
         {"role": "tool", "tool_call_id": "c2", "content": "noon"},

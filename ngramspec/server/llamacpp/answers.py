@@ -11,7 +11,8 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
@@ -31,6 +32,14 @@ from ngramspec.server.token_strings import finite
 _INDENTATION = re.compile(r"\n([ \t]*)(?=[^ \t])")  # a line's, once its first other character is known
 
 
+class Written(NamedTuple):
+    """What is new of a text."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+
+
 class LlamaAnswer:
     """What has been written for one prompt, up to where the request wants it to end."""
 
@@ -43,25 +52,27 @@ class LlamaAnswer:
         self.completion: Completion | None = None
         self._started: float | None = None
 
-    def take(self, delta: Delta) -> tuple[str, list[int], list[TokenLogprob]]:
-        """Add a delta; return what is new of the text, with its tokens and their log-probabilities."""
+    def take(self, delta: Delta) -> list[Written]:
+        """Add a delta; return what is new of the text: in one piece, or with log-probabilities in one for each token."""
         if delta.completion is not None:
             self.completion = delta.completion
         if self._started is None and delta.token_ids:
             self._started = time.perf_counter()
         if self.is_cut:
-            return "", [], []
+            return []
         start, whole = len(self.text), self.text + delta.text
         end = self._find_end(whole, start)
         self.is_cut = end is not None
         self.text = whole[:end]
-        n, at = 0, start
-        for text in delta.texts:
-            if end is not None and at >= end:
-                break
-            n, at = n + 1, at + len(text)
-        self.tokens += delta.token_ids[:n]
-        return self.text[start:], delta.token_ids[:n], (delta.logprobs or [])[:n]
+        starts = [0, *accumulate(map(len, delta.texts))][: len(delta.token_ids)]  # of the tokens' texts in the delta's
+        n = len(starts) if end is None else sum(start + at < end for at in starts)
+        tokens, logprobs = delta.token_ids[:n], (delta.logprobs or [])[:n]
+        self.tokens += tokens
+        text = self.text[start:]
+        if not logprobs:
+            return [Written(text, tokens, logprobs)] if text or tokens else []
+        ends = [*starts[1:n], len(text)]
+        return [Written(text[starts[i] : ends[i]], [tokens[i]], [logprobs[i]]) for i in range(n)]
 
     def _find_end(self, whole: str, start: int) -> int | None:
         """Return where to cut the text, the part from `start` on being new; None: nowhere.
@@ -82,8 +93,8 @@ class LlamaAnswer:
 
 async def run_stop_rules(
     reservation: Reservation, pieces: AsyncIterator[PromptProgress | tuple[int, Delta]], answers: list[LlamaAnswer]
-) -> AsyncIterator[PromptProgress | tuple[int, str, list[int], list[TokenLogprob]]]:
-    """Yield (number of the input, new text, its tokens, their log-probabilities) for every delta, and reports on the prompt before.
+) -> AsyncIterator[PromptProgress | tuple[int, list[Written]]]:
+    """Yield (number of the input, what is new of its text) for every delta, and reports on the prompt before.
 
     An input whose answer was cut is cancelled; its last delta is waited for, since it brings the statistics.
     """
@@ -93,10 +104,10 @@ async def run_stop_rules(
             continue
         i, delta = piece
         was_cut = answers[i].is_cut
-        text, tokens, logprobs = answers[i].take(delta)
+        written = answers[i].take(delta)
         if answers[i].is_cut and not was_cut:
             reservation.requests[i].cancel()
-        yield i, text, tokens, logprobs
+        yield i, written
 
 
 async def run_to_end(reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]) -> None:
@@ -136,11 +147,13 @@ class AnswerFormat:
                 event["timings"] = response_stats.prompt_timings(piece.cache, piece.processed, piece.time_ms / 1e3)
                 yield event
                 continue
-            i, text, tokens, logprobs = piece
+            i, written = piece
             answer = answers[i]
-            if text or tokens:
+            n_told = len(answer.tokens) - sum(len(tokens) for _, tokens, _ in written)
+            for text, tokens, logprobs in written:
+                n_told += len(tokens)
                 event = {"index": i, "content": text, "tokens": tokens, "stop": False, "id_slot": i}
-                event |= {"tokens_predicted": len(answer.tokens), "tokens_evaluated": len(answer.given.prompt)}
+                event |= {"tokens_predicted": n_told, "tokens_evaluated": len(answer.given.prompt)}
                 if logprobs:
                     event["completion_probabilities"] = self._describe_probabilities(logprobs, answer.given.params)
                 if body.timings_per_token:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts, Style
-from ngramspec.prompts.messages import read_turns
+from ngramspec.prompts.messages import PARTS, read_turns
 from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
@@ -245,6 +245,8 @@ def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) ->
         if len(turns) > 1 and turns[-2].role == ASSISTANT:
             raise ApiError(400, "messages: the answer goes on with the assistant's message at the end; here are two", param="messages")
         answer_follows, goes_on = False, True
+        content = join_text(body.messages[-1].content or "", f"messages[{len(turns) - 1}].content", PARTS * 2)  # as in llama.cpp
+        turns[-1] = turns[-1]._replace(content=content)
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort} | variables
@@ -310,7 +312,7 @@ def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
         raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
     if message.content is None and not calls:
         raise ApiError(400, f"{where}.content: is missing", param=f"{where}.content")
-    content = join_text(message.content or "", f"{where}.content")
+    content = join_text(message.content or "", f"{where}.content", PARTS)
     if role != TOOL:
         return Turn(role, content, calls, thoughts=(message.reasoning_content or message.reasoning or "") if role == ASSISTANT else "")
     if message.tool_call_id is None:

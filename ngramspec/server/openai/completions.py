@@ -47,14 +47,22 @@ def make_router(state: ServerState) -> APIRouter:
         "parent": None,
     }
     of_model |= {"type": "model", "created_at": now.isoformat()}
+    of_model |= {"aliases": list(state.names), "tags": list(state.settings.tags)}
     listed = {name: {"id": name, "root": name, "display_name": name} | of_model for name in state.names}
 
-    @routes.get("/models", include_in_schema=False)
+    def describe_models(names: Sequence[str]) -> dict[str, Any]:
+        data = [listed[name] for name in names]
+        return {"object": "list", "data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
+
     @routes.get("/v1/models", response_model=ModelList)
-    async def models(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
+    async def list_names(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
         """The model under each of its names, in the words of OpenAI and of Anthropic."""
-        names = list(listed)
-        return {"object": "list", "data": list(listed.values()), "first_id": names[0], "last_id": names[-1], "has_more": False}
+        return describe_models(state.names)
+
+    @routes.get("/models", response_model=ModelList, tags=["llama.cpp"])
+    async def list_models(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
+        """The model, once, with all its names as `aliases`."""
+        return describe_models(state.names[:1])
 
     @routes.get("/v1/models/{name:path}", response_model=Model)
     async def one_model(name: str, identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:

@@ -283,8 +283,8 @@ def make_params(
         raise make_bad_request(error) from None
 
 
-def join_text(content: str | list[Part], where: str) -> str:
-    """Return the text of a content, of its parts end to end. Raises ApiError (400)."""
+def join_text(content: str | Sequence[Part], where: str, separator: str = "") -> str:
+    """Return the text of a content, of its parts with the separator between them. Raises ApiError (400)."""
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):
@@ -292,7 +292,7 @@ def join_text(content: str | list[Part], where: str) -> str:
             raise not_supported(f"{where}[{i}]", f"only parts of type 'text', got {part.type[:40]!r}")
         if part.text is None:
             raise ApiError(400, f"{where}[{i}].text: is missing", param=f"{where}[{i}].text")
-    return "".join(part.text or "" for part in content)
+    return separator.join(part.text or "" for part in content)
 
 
 def read_arguments(arguments: str) -> dict[str, Any]:

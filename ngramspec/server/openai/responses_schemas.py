@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
+from ngramspec.prompts.messages import PARTS
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.server.error_responses import ApiError, rename_params
@@ -213,7 +214,7 @@ def _text(content: str | list[Text], where: str) -> str:
         if part.type not in _TEXTS:
             why = f"{where}[{i}]: only parts of type 'input_text' and 'output_text', got {part.type[:40]!r}"
             raise ApiError(400, why, param=f"{where}[{i}]", code="not_supported")
-    return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
+    return PARTS.join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
 
 
 def in_its_words() -> AbstractContextManager[None]:

@@ -269,7 +269,7 @@ class ChatResponse(_Answer):
 
 
 class Model(BaseModel):
-    """The model, with vLLM's and Anthropic's fields beside OpenAI's."""
+    """The model, with the fields of vLLM, llama.cpp and Anthropic beside OpenAI's."""
 
     id: str
     root: str
@@ -278,6 +278,8 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    aliases: list[str]
+    tags: list[str]
     type: Literal["model"]
     display_name: str
     created_at: str
