@@ -47,7 +47,7 @@ class Experts(NamedTuple):
     correction: np.ndarray | None = None
     """[E] float32: added to scores for the choice alone."""
     shared: int = NO_SHARED
-    clamped: tuple[float, float] | None = None
+    activation: str | tuple[float, float] = "silu"
     """See `Kernels.get_gated_activation`."""
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import nn
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.experts import Experts
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
+from ngramspec.backends.cpu.llama_layers import GELU, SILU
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, locate_rows, quantise_row
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
@@ -83,13 +85,13 @@ class PackedExperts(nn.Module):
         matrices: Sequence[Matrix],
         weights: ExpertWeights,
         n_experts: int,
-        clamped: tuple[float, float] | None,
+        activation: str | tuple[float, float],
     ) -> None:
-        """`matrices`: gate, up and down of all experts, which come from `weights`; `clamped`: see `Kernels.get_gated_activation`."""
+        """`matrices`: gate, up and down of all experts, which come from `weights`; `activation`: see `Kernels.get_gated_activation`."""
         super().__init__()
         self.context, self.weights = context, weights
         gate, up, down = matrices
-        self.experts = Experts((gate, up, down, down), n_experts, 1, moe.SOFTMAX, True, clamped=clamped)  # its router is not used
+        self.experts = Experts((gate, up, down, down), n_experts, 1, moe.SOFTMAX, True, activation=activation)  # its router is not used
         self.n_in = gate.weight.n_in
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -104,7 +106,7 @@ class PackedExperts(nn.Module):
             codes, act_scales = np.empty((n, 2, n_in), np.int8), np.empty((n, 2, n_in // DEPTH, 4), np.float32)
             formats = [m.weight.format for m in experts.matrices]
             quantise = self.context.kernels.get_quantise(formats) if self.context.int8 else 0
-            functions = quantise, self.context.kernels.get_gated_activation(experts.clamped)
+            functions = quantise, self.context.kernels.get_gated_activation(experts.activation)
             state = make_counters(1 + moe.CHOSEN_PARTS)
             _run_all(
                 state, experts.fields, experts.options[None], self.context.tables, functions, (rows, codes, act_scales), pairs, out,
@@ -162,7 +164,7 @@ def _try_router(router: nn.Module) -> tuple[torch.Tensor, Sequence[torch.Tensor]
 
 
 @torch.no_grad()
-def find_activation(experts: nn.Module) -> tuple[float, float] | None:
+def find_activation(experts: nn.Module) -> str | tuple[float, float]:
     """Return what `Kernels.get_gated_activation` takes for the activation of these experts. Raises LookupError if it is another one."""
     n: Any = 16
     both = torch.randn(5, 2 * n, generator=torch.Generator().manual_seed(0)) * 6
@@ -171,9 +173,9 @@ def find_activation(experts: nn.Module) -> tuple[float, float] | None:
         raise LookupError("experts without a gate")
     found = apply(both)
     gate, up = both.chunk(2, dim=-1) if getattr(experts, "is_concatenated", True) else (both[:, ::2], both[:, 1::2])
-    silu = torch.nn.functional.silu
-    if found.shape == (5, n) and float((found - silu(gate) * up).abs().max()) < _SAME * 100:
-        return None
+    for name, activate in ((SILU, nn.functional.silu), (GELU, partial(nn.functional.gelu, approximate="tanh"))):
+        if found.shape == (5, n) and float((found - activate(gate) * up).abs().max()) < _SAME * 100:
+            return name
     alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
     if isinstance(alpha, float) and isinstance(limit, float):
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numba import get_num_threads, prange
 from torch import nn
+from transformers.activations import GELUTanh
 
 from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear
@@ -119,9 +120,25 @@ class PlainMLP(nn.Module):
         return self.down(nn.functional.relu(y).square())
 
 
+@njit(cache=True, nogil=True)
+def _gelu(x, out):
+    for j in range(x.shape[0]):
+        out[j] = compute_gelu(x[j])
+
+
+class Gelu(nn.Module):
+    """GELU by its approximation with tanh. torch's own has other last bits for what is left over after the last whole vector."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=torch.float32)
+        _gelu(x.reshape(-1).contiguous().numpy(), out.view(-1).numpy())
+        return out
+
+
 # Largest difference from transformers' part, relative to its output, that counts as rounding; _CODED: with 8-bit activations, whose codes
 # can differ by one if the last bit of an input does.
 _ROUNDING, _CODED = 1e-5, 3e-2
+_ANY = 50  # Width of rows on which an activation is tried.
 
 
 def _measure_error(old: nn.Module, new: nn.Module, width: int) -> float:
@@ -199,7 +216,8 @@ def replace_small_operations(model: nn.Module) -> int:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.ModuleList):
                 continue
-            fused = _fused_norm(child, offsets) or _fused_mlp(child, activations)
+            gelu = type(child) is GELUTanh and _measure_error(child, Gelu(), _ANY) <= _ROUNDING
+            fused = Gelu() if gelu else _fused_norm(child, offsets) or _fused_mlp(child, activations)
             if fused is not None:
                 setattr(parent, name, fused)
                 swapped += 1

@@ -124,7 +124,7 @@ class LlamaDecoder:
             [
                 kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0,
                 kernels.get_activation(options.activation), unpack,
-                kernels.get_gated_activation(mixed[0].clamped) if mixed else 0, 0, 0, 0,
+                kernels.get_gated_activation(mixed[0].activation) if mixed else 0, 0, 0, 0,
             ],
             np.int64,
         )  # fmt: skip

@@ -60,7 +60,7 @@ class ModulePatcher:
             for name, child in parent.named_children():
                 if type(child) in (nn.Linear, Conv1D):
                     setattr(parent, name, CpuPackedLinear(CpuProduct(self.context, [self._get_matrix(at + name, child)])))
-                elif child is embedding and isinstance(child, nn.Embedding):
+                elif isinstance(child, nn.Embedding) and (child is embedding or hasattr(child, "embed_scale")):
                     scale = getattr(child, "embed_scale", None)
                     setattr(parent, name, CpuPackedEmbedding(self.context.kernels, self._get_matrix(at + name, child), scale))
                 elif (other := self._pack_experts(at + name, child) or self._pack_router(at + name, child)) is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, LayerWeights, ModelOptions
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, LayerWeights, ModelOptions
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.models.expert_weights import ExpertWeights, append_rows
@@ -44,7 +44,7 @@ class ExpertsMap:
     shared: int = NO_SHARED
     shared_gate: str | None = None
     """Name of the weight [1, H] of the shared expert's gate."""
-    clamped: tuple[float, float] | None = None
+    activation: str | tuple[float, float] = SILU
     """See `Kernels.get_gated_activation`."""
 
 
@@ -216,7 +216,7 @@ class WeightMap:
             last = pack_stored(append_rows(router, source[found.shared_gate]) if found.shared_gate else router, bias)
             return Experts(
                 (gate, up, down, last), router.shape[0], found.top_k, found.scoring, found.normalise, found.scale, None, found.shared,
-                found.clamped,
+                found.activation,
             )  # fmt: skip
 
         matrix = matrix or of
@@ -258,7 +258,7 @@ def _layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
     experts = found["experts"]
     if experts:
         weights = ExpertWeights(**{**experts["weights"], **{name: tuple(experts["weights"][name]) for name in ("gate_up", "down")}})
-        pairs = {name: tuple(experts[name]) for name in ("router", "clamped") if experts[name]}
+        pairs = {name: tuple(experts[name]) for name in ("router", "activation") if isinstance(experts[name], list)}
         experts = ExpertsMap(**{**experts, **pairs, "weights": weights})
     return LayerWeightMap(**{**found, "matrices": [MatrixName(*name) for name in found["matrices"]], "experts": experts})
 

@@ -267,7 +267,7 @@ def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | Non
         weights=experts.weights, router=names(f"{path}.{router_name}")[:2], top_k=int(router.options[moe.TOP_K]),
         scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
         shared=moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
-        shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, clamped=experts.experts.clamped,
+        shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, activation=experts.experts.activation,
     )  # fmt: skip
 
 

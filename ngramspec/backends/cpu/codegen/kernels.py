@@ -174,13 +174,13 @@ class Kernels:
         """
         return self._get_function(name, None, partial(emit_activation, name=name))
 
-    def get_gated_activation(self, clamped: tuple[float, float] | None) -> int:
-        """Return a function as `get_activation` does for "silu"; with `clamped` (alpha, limit) that of gpt-oss, of gate and up clamped to
+    def get_gated_activation(self, activation: str | tuple[float, float]) -> int:
+        """Return a function as `get_activation` does for "silu" or "gelu"; for (alpha, limit) that of gpt-oss, of gate and up clamped to
         the limit: gate · sigmoid(alpha · gate) · (up + 1).
         """
-        if clamped is None:
-            return self.get_activation("silu")
-        alpha, limit = clamped
+        if isinstance(activation, str):
+            return self.get_activation(activation)
+        alpha, limit = activation
         return self._get_function(f"swiglu {alpha!r} {limit!r}", None, partial(emit_clamped_swiglu, alpha=alpha, limit=limit))
 
     def get_unpack(self, fmt: WeightFormat) -> int:
