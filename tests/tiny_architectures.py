@@ -70,6 +70,29 @@ _CHOICE = {"expert_count": _N_EXPERTS, "expert_used_count": 3}
 _NARROW = {"feed_forward_length": _WIDTH}
 _ATTENTION = _PRE | _SPLIT | _OUT
 
+# Gemma 4: layers 3 and 7 see all; they have wider heads, half as many keys, and values that are their keys.
+_WIDER = 2 * HEAD_DIM
+_GEMMA4: Shapes = _PRE | _POST | _SPLIT | _OUT | _GATED | _HEAD_NORMS | {"layer_output_scale.weight": (1,)}
+_GLOBAL: Shapes = {
+    "attn_q.weight": (HEADS * _WIDER, HIDDEN), "attn_k.weight": (_WIDER, HIDDEN), "attn_output.weight": (HIDDEN, HEADS * _WIDER),
+    "attn_q_norm.weight": (_WIDER,), "attn_k_norm.weight": (_WIDER,),
+}  # fmt: skip
+_GEMMA4_KEYS: dict[str, Any] = _SWA | {
+    "attention.sliding_window_pattern": _LAST_IS_FULL, "attention.key_length": _WIDER, "attention.value_length": _WIDER,
+    "attention.key_length_swa": HEAD_DIM, "attention.value_length_swa": HEAD_DIM, "rope.dimension_count": _WIDER,
+    "rope.dimension_count_swa": HEAD_DIM, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "final_logit_softcapping": 10.0,
+    "attention.head_count_kv": [KV_HEADS if local else 1 for local in _LAST_IS_FULL], "embedding_length_per_layer_input": 0,
+    "attention.shared_kv_layers": 0,
+}  # fmt: skip
+_PER_LAYER: Shapes = {"inp_gate.weight": (16, HIDDEN), "proj.weight": (HIDDEN, 16)} | _norms("post_norm")
+_SHARING: dict[str, Any] = {
+    "attention.shared_kv_layers": 4, "embedding_length_per_layer_input": 16, "feed_forward_length": [INNER] * 4 + [2 * INNER] * 4,
+}  # fmt: skip
+_GEMMA4_EXPERTS: Shapes = _norms("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2") | {
+    "ffn_gate_inp.weight": (_N_EXPERTS, HIDDEN), "ffn_gate_inp.scale": (HIDDEN,), "ffn_down_exps.scale": (_N_EXPERTS,),
+    "ffn_gate_up_exps.weight": (_N_EXPERTS, 2 * _WIDTH, HIDDEN), "ffn_down_exps.weight": (_N_EXPERTS, HIDDEN, _WIDTH),
+}  # fmt: skip
+
 # By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "llama": ("llama", _LLAMA, {}, True),
@@ -119,6 +142,9 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         _WIDE | _SWA | {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         False,
     ),
+    "gemma4": ("gemma4", _GEMMA4, _GEMMA4_KEYS, False),
+    "gemma4, shared": ("gemma4", _GEMMA4 | _PER_LAYER, _GEMMA4_KEYS | _SHARING, False),
+    "gemma4, experts": ("gemma4", _GEMMA4 | _GEMMA4_EXPERTS, _GEMMA4_KEYS | _CHOICE | {"expert_feed_forward_length": _WIDTH}, False),
     "phi3": ("phi3", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _FUSED, {}, True),
     "starcoder2": ("starcoder2", _PRE | _SPLIT | _QKV_BIAS | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM, False),
     "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
@@ -168,9 +194,17 @@ def write(path: Path, case: str) -> Path:
     whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
     if architecture == "starcoder2":
         whole["output_norm.bias"] = (HIDDEN,)
+    if architecture == "gemma4":
+        whole["rope_freqs.weight"] = (_WIDER // 2,)
+    if "inp_gate.weight" in layer:
+        whole |= {
+            "per_layer_token_embd.weight": (VOCAB, 16 * LAYERS), "per_layer_model_proj.weight": (16 * LAYERS, HIDDEN),
+            "per_layer_proj_norm.weight": (16,),
+        }  # fmt: skip
     if has_head:
         whole["output.weight"] = (VOCAB, HIDDEN)
-    for name, shape in {**whole, **{f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}}.items():
+    layers = [_list_shapes(i, layer, keys) for i in range(LAYERS)]
+    for name, shape in {**whole, **{f"blk.{i}.{name}": shape for i, each in enumerate(layers) for name, shape in each.items()}}.items():
         weights = make_weights(name, shape)
         if case.endswith("mxfp4") and name.endswith("exps.weight"):
             kind = gguf.GGMLQuantizationType.MXFP4
@@ -184,9 +218,22 @@ def write(path: Path, case: str) -> Path:
     return path
 
 
+def _list_shapes(i: int, layer: Shapes, keys: dict[str, Any]) -> Shapes:
+    """Return the tensors of one layer, of which Gemma 4 has several sorts."""
+    if "layer_output_scale.weight" in layer and not _LAST_IS_FULL[i]:
+        layer = {name: shape for name, shape in layer.items() if name != "attn_v.weight"} | _GLOBAL
+    if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] != INNER:
+        layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
+    return layer
+
+
 def make_weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return random weights that keep activations' size; norms are about 1, biases about 0."""
     draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    if name == "rope_freqs.weight":  # a quarter of a head is rotated
+        return np.where(np.arange(*shape) < shape[0] // 4, 1, 1e30).astype(np.float32)
+    if "scale" in name:
+        return (0.2 * draw + 1).astype(np.float32)
     if "gate_inp_shexp" in name:  # one row of a matrix
         return (1.5 * shape[-1] ** -0.5 * draw).astype(np.float32)
     if len(shape) == 1:

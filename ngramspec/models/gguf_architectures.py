@@ -44,7 +44,7 @@ class Architecture:
     model_type: str
     """transformers' name of the model, unless `configure` gives another."""
     layer: Mapping[str, str]
-    """Modules within a layer by the stems of a block's tensors: blk.3.attn_q.weight has the stem attn_q."""
+    """Modules within a layer by the stems of a block's tensors: blk.3.attn_q.weight has the stem attn_q. Parameters for scales."""
     whole: Mapping[str, str] = field(
         default_factory=lambda: {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     )
@@ -71,7 +71,15 @@ _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
-_PARAMETERS = ("attn_sinks",)  # stems of tensors that are parameters of a module that has others
+# Stems of tensors that are parameters of a module that has others.
+_PARAMETERS = ("attn_sinks", "layer_output_scale")
+_GEMMA4 = {
+    "layer_output_scale": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_exps": "experts.gate_up_proj", "ffn_gate_up_exps": "experts.gate_up_proj", "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+}  # fmt: skip
 _SANDWICH = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | _POST_NORMS | _ATTENTION | _MLP
 _PAIRS = {"attn_q": "interleaved", "attn_k": "interleaved"}
 _SHIFTED = dict.fromkeys(
@@ -318,6 +326,58 @@ def _read_gemma3(metadata: GgufMetadata, config: Config) -> Config:
     }
 
 
+def _read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Gemma 4's config. Which numbers of a head its global layers rotate shows in the tensor rope_freqs."""
+    types = metadata.get_layer_types(6)
+    is_global = [each == FULL for each in types]
+    if not is_global[-1]:
+        raise metadata.make_refusal("attention.sliding_window_pattern", types[-1], f"{FULL} in the last layer")
+    wide, narrow = config["head_dim"], metadata.get_int("attention.key_length_swa", config["head_dim"])
+    for key, n in (("attention.value_length_swa", narrow), ("rope.dimension_count", wide), ("rope.dimension_count_swa", narrow)):
+        if (stated := metadata.get_int(key, n)) != n:
+            raise metadata.make_refusal(key, stated, str(n))
+    of_layers = list(zip(metadata.get_per_layer("attention.head_count_kv"), is_global, strict=True))
+    kv_global, kv_local = ({n for n, each in of_layers if each == kind} for kind in (True, False))
+    inner, n_shared = metadata.get_per_layer("feed_forward_length"), metadata.get_int("attention.shared_kv_layers", 0)
+    n_own = metadata.n_layers - n_shared
+    doubled = inner[-1] == 2 * inner[0]
+    if len(kv_global) != 1 or len(kv_local) > 1:
+        raise metadata.make_refusal("attention.head_count_kv", [n for n, _ in of_layers], "the same for layers of a type")
+    if not 0 <= n_shared < metadata.n_layers or set(types[:n_own]) != set(types):
+        raise metadata.make_refusal("attention.shared_kv_layers", n_shared, "fewer than leave a layer of each type")
+    if inner != [inner[0]] * n_own + [inner[0] * (1 + doubled)] * n_shared:
+        raise metadata.make_refusal("feed_forward_length", inner, "one for all, or twice as much in layers with others' keys")
+    first_global = is_global.index(True)
+    has_experts = metadata.has_tensor("blk.0.ffn_gate_inp.weight")
+    experts = _read_experts(metadata, normalise=True) if has_experts else {}
+    per_layer = metadata.get_int("embedding_length_per_layer_input", 0)
+    return {
+        "head_dim": narrow, "num_key_value_heads": next(iter(kv_local or kv_global)), "intermediate_size": inner[0],
+        "per_layer_config": {
+            str(i): {"head_dim": wide, "num_key_value_heads": n} for i, (n, each) in enumerate(of_layers) if each
+        },
+        "attention_k_eq_v": not metadata.has_tensor(f"blk.{first_global}.attn_v.weight"),
+        "layer_types": types, "sliding_window": metadata.get_int("attention.sliding_window"),
+        "rope_parameters": {
+            FULL: metadata.get_rope(scaled=False) | {"rope_type": "proportional"},
+            SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False),
+        },
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
+        "num_kv_shared_layers": n_shared, "use_double_wide_mlp": doubled,
+        "hidden_size_per_layer_input": per_layer, "vocab_size_per_layer_input": config["vocab_size"],
+        "enable_moe_block": has_experts, "num_experts": experts.get("num_experts"),
+        "top_k_experts": experts.get("num_experts_per_tok"),
+        "moe_intermediate_size": metadata.get_same("expert_feed_forward_length") if has_experts else None,
+    }  # fmt: skip
+
+
+def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
+    """Return the names that tensors may have which the model does not use: keys and values of layers that have those of others."""
+    n_shared = config.get("num_kv_shared_layers", 0)
+    layers = range(config["num_hidden_layers"] - n_shared, config["num_hidden_layers"]) if n_shared else range(0)
+    return {f"blk.{i}.{stem}.weight" for i in layers for stem in ("attn_k", "attn_v", "attn_k_norm")} & file.tensors.keys()
+
+
 def _read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
     return _read_llama(metadata, config) | {
         "norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
@@ -349,6 +409,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=_read_gemma),
     "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=_read_gemma2),
     "gemma3": Architecture(model_type="gemma3_text", layer=_SANDWICH | _HEAD_NORMS, rules=_SHIFTED, configure=_read_gemma3),
+    "gemma4": Architecture(
+        model_type="gemma4_text",
+        layer=_SANDWICH | _HEAD_NORMS | _GEMMA4,
+        whole={
+            "token_embd": "model.embed_tokens",
+            "output_norm": "model.norm",
+            "output": "lm_head",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        configure=_read_gemma4,
+    ),
     "glm4": Architecture(
         model_type="glm4",
         layer=_NORMS
@@ -419,7 +492,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # ------------------------------------------------------------------ tensors
 
-_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias)")
+_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias|scale)")
 
 
 def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
@@ -433,12 +506,14 @@ def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
 
 def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re.Match[str]) -> dict[str, TensorUse]:
     layer, stem, kind = found["layer"], found["stem"], found["kind"]
-    path = row.whole.get(stem) if layer is None else row.layer.get(stem)
+    path = row.whole.get(stem) if layer is None else row.layer.get(f"{stem}.{kind}" if kind == "scale" else stem)
     if layer is not None and stem == "attn_qkv" and path is None:
         return _split_fused(row, config, tensor, f"{row.prefix}.{layer}", kind)
     if path is None:
         return {}
     path = path if layer is None else f"{row.prefix}.{layer}.{path}"
+    if kind == "scale":
+        return {path: TensorUse(tensor.name)}
     if stem.endswith("_exps") or stem in _PARAMETERS:  # parameters that have no module of their own
         other = f"blk.{layer}.ffn_up_exps.{kind}" if stem == "ffn_gate_exps" else ""
         use = _make_use(row, config, tensor.name, stem, kind)

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import header_limits, vocabulary
 from ngramspec.models.gguf import Gguf
-from ngramspec.models.gguf_architectures import map_tensors, read_config
+from ngramspec.models.gguf_architectures import list_idle_tensors, map_tensors, read_config
+from ngramspec.models.gguf_metadata import SLIDING
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.start_cache import ROPE_FACTORS, TENSOR_NAMES, apply_rule, locate_tensor, read_tensor_names
 from ngramspec.models.tensor_source import StoredTensor, TensorSource, WeightFile
@@ -63,10 +64,14 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
         used.update(name for use in found for name in (use.tensor, use.other))
     if lacking:
         raise UnsupportedModelError(f"{gguf.path}: it lacks {len(lacking)} tensors of {type(model).__name__}, such as {lacking[0]}")
+    for name, buffer in model.named_buffers():
+        if name in names:
+            buffer.copy_(torch.from_numpy(apply_rule(gguf, files, names[name], tuple(buffer.shape)).float32()))
+            used.add(names[name].tensor)
     if ROPE_FACTORS in gguf.tensors:
         _scale_angles(model, locate_tensor(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
         used.add(ROPE_FACTORS)
-    if unused := sorted(gguf.tensors.keys() - used):
+    if unused := sorted(gguf.tensors.keys() - used - list_idle_tensors(gguf, model.config.to_dict())):
         raise UnsupportedModelError(
             f"{gguf.path}: it has {len(unused)} tensors that {type(model).__name__} has no use for, such as {unused[0]}: "
             "it would compute something else"
@@ -77,7 +82,7 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
 def _scale_angles(model: PreTrainedModel, factors: np.ndarray) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name.endswith("inv_freq"):
+            if name.endswith("inv_freq") and not name.startswith(SLIDING):  # as in llama.cpp, where layers have two sorts of angles
                 if buffer.shape != factors.shape:
                     raise UnsupportedModelError(f"{ROPE_FACTORS} is {list(factors.shape)}; accepted: {list(buffer.shape)}")
                 buffer /= torch.from_numpy(factors)

@@ -69,6 +69,16 @@ def kinds_of_layers(model: PreTrainedModel) -> list[int]:
     return list(found.values())
 
 
+def find_needed_layers(model: PreTrainedModel, layer: int) -> list[int]:
+    """Return a layer's index, after that of the layer whose keys and values it has if it has none of its own."""
+    attentions: list[Any] = [getattr(each, "self_attn", None) for each in layers_of(model)]
+    if not getattr(attentions[layer], "is_kv_shared_layer", False):
+        return [layer]
+    kind = attentions[layer].layer_type
+    own = [i for i in range(layer) if not attentions[i].is_kv_shared_layer and attentions[i].layer_type == kind]
+    return [own[-1], layer]
+
+
 def _describe_layer(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in layer.named_modules():
         yield f"{path} class", type(module).__qualname__
@@ -77,7 +87,7 @@ def _describe_layer(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
             if not name.startswith("_") and _is_plain(value):
                 yield f"{path}.{name}", value
         for name, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_meta:
+            if not buffer.is_meta and buffer.numel() > 1:  # one number is a weight
                 yield f"{path}.{name}", (tuple(buffer.shape), buffer.double().sum().item(), buffer.double().square().sum().item())
 
 
@@ -309,20 +319,28 @@ class Reference:
         config |= {f"{token}_token_id": None for token in ("pad", "bos", "eos")}
         self.model = empty_model(config, torch.float32).eval()
         self._source, self._n_words = source, words
+        theirs = dict(model.named_buffers())
+        for name, buffer in self.model.named_buffers():
+            if name in theirs and buffer.shape == theirs[name].shape:  # those that a file has, and angles that it scales
+                buffer.copy_(theirs[name])
         inside = {id(module) for layer in layers_of(self.model) for module in layer.modules()}
         self._fill([(path, module) for path, module in self.model.named_modules() if id(module) not in inside])
         set_attention(self.model, ATTENTION[kv_dtype])
 
     def trace(self, layer: int, texts: Sequence[CheckText], *, gives_tuple: bool) -> list[Trace]:
-        """Trace each text through that layer alone. Raises UnsupportedModelError, ModelNotFoundError."""
-        here = layers_of(self.model)[layer]
-        path = next(path for path, module in self.model.named_modules() if module is here)
-        modules = [(f"{path}.{name}" if name else path, module) for name, module in here.named_modules()]
+        """Trace each text through that layer alone, or after the one whose keys and values it has.
+
+        Raises UnsupportedModelError, ModelNotFoundError.
+        """
+        layers = find_needed_layers(self.model, layer)
+        here = [layers_of(self.model)[i] for i in layers]
+        paths = {module: path for path, module in self.model.named_modules()}
+        modules = [(f"{paths[each]}.{name}" if name else paths[each], module) for each in here for name, module in each.named_modules()]
         inputs = [(torch.from_numpy(text.ids).long(), text.positions) for text in texts]
         empty = [dict(module._parameters) for _, module in modules]
         self._fill(modules)
         try:
-            return [trace(self.model, ids, positions, [layer], gives_tuple=gives_tuple) for ids, positions in inputs]
+            return [trace(self.model, ids, positions, layers, gives_tuple=gives_tuple) for ids, positions in inputs]
         except (RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
             name = type(self.model).__name__
             raise UnsupportedModelError(f"{name}: its layer {layer} cannot be computed and checked by itself: {error}") from error
