@@ -12,15 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ngramspec.errors import UnsupportedModelError
+from ngramspec.models import gguf_configs as configs
 from ngramspec.models.gguf import Gguf, GgufTensor
-from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, SLIDING, GgufMetadata
-
-Config = dict[str, Any]
-
-SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
+from ngramspec.models.gguf_configs import Config
+from ngramspec.models.gguf_metadata import GgufMetadata
 
 
 class TensorUse(NamedTuple):
@@ -138,277 +136,19 @@ def get_architecture(file: Gguf) -> Architecture:
     )
 
 
-def _read_common(metadata: GgufMetadata, config: Config) -> Config:
-    """Read what every model with rotary embeddings and a gated MLP states."""
-    return {
-        "intermediate_size": metadata.get_same("feed_forward_length"),
-        "num_key_value_heads": metadata.get_same("attention.head_count_kv", config["num_attention_heads"]),
-        "rope_parameters": metadata.get_rope(),
-    }
-
-
-def _read_llama(metadata: GgufMetadata, config: Config) -> Config:
-    """Read a config whose rotary embeddings turn whole heads, and whose biases show in the names of tensors."""
-    if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
-        raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
-    biases = {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias")}
-    return _read_common(metadata, config) | biases
-
-
-def _read_mistral3(metadata: GgufMetadata, config: Config) -> Config:
-    found = _read_llama(metadata, config)
-    if not metadata.has_key("attention.temperature_scale"):
-        return found | {"model_type": "mistral", "sliding_window": None}
-    rope = found["rope_parameters"]
-    rope["llama_4_scaling_beta"] = metadata.get_float("attention.temperature_scale")
-    rope.setdefault(
-        "original_max_position_embeddings", metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
-    )
-    if metadata.has_key("rope.scaling.yarn_log_multiplier"):
-        rope |= {"mscale": 1.0, "mscale_all_dim": metadata.get_float("rope.scaling.yarn_log_multiplier")}
-    return found
-
-
-def _read_granite(metadata: GgufMetadata, config: Config) -> Config:
-    if metadata.is_stated("rope.scaling.finetuned", False):
-        raise metadata.make_refusal("rope.scaling.finetuned", False, "true, since layers without rotary embedding are not read")
-    return _read_llama(metadata, config) | {
-        "attention_multiplier": metadata.get_float("attention.scale", 0.0) or config["head_dim"] ** -0.5,
-        "embedding_multiplier": metadata.get_float("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": metadata.get_float("residual_scale", 0.0) or 1.0,
-        "logits_scaling": metadata.get_float("logit_scale"),
-    }
-
-
-def _read_partial(metadata: GgufMetadata, config: Config) -> Config:
-    """Read a config whose rotary embeddings turn the first numbers of every head."""
-    found = _read_common(metadata, config)
-    share = metadata.get_int("rope.dimension_count", config["head_dim"]) / config["head_dim"]
-    found["rope_parameters"]["partial_rotary_factor"] = share
-    return found | {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias")}
-
-
-def _read_phi3(metadata: GgufMetadata, config: Config) -> Config:
-    """Read Phi-3's config. Its sliding window is left out, as in llama.cpp."""
-    return _read_partial(metadata, config) | {
-        "original_max_position_embeddings": metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
-    }
-
-
-def _read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
-    found = _read_llama(metadata, config)
-    if window := metadata.get_int("attention.sliding_window", 0):
-        local = metadata.get_rope("rope.freq_base_swa" if metadata.has_key("rope.freq_base_swa") else "rope.freq_base", scaled=False)
-        rope = {FULL: found["rope_parameters"], SLIDING: local}
-        found |= {"model_type": "olmo3", "sliding_window": window, "layer_types": metadata.get_layer_types(4), "rope_parameters": rope}
-    return found
-
-
-def _read_exaone4(metadata: GgufMetadata, config: Config) -> Config:
-    found = _read_llama(metadata, config) | {"sliding_window": None, "layer_types": [FULL] * metadata.n_layers}
-    if window := metadata.get_int("attention.sliding_window", 4096 if metadata.n_layers == 64 else 0):
-        found |= {"sliding_window": window, "layer_types": metadata.get_layer_types(4)}
-    return found
-
-
-def _read_cohere(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_llama(metadata, config) | {
-        "logit_scale": metadata.get_float("logit_scale", 1.0),
-        "layer_norm_eps": metadata.get_float("attention.layer_norm_epsilon"),
-        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
-        "tie_word_embeddings": True,
-    }
-
-
-def _read_cohere2(metadata: GgufMetadata, config: Config) -> Config:
-    window = {"sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(4)}
-    return _read_cohere(metadata, config) | window
-
-
-def _read_ernie(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_llama(metadata, config) | {"use_bias": metadata.has_tensor("blk.0.attn_q.bias")}
-
-
-def _read_seed(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_llama(metadata, config) | {"attention_out_bias": metadata.has_tensor("blk.0.attn_output.bias")}
-
-
-def _read_qwen(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
-
-
-def _read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX) -> Config:
-    """Read how experts are chosen, and check that it is what the architecture's model computes."""
-    n, chosen = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
-    if not 0 < chosen <= n:
-        raise metadata.make_refusal("expert_used_count", chosen, f"1 to {n}")
-    for key, value in (("expert_gating_func", scoring), ("expert_group_count", 1)):
-        if (stated := metadata.get_int(key, value)) not in (0, value):
-            raise metadata.make_refusal(key, stated, str(value))
-    if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0):
-        raise metadata.make_refusal("expert_weights_scale", scale, "1")
-    if metadata.is_stated("expert_weights_norm", not normalise):
-        raise metadata.make_refusal("expert_weights_norm", not normalise, str(normalise).lower())
-    return {"num_experts": n, "num_experts_per_tok": chosen, "norm_topk_prob": normalise, "output_router_logits": False}
-
-
-def _read_llama_or_mixtral(metadata: GgufMetadata, config: Config) -> Config:
-    found = _read_llama(metadata, config)
-    if not metadata.get_int("expert_count", 0):
-        return found
-    experts = _read_experts(metadata, normalise=True)
-    return found | {"model_type": "mixtral", "sliding_window": None, "num_local_experts": experts.pop("num_experts")} | experts
-
-
-def _read_olmoe(metadata: GgufMetadata, config: Config) -> Config:
-    if clamp := metadata.get_float("attention.clamp_kqv", 0.0):
-        raise metadata.make_refusal("attention.clamp_kqv", clamp, "0")
-    return _read_llama(metadata, config) | _read_experts(metadata, normalise=False)
-
-
-def _read_granitemoe(metadata: GgufMetadata, config: Config) -> Config:
-    experts = _read_experts(metadata, normalise=True)
-    return _read_granite(metadata, config) | {"num_local_experts": experts.pop("num_experts")} | experts
-
-
-def _read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_qwen(metadata, config) | _read_experts(metadata, normalise=False) | {
-        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
-        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_only_layers": [], "decoder_sparse_step": 1,
-    }  # fmt: skip
-
-
-def _read_qwen3moe(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_qwen(metadata, config) | _read_experts(metadata, normalise=True) | {
-        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"), "mlp_only_layers": [], "decoder_sparse_step": 1,
-    }  # fmt: skip
-
-
-def _read_gpt_oss(metadata: GgufMetadata, config: Config) -> Config:
-    base, of_windows = (metadata.get_float(f"rope.freq_base{end}", FREQ_BASE) for end in ("", "_swa"))
-    if metadata.has_key("rope.freq_base_swa") and of_windows != base:
-        raise metadata.make_refusal("rope.freq_base_swa", of_windows, str(base))
-    experts = _read_experts(metadata, normalise=True, scoring=SOFTMAX_OF_CHOSEN)
-    return _read_llama(metadata, config) | {
-        "intermediate_size": metadata.get_same("expert_feed_forward_length"),
-        "num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"],
-        "sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(2),
-    }  # fmt: skip
-
-
-def _read_gemma(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_llama(metadata, config) | {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-
-
-def _read_gemma2(metadata: GgufMetadata, config: Config) -> Config:
-    is_27b = metadata.n_layers == 46  # as llama.cpp tells it
-    return _read_gemma(metadata, config) | {
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
-        "sliding_window": metadata.get_int("attention.sliding_window", 4096),
-        "layer_types": metadata.get_layer_types(2),
-        "attn_logit_softcapping": metadata.get_float("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 30.0),
-    }
-
-
-def _read_gemma3(metadata: GgufMetadata, config: Config) -> Config:
-    is_27b = metadata.n_layers == 62  # as llama.cpp tells it
-    window = metadata.get_int("attention.sliding_window", 0)
-    return _read_gemma(metadata, config) | {
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
-        "sliding_window": window or None,
-        "layer_types": metadata.get_layer_types(6) if window else [FULL] * metadata.n_layers,
-        "rope_parameters": {FULL: metadata.get_rope(), SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False)},
-        "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
-        "attn_logit_softcapping": None,
-        "tie_word_embeddings": config["tie_word_embeddings"],
-    }
-
-
-def _read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
-    """Read Gemma 4's config. Which numbers of a head its global layers rotate shows in the tensor rope_freqs."""
-    types = metadata.get_layer_types(6)
-    is_global = [each == FULL for each in types]
-    if not is_global[-1]:
-        raise metadata.make_refusal("attention.sliding_window_pattern", types[-1], f"{FULL} in the last layer")
-    wide, narrow = config["head_dim"], metadata.get_int("attention.key_length_swa", config["head_dim"])
-    for key, n in (("attention.value_length_swa", narrow), ("rope.dimension_count", wide), ("rope.dimension_count_swa", narrow)):
-        if (stated := metadata.get_int(key, n)) != n:
-            raise metadata.make_refusal(key, stated, str(n))
-    of_layers = list(zip(metadata.get_per_layer("attention.head_count_kv"), is_global, strict=True))
-    kv_global, kv_local = ({n for n, each in of_layers if each == kind} for kind in (True, False))
-    inner, n_shared = metadata.get_per_layer("feed_forward_length"), metadata.get_int("attention.shared_kv_layers", 0)
-    n_own = metadata.n_layers - n_shared
-    doubled = inner[-1] == 2 * inner[0]
-    if len(kv_global) != 1 or len(kv_local) > 1:
-        raise metadata.make_refusal("attention.head_count_kv", [n for n, _ in of_layers], "the same for layers of a type")
-    if not 0 <= n_shared < metadata.n_layers or set(types[:n_own]) != set(types):
-        raise metadata.make_refusal("attention.shared_kv_layers", n_shared, "fewer than leave a layer of each type")
-    if inner != [inner[0]] * n_own + [inner[0] * (1 + doubled)] * n_shared:
-        raise metadata.make_refusal("feed_forward_length", inner, "one for all, or twice as much in layers with others' keys")
-    first_global = is_global.index(True)
-    has_experts = metadata.has_tensor("blk.0.ffn_gate_inp.weight")
-    experts = _read_experts(metadata, normalise=True) if has_experts else {}
-    per_layer = metadata.get_int("embedding_length_per_layer_input", 0)
-    return {
-        "head_dim": narrow, "num_key_value_heads": next(iter(kv_local or kv_global)), "intermediate_size": inner[0],
-        "per_layer_config": {
-            str(i): {"head_dim": wide, "num_key_value_heads": n} for i, (n, each) in enumerate(of_layers) if each
-        },
-        "attention_k_eq_v": not metadata.has_tensor(f"blk.{first_global}.attn_v.weight"),
-        "layer_types": types, "sliding_window": metadata.get_int("attention.sliding_window"),
-        "rope_parameters": {
-            FULL: metadata.get_rope(scaled=False) | {"rope_type": "proportional"},
-            SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False),
-        },
-        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
-        "num_kv_shared_layers": n_shared, "use_double_wide_mlp": doubled,
-        "hidden_size_per_layer_input": per_layer, "vocab_size_per_layer_input": config["vocab_size"],
-        "enable_moe_block": has_experts, "num_experts": experts.get("num_experts"),
-        "top_k_experts": experts.get("num_experts_per_tok"),
-        "moe_intermediate_size": metadata.get_same("expert_feed_forward_length") if has_experts else None,
-    }  # fmt: skip
-
-
-def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
-    """Return the names that tensors may have which the model does not use: keys and values of layers that have those of others."""
-    n_shared = config.get("num_kv_shared_layers", 0)
-    layers = range(config["num_hidden_layers"] - n_shared, config["num_hidden_layers"]) if n_shared else range(0)
-    return {f"blk.{i}.{stem}.weight" for i in layers for stem in ("attn_k", "attn_v", "attn_k_norm")} & file.tensors.keys()
-
-
-def _read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
-    return _read_llama(metadata, config) | {
-        "norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
-        "use_bias": metadata.has_tensor("blk.0.attn_q.bias"),
-        "sliding_window": None,
-    }
-
-
-def _read_gpt2(metadata: GgufMetadata, config: Config) -> Config:
-    positions = metadata.file.tensors.get("position_embd.weight")
-    n_positions = positions.shape[0] if positions else config["max_position_embeddings"]
-    return {
-        "max_position_embeddings": n_positions, "n_ctx": n_positions, "n_positions": n_positions, "n_embd": config["hidden_size"],
-        "n_layer": metadata.n_layers, "n_head": config["num_attention_heads"], "n_inner": metadata.get_same("feed_forward_length"),
-        "layer_norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
-    }  # fmt: skip
-
-
 # ------------------------------------------------------------------ the table
 
 _COHERE = {"attn_norm": "input_layernorm"} | _ATTENTION | _MLP
 _OLMO2 = _POST_NORMS | _ATTENTION | _HEAD_NORMS | _MLP
 ARCHITECTURES: dict[str, Architecture] = {
-    "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=_read_llama),
-    "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=_read_cohere2),
-    "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, configure=_read_cohere),
-    "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=_read_ernie),
-    "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=_read_exaone4),
-    "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=_read_gemma),
-    "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=_read_gemma2),
-    "gemma3": Architecture(model_type="gemma3_text", layer=_SANDWICH | _HEAD_NORMS, rules=_SHIFTED, configure=_read_gemma3),
+    "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
+    "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),
+    "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, configure=configs.read_cohere),
+    "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=configs.read_ernie),
+    "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=configs.read_exaone4),
+    "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=configs.read_gemma),
+    "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=configs.read_gemma2),
+    "gemma3": Architecture(model_type="gemma3_text", layer=_SANDWICH | _HEAD_NORMS, rules=_SHIFTED, configure=configs.read_gemma3),
     "gemma4": Architecture(
         model_type="gemma4_text",
         layer=_SANDWICH | _HEAD_NORMS | _GEMMA4,
@@ -420,7 +160,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",
         },
-        configure=_read_gemma4,
+        configure=configs.read_gemma4,
     ),
     "glm4": Architecture(
         model_type="glm4",
@@ -428,7 +168,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | _ATTENTION
         | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
-        configure=_read_partial,
+        configure=configs.read_partial,
     ),
     "gpt2": Architecture(
         model_type="gpt2",
@@ -437,7 +177,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer={"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc"}
         | {"ffn_down": "mlp.c_proj"},
         rules=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "transposed"),
-        configure=_read_gpt2,
+        configure=configs.read_gpt2,
     ),
     "gpt-oss": Architecture(
         model_type="gpt_oss",
@@ -446,13 +186,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         | _EXPERTS
         | {"ffn_gate_inp": "mlp.router"},
         rules={"ffn_gate_exps": "in turns", "ffn_down_exps": "transposed"},
-        configure=_read_gpt_oss,
+        configure=configs.read_gpt_oss,
     ),
-    "granite": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=_read_granite),
+    "granite": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=configs.read_granite),
     "hunyuan-dense": Architecture(
         model_type="hunyuan_v1_dense",
         layer=_LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-        configure=_read_llama,
+        configure=configs.read_llama,
     ),
     "granitemoe": Architecture(
         model_type="granitemoe",
@@ -460,33 +200,35 @@ ARCHITECTURES: dict[str, Architecture] = {
         | _ATTENTION
         | {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()},
         rules=_PAIRS,
-        configure=_read_granitemoe,
+        configure=configs.read_granitemoe,
     ),
-    "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=_read_llama_or_mixtral),
-    "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=_read_mistral3),
-    "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=_read_olmo2),
-    "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=_read_olmoe),
+    "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
+    "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
+    "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
+    "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_olmoe),
     "phi3": Architecture(
         model_type="phi3",
         layer=_NORMS
         | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
-        configure=_read_phi3,
+        configure=configs.read_phi3,
     ),
-    "qwen2": Architecture(model_type="qwen2", layer=_LLAMA, configure=_read_qwen),
-    "qwen2moe": Architecture(model_type="qwen2_moe", layer=_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT, configure=_read_qwen2moe),
-    "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=_read_qwen),
-    "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=_read_qwen3moe),
+    "qwen2": Architecture(model_type="qwen2", layer=_LLAMA, configure=configs.read_qwen),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe", layer=_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT, configure=configs.read_qwen2moe
+    ),
+    "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
+    "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_qwen3moe),
     "seed_oss": Architecture(
         model_type="seed_oss",
         layer=_LLAMA | {"post_attention_norm": "post_attention_layernorm"},
-        configure=_read_seed,
+        configure=configs.read_seed,
     ),
-    "smollm3": Architecture(model_type="smollm3", layer=_LLAMA, rules=_PAIRS, configure=_read_llama),
+    "smollm3": Architecture(model_type="smollm3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "starcoder2": Architecture(
         model_type="starcoder2",
         layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        configure=_read_starcoder2,
+        configure=configs.read_starcoder2,
     ),
 }
 
@@ -540,3 +282,10 @@ def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: s
         for stem in ends
         if stem in row.layer
     }
+
+
+def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
+    """Return the names that tensors may have which the model does not use: keys and values of layers that have those of others."""
+    n_shared = config.get("num_kv_shared_layers", 0)
+    layers = range(config["num_hidden_layers"] - n_shared, config["num_hidden_layers"]) if n_shared else range(0)
+    return {f"blk.{i}.{stem}.weight" for i in layers for stem in ("attn_k", "attn_v", "attn_k_norm")} & file.tensors.keys()

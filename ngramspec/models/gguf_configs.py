@@ -1,0 +1,265 @@
+"""Make the configs of transformers' models of the metadata of GGUF files, one function for every architecture or several.
+
+A function gets the metadata and the config that all architectures have in common (`gguf_architectures.read_config`); it returns what
+differs from that. Whatever the model cannot have is refused by key and value. Knows no tensors' names but those that show what a model has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, SLIDING, GgufMetadata
+
+Config = dict[str, Any]
+SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
+
+
+def read_common(metadata: GgufMetadata, config: Config) -> Config:
+    """Read what every model with rotary embeddings and a gated MLP states."""
+    return {
+        "intermediate_size": metadata.get_same("feed_forward_length"),
+        "num_key_value_heads": metadata.get_same("attention.head_count_kv", config["num_attention_heads"]),
+        "rope_parameters": metadata.get_rope(),
+    }
+
+
+def read_llama(metadata: GgufMetadata, config: Config) -> Config:
+    """Read a config whose rotary embeddings turn whole heads, and whose biases show in the names of tensors."""
+    if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+        raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
+    biases = {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias")}
+    return read_common(metadata, config) | biases
+
+
+def read_mistral3(metadata: GgufMetadata, config: Config) -> Config:
+    found = read_llama(metadata, config)
+    if not metadata.has_key("attention.temperature_scale"):
+        return found | {"model_type": "mistral", "sliding_window": None}
+    rope = found["rope_parameters"]
+    rope["llama_4_scaling_beta"] = metadata.get_float("attention.temperature_scale")
+    rope.setdefault(
+        "original_max_position_embeddings", metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
+    )
+    if metadata.has_key("rope.scaling.yarn_log_multiplier"):
+        rope |= {"mscale": 1.0, "mscale_all_dim": metadata.get_float("rope.scaling.yarn_log_multiplier")}
+    return found
+
+
+def read_granite(metadata: GgufMetadata, config: Config) -> Config:
+    if metadata.is_stated("rope.scaling.finetuned", False):
+        raise metadata.make_refusal("rope.scaling.finetuned", False, "true, since layers without rotary embedding are not read")
+    return read_llama(metadata, config) | {
+        "attention_multiplier": metadata.get_float("attention.scale", 0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": metadata.get_float("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": metadata.get_float("residual_scale", 0.0) or 1.0,
+        "logits_scaling": metadata.get_float("logit_scale"),
+    }
+
+
+def read_partial(metadata: GgufMetadata, config: Config) -> Config:
+    """Read a config whose rotary embeddings turn the first numbers of every head."""
+    found = read_common(metadata, config)
+    share = metadata.get_int("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+    found["rope_parameters"]["partial_rotary_factor"] = share
+    return found | {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias")}
+
+
+def read_phi3(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Phi-3's config. Its sliding window is left out, as in llama.cpp."""
+    return read_partial(metadata, config) | {
+        "original_max_position_embeddings": metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
+    }
+
+
+def read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
+    found = read_llama(metadata, config)
+    if window := metadata.get_int("attention.sliding_window", 0):
+        local = metadata.get_rope("rope.freq_base_swa" if metadata.has_key("rope.freq_base_swa") else "rope.freq_base", scaled=False)
+        rope = {FULL: found["rope_parameters"], SLIDING: local}
+        found |= {"model_type": "olmo3", "sliding_window": window, "layer_types": metadata.get_layer_types(4), "rope_parameters": rope}
+    return found
+
+
+def read_exaone4(metadata: GgufMetadata, config: Config) -> Config:
+    found = read_llama(metadata, config) | {"sliding_window": None, "layer_types": [FULL] * metadata.n_layers}
+    if window := metadata.get_int("attention.sliding_window", 4096 if metadata.n_layers == 64 else 0):
+        found |= {"sliding_window": window, "layer_types": metadata.get_layer_types(4)}
+    return found
+
+
+def read_cohere(metadata: GgufMetadata, config: Config) -> Config:
+    return read_llama(metadata, config) | {
+        "logit_scale": metadata.get_float("logit_scale", 1.0),
+        "layer_norm_eps": metadata.get_float("attention.layer_norm_epsilon"),
+        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+        "tie_word_embeddings": True,
+    }
+
+
+def read_cohere2(metadata: GgufMetadata, config: Config) -> Config:
+    window = {"sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(4)}
+    return read_cohere(metadata, config) | window
+
+
+def read_ernie(metadata: GgufMetadata, config: Config) -> Config:
+    return read_llama(metadata, config) | {"use_bias": metadata.has_tensor("blk.0.attn_q.bias")}
+
+
+def read_seed(metadata: GgufMetadata, config: Config) -> Config:
+    return read_llama(metadata, config) | {"attention_out_bias": metadata.has_tensor("blk.0.attn_output.bias")}
+
+
+def read_qwen(metadata: GgufMetadata, config: Config) -> Config:
+    return read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
+
+
+def read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX) -> Config:
+    """Read how experts are chosen, and check that it is what the architecture's model computes."""
+    n, chosen = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
+    if not 0 < chosen <= n:
+        raise metadata.make_refusal("expert_used_count", chosen, f"1 to {n}")
+    for key, value in (("expert_gating_func", scoring), ("expert_group_count", 1)):
+        if (stated := metadata.get_int(key, value)) not in (0, value):
+            raise metadata.make_refusal(key, stated, str(value))
+    if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0):
+        raise metadata.make_refusal("expert_weights_scale", scale, "1")
+    if metadata.is_stated("expert_weights_norm", not normalise):
+        raise metadata.make_refusal("expert_weights_norm", not normalise, str(normalise).lower())
+    return {"num_experts": n, "num_experts_per_tok": chosen, "norm_topk_prob": normalise, "output_router_logits": False}
+
+
+def read_llama_or_mixtral(metadata: GgufMetadata, config: Config) -> Config:
+    found = read_llama(metadata, config)
+    if not metadata.get_int("expert_count", 0):
+        return found
+    experts = read_experts(metadata, normalise=True)
+    return found | {"model_type": "mixtral", "sliding_window": None, "num_local_experts": experts.pop("num_experts")} | experts
+
+
+def read_olmoe(metadata: GgufMetadata, config: Config) -> Config:
+    if clamp := metadata.get_float("attention.clamp_kqv", 0.0):
+        raise metadata.make_refusal("attention.clamp_kqv", clamp, "0")
+    return read_llama(metadata, config) | read_experts(metadata, normalise=False)
+
+
+def read_granitemoe(metadata: GgufMetadata, config: Config) -> Config:
+    experts = read_experts(metadata, normalise=True)
+    return read_granite(metadata, config) | {"num_local_experts": experts.pop("num_experts")} | experts
+
+
+def read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
+    return read_qwen(metadata, config) | read_experts(metadata, normalise=False) | {
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
+        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
+def read_qwen3moe(metadata: GgufMetadata, config: Config) -> Config:
+    return read_qwen(metadata, config) | read_experts(metadata, normalise=True) | {
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"), "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
+def read_gpt_oss(metadata: GgufMetadata, config: Config) -> Config:
+    base, of_windows = (metadata.get_float(f"rope.freq_base{end}", FREQ_BASE) for end in ("", "_swa"))
+    if metadata.has_key("rope.freq_base_swa") and of_windows != base:
+        raise metadata.make_refusal("rope.freq_base_swa", of_windows, str(base))
+    experts = read_experts(metadata, normalise=True, scoring=SOFTMAX_OF_CHOSEN)
+    return read_llama(metadata, config) | {
+        "intermediate_size": metadata.get_same("expert_feed_forward_length"),
+        "num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"],
+        "sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(2),
+    }  # fmt: skip
+
+
+def read_gemma(metadata: GgufMetadata, config: Config) -> Config:
+    return read_llama(metadata, config) | {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+
+
+def read_gemma2(metadata: GgufMetadata, config: Config) -> Config:
+    is_27b = metadata.n_layers == 46  # as llama.cpp tells it
+    return read_gemma(metadata, config) | {
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
+        "sliding_window": metadata.get_int("attention.sliding_window", 4096),
+        "layer_types": metadata.get_layer_types(2),
+        "attn_logit_softcapping": metadata.get_float("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 30.0),
+    }
+
+
+def read_gemma3(metadata: GgufMetadata, config: Config) -> Config:
+    is_27b = metadata.n_layers == 62  # as llama.cpp tells it
+    window = metadata.get_int("attention.sliding_window", 0)
+    return read_gemma(metadata, config) | {
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
+        "sliding_window": window or None,
+        "layer_types": metadata.get_layer_types(6) if window else [FULL] * metadata.n_layers,
+        "rope_parameters": {FULL: metadata.get_rope(), SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False)},
+        "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
+        "attn_logit_softcapping": None,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+
+
+def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Gemma 4's config. Which numbers of a head its global layers rotate shows in the tensor rope_freqs."""
+    types = metadata.get_layer_types(6)
+    is_global = [each == FULL for each in types]
+    if not is_global[-1]:
+        raise metadata.make_refusal("attention.sliding_window_pattern", types[-1], f"{FULL} in the last layer")
+    wide, narrow = config["head_dim"], metadata.get_int("attention.key_length_swa", config["head_dim"])
+    for key, n in (("attention.value_length_swa", narrow), ("rope.dimension_count", wide), ("rope.dimension_count_swa", narrow)):
+        if (stated := metadata.get_int(key, n)) != n:
+            raise metadata.make_refusal(key, stated, str(n))
+    of_layers = list(zip(metadata.get_per_layer("attention.head_count_kv"), is_global, strict=True))
+    kv_global, kv_local = ({n for n, each in of_layers if each == kind} for kind in (True, False))
+    inner, n_shared = metadata.get_per_layer("feed_forward_length"), metadata.get_int("attention.shared_kv_layers", 0)
+    n_own = metadata.n_layers - n_shared
+    doubled = inner[-1] == 2 * inner[0]
+    if len(kv_global) != 1 or len(kv_local) > 1:
+        raise metadata.make_refusal("attention.head_count_kv", [n for n, _ in of_layers], "the same for layers of a type")
+    if not 0 <= n_shared < metadata.n_layers or set(types[:n_own]) != set(types):
+        raise metadata.make_refusal("attention.shared_kv_layers", n_shared, "fewer than leave a layer of each type")
+    if inner != [inner[0]] * n_own + [inner[0] * (1 + doubled)] * n_shared:
+        raise metadata.make_refusal("feed_forward_length", inner, "one for all, or twice as much in layers with others' keys")
+    first_global = is_global.index(True)
+    has_experts = metadata.has_tensor("blk.0.ffn_gate_inp.weight")
+    experts = read_experts(metadata, normalise=True) if has_experts else {}
+    per_layer = metadata.get_int("embedding_length_per_layer_input", 0)
+    return {
+        "head_dim": narrow, "num_key_value_heads": next(iter(kv_local or kv_global)), "intermediate_size": inner[0],
+        "per_layer_config": {
+            str(i): {"head_dim": wide, "num_key_value_heads": n} for i, (n, each) in enumerate(of_layers) if each
+        },
+        "attention_k_eq_v": not metadata.has_tensor(f"blk.{first_global}.attn_v.weight"),
+        "layer_types": types, "sliding_window": metadata.get_int("attention.sliding_window"),
+        "rope_parameters": {
+            FULL: metadata.get_rope(scaled=False) | {"rope_type": "proportional"},
+            SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False),
+        },
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
+        "num_kv_shared_layers": n_shared, "use_double_wide_mlp": doubled,
+        "hidden_size_per_layer_input": per_layer, "vocab_size_per_layer_input": config["vocab_size"],
+        "enable_moe_block": has_experts, "num_experts": experts.get("num_experts"),
+        "top_k_experts": experts.get("num_experts_per_tok"),
+        "moe_intermediate_size": metadata.get_same("expert_feed_forward_length") if has_experts else None,
+    }  # fmt: skip
+
+
+def read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
+    return read_llama(metadata, config) | {
+        "norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
+        "use_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+def read_gpt2(metadata: GgufMetadata, config: Config) -> Config:
+    positions = metadata.file.tensors.get("position_embd.weight")
+    n_positions = positions.shape[0] if positions else config["max_position_embeddings"]
+    return {
+        "max_position_embeddings": n_positions, "n_ctx": n_positions, "n_positions": n_positions, "n_embd": config["hidden_size"],
+        "n_layer": metadata.n_layers, "n_head": config["num_attention_heads"], "n_inner": metadata.get_same("feed_forward_length"),
+        "layer_norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
+    }  # fmt: skip
