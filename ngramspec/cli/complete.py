@@ -86,7 +86,7 @@ def complete(
         engine = common.open_engine(model, datastore=stores, progress=progress, **sources, **engine_settings)
     with engine:
         if suffix is None:
-            ids = _encode_prompt(engine, text, chat, model)
+            ids = _encode_chat(engine, text, params, model) if chat else _encode_text(engine, text)
         else:
             ids, params = _make_infill(engine, text, suffix, params)
         view = screen.CompletionView(engine.tokenizer, ids, params, drafts=show_drafts, silent=as_json)
@@ -127,16 +127,23 @@ def _show_stream(
     return done, interrupted
 
 
-def _encode_prompt(engine: Engine, text: str, chat: bool, model: str) -> list[int]:
-    if chat and not engine.tokenizer.chat_template:
-        raise BadInputError(f"--chat: {model} has no chat template; leave --chat out, or use an instruction-tuned model")
+def _encode_text(engine: Engine, text: str) -> list[int]:
     try:
-        if not chat:
-            return engine.encode(text).tolist()
-        message = [{"role": "user", "content": text}]
-        return list(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        return engine.encode(text).tolist()
     except ValueError as error:
         raise BadInputError(str(error)) from error
+
+
+def _encode_chat(engine: Engine, text: str, params: SamplingParams, model: str) -> list[int]:
+    """Return the prompt that `Engine.chat` makes of the text as a user's message."""
+    try:
+        ids, _ = engine.make_chat_prompt([{"role": "user", "content": text}], dataclasses.replace(params, n=1))
+    except UnsupportedModelError:
+        why = f"--chat: {model} has no chat template; leave --chat out, or use an instruction-tuned model"
+        raise BadInputError(why) from None
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    return ids
 
 
 def _make_infill(engine: Engine, prefix: str, suffix: str, params: SamplingParams) -> tuple[list[int], SamplingParams]:

@@ -434,6 +434,14 @@ class Engine:
                 if (delta := read_delta(chat.parser, piece)) is not None:
                     yield delta
 
+    def make_chat_prompt(
+        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
+    ) -> tuple[list[int], SamplingParams]:  # fmt: skip
+        """Return the token ids of what `chat` asks, and `params` that hold the text to calls if they have to: for `submit`."""
+        chat, _ = self._make_chat(messages, params, tools, tool_choice, options)
+        return chat.ids, chat.params
+
     def _make_chat(
         self, messages: Messages, params: SamplingParams | None, tools: Any, choice: Any, options: Any
     ) -> tuple[ChatInput, Hints]:

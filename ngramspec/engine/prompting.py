@@ -16,7 +16,6 @@ from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.chat_template import Prompts, Style
 from ngramspec.prompts.fim import Fim
 from ngramspec.prompts.messages import read_messages, read_tools
-from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.tokenizer.encode import Encoding, check_unicode
@@ -96,7 +95,8 @@ class PromptMaker:
             raise InvalidInputError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r:.80}", param="chat_template_kwargs")
         box = read_tools(tools, tool_choice, parallel_tool_calls)
         style = Style(not continue_final_message, continue_final_message, dict(chat_template_kwargs or {}))
-        ids = prompts.chat(read_messages(messages), box.prompt_tools, style)
+        turns = read_messages(messages)
+        ids = prompts.chat(turns, box.prompt_tools, style)
         room = self._max_model_len - len(ids)
         if room < 1:
             most = self._max_model_len - 1
@@ -104,16 +104,18 @@ class PromptMaker:
         params = replace(params, **sampling) if params is not None else SamplingParams(**{"max_tokens": room} | sampling)
         if params.n != 1:
             raise InvalidInputError(f"n must be 1 in a chat, got {params.n}: a chat has one answer; ask again for another", param="n")
+        is_formed = params.grammar is not None or (bool(box.tools) and box.required)  # which leaves no room for thoughts
+        separated = params.skip_special_tokens and not is_formed
+        thoughts = prompts.make_thought_reader(turns, style, ids) if separated else None
         if not box.tools:
-            return ChatInput(ids, params, StreamParser(None, {}))
+            return ChatInput(ids, params, prompts.make_stream_parser(box, thoughts, held=False))
         if not params.skip_special_tokens:
             raise InvalidInputError("skip_special_tokens must be True beside tools, whose calls are told apart from text by special tokens")
         grammar = box.make_grammar(prompts.calls, prompts.added, params.grammar)
         if grammar is not None:
             box.check_grammar(self._compile_grammar, grammar)
         held = grammar is not None and (box.required or params.grammar is not None)
-        reader = CallReader(prompts.calls, box.known, held=held, calls_only=box.required, several=box.several)
-        return ChatInput(ids, replace(params, grammar=grammar), StreamParser(reader, prompts.marks))
+        return ChatInput(ids, replace(params, grammar=grammar), prompts.make_stream_parser(box, thoughts, held=held))
 
 
 def _read_files(extra: Files) -> list[tuple[str, str]]:

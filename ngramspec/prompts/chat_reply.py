@@ -10,7 +10,7 @@ from typing import Any
 
 from ngramspec.field_docs import document_fields
 from ngramspec.outputs import Completion, Delta
-from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, Call
 
@@ -27,11 +27,15 @@ class ChatReply:
     """"stop", "tool_calls" if the text ended after a call, "length", or "cancelled"."""
     completion: Completion
     """The completion that it was read from: token ids, statistics, times."""
+    thoughts: str = ""
+    """What the model thought before, if its template knows marks of thoughts."""
 
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, to be appended to the chat."""
         message: dict[str, Any] = {"role": ASSISTANT, "content": self.content}
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
         if self.tool_calls:
             functions = [{"name": call.name, "arguments": call.arguments} for call in self.tool_calls]
             message["tool_calls"] = [
@@ -65,15 +69,18 @@ class ChatDelta:
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     reply: ChatReply | None = None
     """The whole answer; set on the last delta."""
+    thoughts: str = ""
+    """Thoughts, which are no part of the text."""
 
     def __repr__(self) -> str:
-        return f"<ChatDelta {self.text!r:.60}{', the last' if self.reply is not None else ''}>"
+        thoughts = f", thoughts {self.thoughts!r:.60}" if self.thoughts else ""
+        return f"<ChatDelta {self.text!r:.60}{thoughts}{', the last' if self.reply is not None else ''}>"
 
 
 def make_reply(parser: StreamParser, completion: Completion) -> ChatReply:
     """Return the answer that `parser` has read to its end."""
     reply = parser.reply
-    return ChatReply(reply.content, list(reply.calls), parser.get_finish_reason(completion.finish_reason), completion)
+    return ChatReply(reply.content, list(reply.calls), parser.get_finish_reason(completion.finish_reason), completion, reply.thoughts)
 
 
 def read_reply(parser: StreamParser, completion: Completion) -> ChatReply:
@@ -91,13 +98,15 @@ def read_delta(parser: StreamParser, delta: Delta) -> ChatDelta | None:
         match event:
             case TextDelta(text):
                 made.text += text
+            case ThoughtDelta(text):
+                made.thoughts += text
             case ToolCallStart(name):
                 made.tool_calls.append(ToolCallDelta(len(calls) - 1, calls[-1].id, name, ""))
             case ToolCallArguments(text):
                 made.tool_calls.append(ToolCallDelta(len(calls) - 1, calls[-1].id, calls[-1].name, text))
     if delta.completion is not None:
         made.reply = make_reply(parser, delta.completion)
-    return made if made.text or made.tool_calls or made.reply else None
+    return made if made.text or made.thoughts or made.tool_calls or made.reply else None
 
 
 document_fields(__name__)

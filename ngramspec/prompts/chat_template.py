@@ -25,9 +25,12 @@ from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
-from ngramspec.prompts.thoughts import ThoughtMarks, ThoughtReader, detect_marks
+from ngramspec.prompts.thoughts import HARMONY, ThoughtMarks, ThoughtReader, detect_marks
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
+from ngramspec.prompts.tool_calls.call_reader import CallReader
+from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
+from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.tokenizer.encode import replace_lone_surrogates
 
 Tools = Sequence[dict[str, Any]]
@@ -112,6 +115,13 @@ class Prompts:
             return ThoughtReader(marks, is_open=is_open) if is_open or marks.recurs else None
         end = str(self._tokenizer.decode(list(ids[-len(marks.begin) - MAX_BLANKS :]), skip_special_tokens=False))
         return ThoughtReader(marks, is_open=end.rstrip().endswith(marks.begin))
+
+    def make_stream_parser(self, box: Toolbox, thoughts: ThoughtReader | None, *, held: bool) -> StreamParser:
+        """Return what reads an answer. `held`: a grammar holds all of it to calls, or to a form."""
+        if not box.tools and not (thoughts is not None and self.thought_marks is HARMONY):  # whose answer stands in marks, too
+            return StreamParser(None, self.marks, thoughts)
+        reader = CallReader(self.calls, box.known, held=held, calls_only=box.required, several=box.several)
+        return StreamParser(reader, self.marks, thoughts)
 
     @cached_property
     def added(self) -> dict[str, int]:

@@ -55,7 +55,8 @@ def _read_message(message: Any, where: str, names: Mapping[str, str]) -> Turn:
         raise InvalidInputError(f"{where}.content: is missing", param=f"{where}.content")
     text = _join_parts(content, f"{where}.content")
     if role != TOOL:
-        return Turn(ROLES[role], text, calls)
+        thoughts = message.get("reasoning_content") if role == ASSISTANT else None
+        return Turn(ROLES[role], text, calls, thoughts=_read_text(thoughts or "", f"{where}.reasoning_content"))
     number = _read_text(message.get("tool_call_id"), f"{where}.tool_call_id")
     name = message.get("name")
     return Turn(TOOL, text, call_id=number, name=names.get(number) if name is None else _read_text(name, f"{where}.name"))

@@ -28,6 +28,7 @@ class PlaybackEngine:
     interrupt_after: int | None = None
     source: str = "ngram"
     loading: str = "loading"
+    has_template: bool = False
 
     def __init__(self, model: str, **settings: Any) -> None:
         if self.fail is not None:
@@ -52,6 +53,12 @@ class PlaybackEngine:
         if "|" in suffix:
             raise UnsupportedModelError("this model has no fill-in-the-middle tokens")
         return self.encode(f"{prefix}<{suffix}>").tolist(), params
+
+    def make_chat_prompt(self, messages: list[dict[str, str]], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        if not self.has_template:
+            raise UnsupportedModelError("this model has no chat template")
+        ((role, text),) = [(message["role"], message["content"]) for message in messages]
+        return self.encode(f"[{role}]{text}").tolist(), params
 
     def submit(self, prompt: list[int], params: SamplingParams, *, deliver: Callable[[Delta], None]) -> PlaybackRequest:
         type(self).made |= {"prompt": bytes(prompt).decode(), "params": params}

@@ -115,6 +115,13 @@ def test_the_prompt_may_come_from_a_pipe_or_file(
     assert engine.made["prompt"] == "a\r\né"
 
 
+def test_a_chat_is_a_users_message(engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "has_template", True)
+    assert run(monkeypatch, "complete", "a", "--chat", "--n", "2", "--quiet") == 0
+    assert engine.made["prompt"] == "[user]a"
+    assert engine.made["params"].n == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

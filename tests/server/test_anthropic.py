@@ -147,7 +147,8 @@ def test_claude_code_is_answered(client: httpx.Client) -> None:
     asked = {"messages": CLAUDE_CODE_AS_CHAT, "tools": [{"type": "function", "function": function}], "max_tokens": 1}
     like = client.post("/v1/chat/completions", json=asked).json()
     usage = message["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == like["usage"]["prompt_tokens"]
+    assert sum(usage[f"{name}input_tokens"] for name in ("", "cache_creation_", "cache_read_")) == like["usage"]["prompt_tokens"]
+    assert usage["cache_creation_input_tokens"] > 0
     counted = client.post("/v1/messages/count_tokens?beta=true", json=CLAUDE_CODE).json()
     assert counted["input_tokens"] == like["usage"]["prompt_tokens"]
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from ngramspec.outputs import Choice, Completion, Delta
+from ngramspec.outputs import BLOCK, Choice, Completion, Delta
 from ngramspec.prompts.chat_template import Prompts
-from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT
 from ngramspec.server.anthropic.schemas import CountTokensRequest, CountTokensResponse, MessagesRequest, MessagesResponse
 from ngramspec.server.auth import Identity, identify
@@ -74,7 +74,7 @@ class _MessageHandler(CompletionHandler):
 
     def __init__(self, state: ServerState, prompts: Prompts, body: MessagesRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "msg_")
-        self._body = body
+        self._body, self._caches = body, state.engine.config.prefix_cache
         self._conversation = _make_conversation(state, prompts, body)
         self.n_chars = self._conversation.n_chars
 
@@ -113,10 +113,12 @@ class _MessageHandler(CompletionHandler):
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
     def _describe_usage(self, completion: Completion) -> dict[str, int]:
+        n_prompt, n_read = len(completion.prompt_token_ids), completion.cached_tokens
+        n_made = max((n_prompt - 1) // BLOCK * BLOCK - n_read, 0) if self._caches else 0  # whole blocks, which another request may take
         return {
-            "input_tokens": len(completion.prompt_token_ids) - completion.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": completion.cached_tokens,
+            "input_tokens": n_prompt - n_read - n_made,
+            "cache_creation_input_tokens": n_made,
+            "cache_read_input_tokens": n_read,
             "output_tokens": len(completion.token_ids),
         }
 
@@ -141,6 +143,12 @@ class _Blocks:
                         yield self._begin({"type": "text", "text": ""})
                     self.content[-1]["text"] += text
                     yield self._describe("content_block_delta", delta={"type": "text_delta", "text": text})
+                case ThoughtDelta(text):
+                    if not self._is_open or self.content[-1]["type"] != "thinking":
+                        yield from self._end()
+                        yield self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                    self.content[-1]["thinking"] += text
+                    yield self._describe("content_block_delta", delta={"type": "thinking_delta", "thinking": text})
                 case ToolCallStart(name):
                     yield from self._end()
                     yield self._begin({"type": "tool_use", "id": f"toolu_{self._parser.reply.calls[-1].id}", "name": name, "input": {}})

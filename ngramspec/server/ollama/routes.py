@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request
 
 from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.prompts.chat_template import Prompts
-from ngramspec.prompts.tool_calls.call_scanner import TextDelta
+from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ThoughtDelta
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import SYSTEM, USER, Call, Turn
 from ngramspec.server import response_stats
@@ -116,7 +116,9 @@ class _Models:
 
     def show(self) -> dict[str, Any]:
         family = self._family
-        capabilities = ["completion", *(["tools"] if self._prompts.has_chat_template else []), *(["insert"] if self._fim else [])]
+        has_template = self._prompts.has_chat_template
+        capabilities = ["completion", *(["tools"] if has_template else []), *(["insert"] if self._fim else [])]
+        capabilities += ["thinking"] if has_template and self._prompts.thought_marks is not None else []
         return {
             "modelfile": f"FROM {self._engine.name}",
             "parameters": "",
@@ -143,6 +145,7 @@ class _OllamaHandler(CompletionHandler):
         self._sampling = body.to_openai()
         super().__init__(state, self._sampling, identity, "chatcmpl-")
         self._state, self._prompts, self._body = state, prompts, body
+        self._hides_thoughts = body.think is False
         self._conversation: Conversation | None = None
         self.n_chars = 0
         self.is_empty = False
@@ -171,7 +174,7 @@ class _OllamaHandler(CompletionHandler):
         parser = self._make_parser()
         for _ in parser.parse(completion.choices[0]):
             pass
-        said = self._write(parser.reply.content, parser.reply.calls)
+        said = self._write(parser.reply.content, parser.reply.calls, parser.reply.thoughts)
         return self._head() | said | self._finish(completion)
 
     def answer_empty(self) -> dict[str, Any]:
@@ -182,9 +185,10 @@ class _OllamaHandler(CompletionHandler):
         """Yield what each delta adds; calls when they are whole."""
         parser, n_told = self._make_parser(), 0
         async for _, delta in pieces:
-            for text, calls in _split_parts(parser, delta, n_told):
+            for text, calls, thoughts in _split_parts(parser, delta, n_told):
                 n_told += len(calls)
-                yield self._head() | self._write(text, calls) | {"done": False}
+                if text or calls or not self._hides_thoughts:
+                    yield self._head() | self._write(text, calls, thoughts) | {"done": False}
             if delta.completion is not None:
                 yield self._head() | self._write("", []) | self._finish(delta.completion)
 
@@ -194,10 +198,11 @@ class _OllamaHandler(CompletionHandler):
     def _head(self) -> dict[str, Any]:
         return {"model": self._body.model, "created_at": format_time()}
 
-    def _write(self, text: str, calls: list[Call]) -> dict[str, Any]:
+    def _write(self, text: str, calls: list[Call], thoughts: str = "") -> dict[str, Any]:
+        thinking = {"thinking": thoughts} if thoughts and not self._hides_thoughts else {}
         if not self.is_chat:
-            return {"response": text}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+            return {"response": text} | thinking
+        message: dict[str, Any] = {"role": "assistant", "content": text} | thinking
         if calls:
             message["tool_calls"] = [
                 {"id": f"call_{call.id}", "function": {"name": call.name, "arguments": read_arguments(call.arguments)}} for call in calls
@@ -301,17 +306,19 @@ async def _answer(state: ServerState, handler: _OllamaHandler, http: Request, id
         return handler.answer(completion)
 
 
-def _split_parts(parser: StreamParser, delta: Delta | Choice, n_told: int) -> Iterator[tuple[str, list[Call]]]:
-    """Yield the texts of a delta and the calls that are whole now, in order. `n_told`: calls that were told of before."""
+def _split_parts(parser: StreamParser, delta: Delta | Choice, n_told: int) -> Iterator[tuple[str, list[Call], str]]:
+    """Yield the texts of a delta, the calls that are whole now, and thoughts, in order. `n_told`: calls that were told of before."""
     for event in parser.parse(delta):
-        whole = len(parser.reply.calls) - (0 if isinstance(event, TextDelta) else 1)  # the last one may still grow
+        whole = len(parser.reply.calls) - (0 if isinstance(event, TextDelta | ThoughtDelta) else 1)  # the last one may still grow
         if whole > n_told:
-            yield "", parser.reply.calls[n_told:whole]
+            yield "", parser.reply.calls[n_told:whole], ""
             n_told = whole
         if isinstance(event, TextDelta):
-            yield event.text, []
+            yield event.text, [], ""
+        elif isinstance(event, ThoughtDelta):
+            yield "", [], event.text
     if delta.finish_reason is not None and len(parser.reply.calls) > n_told:
-        yield "", parser.reply.calls[n_told:]
+        yield "", parser.reply.calls[n_told:], ""
 
 
 def format_time() -> str:

@@ -53,7 +53,8 @@ class OllamaRequest(StrictModel):
     format: str | dict[str, Any] | None = None
     """"json", or a JSON schema."""
     think: bool | str | None = None
-    """Told to templates that read `enable_thinking`; "low", "medium" or "high" to those that read `reasoning_effort`."""
+    """Told to templates that read `enable_thinking`; "low", "medium" or "high" to those that read `reasoning_effort`. False: what the
+    model thinks nevertheless is left out."""
     keep_alive: KeepAlive | None = None
     """Accepted: the model stays loaded."""
 
@@ -109,6 +110,8 @@ class OllamaCall(StrictModel):
 class OllamaMessage(StrictModel):
     role: str
     content: str | None = None
+    thinking: str | None = None
+    """What the assistant thought before, for templates that show it."""
     images: list[Any] | None = None
     tool_calls: Annotated[Items[OllamaCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: str | None = None
@@ -146,7 +149,7 @@ class OllamaChatRequest(OllamaRequest):
             if calls and message.role != ASSISTANT:
                 raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
             waiting = list(calls) if calls else waiting
-            turns.append(Turn(message.role, content, calls))
+            turns.append(Turn(message.role, content, calls, thoughts=(message.thinking or "") if message.role == ASSISTANT else ""))
         return turns
 
 
@@ -261,4 +264,5 @@ class OllamaChatResponse(_OllamaAnswer):
 
 class GenerateResponse(_OllamaAnswer):
     response: str
+    thinking: str | None = None
     context: list[int] | None = None

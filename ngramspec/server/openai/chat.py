@@ -105,8 +105,8 @@ class _ChatHandler(CompletionHandler):
             raise ApiError(400, "prompt_logprobs: not in a stream", param="prompt_logprobs")
         self._logprobs_asked = bool(body.logprobs or body.n_probs)
         self._conversation = make_conversation(state, prompts, body)
-        kept = body.reasoning_format or state.settings.reasoning_format
-        self._conversation.separates_thoughts = kept != "none"
+        if body.reasoning_format is not None:
+            self._conversation.separates_thoughts = body.reasoning_format != "none"
         self._tells_thoughts = body.include_reasoning is not False
         last = self._conversation.turns[-1]
         self._echoed = last.content if body.echo and last.role == ASSISTANT else ""

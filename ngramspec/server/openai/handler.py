@@ -17,8 +17,6 @@ from ngramspec.engine.llm_engine import Hints, Request
 from ngramspec.grammar.base import Grammar
 from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.prompts.chat_template import ANSWER, Prompts, Style
-from ngramspec.prompts.thoughts import HARMONY
-from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import Turn
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
@@ -167,8 +165,8 @@ class Conversation:
     style: Style = ANSWER
     held: bool = False
     """A grammar holds the whole answer to calls, or to the form that was asked for. Known when there is an input."""
-    separates_thoughts: bool = False
-    """Thoughts are no part of the text."""
+    separates_thoughts: bool = True
+    """Thoughts are no part of the text, unless the server's settings say so."""
     _ids: Sequence[int] = ()
     _is_formed: bool = False
 
@@ -177,6 +175,7 @@ class Conversation:
         if not self.prompts.has_chat_template:
             raise not_supported(self.param, "this model has no chat template; /v1/completions continues texts")
         self.style = self.style._replace(variables={**self.state.settings.chat_template_kwargs, **self.style.variables})
+        self.separates_thoughts = self.state.settings.reasoning_format != "none"
         most = self.state.engine.max_model_len
         if len(self.turns) > most:
             raise make_context_error(len(self.turns), most, self.param, at_least=True)
@@ -249,10 +248,7 @@ class Conversation:
         thoughts = None
         if self.separates_thoughts and not self._is_formed:  # a form leaves no room for thoughts
             thoughts = prompts.make_thought_reader(self.turns, self.style, self._ids)
-        if not box.tools and not (thoughts is not None and prompts.thought_marks is HARMONY):  # whose answer stands in marks, too
-            return StreamParser(None, prompts.marks, thoughts)
-        reader = CallReader(prompts.calls, box.known, held=self.held, calls_only=box.required, several=box.several)
-        return StreamParser(reader, prompts.marks, thoughts)
+        return prompts.make_stream_parser(box, thoughts, held=self.held)
 
 
 def make_params(

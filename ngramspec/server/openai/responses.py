@@ -7,6 +7,7 @@ and its answer are kept for requests that go on from it.
 from __future__ import annotations
 
 import asyncio
+import copy
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
@@ -14,25 +15,27 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec.engine.llm_engine import Request as EngineRequest
-from ngramspec.outputs import Choice, Completion, Delta
+from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts
-from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.middleware import ParsedBodyRoute
+from ngramspec.server.openai.chat import describe_logprobs
 from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation, Piece
 from ngramspec.server.openai.response_store import ResponseStore
 from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponsesRequest, in_its_words
 from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
+from ngramspec.server.token_strings import TokenTexts
 
 Event = dict[str, Any]
 
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
-    prompts, store = Prompts(state.engine), ResponseStore()
+    prompts, store, texts = Prompts(state.engine), ResponseStore(), TokenTexts(state.engine.tokenizer)
 
     @routes.post("/responses", include_in_schema=False, responses=GENERATES)
     @routes.post("/v1/responses", response_model=Response, response_model_exclude_unset=True, responses=GENERATES)
@@ -42,7 +45,7 @@ def make_router(state: ServerState) -> APIRouter:
         if body.previous_response_id is not None:
             body.go_on(store.get(identity.tenant, body.previous_response_id, "previous_response_id").items)
         with in_its_words():
-            handler = _ResponseHandler(state, prompts, body, identity, store)
+            handler = _ResponseHandler(state, prompts, body, identity, store, texts)
             with state.admission.reserve() as reservation:
                 ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
                 inputs = [await asyncio.to_thread(handler.make_input, ids)]
@@ -71,9 +74,11 @@ def make_router(state: ServerState) -> APIRouter:
 class _ResponseHandler(CompletionHandler):
     """One request of /v1/responses."""
 
-    def __init__(self, state: ServerState, prompts: Prompts, body: ResponsesRequest, identity: Identity, store: ResponseStore) -> None:
+    def __init__(
+        self, state: ServerState, prompts: Prompts, body: ResponsesRequest, identity: Identity, store: ResponseStore, texts: TokenTexts
+    ) -> None:
         super().__init__(state, body, identity, "resp_")
-        self._body, self._store = body, store
+        self._body, self._store, self._texts = body, store, texts
         self._conversation = Conversation(state, prompts, body.turns, body.box, "input", body.style())
         self.n_chars = self._conversation.n_chars
 
@@ -85,19 +90,20 @@ class _ResponseHandler(CompletionHandler):
     def make_input(self, ids: list[int]) -> EngineInput:
         """Compiles grammars; may take seconds. Raises ApiError."""
         with in_its_words():
-            return self._conversation.make_input(ids, self._body, self.hints, max_tokens=self._body.max_output_tokens, n=1, logprobs=None)
+            body = self._body
+            return self._conversation.make_input(ids, body, self.hints, max_tokens=body.max_output_tokens, n=1, logprobs=body.n_logprobs)
 
     # ------------------------------------------------------------------ answers
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        output = _Output(self._conversation)
+        output = _Output(self._conversation, self._texts)
         for _ in output.take(completion.choices[0]):
             pass
         return self._end(output, completion)
 
     async def events(self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]) -> AsyncIterator[Event]:
         """What is added to which item, between the response's beginning and its end."""
-        output, number = _Output(self._conversation), 0
+        output, number = _Output(self._conversation, self._texts), 0
 
         def numbered(event: Event) -> Event:
             nonlocal number
@@ -121,6 +127,7 @@ class _ResponseHandler(CompletionHandler):
 
     def _end(self, output: _Output, completion: Completion) -> dict[str, Any]:
         """Return the response at its end, and store it."""
+        self.n_thought_tokens = output.n_thought_tokens
         response = self._response(output, completion)
         if self._body.store is not False:
             self._store.put(self.hints["tenant"] or "", response, self._body.dump_items() + output.items)
@@ -130,6 +137,7 @@ class _ResponseHandler(CompletionHandler):
         """Return the response as it stands; with `completion`, at its end."""
         body = self._body
         given = body.model_dump(exclude_unset=True, by_alias=True, include={"text", "tool_choice", "tools", "metadata"})
+        raw = {} if completion is None or not body.enable_response_messages else self._describe_messages(completion)
         usage = None if completion is None else self.usage([completion])
         status = "in_progress" if completion is None else output.status
         return {
@@ -144,7 +152,7 @@ class _ResponseHandler(CompletionHandler):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self.n_thought_tokens},
                 "total_tokens": usage["total_tokens"],
             },
             "error": None,
@@ -154,7 +162,7 @@ class _ResponseHandler(CompletionHandler):
             "metadata": given["metadata"] if isinstance(given.get("metadata"), dict) else {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": body.store is not False,
             "temperature": TEMPERATURE if body.temperature is None else body.temperature,  # type: ignore[attr-defined]
             "text": given.get("text") or {"format": {"type": "text"}},
@@ -163,33 +171,65 @@ class _ResponseHandler(CompletionHandler):
             "top_p": 1.0 if body.top_p is None else body.top_p,  # type: ignore[attr-defined]
             "truncation": "disabled",
             "user": body.user,
-        } | ({} if completion is None else self.extras([completion]))
+        } | ({} if completion is None else raw | self.extras([completion]))
+
+    def _describe_messages(self, completion: Completion) -> dict[str, Any]:
+        """Return vLLM's view of prompt and output: texts with control tokens, and ids."""
+
+        def describe(ids: list[int]) -> list[dict[str, Any]]:
+            text = self.tokenizer.decode(ids, skip_special_tokens=False)
+            return [{"type": "raw_message_tokens", "message": text, "tokens": ids}]
+
+        return {"input_messages": describe(completion.prompt_token_ids), "output_messages": describe(completion.token_ids)}
 
 
 class _Output:
     """The items of a response as they grow, and the events that tell of it."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, texts: TokenTexts) -> None:
         self.items: list[dict[str, Any]] = []
         self.status = "completed"
-        self._parser = conversation.make_stream_parser()
+        self._parser, self._texts = conversation.make_stream_parser(), texts
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is not told yet
+
+    @property
+    def n_thought_tokens(self) -> int:
+        return self._parser.n_thought_tokens
 
     def take(self, part: Choice | Delta) -> Iterator[Event]:
-        """What a part adds. One with a `finish_reason` is the last."""
+        """Yield what a part adds, with log-probabilities token by token. One with a `finish_reason` is the last."""
+        for each in _split_tokens(part) if part.logprobs else [part]:
+            yield from self._take(each)
+
+    def _take(self, part: Choice | Delta) -> Iterator[Event]:
+        n_thought_tokens = self.n_thought_tokens
+        self._logprobs += part.logprobs or ()
         for event in self._parser.parse(part):
             match event:
                 case TextDelta(text):
                     if not self.items or self.items[-1]["type"] != "message":
                         yield from self._begin_message()
                     self._text["text"] += text
-                    yield self._of_part("response.output_text.delta", delta=text, logprobs=[])
+                    logprobs = describe_logprobs(self._texts, self._logprobs)["content"]
+                    self._text["logprobs"] += logprobs
+                    self._logprobs = []
+                    yield self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)
+                case ThoughtDelta(text):
+                    if not self.items or self.items[-1]["type"] != "reasoning":
+                        yield from self._begin("rs", {"type": "reasoning", "summary": []}, {"type": "reasoning_text", "text": ""})
+                    self._text["text"] += text
+                    yield self._of_part("response.reasoning_text.delta", delta=text)
                 case ToolCallStart(name):
+                    self._logprobs = []
                     yield from self._end()
                     call = {"type": "function_call", "call_id": self._parser.reply.calls[-1].id, "name": name, "arguments": ""}
                     yield self._add("fc", call)
                 case ToolCallArguments(text):
+                    self._logprobs = []
                     self.items[-1]["arguments"] += text
                     yield self._of_item("response.function_call_arguments.delta", delta=text)
+        if self.n_thought_tokens > n_thought_tokens:
+            self._logprobs = []
         if part.finish_reason is not None:
             if not self.items:
                 yield from self._begin_message()
@@ -202,10 +242,15 @@ class _Output:
         return content
 
     def _begin_message(self) -> Iterator[Event]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield from self._begin("msg", {"type": "message", "role": "assistant"}, part)
+
+    def _begin(self, prefix: str, item: dict[str, Any], part: dict[str, Any]) -> Iterator[Event]:
+        """Begin an item that has one part."""
         yield from self._end()
-        yield self._add("msg", {"type": "message", "role": "assistant", "content": []})
-        self.items[-1]["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-        yield self._of_part("response.content_part.added", part=dict(self._text))
+        yield self._add(prefix, item | {"content": []})
+        self.items[-1]["content"] = [part]
+        yield self._of_part("response.content_part.added", part=copy.deepcopy(part))
 
     def _add(self, prefix: str, item: dict[str, Any]) -> Event:
         self.items.append({"id": f"{prefix}_{secrets.token_hex(16)}", "status": "in_progress"} | item)
@@ -217,8 +262,9 @@ class _Output:
             return
         item = self.items[-1]
         item["status"] = status
-        if item["type"] == "message":
-            yield self._of_part("response.output_text.done", text=self._text["text"], logprobs=[])
+        if item["type"] != "function_call":
+            told = {"logprobs": self._text["logprobs"]} if item["type"] == "message" else {}
+            yield self._of_part(f"response.{self._text['type']}.done", text=self._text["text"], **told)
             yield self._of_part("response.content_part.done", part=dict(self._text))
         else:
             yield self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
@@ -229,3 +275,15 @@ class _Output:
 
     def _of_part(self, kind: str, **more: Any) -> Event:
         return self._of_item(kind, content_index=0, **more)
+
+
+def _split_tokens(part: Choice | Delta) -> list[Delta]:
+    """Return a part as one delta for each token, so that it is known which are told of with which text."""
+    logprobs = part.logprobs or []
+    deltas = [
+        Delta(part.index, text, [token], [None], texts=[text], logprobs=[logprob])
+        for text, token, logprob in zip(part.texts, part.token_ids, logprobs, strict=True)
+    ]
+    deltas[-1].text += part.text[sum(map(len, part.texts)) :]
+    deltas[-1].finish_reason, deltas[-1].stop_reason = part.finish_reason, part.stop_reason
+    return deltas

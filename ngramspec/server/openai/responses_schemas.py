@@ -34,6 +34,7 @@ from ngramspec.server.tool_fields import (
 
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": "user", "assistant": ASSISTANT}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
+LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 
 
 class Text(Part):
@@ -41,11 +42,12 @@ class Text(Part):
 
 
 class InputItem(StrictModel):
-    """A message, a call that the assistant made, or its result."""
+    """A message, thoughts, a call that the assistant made, or its result."""
 
     type: str | None = None
     role: str | None = None
     content: str | Items[Text] | None = None
+    summary: Items[Text] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -102,11 +104,18 @@ class ResponsesRequest(OpenAIRequest):
     store: bool | None = None
     """False: no later request goes on from this response."""
     reasoning: Reasoning | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    enable_response_messages: bool | None = None
+    """The response shows prompt and output as the model has them, in vLLM's words."""
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """Tokens beside the one that was taken whose log-probabilities are told; None: not even its own is."""
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     def check(self) -> None:
         """Raises ApiError (400) for what this server does not do. Takes the form of the answer from where this route has it."""
         for name, asked, why in (
-            ("include", "message.output_text.logprobs" in (self.include or ()), "only /v1/chat/completions tells log-probabilities"),
             ("n", self.n not in (None, 1), "a response is one text"),
             ("response_format", self.response_format, "here it is text.format"),
         ):
@@ -150,6 +159,11 @@ class ResponsesRequest(OpenAIRequest):
             choice = given
         return read_toolbox(declared, choice, self.parallel_tool_calls, others=True)
 
+    @staticmethod
+    def _list_thoughts(item: InputItem) -> list[Text]:
+        """Return the parts of a chain of thought: its text, or else its summary."""
+        return (item.content if isinstance(item.content, list) else None) or item.summary or []
+
     @property
     def turns(self) -> list[Turn]:
         """The messages of a chat. Raises ApiError (400)."""
@@ -157,13 +171,19 @@ class ResponsesRequest(OpenAIRequest):
         if isinstance(self.input, str):
             return [*turns, Turn("user", self.input)]
         names: dict[str, str] = {}
+        thoughts = ""  # before what the assistant says or calls next
         for i, item in enumerate(self.input):
-            if item.type == "reasoning":  # a chain of thought of another turn, which templates leave out
+            if item.type == "reasoning":
+                thoughts = PARTS.join(part.text or "" for part in self._list_thoughts(item))
                 continue
             turn = _turn(item, f"input[{i}]", names)
+            if turn.role == ASSISTANT:
+                turn = turn._replace(thoughts=thoughts)
+            thoughts = ""
             names |= {call.id: call.name for call in turn.calls}
             if turn.calls and turns and turns[-1].role == ASSISTANT:
-                turns[-1] = turns[-1]._replace(calls=turns[-1].calls + turn.calls)
+                last = turns[-1]
+                turns[-1] = last._replace(calls=last.calls + turn.calls, thoughts=last.thoughts or turn.thoughts)
             elif turn.role == SYSTEM and len(turns) == 1 and turns[0].role == SYSTEM:
                 turns[0] = Turn(SYSTEM, f"{turns[0].content}\n\n{turn.content}")
             else:
@@ -257,7 +277,7 @@ class Response(BaseModel):
     metadata: dict[str, Any]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -268,6 +288,8 @@ class Response(BaseModel):
     user: str | None
     metrics: dict[str, Any] | None = None
     timings: dict[str, float] | None = None
+    input_messages: list[dict[str, Any]] | None = None
+    output_messages: list[dict[str, Any]] | None = None
 
 
 class DeletedResponse(BaseModel):
