@@ -46,6 +46,7 @@ _YARN = {
     "rope.scaling.yarn_beta_slow": 1.0,
 }
 _MINISTRAL = _YARN | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1}
+_LONG_ROPE: dict[str, Any] = {"rope.dimension_count": 3 * HEAD_DIM // 4, "rope.scaling.attn_factor": 1.2}
 _GRANITE = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 2.0}
 _LAST_IS_FULL = [(i + 1) % 4 != 0 for i in range(LAYERS)]
 _STAR_BIAS: Shapes = {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm", "attn_output", "ffn_down")} | {
@@ -146,6 +147,14 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "gemma4, shared": ("gemma4", _GEMMA4 | _PER_LAYER, _GEMMA4_KEYS | _SHARING, False),
     "gemma4, experts": ("gemma4", _GEMMA4 | _GEMMA4_EXPERTS, _GEMMA4_KEYS | _CHOICE | {"expert_feed_forward_length": _WIDTH}, False),
     "phi3": ("phi3", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _FUSED, {}, True),
+    "phi3, long": (
+        "phi3", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _FUSED,
+        _LONG_ROPE | {"rope.scaling.original_context_length": 32}, False,
+    ),
+    "phi3, short": (
+        "phi3", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _FUSED,
+        _LONG_ROPE | {"rope.scaling.original_context_length": 256}, False,
+    ),
     "starcoder2": ("starcoder2", _PRE | _SPLIT | _QKV_BIAS | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM, False),
     "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
     "qwen2, yarn": ("qwen2", _LLAMA | _QKV_BIAS, _YARN, True),
@@ -196,6 +205,8 @@ def write(path: Path, case: str) -> Path:
         whole["output_norm.bias"] = (HIDDEN,)
     if architecture == "gemma4":
         whole["rope_freqs.weight"] = (_WIDER // 2,)
+    if "rope.scaling.attn_factor" in keys:
+        whole |= {f"rope_factors_{length}.weight": (keys["rope.dimension_count"] // 2,) for length in ("long", "short")}
     if "inp_gate.weight" in layer:
         whole |= {
             "per_layer_token_embd.weight": (VOCAB, 16 * LAYERS), "per_layer_model_proj.weight": (16 * LAYERS, HIDDEN),
@@ -232,6 +243,8 @@ def make_weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if name == "rope_freqs.weight":  # a quarter of a head is rotated
         return np.where(np.arange(*shape) < shape[0] // 4, 1, 1e30).astype(np.float32)
+    if name.startswith("rope_factors"):
+        return (1 + (20 if "long" in name else 0.5) * np.abs(draw)).astype(np.float32)
     if "scale" in name:
         return (0.2 * draw + 1).astype(np.float32)
     if "gate_inp_shexp" in name:  # one row of a matrix

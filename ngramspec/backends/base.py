@@ -357,8 +357,8 @@ def check_supported(model: PreTrainedModel) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
-    for kind in kinds & {"dynamic", "longrope"}:
+    by_layer = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    for kind in ({rope.get("rope_type")} & {"dynamic"}) | (by_layer & {"dynamic", "longrope"}):  # "longrope" for all: `fix_angles`
         raise UnsupportedModelError(
             f"{name} uses {kind!r} rotary embeddings, whose angles depend on the whole batch, so that rows would not be independent"
         )

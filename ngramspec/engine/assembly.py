@@ -234,6 +234,8 @@ def _again(
     try:
         weight_map = WeightMap.from_json(found["recipe"])
         weight_map.check(source)
+        if not weight_map.suits_length(_longest(config, int(opened.config.get("max_position_embeddings") or 4096))):
+            return None
     except (KeyError, TypeError, ValueError):
         return None
     about = _About(
@@ -297,7 +299,7 @@ def _runner(
         check_memory(count_packed_bytes(source, plain), "cpu", loaded.name)
         options = _cpu_options(config, device, longest, progress, wait_for_code)
         wait_for_code("packing")
-        return CpuRunner(loaded.model, source, plain=plain, **options)
+        return CpuRunner(loaded.model, source, plain=plain, longest=longest, **options)
     from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
 
     return CudaRunner(
@@ -308,6 +310,7 @@ def _runner(
         kv_bytes=config.kv_memory,
         max_depth=config.spec_length + 1,
         memory_utilization=config.gpu_memory_utilization,
+        longest=longest,
         exact=device.exact,
         graphs=config.graphs,
         progress=progress,

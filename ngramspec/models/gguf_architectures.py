@@ -285,7 +285,10 @@ def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: s
 
 
 def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
-    """Return the names that tensors may have which the model does not use: keys and values of layers that have those of others."""
+    """Return the names of tensors that are no parameters: keys and values of layers that have those of others, numbers of the config."""
     n_shared = config.get("num_kv_shared_layers", 0)
     layers = range(config["num_hidden_layers"] - n_shared, config["num_hidden_layers"]) if n_shared else range(0)
-    return {f"blk.{i}.{stem}.weight" for i in layers for stem in ("attn_k", "attn_v", "attn_k_norm")} & file.tensors.keys()
+    names = {f"blk.{i}.{stem}.weight" for i in layers for stem in ("attn_k", "attn_v", "attn_k_norm")}
+    if (config.get("rope_parameters") or {}).get("rope_type") == "longrope":
+        names |= {configs.LONG_FACTORS, configs.SHORT_FACTORS}
+    return names & file.tensors.keys()

@@ -11,6 +11,7 @@ from typing import Any
 from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, SLIDING, GgufMetadata
 
 Config = dict[str, Any]
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE's frequencies
 SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
 
 
@@ -66,7 +67,15 @@ def read_partial(metadata: GgufMetadata, config: Config) -> Config:
 
 def read_phi3(metadata: GgufMetadata, config: Config) -> Config:
     """Read Phi-3's config. Its sliding window is left out, as in llama.cpp."""
-    return read_partial(metadata, config) | {
+    found = read_partial(metadata, config)
+    if metadata.has_tensor(LONG_FACTORS):
+        n = metadata.get_int("rope.dimension_count", config["head_dim"]) // 2
+        long, short = (metadata.read_numbers(name, n) for name in (LONG_FACTORS, SHORT_FACTORS))
+        found["rope_parameters"] |= {
+            "rope_type": "longrope", "long_factor": long, "short_factor": short,
+            "attention_factor": metadata.get_float("rope.scaling.attn_factor", 1.0),
+        }  # fmt: skip
+    return found | {
         "original_max_position_embeddings": metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
     }
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.gguf import Gguf, array_length, read_array
+from ngramspec.models.tensor_source import FileTensor, WeightFile
 
 # Most values of an array that is no vocabulary: such arrays have one value per layer.
 LONGEST = 4096
@@ -37,6 +40,17 @@ class GgufMetadata:
 
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
+
+    def read_numbers(self, name: str, n: int) -> list[float]:
+        """Read a tensor of n positive numbers. Raises UnsupportedModelError, ModelNotFoundError if the file is shorter."""
+        tensor = self.file.tensors.get(name)
+        if tensor is None or tensor.shape != (n,) or tensor.kind != "F32":
+            found = f"{tensor.kind} {list(tensor.shape)}" if tensor else "missing"
+            raise UnsupportedModelError(f"{self.file.path}: tensor {name} is {found}; accepted: F32 [{n}]")
+        numbers = FileTensor(kind="F32", shape=(n,), file=WeightFile(tensor.path), offset=tensor.offset).float32()
+        if not (np.isfinite(numbers) & (numbers > 0)).all():
+            raise UnsupportedModelError(f"{self.file.path}: tensor {name} has numbers that are not positive")
+        return [float(number) for number in numbers]
 
     def get_int(self, key: str, default: int | None = None) -> int:
         """Return an integer. Raises UnsupportedModelError if it is none, or not there without a default."""

@@ -323,6 +323,9 @@ class Reference:
         for name, buffer in self.model.named_buffers():
             if name in theirs and buffer.shape == theirs[name].shape:  # those that a file has, and angles that it scales
                 buffer.copy_(theirs[name])
+        for path, module in self.model.named_modules():
+            if hasattr(module, "rope_type"):
+                module.rope_type = model.get_submodule(path).rope_type  # `long_rope.fix_angles` may have chosen
         inside = {id(module) for layer in layers_of(self.model) for module in layer.modules()}
         self._fill([(path, module) for path, module in self.model.named_modules() if id(module) not in inside])
         set_attention(self.model, ATTENTION[kv_dtype])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ngramspec.backends.cpu.module_patch import ModulePatcher
 from ngramspec.backends.cpu.weight_map_reader import read_weight_map
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models import masks as model_attention
+from ngramspec.models.long_rope import fix_angles
 from ngramspec.models.parameters import make_params_source
 from ngramspec.models.reference import (
     ATTENTION,
@@ -66,6 +68,7 @@ class CpuRunner(LlamaRunner):
         max_seqs: int,
         max_rows: int,
         kv_bytes: int,
+        longest: int | None = None,
         max_blocks: int | None = None,
         precision: str = "auto",
         kv_dtype: str = "auto",
@@ -76,8 +79,9 @@ class CpuRunner(LlamaRunner):
     ) -> None:
         """Bind a model and compare it with transformers.
 
-        `source`: weights of a model on the "meta" device; None: the model has them. `plain`: weights as float32. `max_blocks`: upper bound
-        of the pool. The other arguments are those of `LlamaRunner`.
+        `source`: weights of a model on the "meta" device; None: the model has them. `plain`: weights as float32. `longest`: tokens of
+        the longest text, if `max_len` has room for drafts, too. `max_blocks`: upper bound of the pool. The other arguments are those of
+        `LlamaRunner`.
 
         Raises UnsupportedModelError, OutOfMemoryError, ModelNotFoundError if a file has changed.
         """
@@ -87,6 +91,7 @@ class CpuRunner(LlamaRunner):
         self._keep_states = False
         self._hook: RemovableHandle | None = None
         check_supported(model)
+        suitable_lengths = fix_angles(model, longest or max_len)
         in_memory = not any(p.is_meta for p in model.parameters())
         source = source or make_params_source(model)
         if in_memory and {p.dtype for p in model.parameters()} != {torch.float32}:
@@ -118,6 +123,8 @@ class CpuRunner(LlamaRunner):
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():
             self.weight_map = read_weight_map(model, source, self.shapes)
+            if self.weight_map is not None:
+                self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
             self._build_decoder(source, binder)
             if not in_memory:
                 small = Reference(model, source, self.kv_dtype)

@@ -98,6 +98,12 @@ class WeightMap:
     rotaries: list[Rotary]
     options: ModelOptions
     query_scale: QueryScale | None = None
+    suitable_lengths: tuple[int, int] | None = None
+    """Least and greatest maximum of a text's tokens for which the rotary embeddings are meant; None: all."""
+
+    def suits_length(self, max_len: int) -> bool:
+        """Return whether the rotary embeddings are meant for texts of up to `max_len` tokens."""
+        return self.suitable_lengths is None or self.suitable_lengths[0] <= max_len <= self.suitable_lengths[1]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"options": self.options._asdict()}

@@ -31,6 +31,7 @@ from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns,
 from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProduct
 from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, violation
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.models.long_rope import fix_angles
 from ngramspec.outputs import BLOCK, KEPT, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import SCORED_ROWS, Batch, Span, pack
 from ngramspec.sampling.sampler import Sampler
@@ -213,13 +214,15 @@ class CudaRunner(Runner):
         memory_utilization: float = 0.9,
         exact: bool = True,
         graphs: bool = True,
+        longest: int | None = None,
         max_blocks: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Bind a loaded model to the device.
 
         `kv_bytes`: memory for keys and values; None: what the largest pass leaves of `memory_utilization` of the device's memory.
-        `max_blocks`: upper bound of the pool. `max_depth`: deepest draft node. `exact` False: use the vendor's linear products.
+        `longest`: tokens of the longest text, if `max_len` has room for drafts, too. `max_blocks`: upper bound of the pool.
+        `max_depth`: deepest draft node. `exact` False: use the vendor's linear products.
 
         Raises UnsupportedModelError, OutOfMemoryError, MissingPackageError.
         """
@@ -232,6 +235,7 @@ class CudaRunner(Runner):
         self.limits = get_limits(self._device)
         self.timer = PassTimer(self._device)
         check_supported(model)
+        fix_angles(model, longest or max_len)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
         tokens, expected = self.adopt(model)
