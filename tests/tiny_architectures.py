@@ -26,6 +26,7 @@ _GATED: Shapes = {"ffn_gate.weight": (INNER, HIDDEN), "ffn_up.weight": (INNER, H
 _PLAIN: Shapes = {"ffn_up.weight": (INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER)}
 _FUSED: Shapes = {"ffn_up.weight": (2 * INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER)}
 _QKV_BIAS: Shapes = {"attn_q.bias": (_Q,), "attn_k.bias": (_KV,), "attn_v.bias": (_KV,)}
+_APART: Shapes = {"attn_q_norm.weight": (HEADS, HEAD_DIM), "attn_k_norm.weight": (KV_HEADS, HEAD_DIM)}
 _HEAD_NORMS: Shapes = {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
 
 
@@ -126,6 +127,9 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "exaone4": ("exaone4", _POST | _SPLIT | _OUT | _GATED | _HEAD_NORMS, {}, True),
     "cohere2": ("cohere2", _norms("attn_norm") | _SPLIT | _OUT | _GATED, _SWA | _LAYER_NORM | {"logit_scale": 0.5}, False),
     "command-r": ("command-r", _norms("attn_norm") | _SPLIT | _OUT | _GATED, _LAYER_NORM | {"logit_scale": 0.5}, False),
+    "command-r, normed heads": (  # which files with 64 layers have
+        "command-r", _norms("attn_norm") | _SPLIT | _OUT | _GATED | _APART, _LAYER_NORM | {"logit_scale": 0.5, "block_count": 64}, False,
+    ),
     "ernie4_5": ("ernie4_5", _LLAMA, {}, False),
     "hunyuan-dense": ("hunyuan-dense", _LLAMA | _HEAD_NORMS, {}, False),
     "arcee": ("arcee", _PRE | _SPLIT | _OUT | _PLAIN, {}, True),
@@ -214,7 +218,7 @@ def write(path: Path, case: str) -> Path:
         }  # fmt: skip
     if has_head:
         whole["output.weight"] = (VOCAB, HIDDEN)
-    layers = [_list_shapes(i, layer, keys) for i in range(LAYERS)]
+    layers = [_list_shapes(i, layer, keys) for i in range(keys.get("block_count", LAYERS))]
     for name, shape in {**whole, **{f"blk.{i}.{name}": shape for i, each in enumerate(layers) for name, shape in each.items()}}.items():
         weights = make_weights(name, shape)
         if case.endswith("mxfp4") and name.endswith("exps.weight"):
@@ -246,6 +250,8 @@ def make_weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name.startswith("rope_factors"):
         return (1 + (20 if "long" in name else 0.5) * np.abs(draw)).astype(np.float32)
     if "scale" in name:
+        return (0.2 * draw + 1).astype(np.float32)
+    if name.endswith("norm.weight"):
         return (0.2 * draw + 1).astype(np.float32)
     if "gate_inp_shexp" in name:  # one row of a matrix
         return (1.5 * shape[-1] ** -0.5 * draw).astype(np.float32)

@@ -24,7 +24,7 @@ SILU, GELU, PLAIN_GELU, SQUARED_RELU = "silu", "gelu", "plain gelu", "squared re
 EPS, SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, SOFTCAP, LOGIT_SCALE, LOGIT_SOFTCAP = range(7)
 
 
-N_ROTATED, INTERLEAVED, LATE_NORMS, PARALLEL = range(4)  # indices of `ModelOptions.form`
+N_ROTATED, INTERLEAVED, LATE_NORMS, PARALLEL, CENTRED_HEADS = range(5)  # indices of `ModelOptions.form`
 
 
 class LayerWeights(NamedTuple):
@@ -33,7 +33,7 @@ class LayerWeights(NamedTuple):
     norms: tuple[np.ndarray, np.ndarray] | None
     """[H] each, before attention and before the MLP; with the biases of a LayerNorm [2 · H]."""
     head_norms: tuple[np.ndarray, np.ndarray] | None
-    """The norms of queries and of keys: [D] each for every head, or [heads · D] for all together."""
+    """The norms of queries and of keys: [D] each for every head, or [heads · D] for all together, or for each its own."""
     window: int = 0
     """Keys that a query sees, its own among them; 0: all."""
     rotary: int = 0
@@ -71,6 +71,8 @@ class ModelOptions(NamedTuple):
     """Whether norms subtract the mean."""
     parallel: bool = False
     """Whether the MLP sees what attention sees."""
+    centred_heads: bool = False
+    """Whether norms of queries and keys subtract the mean of a head, and every head has weights of its own."""
 
     @property
     def numbers(self) -> np.ndarray:
@@ -84,13 +86,14 @@ class ModelOptions(NamedTuple):
 
     @property
     def form(self) -> np.ndarray:
-        """[4] int64, from N_ROTATED to PARALLEL."""
-        return np.array([self.n_rotated or self.head_dim, self.interleaved, self.late_norms, self.parallel], np.int64)
+        """[5] int64, from N_ROTATED to CENTRED_HEADS."""
+        rotated = self.n_rotated or self.head_dim
+        return np.array([rotated, self.interleaved, self.late_norms, self.parallel, self.centred_heads], np.int64)
 
     @property
     def turns_halves(self) -> bool:
-        """Whether rotary embeddings turn whole heads in halves, after norms."""
-        return not (self.n_rotated or self.interleaved or self.late_norms)
+        """Whether rotary embeddings turn whole heads in halves, after RMS norms."""
+        return not (self.n_rotated or self.interleaved or self.late_norms or self.centred_heads)
 
 
 def stack_norms(pairs: Sequence[tuple[np.ndarray, np.ndarray] | None], n: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu.formats import WIDTH
-from ngramspec.backends.cpu.llama_layers import EPS, INTERLEAVED, LATE_NORMS, N_ROTATED, Q
+from ngramspec.backends.cpu.llama_layers import CENTRED_HEADS, EPS, INTERLEAVED, LATE_NORMS, N_ROTATED, Q
 from ngramspec.backends.cpu.llama_pass import norm_heads, norm_row
 from ngramspec.backends.cpu.matmul import PANELS
 from ngramspec.datastore.code_cache import njit
@@ -54,6 +54,13 @@ def _rotate_heads(x, head_dim, cos, sin, n_rotated, interleaved):
 
 
 @njit(cache=True, nogil=True)
+def _centre_heads(x, head_dim, weight, eps):
+    """Norm heads x [n · D] in place, without their mean, each by its own part of weight [at least n · D]."""
+    for at in range(0, x.shape[0], head_dim):
+        layer_norm_row(x[at : at + head_dim], weight[at : at + head_dim], eps, x[at : at + head_dim])
+
+
+@njit(cache=True, nogil=True)
 def turn_heads(r, layer, shared):
     """Norm and rotate queries and keys of row r in place, in the form and order that the model's options say."""
     model = shared.model
@@ -63,7 +70,9 @@ def turn_heads(r, layer, shared):
     for i in range(2):
         first = i * matrices[7 * layer + Q, PANELS] * WIDTH
         heads = row[first : first + (model.pool[0].shape[2] if i else n_heads) * head_dim]
-        if head_norms.shape[0] and not form[LATE_NORMS]:
+        if form[CENTRED_HEADS]:
+            _centre_heads(heads, head_dim, head_norms[2 * layer + i], numbers[EPS])
+        elif head_norms.shape[0] and not form[LATE_NORMS]:
             norm_heads(heads, head_norms[2 * layer + i], numbers[EPS])
         if which >= 0:
             _rotate_heads(heads, head_dim, cos[which, at], sin[which, at], form[N_ROTATED], form[INTERLEAVED])

@@ -152,7 +152,10 @@ class WeightMap:
                 wanted.extend(_list_expert_shapes(layer.experts, source, hidden))
             wanted.extend((name, (hidden,)) for name in (*(layer.norms or ()), *(layer.post_norms or ())))
             heads = zip(layer.head_norms or (), (mixed, kv), strict=False)
-            wanted.extend((name, (n,) if source[name].shape == (n,) else (head_dim,)) for name, n in heads)
+            apart = self.options.centred_heads
+            wanted.extend(
+                (name, (n // head_dim, head_dim) if apart else (n,) if source[name].shape == (n,) else (head_dim,)) for name, n in heads
+            )
             wanted.append((layer.sinks, (n_heads,)))
         plain = [self.norm, *(name for layer in self.layers for name in (*(layer.norms or ()), *(layer.post_norms or ())))]
         wanted.extend((_name_bias(name), (hidden,)) for name in plain if self.options.layer_norm and _name_bias(name) in source)
@@ -160,6 +163,8 @@ class WeightMap:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
         pairs = [norms for layer in self.layers for norms in (layer.norms, layer.head_norms, layer.post_norms) if norms is not None]
+        if self.options.centred_heads and any(layer.head_norms is None for layer in self.layers):
+            raise ValueError("heads without norms")
         alike = {(layer.sinks is None, layer.norms is None, layer.head_norms is None, layer.post_norms is None) for layer in self.layers}
         turned = all(NO_ROTARY <= layer.rotary < len(self.rotaries) for layer in self.layers)
         n_rotated = {2 * len(each.frequencies) for each in self.rotaries}
@@ -232,7 +237,7 @@ class WeightMap:
             return context.select_rows(whole, name.first, name.end) if name.end else whole
 
         def norm(name: str) -> np.ndarray:
-            weights = source[name].float32()
+            weights = source[name].float32().reshape(-1)
             if self.options.layer_norm and _name_bias(name) in source:
                 return np.concatenate([weights, source[_name_bias(name)].float32()])
             return weights + np.float32(self.norm_offset) if self.norm_offset else weights

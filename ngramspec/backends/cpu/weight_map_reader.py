@@ -89,6 +89,11 @@ def _describe_norm(module: nn.Module) -> _Norm | None:
     return None if found is None else _Norm(found[2], 0.0, subtracts_mean=True)
 
 
+def _is_centred(norm: nn.Module | None) -> bool:
+    """Return whether a norm of queries or keys subtracts the mean, with weights [heads, D], as Cohere's do."""
+    return norm is not None and type(norm).__name__.endswith("LayerNorm") and getattr(norm, "weight", torch.empty(0)).ndim == 2
+
+
 def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary] | None:
     """Return the rotary embeddings by the type of their layers ("" if there is one for all); None for another kind of them."""
     if module is None:
@@ -154,6 +159,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
         n_rotated=n_rotated.pop() % head_dim, interleaved=_is_interleaved(model, rotaries, head_dim), layer_norm=norm.subtracts_mean,
         late_norms=hasattr(attentions[0], _LATE_NORMS[0]), parallel=not hasattr(base.layers[0], "post_attention_layernorm"),
+        centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0], None)),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0),
     )  # fmt: skip
 
@@ -183,9 +189,12 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     attention = _map_projections(parts, f"{path}.self_attn", names, o.in_features, kv)
     if parts or attention is None:
         return None
-    if any(heads) and not all(isinstance(norm, fused_ops.RMSNorm) for norm in heads):
+    centred = [each for each in heads if _is_centred(each)]
+    if centred and [tuple(norm.weight.shape) for norm in centred] != [(n // attn.head_dim, attn.head_dim) for n in (o.in_features, kv)]:
         return None
-    if any(heads) and [len(norm.weight) for norm in heads] not in ([attn.head_dim] * 2, [o.in_features, kv]):
+    if any(heads) and not centred and not all(isinstance(norm, fused_ops.RMSNorm) for norm in heads):
+        return None
+    if any(heads) and not centred and [len(norm.weight) for norm in heads] not in ([attn.head_dim] * 2, [o.in_features, kv]):
         return None
     if not isinstance(getattr(attn, "scaling", None), float) or not hasattr(attn, "head_dim"):
         return None
@@ -193,6 +202,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     if layer_type == "full_attention":
         window = None
     of_layer_norms = {f"{name}.{kind}" for name in of_norms for kind in ("weight", "bias")}
+    of_layer_norms |= {f"self_attn.{name}.weight" for name in head_names} if centred else set()
     if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"} - of_layer_norms:
         return None
     inside: list[MatrixName] | None = []

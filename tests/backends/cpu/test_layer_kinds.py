@@ -84,6 +84,7 @@ COMPILED = (
     "arcee",
     "starcoder2",
     "cohere",
+    "cohere, normed heads",
     "cohere2",
     "qwen3_moe",
     "qwen2_moe",
