@@ -180,14 +180,18 @@ def open_passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = Fa
     """
     import llama_cpp
 
+    room = 256  # for a model with recurrent layers, which forgets nothing
     model = llama_cpp.Llama(
-        gguf, n_ctx=max_len, n_batch=512, n_threads=threads, n_threads_batch=threads, logits_all=every_logit, verbose=False
+        gguf, n_ctx=max_len + room, n_batch=512, n_threads=threads, n_threads_batch=threads, logits_all=every_logit, verbose=False
     )
-    some = [(100 + 7919 * n) % model.n_vocab() for n in range(max_len)]
+    some = [(100 + 7919 * n) % model.n_vocab() for n in range(max_len + room)]
+    forgets = not (llama_cpp.llama_model_is_hybrid(model.model) or llama_cpp.llama_model_is_recurrent(model.model))
     streams = {}
 
     def evaluate(start: int, end: int) -> float:
-        """Milliseconds of the tokens from `start` on, after those before it; what came later is forgotten."""
+        """Milliseconds of the tokens from `start` on, after those before it; what came later is forgotten, if the model can."""
+        if start and not forgets:
+            start, end = model.n_tokens, model.n_tokens + end - start
         model.n_tokens = start
         began = time.perf_counter()
         model.eval(some[start:end])
@@ -198,6 +202,8 @@ def open_passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = Fa
         prefill_ms = evaluate(0, prefill)
         if prefill < context:
             evaluate(prefill, context)
+        elif not forgets:
+            evaluate(0, context)
         evaluate(context, context + 1)  # the first pass after a long one finds other things in the processor's caches
         return {"rows": {n: evaluate(context, context + n) for n in rows}, "prefill": prefill_ms}
 
