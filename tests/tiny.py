@@ -59,6 +59,21 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
+    "qwen3_5_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"] * 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+        },
+    },
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {

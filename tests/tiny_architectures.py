@@ -95,6 +95,18 @@ _GEMMA4_EXPERTS: Shapes = _norms("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_
     "ffn_gate_up_exps.weight": (_N_EXPERTS, 2 * _WIDTH, HIDDEN), "ffn_down_exps.weight": (_N_EXPERTS, HIDDEN, _WIDTH),
 }  # fmt: skip
 
+_STATE, _KEY_HEADS = 16, 2  # numbers of a head of keys and of values, heads of keys
+_RECURRENT: Shapes = {
+    "attn_qkv.weight": (2 * _KEY_HEADS * _STATE + _Q, HIDDEN), "ssm_conv1d.weight": (2 * _KEY_HEADS * _STATE + _Q, 4),
+    "attn_gate.weight": (_Q, HIDDEN),
+    "ssm_dt.bias": (HEADS,), "ssm_a": (HEADS,), "ssm_beta.weight": (HEADS, HIDDEN), "ssm_alpha.weight": (HEADS, HIDDEN),
+    "ssm_norm.weight": (_STATE,), "ssm_out.weight": (HIDDEN, _Q),
+}  # fmt: skip
+_GATED_ATTENTION: Shapes = _SPLIT | {"attn_q.weight": (2 * _Q, HIDDEN)} | _OUT | _HEAD_NORMS
+_SSM = {
+    "ssm.conv_kernel": 4, "ssm.inner_size": _Q, "ssm.state_size": _STATE, "ssm.time_step_rank": HEADS, "ssm.group_count": _KEY_HEADS,
+    "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0],
+}  # fmt: skip
 # By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "llama": ("llama", _LLAMA, {}, True),
@@ -181,6 +193,16 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         "qwen2moe", _ATTENTION | _QKV_BIAS | _EXPERTS | _SHARED,
         _CHOICE | {"expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": INNER}, True,
     ),
+    "qwen35": ("qwen35", _norms("attn_norm", "post_attention_norm") | _GATED_ATTENTION | _RECURRENT | _GATED, _WIDE | _SSM, True),
+    "qwen35, as many heads": (
+        "qwen35",
+        _norms("attn_norm", "post_attention_norm")
+        | _GATED_ATTENTION
+        | _RECURRENT
+        | {f"{name}.weight": (3 * _Q, n) for name, n in (("attn_qkv", HIDDEN), ("ssm_conv1d", 4))}
+        | _GATED,
+        _WIDE | _SSM | {"ssm.group_count": HEADS}, False,
+    ),
     "qwen3moe": (
         "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
     ),
@@ -218,7 +240,7 @@ def write(path: Path, case: str) -> Path:
         }  # fmt: skip
     if has_head:
         whole["output.weight"] = (VOCAB, HIDDEN)
-    layers = [_list_shapes(i, layer, keys) for i in range(keys.get("block_count", LAYERS))]
+    layers = [_list_shapes(architecture, i, layer, keys) for i in range(keys.get("block_count", LAYERS))]
     for name, shape in {**whole, **{f"blk.{i}.{name}": shape for i, each in enumerate(layers) for name, shape in each.items()}}.items():
         weights = make_weights(name, shape)
         if case.endswith("mxfp4") and name.endswith("exps.weight"):
@@ -233,12 +255,15 @@ def write(path: Path, case: str) -> Path:
     return path
 
 
-def _list_shapes(i: int, layer: Shapes, keys: dict[str, Any]) -> Shapes:
-    """Return the tensors of one layer, of which Gemma 4 has several sorts."""
+def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any]) -> Shapes:
+    """Return the tensors of one layer, of which Gemma 4 and hybrids have several sorts."""
     if "layer_output_scale.weight" in layer and not _LAST_IS_FULL[i]:
         layer = {name: shape for name, shape in layer.items() if name != "attn_v.weight"} | _GLOBAL
     if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] != INNER:
         layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
+    if architecture == "qwen35":  # every fourth layer is attention
+        others = _RECURRENT if i % 4 == 3 else _GATED_ATTENTION
+        layer = {name: shape for name, shape in layer.items() if name not in others}
     return layer
 
 
@@ -255,6 +280,8 @@ def make_weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return (0.2 * draw + 1).astype(np.float32)
     if "gate_inp_shexp" in name:  # one row of a matrix
         return (1.5 * shape[-1] ** -0.5 * draw).astype(np.float32)
+    if name.endswith("ssm_a"):
+        return -np.exp(draw).astype(np.float32)
     if len(shape) == 1:
         return (0.2 * draw + name.endswith("norm.weight")).astype(np.float32)
     return (draw * (1.0 if name.startswith("token_embd") else 1.5 * shape[-1] ** -0.5)).astype(np.float32)

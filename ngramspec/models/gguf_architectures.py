@@ -26,9 +26,9 @@ class TensorUse(NamedTuple):
 
     tensor: str
     rule: str = "same"
-    """One of `start_cache.RULES`, or "interleaved", or "in turns": outputs of `tensor` and `other`, which are the last dimension."""
+    """One of `start_cache.RULES`, "interleaved", "repeated", or "in turns": outputs of `tensor` and `other`, the last dimension."""
     heads: int = 0
-    """Heads of an interleaving rule."""
+    """Heads of an interleaving rule, or value heads per key head where those of keys are repeated."""
     first: int = 0
     """The first row that belongs to the parameter."""
     end: int = 0
@@ -66,6 +66,11 @@ _EXPERTS = {
 _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")} | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
 }
+_LINEAR_ATTENTION = {
+    "attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a", "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt_bias", "ssm_a": "A_log", "ssm_norm": "norm", "ssm_out": "out_proj",
+}  # fmt: skip
+_OWN_NAMES = ("A_log", "dt_bias")  # parameters that are not a module's weight or bias
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
@@ -218,6 +223,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen2_moe", layer=_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT, configure=configs.read_qwen2moe
     ),
     "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text",
+        layer={"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        | _ATTENTION
+        | _HEAD_NORMS
+        | _MLP
+        | {stem: f"linear_attn.{name}" for stem, name in _LINEAR_ATTENTION.items()},
+        rules=_SHIFTED | {"ssm_a": "log of negative", "attn_qkv": "repeated", "ssm_conv1d": "repeated"},
+        configure=configs.read_qwen35,
+    ),
     "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_qwen3moe),
     "seed_oss": Architecture(
         model_type="seed_oss",
@@ -234,11 +249,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # ------------------------------------------------------------------ tensors
 
-_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias|scale)")
+_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+?)(?:\.(?P<kind>weight|bias|scale))?")
 
 
 def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
-    """Return which tensor each parameter is made of; tensors that no parameter needs are left out."""
+    """Return which tensor each parameter is made of; tensors that no parameter needs are left out.
+
+    Layers behind the last one are heads that predict further tokens: they have no parameters.
+    """
     row, uses = get_architecture(file), {}
     for tensor in file.tensors.values():
         if (found := _TENSOR.fullmatch(tensor.name)) is not None:
@@ -260,7 +278,8 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
         other = f"blk.{layer}.ffn_up_exps.{kind}" if stem == "ffn_gate_exps" else ""
         use = _make_use(row, config, tensor.name, stem, kind)
         return {path if kind == "weight" else f"{path}_bias": use._replace(other=other)}
-    return {f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
+    own = path.rpartition(".")[2] in _OWN_NAMES
+    return {path if own else f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
 
 
 def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str, first: int = 0, end: int = 0) -> TensorUse:
@@ -268,6 +287,9 @@ def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str
     if rule == "transposed" and kind == "bias":
         rule = "same"
     heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"] if rule == "interleaved" else 0
+    if rule == "repeated":
+        heads = config["linear_key_repeats"]
+        rule = rule if heads > 1 else "same"
     return TensorUse(name, rule, heads, first, end)
 
 
@@ -292,3 +314,9 @@ def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
     if (config.get("rope_parameters") or {}).get("rope_type") == "longrope":
         names |= {configs.LONG_FACTORS, configs.SHORT_FACTORS}
     return names & file.tensors.keys()
+
+
+def is_prediction_head(tensor: str, n_layers: int) -> bool:
+    """Return whether a tensor belongs to a layer behind the model's last one: a head that predicts further tokens."""
+    found = _TENSOR.match(tensor)
+    return found is not None and found["layer"] is not None and int(found["layer"]) >= n_layers

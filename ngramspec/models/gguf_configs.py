@@ -182,6 +182,24 @@ def read_gpt_oss(metadata: GgufMetadata, config: Config) -> Config:
     }  # fmt: skip
 
 
+def read_qwen35(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Qwen3.5's config. Its rotary embedding has three parts for images, which are the same for text.
+
+    Where there are more heads of values than of keys, the model gets as many of both, with those of keys repeated: see `RepeatedTensor`.
+    """
+    n_heads, n_inner = metadata.get_int("ssm.time_step_rank"), metadata.get_int("ssm.inner_size")
+    if n_heads < 1 or n_inner % n_heads:
+        raise metadata.make_refusal("ssm.inner_size", n_inner, f"a multiple of ssm.time_step_rank, {n_heads}")
+    if (n_keys := metadata.get_int("ssm.group_count")) < 1 or n_heads % n_keys:
+        raise metadata.make_refusal("ssm.group_count", n_keys, f"a divisor of ssm.time_step_rank, {n_heads}")
+    return read_partial(metadata, config) | {
+        "layer_types": metadata.get_recurrent_layers(4), "linear_conv_kernel_dim": metadata.get_int("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.get_int("ssm.state_size"), "linear_value_head_dim": n_inner // n_heads,
+        "linear_num_key_heads": n_heads, "linear_num_value_heads": n_heads, "linear_key_repeats": n_heads // n_keys,
+        "attention_bias": metadata.has_tensor(f"blk.{metadata.n_layers - 1}.attn_q.bias"),
+    }  # fmt: skip
+
+
 def read_gemma(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 

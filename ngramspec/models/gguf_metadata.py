@@ -17,7 +17,7 @@ from ngramspec.models.tensor_source import FileTensor, WeightFile
 
 # Most values of an array that is no vocabulary: such arrays have one value per layer.
 LONGEST = 4096
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 FREQ_BASE = 10000.0  # llama.cpp's default of rope.freq_base
 
 
@@ -99,6 +99,16 @@ class GgufMetadata:
         else:
             slides = [bool(value) for value in values[: self.n_layers]]
         return [SLIDING if each else FULL for each in slides]
+
+    def get_recurrent_layers(self, period: int) -> list[str]:
+        """Return each layer's type: without a list in the file, every layer whose number `period` divides is attention."""
+        values = self._get_array(key := "attention.recurrent_layers")
+        if values is None:
+            period = self.get_int("full_attention_interval", period)
+            values = [(i + 1) % max(1, period) != 0 for i in range(self.n_layers)]
+        elif len(values) < self.n_layers:
+            raise self.make_refusal(key, values, f"{self.n_layers} truth values")
+        return [LINEAR if each else FULL for each in values[: self.n_layers]]
 
     def get_rope(self, base_key: str = "rope.freq_base", *, scaled: bool = True) -> dict[str, Any]:
         """Return transformers' `rope_parameters`. `scaled`: whether the file's scaling applies. Raises UnsupportedModelError."""

@@ -35,12 +35,21 @@ from ngramspec.models.expert_weights import join_experts, transpose_experts
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import TensorUse
 from ngramspec.models.smollm2 import smollm2_gguf
-from ngramspec.models.tensor_source import KINDS, ComputedTensor, FileTensor, StoredTensor, TensorSource, WeightFile, interleaved_rows
+from ngramspec.models.tensor_source import (
+    KINDS,
+    ComputedTensor,
+    FileTensor,
+    RepeatedTensor,
+    StoredTensor,
+    TensorSource,
+    WeightFile,
+    interleaved_rows,
+)
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 4  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 5  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
@@ -53,6 +62,7 @@ RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": lambda x: x,
     "minus one": lambda x: x - 1,
     "transposed": lambda x: x.T,
+    "log of negative": lambda x: np.log(-x.astype(np.float64)),
 }
 
 
@@ -283,6 +293,11 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
         at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
         plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *plain.shape[1:]), file=plain.file, offset=at)
     there = (*plain.shape[:-2], *plain.shape[:-3:-1]) if rule == "transposed" else plain.shape
+    if rule == "repeated":
+        n_added = shape[0] - there[0]
+        if shape[-1] == there[-1] and n_added > 0 and n_added % (2 * (use.heads - 1)) == 0:
+            plain = FileTensor(kind=plain.kind, shape=(there[0], *shape[1:]), file=plain.file, offset=plain.offset)
+            return RepeatedTensor(kind=plain.kind, shape=shape, stored=plain, times=use.heads)
     if [n for n in there if n > 1] != [n for n in shape if n > 1]:
         raise UnsupportedModelError(
             f"{file.path}: config and weights disagree: {use.tensor} is {list(there)} in the file and {list(shape)} by the config"

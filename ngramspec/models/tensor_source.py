@@ -122,6 +122,39 @@ class ComputedTensor(StoredTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RepeatedTensor(StoredTensor):
+    """Rows of queries [n], keys [n] and values, with the first two n repeated `times` times each, one round after the other.
+
+    So GGUF's order of value heads, whose i-th belongs to key head i mod n, is that of a model with as many heads of both.
+    """
+
+    stored: StoredTensor
+    times: int
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        n, rows = (self.shape[0] - self.stored.shape[0]) // (2 * (self.times - 1)), np.arange(first, end)
+        part = np.minimum(rows // (n * self.times), 2)
+        within = rows - part * n * self.times
+        order = part * n + np.where(part < 2, within % n, within)
+        found = np.empty((end - first, self.row_bytes), np.uint8)
+        for at in range(0, end - first, n):
+            some = order[at : at + n]
+            if len(some):
+                lowest = int(some.min())
+                found[at : at + n] = self.stored.rows(lowest, int(some.max()) + 1)[some - lowest]
+        return found
+
+
+def drop_repeats(stored: StoredTensor) -> StoredTensor:
+    """Return the tensor without the repeats of a `RepeatedTensor`."""
+    if isinstance(stored, RepeatedTensor):
+        return stored.stored
+    if isinstance(stored, Q8Tensor) and isinstance(stored.stored, RepeatedTensor):
+        return Q8Tensor(kind=stored.kind, shape=stored.stored.stored.shape, stored=stored.stored.stored)
+    return stored
+
+
+@dataclass(frozen=True, kw_only=True)
 class Q8Tensor(StoredTensor):
     """The rows of another tensor in Q8_0, rounded as GGML does."""
 

@@ -19,8 +19,8 @@ from transformers.activations import GELUTanh
 from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import GELU, PLAIN_GELU, SILU, SQUARED_RELU
-from ngramspec.backends.cpu.llama_pass import norm_row
 from ngramspec.backends.cpu.matmul import CpuProduct
+from ngramspec.backends.cpu.norms import norm_row
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.hf_modules import get_rms_norm
 from ngramspec.sampling.numeric import compute_gelu, exp

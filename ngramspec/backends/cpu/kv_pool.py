@@ -44,6 +44,11 @@ def move_all(keys, values, tables, slots, starts, ends, paths):
         _move(keys[layer], values[layer], tables, slots, starts, ends, paths)
 
 
+NO_STATES = tuple(
+    np.zeros((0,) * n, np.int64 if n == 2 else np.float32) for n in (2, 6, 5, 5, 5, 2, 6, 5)
+)  # what a pool without recurrent layers has in place of `recurrent_pool.RecurrentPool.states`
+
+
 class KVPool(BlockTables):
     """Block tables with their memory: per layer one array of keys and one of values (see `attention`).
 
@@ -73,6 +78,11 @@ class KVPool(BlockTables):
             raise OutOfMemoryError(
                 f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype) >> 20} MiB) does not fit in memory"
             ) from e
+
+    @property
+    def states(self) -> tuple[np.ndarray, ...]:
+        """The states of recurrent layers."""
+        return NO_STATES
 
     @staticmethod
     def block_bytes(shapes: list[tuple[int, int]], dtype: type[np.generic] = np.float32) -> int:
@@ -108,7 +118,11 @@ class KVPool(BlockTables):
         assert all(start >= self.registered[slot] * BLOCK for slot, start, _ in kept), "a registered block is not written"
         slots, starts, paths = zip(*kept, strict=True)
         ends = np.cumsum([len(path) for path in paths])
-        which = self.tables, np.array(slots, np.int64), np.array(starts, np.int64), ends, np.concatenate(paths, dtype=np.int64)
+        self.move(np.array(slots, np.int64), np.array(starts, np.int64), ends, np.concatenate(paths, dtype=np.int64))
+
+    def move(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
+        """Move keys and values as `backends.base.NativeForward.keep_paths` says."""
+        which = self.tables, slots, starts, ends, positions
         if self.all_keys is not None:
             move_all(self.all_keys, self.all_values, *which)
         else:

@@ -16,6 +16,7 @@ import numpy as np
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.codegen.intrinsics import find_address
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
+from ngramspec.backends.cpu.gated_delta import gather_inputs, run_recurrent
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_layers import (
     DOWN,
@@ -25,15 +26,18 @@ from ngramspec.backends.cpu.llama_layers import (
     LayerWeights,
     ModelOptions,
     Q,
+    RecurrentOptions,
     V,
     describe_experts,
     stack_norms,
 )
 from ngramspec.backends.cpu.llama_pass import (
     EXPERTS,
+    GATE_ROW,
     HEADS,
     NORM,
     PARTS,
+    RECURRENT,
     CompiledModel,
     CompiledPass,
     SharedPass,
@@ -47,7 +51,7 @@ from ngramspec.backends.cpu.llama_pass import (
     run_experts,
     run_thread,
 )
-from ngramspec.backends.cpu.llama_variants import layer_norm_row, turn_heads
+from ngramspec.backends.cpu.llama_variants import gate_row, layer_norm_row, turn_heads
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.threads import make_counters
@@ -76,6 +80,8 @@ class _Buffers(NamedTuple):
     arrays: tuple[np.ndarray, ...]
     """They stand in the order in which `run_thread` unpacks them."""
     pairs: moe.PairBuffers
+    gates: np.ndarray
+    """[n_rows, heads · D], or [0, 0] without gates."""
 
 
 class LlamaDecoder:
@@ -103,7 +109,10 @@ class LlamaDecoder:
         self.hidden, self._angles, self._query_scales = embedding.weight.n_in, angles, query_scales
         self.vocab_size = head.weight.n_out
         mixed = [layer.experts for layer in layers if layer.experts]
-        self.matrices = [*(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), embedding, head]
+        self._recurrent, more = _describe_recurrent(layers, options.recurrent)
+        self.matrices = [
+            *(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), *more, embedding, head,
+        ]  # fmt: skip
         none = np.zeros(MATRIX, np.int64)
         of_layers = [[m.fields for m in layer.matrices] for layer in layers]
         for fields in of_layers:
@@ -124,7 +133,7 @@ class LlamaDecoder:
             [
                 kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0,
                 kernels.get_activation(options.activation), unpack,
-                kernels.get_gated_activation(mixed[0].activation) if mixed else 0, 0, 0, 0,
+                kernels.get_gated_activation(mixed[0].activation) if mixed else 0, 0, 0, 0, 0, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -177,7 +186,8 @@ class LlamaDecoder:
         tokens, values = np.empty((threads, len(wanted), n_best), np.int32), np.empty((threads, len(wanted), n_best), np.float32)
         fine, greedy = np.empty((threads, len(wanted)), np.bool_), np.empty(len(wanted), np.int32)
         rows = (
-            batch.input_ids, wanted, batch.items, batch.tables, batch.positions, batch.bases, batch.paths, batch.blocks, batch.offsets,
+            batch.input_ids, wanted, batch.items, batch.owners, batch.tables, batch.positions, batch.bases, batch.paths, batch.blocks,
+            batch.offsets, batch.parents, batch.roots, batch.ends,
         )  # fmt: skip
         left = logits, kept, tokens, values, fine, greedy
         if self._pass is None:
@@ -194,6 +204,10 @@ class LlamaDecoder:
             self._run_thread = find_address(run_thread, 0, self._shared)
             if len(self._experts[1]):
                 self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
+            if len(self._recurrent[3]):
+                self._functions[RECURRENT] = find_address(run_recurrent, 0, 0, self._shared)
+            if self.options.gated:
+                self._functions[GATE_ROW] = find_address(gate_row, 0, self._shared)
             if not self.options.turns_halves:
                 self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
             if self.options.layer_norm:
@@ -207,7 +221,7 @@ class LlamaDecoder:
         """Make a pass through all layers whose arrays are filled in later."""
         n_layers, none = len(self.layers), np.empty((0, 0), np.int32)
         ids, line, logits, cube = np.empty(0, np.int64), np.empty(0, np.int32), np.empty((0, 0), np.float32), np.empty((0, 0, 0), np.int32)
-        rows = ids, ids, none, none, line, line, none, line, line
+        rows = ids, ids, none, line, none, line, line, none, line, line, line, line, line
         left = logits, np.empty((0, self.hidden), np.float32), cube, cube.astype(np.float32), none.astype(np.bool_), line
         new: CompiledPass = make_compiled_pass(0, n_layers, True, self.vocab_size, make_counters(count_parts(n_layers)), *rows, *left)
         return new
@@ -226,16 +240,17 @@ class LlamaDecoder:
                 self._matrices, self.context.tables, norms, (self._windows, self._rotary, self.options.form),
                 self.options.numbers, self._functions, self._angles_so_far, self._scales, self._experts, self._sinks,
             )  # fmt: skip
-            self._model, self._model_of = (
-                make_compiled_model(weights, (pool.all_keys, pool.all_values), (*self._buffers.arrays, self._buffers.pairs)),
-                of,
-            )
+            which, kv_layers, *of_recurrent = self._recurrent
+            recurrent = which, kv_layers, self._buffers.gates, *of_recurrent, pool.states
+            work = *self._buffers.arrays, self._buffers.pairs
+            self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, recurrent), of
         return self._model
 
     def _ensure_buffers(self, n_rows: int) -> None:
         if self._buffers is None or self._buffers.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
             layer, n_heads, head_dim = self.layers[0].matrices, self.options.n_heads, self.options.head_dim
+            inputs = max(sum(each.matrices[i].weight.n_panels for i in (Q, K, V)) + _count_gates(each) for each in self.layers)
             dense = [each.matrices[GATE].weight.n_panels for each in self.layers if len(each.matrices) > GATE]
 
             def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
@@ -248,12 +263,13 @@ class LlamaDecoder:
             heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
             arrays = (
                 zeros(self.hidden), zeros(layer[OUT].weight.n_panels * WIDTH), zeros(wide), zeros(2, codes, dtype=np.int8),
-                zeros(2, codes // DEPTH, 4), zeros(sum(layer[i].weight.n_panels for i in (Q, K, V)) * WIDTH),
+                zeros(2, codes // DEPTH, 4), zeros(inputs * WIDTH),
                 zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
                 zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
             )  # fmt: skip
             layers_of_experts = [each.experts for each in self.layers if each.experts]
-            self._buffers = _Buffers(n, arrays, moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)))
+            gates = zeros(n_heads * head_dim) if self.options.gated else np.zeros((0, 0), np.float32)
+            self._buffers = _Buffers(n, arrays, moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)), gates)
 
     def _ensure_angles(self, n_positions: int) -> None:
         while (n := self._angles_so_far[0].shape[1]) < n_positions:
@@ -276,6 +292,42 @@ class LlamaDecoder:
 def count_parts(n_layers: int) -> int:
     """Return the number of parts of a pass through `n_layers` layers."""
     return PARTS * n_layers + 4
+
+
+def _count_gates(layer: LayerWeights) -> int:
+    """Return the panels of what a recurrent layer has besides three matrices of inputs."""
+    return layer.recurrent.decay_gate.weight.n_panels if layer.recurrent else 0
+
+
+def _describe_recurrent(layers: Sequence[LayerWeights], options: RecurrentOptions | None) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
+    """Return what `gated_delta` reads of the recurrent layers, R of L, and their matrices that are not among a layer's seven.
+
+    The arrays: number among the recurrent layers [L], -1 for others; number among the layers with attention [L]; options [5]; fields of
+    the fourth matrix of inputs [R, MATRIX]; convolutions by heads of keys [R, K heads, 4, inputs]; decays and their biases [R, 2, heads];
+    norms [R, V].
+    """
+    found = [layer.recurrent for layer in layers if layer.recurrent]
+    is_recurrent = np.array([layer.recurrent is not None for layer in layers])
+    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (is_recurrent, ~is_recurrent))
+    numbers = np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
+    more = [each.decay_gate for each in found]
+
+    def stack_arrays(arrays: list[np.ndarray], *empty: int) -> np.ndarray:
+        return np.stack(arrays).astype(np.float32) if arrays else np.zeros((0, *empty), np.float32)
+
+    fields = np.stack([m.fields for m in more]) if more else np.zeros((0, MATRIX), np.int64)
+    rates = stack_arrays([np.stack([each.decay, each.decay_bias]) for each in found], 2, 0)
+    conv = [np.stack([_gather_taps(each.conv, head, options) for head in range(options.n_key_heads)]) for each in found if options]
+    return (which, kv_layers, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays([each.norm for each in found], 0)), more
+
+
+def _gather_taps(conv: np.ndarray, head: int, options: RecurrentOptions) -> np.ndarray:
+    """Return the convolution's factors [4, inputs] of what a head of keys and its heads of values see."""
+    n_groups = options.n_value_heads // options.n_key_heads
+    taps = np.empty((len(conv), 2 * options.key_dim + n_groups * options.value_dim), np.float32)
+    for t, factors in enumerate(conv):
+        gather_inputs(factors, head, np.array(options, np.int64), n_groups, taps[t])
+    return taps
 
 
 def _round_up(n: int) -> int:

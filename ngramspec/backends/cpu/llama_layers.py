@@ -24,12 +24,44 @@ SILU, GELU, PLAIN_GELU, SQUARED_RELU = "silu", "gelu", "plain gelu", "squared re
 EPS, SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, SOFTCAP, LOGIT_SCALE, LOGIT_SOFTCAP = range(7)
 
 
-N_ROTATED, INTERLEAVED, LATE_NORMS, PARALLEL, CENTRED_HEADS = range(5)  # indices of `ModelOptions.form`
+N_ROTATED, INTERLEAVED, LATE_NORMS, PARALLEL, CENTRED_HEADS, GATED = range(6)  # indices of `ModelOptions.form`
+
+
+class RecurrentWeights(NamedTuple):
+    """What a recurrent layer (`gated_delta`) has besides the matrices of its inputs q, k, v and of its gates z and b."""
+
+    decay_gate: Matrix
+    """a, [V heads, hidden]."""
+    conv: np.ndarray
+    """[4, channels] float32: factors of the earliest token's input to the token's own."""
+    decay: np.ndarray
+    """[V heads] float32, negative: factor in the exponent of what remains of the state."""
+    decay_bias: np.ndarray
+    """[V heads]"""
+    norm: np.ndarray
+    """[V]: of every head's output."""
+
+
+class RecurrentOptions(NamedTuple):
+    n_key_heads: int
+    n_value_heads: int
+    key_dim: int
+    value_dim: int
+    tiled: bool = False
+    """Whether the i-th value head belongs to key head i mod n, instead of to the one that its group has."""
+
+    @property
+    def n_channels(self) -> int:
+        """Inputs of a convolution: queries, keys and values."""
+        return 2 * self.n_key_heads * self.key_dim + self.n_value_heads * self.value_dim
 
 
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
-    """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone."""
+    """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone.
+
+    A recurrent layer has the matrices of its convolution's input, of z and of b in place of Q, K and V.
+    """
     norms: tuple[np.ndarray, np.ndarray] | None
     """[H] each, before attention and before the MLP; with the biases of a LayerNorm [2 · H]."""
     head_norms: tuple[np.ndarray, np.ndarray] | None
@@ -43,6 +75,7 @@ class LayerWeights(NamedTuple):
     """[H] of attention: logits of what goes to no key."""
     post_norms: tuple[np.ndarray, np.ndarray] | None = None
     """[H] each, of what attention and MLP compute."""
+    recurrent: RecurrentWeights | None = None
 
 
 class ModelOptions(NamedTuple):
@@ -73,6 +106,10 @@ class ModelOptions(NamedTuple):
     """Whether the MLP sees what attention sees."""
     centred_heads: bool = False
     """Whether norms of queries and keys subtract the mean of a head, and every head has weights of its own."""
+    gated: bool = False
+    """Whether every head's query is followed by a gate, whose sigmoid multiplies what the head attends to."""
+    recurrent: RecurrentOptions | None = None
+    """What the recurrent layers have in common, if there are any."""
 
     @property
     def numbers(self) -> np.ndarray:
@@ -86,23 +123,23 @@ class ModelOptions(NamedTuple):
 
     @property
     def form(self) -> np.ndarray:
-        """[5] int64, from N_ROTATED to CENTRED_HEADS."""
-        rotated = self.n_rotated or self.head_dim
-        return np.array([rotated, self.interleaved, self.late_norms, self.parallel, self.centred_heads], np.int64)
+        """[6] int64, from N_ROTATED to GATED."""
+        flags = self.interleaved, self.late_norms, self.parallel, self.centred_heads, self.gated
+        return np.array([self.n_rotated or self.head_dim, *flags], np.int64)
 
     @property
     def turns_halves(self) -> bool:
-        """Whether rotary embeddings turn whole heads in halves, after RMS norms."""
-        return not (self.n_rotated or self.interleaved or self.late_norms or self.centred_heads)
+        """Whether rotary embeddings turn whole heads in halves, after RMS norms, and queries have no gates between them."""
+        return not (self.n_rotated or self.interleaved or self.late_norms or self.centred_heads or self.gated)
 
 
 def stack_norms(pairs: Sequence[tuple[np.ndarray, np.ndarray] | None], n: int) -> np.ndarray:
-    """Return the layers' pairs of norms as [2 · L, longest] float32, or [0, n] if no layer has them."""
-    found = [norm for pair in pairs if pair is not None for norm in pair]
-    assert len(found) in (0, 2 * len(pairs)), "norms in some layers only"
-    stacked = np.zeros((len(found), max(map(len, found), default=n)), np.float32)
-    for i, norm in enumerate(found):
-        stacked[i, : len(norm)] = norm
+    """Return the layers' pairs of norms as [2 · L, longest] float32, or [0, n] if no layer has them; zeros for one that has none."""
+    longest = max((len(norm) for pair in pairs if pair is not None for norm in pair), default=0)
+    stacked = np.zeros((2 * len(pairs), longest) if longest else (0, n), np.float32)
+    for i, pair in enumerate(pairs):
+        for j, norm in enumerate(pair or ()):
+            stacked[2 * i + j, : len(norm)] = norm
     return stacked
 
 

@@ -45,6 +45,7 @@ from ngramspec.backends.cpu.matmul import (
     multiply,
     quantise_row,
 )
+from ngramspec.backends.cpu.norms import compute_norm_scale, norm_heads, norm_row
 from ngramspec.backends.cpu.thread_team import close_pass, leave_pass, open_pass, take_seat, wait_for_pass
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
@@ -53,7 +54,7 @@ from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
 # Indices of a model's functions, which are addresses; 0 for one that it does not need, or HEADS and NORM that the pass computes itself.
-QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM = range(7)
+QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM, RECURRENT, GATE_ROW = range(9)
 PARTS = 15  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 
@@ -70,7 +71,7 @@ class CompiledModel(structref.StructRefProxy):
     """
 
 
-structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work"])
+structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work", "recurrent"])
 
 
 @structref.register
@@ -97,7 +98,7 @@ class SharedPass(structref.StructRefProxy):
 
 structref.define_proxy(SharedPass, SharedPassType, ["model", "current"])
 
-_ROWS = ("input_ids", "wanted", "items", "tables", "positions", "bases", "paths", "blocks", "offsets")
+_ROWS = ("input_ids", "wanted", "items", "owners", "tables", "positions", "bases", "paths", "blocks", "offsets", "parents", "roots", "ends")
 _LEFT = ("logits", "states", "tokens", "values", "fine", "greedy")
 structref.define_proxy(CompiledPass, CompiledPassType, ["first", "last", "embed", "vocab_size", "state", *_ROWS, *_LEFT])
 
@@ -118,51 +119,17 @@ def make_shared_pass(*members):
     return SharedPass(*members)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _compute_norm_scale(x, eps):
-    """Return 1 / sqrt(mean(x²) + eps); the sum has 16 lanes."""
-    n = x.shape[0]
-    lanes = np.zeros(16, np.float32)
-    whole = n & ~15
-    for j in range(0, whole, 16):
-        for i in range(16):
-            lanes[i] += x[j + i] * x[j + i]
-    total = _F(0)
-    for i in range(16):
-        total += lanes[i]
-    for j in range(whole, n):
-        total += x[j] * x[j]
-    return _F(1) / np.sqrt(total / _F(n) + eps)
-
-
-@njit(cache=True, nogil=True)
-def norm_row(x, weight, eps, out):
-    """Compute out = x / sqrt(mean(x²) + eps) · weight."""
-    scale = _compute_norm_scale(x, eps)
-    for j in range(x.shape[0]):
-        out[j] = weight[j] * (x[j] * scale)
-
-
 @njit(cache=True, nogil=True)
 def _add_row(x, delta, post_norms, i, numbers, out):
     """Compute out [H] = x + delta · residual scale, where delta is normed by post-norm `i` if there are any."""
     factor = numbers[RESIDUAL_SCALE]
     if post_norms.shape[0]:
-        scale = _compute_norm_scale(delta[: x.shape[0]], numbers[EPS])
+        scale = compute_norm_scale(delta[: x.shape[0]], numbers[EPS])
         for j in range(x.shape[0]):
             out[j] = x[j] + factor * (post_norms[i, j] * (delta[j] * scale))
     else:
         for j in range(x.shape[0]):
             out[j] = x[j] + factor * delta[j]
-
-
-@njit(cache=True, nogil=True)
-def norm_heads(x, weight, eps):
-    """Norm heads x [n · D] in place, each by weight [D], or all together by the first n · D of a longer weight."""
-    n = min(x.shape[0], weight.shape[0])
-    for at in range(0, x.shape[0], n):
-        head = x[at : at + n]
-        norm_row(head, weight[:n], eps, head)
 
 
 @njit(cache=True, nogil=True)
@@ -189,7 +156,7 @@ def _norm_and_quantise_row(x, norms, i, eps, normed, functions, codes, act_scale
 
 
 @njit(cache=True, nogil=True)
-def _run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, inputs, y):
+def run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, inputs, y):
     """Run one part of a pass: y [T, ..] = x times some matrices, the i-th one's outputs from columns[i] on.
 
     `inputs`: x as `matmul.locate_rows` returns it.
@@ -255,7 +222,7 @@ def run_experts(part, layer, shared):
     m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
     ids, codes, act_scales = pairs.ids[layer], codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH]
     inputs = locate_rows(normed, codes, act_scales)
-    _run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
+    run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
     pieces = min(n_rows, PIECES)
     while True:
         i = take_piece(state, part + 1, pieces)
@@ -322,7 +289,8 @@ def _merge_top_k(tokens, values, fine, greedy):
 @njit(cache=True, nogil=True)
 def fill_pass(p, first, last, embed, state, rows, left):
     p.first, p.last, p.embed, p.state = first, last, embed, state
-    p.input_ids, p.wanted, p.items, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets = rows
+    p.input_ids, p.wanted, p.items, p.owners, p.tables, p.positions, p.bases, p.paths, p.blocks, p.offsets = rows[:10]
+    p.parents, p.roots, p.ends = rows[10:]
     p.logits, p.states, p.tokens, p.values, p.fine, p.greedy = left
 
 
@@ -377,6 +345,7 @@ def run_thread(thread, shared):
     matrices, tables, all_norms, (windows, rotary, form), numbers, functions, (cos, sin), scales, experts, sinks = model.weights
     norms, head_norms, post_norms, last_norm = all_norms
     all_keys, all_values = model.pool
+    recurrent, kv_layers = model.recurrent[0], model.recurrent[1]
     x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
     n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
     hidden, eps = x.shape[1], numbers[EPS]
@@ -406,7 +375,6 @@ def run_thread(thread, shared):
     not_turned, no_sin = np.ones(head_dim, np.float32), np.zeros(head_dim, np.float32)
     for layer in range(first, last):
         m = matrices[7 * layer : 7 * layer + 7]
-        keys, values = all_keys[layer], all_values[layer]
         three[1] = m[Q, PANELS] * WIDTH
         three[2] = three[1] + m[K, PANELS] * WIDTH
         while True:
@@ -419,49 +387,56 @@ def run_thread(thread, shared):
                 _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
-        _run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
-        while True:
-            i = take_piece(state, part + 2, pieces)
-            if i >= pieces:
-                break
-            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                if functions[HEADS]:
-                    call_compiled(functions[HEADS], (r, layer, shared))
-                elif head_norms.shape[0]:
-                    norm_heads(qkv[r, : n_heads * head_dim], head_norms[2 * layer], eps)
-                    norm_heads(qkv[r, three[1] : three[1] + n_kv * head_dim], head_norms[2 * layer + 1], eps)
-                at = positions[r]
-                which = rotary[layer] if functions[HEADS] == 0 else np.int64(-1)
-                row_cos, row_sin = (cos[which, at], sin[which, at]) if which >= 0 else (not_turned, no_sin)
-                rope_kv_row(qkv[r], row_cos, row_sin, q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
-                if scales.shape[0]:
-                    for h in range(n_heads):
-                        for d in range(head_dim):
-                            q[r, h, d] *= scales[at]
-            finish_piece(state, part + 2)
-        wait_for_pieces(state, part + 2, pieces)
-        by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
-        n_pieces = items.shape[0] * n_kv * by_rows * by_heads
-        while True:
-            i = take_piece(state, part + 3, n_pieces)
-            if i >= n_pieces:
-                break
-            attend_piece(
-                i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, numbers[SCALE], windows[layer],
-                numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks,
-            )  # fmt: skip
-            finish_piece(state, part + 3)
-        wait_for_pieces(state, part + 3, n_pieces)
-        if quantise:
+        if recurrent[layer] >= 0:
+            call_compiled(functions[RECURRENT], (part + 1, layer, shared))
+        else:
+            keys, values = all_keys[kv_layers[layer]], all_values[kv_layers[layer]]
+            run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
+            while True:
+                i = take_piece(state, part + 2, pieces)
+                if i >= pieces:
+                    break
+                for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                    if functions[HEADS]:
+                        call_compiled(functions[HEADS], (r, layer, shared))
+                    elif head_norms.shape[0]:
+                        norm_heads(qkv[r, : n_heads * head_dim], head_norms[2 * layer], eps)
+                        norm_heads(qkv[r, three[1] : three[1] + n_kv * head_dim], head_norms[2 * layer + 1], eps)
+                    at = positions[r]
+                    which = rotary[layer] if functions[HEADS] == 0 else np.int64(-1)
+                    row_cos, row_sin = (cos[which, at], sin[which, at]) if which >= 0 else (not_turned, no_sin)
+                    rope_kv_row(qkv[r], row_cos, row_sin, q[r], keys[blocks[r]], values[blocks[r]], offsets[r], three[1], three[2])
+                    if scales.shape[0]:
+                        for h in range(n_heads):
+                            for d in range(head_dim):
+                                q[r, h, d] *= scales[at]
+                finish_piece(state, part + 2)
+            wait_for_pieces(state, part + 2, pieces)
+            by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
+            n_pieces = items.shape[0] * n_kv * by_rows * by_heads
+            while True:
+                i = take_piece(state, part + 3, n_pieces)
+                if i >= n_pieces:
+                    break
+                attend_piece(
+                    i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, numbers[SCALE],
+                    windows[layer], numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks,
+                )  # fmt: skip
+                finish_piece(state, part + 3)
+            wait_for_pieces(state, part + 3, n_pieces)
+        gates = functions[GATE_ROW] != 0 and recurrent[layer] < 0
+        if quantise or gates:
             while True:
                 i = take_piece(state, part + 4, pieces)
                 if i >= pieces:
                     break
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                    if gates:
+                        call_compiled(functions[GATE_ROW], (r, shared))
                     quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
                 finish_piece(state, part + 4)
             wait_for_pieces(state, part + 4, pieces)
-        _run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
+        run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
         while True:
             i = take_piece(state, part + 6, pieces)
             if i >= pieces:
@@ -476,7 +451,7 @@ def run_thread(thread, shared):
         if not has_experts or experts[1][layer, moe.SHARED] != moe.NO_SHARED:
             first_matrix = GATE if m[GATE, PANELS] else UP
             _run_mlp_part(state, part + 7, threads, m[first_matrix : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
-            _run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
+            run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         if has_experts:
             call_compiled(functions[EXPERTS], (part + 9, layer, shared))
         part += PARTS

@@ -6,6 +6,7 @@ logits; it does not know what a request, a draft or a stop is.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -20,11 +21,13 @@ import numpy as np
 
 from ngramspec.backends.base import Kept, Runner
 from ngramspec.backends.cpu.formats import QuantFormat
+from ngramspec.backends.cpu.gated_delta import MOST_NODES
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
 from ngramspec.backends.cpu.packing import packed_bytes
+from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.tensor_source import KINDS, TensorSource
@@ -35,6 +38,8 @@ from ngramspec.sampling.verify import Match, match_batch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+SNAPSHOTS = 64  # Most snapshots of recurrent states that the prefix cache keeps.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue takes 100 µs to start a second thread, omp 2
 
 
@@ -108,13 +113,32 @@ def resolve_precision(precision: str, kv_dtype: str, quantised: bool) -> tuple[s
     return precision, kv_dtype if kv_dtype != "auto" else "float16" if precision == "int8" else "float32"
 
 
-def make_pool(shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_seqs: int, max_len: int, max_blocks: int | None) -> KVPool:
-    """Make the largest pool that `kv_bytes` allow and the sequences need. Raises OutOfMemoryError if not even one text fits."""
+def make_pool(
+    shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_seqs: int, max_len: int, max_blocks: int | None,
+    state_shape: StateShape | None = None,
+) -> KVPool:  # fmt: skip
+    """Make the largest pool that `kv_bytes` allow and the sequences need. Raises OutOfMemoryError if not even one text fits.
+
+    States of recurrent layers take up to half of `kv_bytes`: for every sequence its own and one that becomes a snapshot, and up to
+    SNAPSHOTS snapshots. Where these do not fit, fewer sequences run at a time.
+    """
     dtype: type[np.generic] = np.uint16 if kv_dtype == "float16" else np.float32
+    n_snapshots = 0
+    if state_shape is not None:
+        size = state_shape.state_bytes
+        n_snapshots = max(1, min(SNAPSHOTS, kv_bytes // (8 * size)))
+        if (most := (kv_bytes // 2 // size - n_snapshots) // 2) < max_seqs:
+            if most < 1:
+                raise OutOfMemoryError(f"kv_memory of {kv_bytes >> 20} MiB is too small for states of {size >> 20} MiB per sequence")
+            log.info("%d sequences at a time: states of recurrent layers take %d MiB for each", most, 2 * size >> 20)
+            max_seqs = most
+        kv_bytes -= size * (2 * max_seqs + n_snapshots)
     block_bytes = KVPool.block_bytes(shapes, dtype)
     n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
     if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
         raise OutOfMemoryError(f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}")
+    if state_shape is not None:
+        return RecurrentPool(shapes, n_blocks, max_seqs, max_len, dtype, state_shape, n_snapshots)
     return KVPool(shapes, n_blocks, max_seqs, max_len, dtype)
 
 
@@ -171,7 +195,8 @@ class LlamaRunner(Runner):
         self.vocab_size = self.decoder.vocab_size
         self.policies = collect_policies(self.decoder.matrices)
         self.has_experts = weight_map.has_experts
-        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None)
+        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None, weight_map.state_shape)
+        self.note_states()
         wait_for_code()
         self.prove()
 
@@ -182,8 +207,21 @@ class LlamaRunner(Runner):
             raise UnsupportedModelError("this runner has no model of transformers")
         return self._make_model()
 
+    def note_states(self) -> None:
+        """Set what the contract says of recurrent layers."""
+        self.is_recurrent = isinstance(self.pool, RecurrentPool)
+        if self.is_recurrent:
+            self.max_nodes = MOST_NODES
+            self.cost_rows = tuple(n for n in self.cost_rows if n <= MOST_NODES)
+
     def forward(self, batch: Batch) -> HostOutput:
-        return self._run_layers(batch, 0, len(self.shapes))
+        if isinstance(self.pool, RecurrentPool):
+            self.pool.check_positions(batch.spans)
+        return self._run_layers(batch, 0, self.n_layers)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.weight_map.layers) if self.weight_map is not None else len(self.shapes)
 
     def _run_layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
         """Run a pass through some layers, between embedding and head."""
@@ -201,7 +239,7 @@ class LlamaRunner(Runner):
         for i, layer in enumerate(self.decoder.layers):
             matrices = (*layer.matrices, *(layer.experts.matrices if layer.experts else ()))
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in matrices)
-            kinds.setdefault((parts, layer.window, layer.rotary), i)
+            kinds.setdefault((parts, layer.window, layer.rotary, layer.recurrent is not None), i)
         return all(self.rows_are_independent(partial(self._compute_states, i), 4) for i in kinds.values()) and self._head_is_independent()
 
     def _compute_states(self, layer: int, spans: list[Span]) -> np.ndarray:
@@ -233,8 +271,10 @@ class LlamaRunner(Runner):
         return self._native
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], HostOutput]:
-        if not 1 <= n_layers <= len(self.shapes):
-            raise ValueError(f"draft layers must be 1 to {len(self.shapes)}, the model's own, got {n_layers}")
+        if self.is_recurrent:
+            raise UnsupportedModelError("drafts from the first layers are not made where layers keep a state, which they would advance")
+        if not 1 <= n_layers <= self.n_layers:
+            raise ValueError(f"draft layers must be 1 to {self.n_layers}, the model's own, got {n_layers}")
         return lambda batch: self._run_layers(batch, 0, n_layers)
 
     def keep_states(self, wanted: bool) -> None:

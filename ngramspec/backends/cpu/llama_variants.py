@@ -1,4 +1,4 @@
-"""Compute what the layers of some families need and most do not: LayerNorm, and rotary embeddings in another form than rotated halves.
+"""Compute what the layers of some families need and most do not: LayerNorm, gated attention, rotary embeddings other than rotated halves.
 
 A pass (`llama_pass`) calls these functions by their addresses, so that they are compiled for models that need them alone. Every row is
 computed alone and in a fixed order. The module knows rows, norms and angles, nothing of batches or matrices.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu.formats import WIDTH
-from ngramspec.backends.cpu.llama_layers import CENTRED_HEADS, EPS, INTERLEAVED, LATE_NORMS, N_ROTATED, Q
-from ngramspec.backends.cpu.llama_pass import norm_heads, norm_row
+from ngramspec.backends.cpu.llama_layers import CENTRED_HEADS, EPS, GATED, INTERLEAVED, LATE_NORMS, N_ROTATED, Q
 from ngramspec.backends.cpu.matmul import PANELS
+from ngramspec.backends.cpu.norms import norm_heads, norm_row
 from ngramspec.datastore.code_cache import njit
-from ngramspec.sampling.numeric import fma
+from ngramspec.sampling.numeric import exp, fma
 
 _F = np.float32
 
@@ -53,6 +53,24 @@ def _rotate_heads(x, head_dim, cos, sin, n_rotated, interleaved):
             x[b] = fma(z, cos[i], y * sin[i])
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def _take_gates(x, n_heads, head_dim, gates):
+    """Take the gates [heads · D] out of x [heads · 2 · D], where they lie behind each head's query, and close the queries up."""
+    for h in range(n_heads):
+        for d in range(head_dim):
+            gates[h * head_dim + d] = _F(1) / (_F(1) + exp(-x[(2 * h + 1) * head_dim + d]))
+        for d in range(head_dim):
+            x[h * head_dim + d] = x[2 * h * head_dim + d]
+
+
+@njit(cache=True, nogil=True)
+def gate_row(r, shared):
+    """Multiply what row r's heads have attended to by their gates."""
+    row, gates = shared.model.work[7][r], shared.model.recurrent[2][r]
+    for j in range(gates.shape[0]):
+        row[j] *= gates[j]
+
+
 @njit(cache=True, nogil=True)
 def _centre_heads(x, head_dim, weight, eps):
     """Norm heads x [n · D] in place, without their mean, each by its own part of weight [at least n · D]."""
@@ -67,6 +85,8 @@ def turn_heads(r, layer, shared):
     matrices, _, (_, head_norms, _, _), (_, rotary, form), numbers, _, (cos, sin), _, _, _ = model.weights
     row, n_heads, head_dim = model.work[5][r], model.work[6].shape[1], model.work[6].shape[2]
     at, which = shared.current.positions[r], rotary[layer]
+    if form[GATED]:
+        _take_gates(row, n_heads, head_dim, model.recurrent[2][r])
     for i in range(2):
         first = i * matrices[7 * layer + Q, PANELS] * WIDTH
         heads = row[first : first + (model.pool[0].shape[2] if i else n_heads) * head_dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ngramspec.backends.cpu.kv_pool import KVPool, move_all
+from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_pass import CompiledModel
 
@@ -26,4 +26,4 @@ class NativeLlamaForward:
         self.decoder.run_pass(self.n_threads, self._model, self.inputs)
 
     def keep_paths(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
-        move_all(self._pool.all_keys, self._pool.all_values, self._pool.tables, slots, starts, ends, positions)
+        self._pool.move(slots, starts, ends, positions)

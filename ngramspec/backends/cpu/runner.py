@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ngramspec.backends.base import Runner, check_supported, kv_shapes
+from ngramspec.backends.base import Runner, check_supported, has_recurrent_layers, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
@@ -55,6 +55,7 @@ from ngramspec.sampling.topk import rank_rows
 # Largest difference from transformers, relative to the size of its output, that counts as rounding. HALVES: with 16-bit keys and values,
 # some of which are rounded to another neighbour than transformers' own.
 TOLERANCE, HALVES = 2e-3, 5e-3
+RECURRENT_LAYERS = ("GatedDeltaNet",)  # Ends of the names of modules that `gated_delta` computes.
 MATES = 3  # Rows of another sequence placed before the compared ones, so that a row's place in the pass differs from its position.
 
 
@@ -90,7 +91,7 @@ class CpuRunner(LlamaRunner):
         self._states: np.ndarray | None = None  # of the last pass, where they are kept
         self._keep_states = False
         self._hook: RemovableHandle | None = None
-        check_supported(model)
+        check_supported(model, recurrent=RECURRENT_LAYERS)
         suitable_lengths = fix_angles(model, longest or max_len)
         in_memory = not any(p.is_meta for p in model.parameters())
         source = source or make_params_source(model)
@@ -117,14 +118,18 @@ class CpuRunner(LlamaRunner):
             fused_ops.replace_small_operations(model)
             set_attention(model, model_attention.NAME)
             self.shapes = kv_shapes(model, torch.device("cpu"))
+            self.weight_map = read_weight_map(model, source, self.shapes)
+        if self.weight_map is not None:
+            self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
+        if self.weight_map is None and has_recurrent_layers(model):
+            raise UnsupportedModelError(f"{type(model).__name__}: its recurrent layers are of another kind; accepted: Gated DeltaNet")
         self.policies = collect_policies(binder.matrices.values())
         self.has_experts = bool(binder.experts)
-        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks)
+        state_shape = self.weight_map.state_shape if self.weight_map else None
+        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks, state_shape)
+        self.note_states()
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():
-            self.weight_map = read_weight_map(model, source, self.shapes)
-            if self.weight_map is not None:
-                self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
             self._build_decoder(source, binder)
             if not in_memory:
                 small = Reference(model, source, self.kv_dtype)
@@ -165,8 +170,11 @@ class CpuRunner(LlamaRunner):
         """
         tolerance = HALVES if self.kv_dtype == "float16" else TOLERANCE
         if self.decoder is not None:
-            if max(self._decoder_error(self.decoder, text, wanted, source) for text, wanted in expected) < tolerance:
+            error = max(self._decoder_error(self.decoder, text, wanted, source) for text, wanted in expected)
+            if error < tolerance:
                 return
+            if self.is_recurrent:  # modules would have to keep states
+                raise self.mismatch(error)
             self.decoder, self.weight_map = None, None
         for text, wanted in expected:
             found = self._modules_error(text, wanted)
@@ -243,7 +251,7 @@ class CpuRunner(LlamaRunner):
         started = time.perf_counter()
         base: Any = self.model.base_model
         whole: Any = getattr(base, "layers", None)
-        if (first, n_layers) != (0, len(self.shapes)):
+        if (first, n_layers) != (0, self.n_layers):
             base.layers = nn.ModuleList(whole[first : first + n_layers])
         inputs = {
             "input_ids": torch.from_numpy(batch.input_ids)[None],

@@ -14,12 +14,14 @@ import numpy as np
 
 from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
 from ngramspec.backends.cpu.formats import WIDTH
+from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, LayerWeights, ModelOptions
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, LayerWeights, ModelOptions, RecurrentOptions, RecurrentWeights
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
+from ngramspec.backends.cpu.recurrent_pool import StateShape
 from ngramspec.models.expert_weights import ExpertWeights, append_rows
-from ngramspec.models.tensor_source import StoredTensor, TensorSource
+from ngramspec.models.tensor_source import StoredTensor, TensorSource, drop_repeats
 
 
 class MatrixName(NamedTuple):
@@ -48,6 +50,17 @@ class ExpertsMap:
     """See `Kernels.get_gated_activation`."""
 
 
+class RecurrentNames(NamedTuple):
+    """The names of what a recurrent layer has besides its matrices: see `RecurrentWeights`."""
+
+    decay_gate: str
+    conv: str
+    decay: str
+    """Logarithm of the negative of `RecurrentWeights.decay`."""
+    decay_bias: str
+    norm: str
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeightMap:
     matrices: list[MatrixName]
@@ -60,6 +73,7 @@ class LayerWeightMap:
     experts: ExpertsMap | None = None
     sinks: str | None = None
     post_norms: list[str] | None = None
+    recurrent: RecurrentNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +129,8 @@ class WeightMap:
         weight, bias = found["head"]
         query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
         rotaries, options = [Rotary(**each) for each in found["rotaries"]], ModelOptions(**found["options"])
+        if options.recurrent is not None:
+            options = options._replace(recurrent=RecurrentOptions(*options.recurrent))
         parts = {"layers": layers, "head": (weight, bias), "rotaries": rotaries, "options": options, "query_scale": query_scale}
         return cls(**{**found, **parts})
 
@@ -136,7 +152,10 @@ class WeightMap:
         want(MatrixName(*self.head), source[self.head[0]].shape[0], hidden)
         for layer in self.layers:
             q, k, v, out, *mlp = layer.matrices
-            for matrix, n_out in ((q, mixed), (k, kv), (v, kv)):
+            sizes = (mixed * (1 + self.options.gated), kv, kv)
+            if layer.recurrent is not None:
+                sizes = self._check_recurrent(layer.recurrent, wanted, hidden)
+            for matrix, n_out in zip((q, k, v), sizes, strict=True):
                 want(matrix, n_out, hidden)
             want(out, hidden, mixed)
             if mlp:
@@ -163,23 +182,53 @@ class WeightMap:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
         pairs = [norms for layer in self.layers for norms in (layer.norms, layer.head_norms, layer.post_norms) if norms is not None]
-        if self.options.centred_heads and any(layer.head_norms is None for layer in self.layers):
+        attending = [layer for layer in self.layers if layer.recurrent is None]
+        if self.options.centred_heads and any(layer.head_norms is None for layer in attending):
             raise ValueError("heads without norms")
-        alike = {(layer.sinks is None, layer.norms is None, layer.head_norms is None, layer.post_norms is None) for layer in self.layers}
+        alike = {(layer.norms is None, layer.post_norms is None) for layer in self.layers}
+        alike_heads = {(layer.sinks is None, layer.head_norms is None) for layer in attending}
         turned = all(NO_ROTARY <= layer.rotary < len(self.rotaries) for layer in self.layers)
         n_rotated = {2 * len(each.frequencies) for each in self.rotaries}
-        if any(len(pair) != 2 for pair in pairs) or len(alike) > 1 or not turned or n_rotated != {self.options.n_rotated or head_dim}:
+        alike_in_kind = len(alike) == len(alike_heads) == 1
+        if any(len(pair) != 2 for pair in pairs) or not alike_in_kind or not turned or n_rotated != {self.options.n_rotated or head_dim}:
             raise ValueError("norms or rotary embeddings do not fit each other")
         if n_heads % self.n_kv or vocab < 1:
             raise ValueError(f"{n_heads} heads, {self.n_kv} of keys, and {vocab} tokens")
+
+    def _check_recurrent(
+        self, names: RecurrentNames, wanted: list[tuple[str | None, tuple[int, ...]]], hidden: int
+    ) -> tuple[int, int, int]:
+        """Add what a recurrent layer's weights must be to `wanted`; return the rows of its three matrices. Raises ValueError."""
+        options = self.options.recurrent
+        if options is None or options.n_value_heads % options.n_key_heads:
+            raise ValueError("a recurrent layer without its options, or with heads that do not fit each other")
+        mixed = options.n_value_heads * options.value_dim
+        if mixed != self.options.n_heads * self.options.head_dim:
+            raise ValueError(f"recurrent layers of {mixed} outputs, and {self.options.n_heads} heads of {self.options.head_dim}")
+        heads, n_repeated = (options.n_value_heads,), options.n_channels
+        if options.tiled:
+            n_repeated += 2 * (options.n_value_heads - options.n_key_heads) * options.key_dim
+        wanted += [
+            (names.decay_gate, (*heads, hidden)), (names.conv, (n_repeated, 1, TAPS)), (names.decay, heads),
+            (names.decay_bias, heads), (names.norm, (options.value_dim,)),
+        ]  # fmt: skip
+        return n_repeated, mixed, options.n_value_heads
 
     @property
     def has_experts(self) -> bool:
         return any(layer.experts for layer in self.layers)
 
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """Return (n_kv_heads, head_dim) per layer."""
-        return [(self.n_kv, self.options.head_dim)] * len(self.layers)
+        """Return (n_kv_heads, head_dim) per layer with attention."""
+        return [(self.n_kv, self.options.head_dim)] * sum(layer.recurrent is None for layer in self.layers)
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """The states of recurrent layers; None if there are none."""
+        if (options := self.options.recurrent) is None:
+            return None
+        n = sum(layer.recurrent is not None for layer in self.layers)
+        return StateShape(n, options.n_key_heads, options.n_value_heads, options.key_dim, options.value_dim)
 
     def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin [R, n, numbers that are rotated] float32 of n positions from `first` on, for R rotary embeddings."""
@@ -233,6 +282,9 @@ class WeightMap:
         matrix = matrix or of
 
         def select(name: MatrixName) -> Matrix:
+            stored = source[name.weight]
+            if (unrepeated := drop_repeats(stored)) is not stored:
+                return pack_stored(unrepeated, None)
             whole = matrix(name.weight, name.bias)
             return context.select_rows(whole, name.first, name.end) if name.end else whole
 
@@ -241,6 +293,11 @@ class WeightMap:
             if self.options.layer_norm and _name_bias(name) in source:
                 return np.concatenate([weights, source[_name_bias(name)].float32()])
             return weights + np.float32(self.norm_offset) if self.norm_offset else weights
+
+        def make_recurrent(names: RecurrentNames) -> RecurrentWeights:
+            conv, decay = drop_repeats(source[names.conv]).float32()[:, 0].T, source[names.decay].float32().astype(np.float64)
+            bias, out_norm = source[names.decay_bias].float32(), source[names.norm].float32()
+            return RecurrentWeights(matrix(names.decay_gate, None), conv, (-np.exp(decay)).astype(np.float32), bias, out_norm)
 
         layers = [
             LayerWeights(
@@ -252,6 +309,7 @@ class WeightMap:
                 make_experts(layer.experts) if layer.experts else None,
                 source[layer.sinks].float32() if layer.sinks else None,
                 (norm(layer.post_norms[0]), norm(layer.post_norms[1])) if layer.post_norms else None,
+                make_recurrent(layer.recurrent) if layer.recurrent else None,
             )
             for layer in self.layers
         ]
@@ -271,7 +329,9 @@ def _layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
         weights = ExpertWeights(**{**experts["weights"], **{name: tuple(experts["weights"][name]) for name in ("gate_up", "down")}})
         pairs = {name: tuple(experts[name]) for name in ("router", "activation") if isinstance(experts[name], list)}
         experts = ExpertsMap(**{**experts, **pairs, "weights": weights})
-    return LayerWeightMap(**{**found, "matrices": [MatrixName(*name) for name in found["matrices"]], "experts": experts})
+    recurrent = RecurrentNames(*found["recurrent"]) if found["recurrent"] else None
+    matrices = [MatrixName(*name) for name in found["matrices"]]
+    return LayerWeightMap(**{**found, "matrices": matrices, "experts": experts, "recurrent": recurrent})
 
 
 def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) -> list[tuple[str | None, tuple[int, ...]]]:

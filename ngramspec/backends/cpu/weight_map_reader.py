@@ -19,9 +19,10 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu import fused_ops
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.formats import WIDTH
+from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions
-from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, MatrixName, QueryScale, Rotary, WeightMap
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions
+from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, MatrixName, QueryScale, RecurrentNames, Rotary, WeightMap
 from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.tensor_source import TensorSource
 
@@ -139,17 +140,21 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     base: Any = model.base_model
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
-    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in base.layers]
+    attentions: list[Any] = [layer.self_attn for layer in base.layers if hasattr(layer, "self_attn")]
     if not all(hasattr(attn, "scaling") and isinstance(getattr(attn, "o_proj", None), CpuPackedLinear) for attn in attentions):
         return None
+    gated = {_is_gated(attn) for attn in attentions}
+    mixers = [layer.linear_attn for layer in base.layers if hasattr(layer, "linear_attn")]
+    recurrent = {_read_recurrent_options(mixer, int(getattr(config, "linear_key_repeats", 1))) for mixer in mixers}
     mlps = [module for module in model.modules() if isinstance(module, fused_ops.GatedMLP | fused_ops.PlainMLP)]
     activations = {module.activation for module in mlps} or {SILU}
     alike = {
         (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), float(getattr(layer, "residual_multiplier", 1)))
-        for layer, attn in zip(base.layers, attentions, strict=True)
+        for layer, attn in ((layer, layer.self_attn) for layer in base.layers if hasattr(layer, "self_attn"))
     }
     norm, n_rotated = _describe_norm(base.norm), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
-    if len(activations) != 1 or len(alike) != 1 or len(n_rotated) != 1 or rotaries is None or norm is None:
+    differs = any(len(each) != 1 for each in (activations, alike, gated, n_rotated))
+    if differs or None in recurrent or rotaries is None or norm is None:
         return None
     scale, softcap, residual_scale = alike.pop()
     return ModelOptions(
@@ -160,7 +165,8 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         n_rotated=n_rotated.pop() % head_dim, interleaved=_is_interleaved(model, rotaries, head_dim), layer_norm=norm.subtracts_mean,
         late_norms=hasattr(attentions[0], _LATE_NORMS[0]), parallel=not hasattr(base.layers[0], "post_attention_layernorm"),
         centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0], None)),
-        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0),
+        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0), gated=gated.pop(),
+        recurrent=recurrent.pop() if len(recurrent) == 1 else None,
     )  # fmt: skip
 
 
@@ -171,6 +177,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     """
     children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
     attn: Any = children.get("self_attn")
+    recurrence = children.pop("linear_attn", None)
     mlp = next((name for name in ("mlp", "block_sparse_moe") if name in children), "")
     mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
     dense = "mlp.shared_expert" if mixed and mixed.shared else "mlp"
@@ -180,6 +187,8 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         return None
     if mixed is None and "mlp" not in children:
         return None
+    if recurrence is not None:
+        return _map_recurrent_layer(layer, path, names, recurrence, dense, mixed, norms)
     parts = dict(attn.named_children()) if attn is not None else {}
     head_names = _LATE_NORMS if _LATE_NORMS[0] in parts else _HEAD_NORMS
     heads: list[Any] = [parts.pop(name, None) for name in head_names]
@@ -220,6 +229,37 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         sinks=f"{path}.self_attn.sinks" if hasattr(attn, "sinks") else None,
         post_norms=[names(f"{path}.{name}")[0] for name in norms[1]] if norms[1] else None,
     )
+
+
+def _is_gated(attn: Any) -> bool:
+    """Return whether the projection of queries has a gate for each of their numbers, in every head behind its query."""
+    q = getattr(attn, "q_proj", None)
+    return isinstance(q, SharedLinear) and q.shared.product.sizes[q.index] == 2 * attn.o_proj.in_features
+
+
+def _read_recurrent_options(mixer: Any, repeats: int) -> RecurrentOptions | None:
+    """Return the options of a layer with Gated DeltaNet whose convolution sees four tokens; None for another kind of recurrence.
+
+    `repeats`: how often each of its heads of keys is repeated (`RepeatedTensor`).
+    """
+    if not type(mixer).__name__.endswith("GatedDeltaNet") or mixer.conv_kernel_size != TAPS or mixer.conv1d.bias is not None:
+        return None
+    return RecurrentOptions(mixer.num_k_heads // repeats, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, repeats > 1)
+
+
+def _map_recurrent_layer(
+    layer: nn.Module, path: str, names: _Names, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+) -> LayerWeightMap | None:
+    """Return the map of a layer with Gated DeltaNet in place of attention; `dense`: path of its MLP within the layer."""
+    at, inside = f"{path}.linear_attn", _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+    inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj")
+    if inside is None or norms[0] is None or not all(isinstance(getattr(mixer, name, None), CpuPackedLinear) for name in inputs):
+        return None
+    recurrent = RecurrentNames(f"{at}.in_proj_a.weight", f"{at}.conv1d.weight", f"{at}.A_log", f"{at}.dt_bias", f"{at}.norm.weight")
+    return LayerWeightMap(
+        matrices=[*(names(f"{at}.{name}") for name in inputs), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
+        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, post_norms=None, recurrent=recurrent,
+    )  # fmt: skip
 
 
 def _has_rotary(attn: Any) -> bool:

@@ -29,6 +29,7 @@ TILE_ROWS = HOST.chains // TILE_PANELS
 SCORE_STEP, MIX_STEP = (2, 1) if HOST.chains >= 24 else (8, 8)
 TILE_BLOCKS = TILE_PANELS * WIDTH // BLOCK  # Blocks of keys that `score_blocks` multiplies at a time.
 assert TILE_BLOCKS * BLOCK == TILE_PANELS * WIDTH
+COLUMNS, PARTS = 32, 4  # of `advance_state`: columns at a time, which the first cache holds, and chains of a sum, for their latency
 LOWEST = -3.0e38  # A score whose weight in the softmax is zero.
 _MOST = 65504.0  # The largest float16.
 
@@ -278,3 +279,56 @@ def multiply_add(typing_context, panels, rows, x, x_at, x_step, n_rows, w, w_at,
 
     whole = types.int64
     return types.void(panels, rows, x, whole, whole, whole, w, whole, whole, whole, y, whole, whole), codegen
+
+
+@intrinsic
+def advance_state(typing_context, states, vectors, n_dim, rates):
+    """Compute COLUMNS columns of a state [n_dim, COLUMNS] of Gated DeltaNet a token later, and what a query reads from it.
+
+    `states`: addresses of the state before it and of room for the one after it, which may be the same. `vectors`: addresses of k and q
+    [n_dim], of v [COLUMNS], and of room for what is read [COLUMNS]. `rates`: decay and beta. n_dim is a positive multiple of PARTS. A
+    column's sums over n_dim are PARTS chains of fused multiply-adds, of every PARTS-th row each, whose totals are added in pairs.
+    """
+
+    def codegen(context, builder, signature, args):
+        e = Emitter(builder, HOST)
+        n_dim = args[2]
+        (before, after), (k, q, v, out), rates = (cgutils.unpack_tuple(builder, args[i]) for i in (0, 1, 3))
+        n_vectors, (decay, beta) = COLUMNS // WIDTH, (e.spread(rate) for rate in rates)
+        turns, none = builder.sdiv(n_dim, LONG(PARTS)), [ZEROS] * (PARTS * n_vectors)
+
+        def add_parts(totals: list[Any]) -> list[Any]:
+            while len(totals) > n_vectors:
+                half = len(totals) // 2
+                totals = [builder.fadd(a, b) for a, b in zip(totals[:half], totals[half:], strict=True)]
+            return totals
+
+        def locate(i: Any) -> tuple[Any, Any]:
+            return builder.mul(i, LONG(4 * PARTS)), builder.mul(i, LONG(4 * PARTS * COLUMNS))
+
+        with e.loop(turns, none) as (i, totals, ends):
+            number, row = locate(i)
+            for part in range(PARTS):
+                x = e.spread(e.load(e.offset(builder.add(k, number), 4 * part), FLOAT, 4))
+                for c in range(n_vectors):
+                    state = e.load(e.offset(builder.add(before, row), 4 * (part * COLUMNS + c * WIDTH)), FLOATS, 4)
+                    ends.append(e.fma(x, state, totals[part * n_vectors + c]))
+        deltas = []
+        for c, total in enumerate(add_parts(ends)):
+            target = e.load(e.offset(v, 4 * WIDTH * c), FLOATS, 4)
+            deltas.append(builder.fmul(builder.fsub(target, builder.fmul(decay, total)), beta))
+        with e.loop(turns, none) as (i, totals, ends):
+            number, row = locate(i)
+            for part in range(PARTS):
+                x, y = (e.spread(e.load(e.offset(builder.add(at, number), 4 * part), FLOAT, 4)) for at in (k, q))
+                for c in range(n_vectors):
+                    place = 4 * (part * COLUMNS + c * WIDTH)
+                    state = e.load(e.offset(builder.add(before, row), place), FLOATS, 4)
+                    state = e.fma(x, deltas[c], builder.fmul(decay, state))
+                    e.store(state, e.offset(builder.add(after, row), place))
+                    ends.append(e.fma(y, state, totals[part * n_vectors + c]))
+        for c, total in enumerate(add_parts(ends)):
+            e.store(total, e.offset(out, 4 * WIDTH * c))
+        return context.get_dummy_value()
+
+    return types.void(states, vectors, types.int64, rates), codegen
