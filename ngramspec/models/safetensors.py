@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
@@ -102,12 +103,16 @@ def find_parameters(
     `known`: parameters that several tensors stand for.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    if model.state_dict().keys() - by_name.keys():
-        return None  # buffers that are saved
     renamed = _rename_tensors(tensors, model)
     if renamed is None:
         return None
     prefix = f"{model.base_model_prefix}."
+    for name in model.state_dict().keys() - by_name.keys():  # buffers that are saved
+        entry = next((renamed[n][0][0] for n in (name, name.removeprefix(prefix)) if n in renamed), None)
+        buffer = model.get_buffer(name)
+        if entry is None or entry.dtype not in KINDS or tuple(entry.shape) != tuple(buffer.shape):
+            return None
+        buffer.copy_(torch.from_numpy(_locate(entry, WeightFile(entry.path)).float32()))
     known_as: dict[Any, list[str]] = {}
     for name, parameter in by_name.items():
         known_as.setdefault(parameter, []).append(name)

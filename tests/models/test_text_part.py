@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ngramspec.models.loader import load_model
+from ngramspec.models.loader import load_model, open_model
 
 TEXT = {
     "vocab_size": tiny.VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -52,6 +52,9 @@ def test_text_part_computes_what_the_whole_model_does(kind: str, tied: bool, tmp
         for parameter in whole.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, buffer in whole.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.5 + float(torch.rand(1, generator=generator)))
     whole.save_pretrained(tmp_path)
     tiny.byte_tokenizer().save_pretrained(tmp_path)
     told: list[str] = []
@@ -62,4 +65,5 @@ def test_text_part_computes_what_the_whole_model_does(kind: str, tied: bool, tmp
     assert [message for message in told if "text alone" in message] == [
         f"{tmp_path} also reads images; here it reads and writes text alone"
     ]
+    assert all(parameter.is_meta for parameter in open_model(str(tmp_path)).model.parameters()), "no copy in float32"
     assert not any("vision" in name for name, _ in mine.named_parameters())
