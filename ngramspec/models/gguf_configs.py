@@ -24,6 +24,13 @@ def read_common(metadata: GgufMetadata, config: Config) -> Config:
     }
 
 
+def read_window(metadata: GgufMetadata, default: int | None = None) -> int:
+    """Read the window of an architecture that always has one."""
+    if (window := metadata.get_int("attention.sliding_window", default)) < 1:
+        raise metadata.make_refusal("attention.sliding_window", window, "1 and more")
+    return window
+
+
 def read_llama(metadata: GgufMetadata, config: Config) -> Config:
     """Read a config whose rotary embeddings turn whole heads, and whose biases show in the names of tensors."""
     if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
@@ -106,7 +113,7 @@ def read_cohere(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_cohere2(metadata: GgufMetadata, config: Config) -> Config:
-    window = {"sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(4)}
+    window = {"sliding_window": read_window(metadata), "layer_types": metadata.get_layer_types(4)}
     return read_cohere(metadata, config) | window
 
 
@@ -178,7 +185,7 @@ def read_gpt_oss(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {
         "intermediate_size": metadata.get_same("expert_feed_forward_length"),
         "num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"],
-        "sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": metadata.get_layer_types(2),
+        "sliding_window": read_window(metadata), "layer_types": metadata.get_layer_types(2),
     }  # fmt: skip
 
 
@@ -208,7 +215,7 @@ def read_gemma2(metadata: GgufMetadata, config: Config) -> Config:
     is_27b = metadata.n_layers == 46  # as llama.cpp tells it
     return read_gemma(metadata, config) | {
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
-        "sliding_window": metadata.get_int("attention.sliding_window", 4096),
+        "sliding_window": read_window(metadata, 4096),
         "layer_types": metadata.get_layer_types(2),
         "attn_logit_softcapping": metadata.get_float("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 30.0),
@@ -260,7 +267,7 @@ def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
             str(i): {"head_dim": wide, "num_key_value_heads": n} for i, (n, each) in enumerate(of_layers) if each
         },
         "attention_k_eq_v": not metadata.has_tensor(f"blk.{first_global}.attn_v.weight"),
-        "layer_types": types, "sliding_window": metadata.get_int("attention.sliding_window"),
+        "layer_types": types, "sliding_window": read_window(metadata),
         "rope_parameters": {
             FULL: metadata.get_rope(scaled=False) | {"rope_type": "proportional"},
             SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False),

@@ -286,6 +286,8 @@ def read_tensor_names(folder: Path) -> dict[str, TensorUse]:
 def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
     """Return the parameter of this shape that is made of a tensor. Raises UnsupportedModelError."""
     plain = locate_tensor(file, files, file.tensors[use.tensor])
+    if use.other and use.other not in file.tensors:
+        raise UnsupportedModelError(f"{file.path}: it has the tensor {use.tensor}, and lacks {use.other}")
     if use.other:
         return _join_tensors(file, plain, locate_tensor(file, files, file.tensors[use.other]), use, shape)
     rule = use.rule

@@ -123,6 +123,32 @@ def test_what_a_model_cannot_be_is_refused_by_key(tmp_path: Path, case: str, cha
         read_config(gguf.read(write_changed(tmp_path / "model.gguf", case, **changed)))
 
 
+@pytest.mark.parametrize(
+    ("case", "changed", "told"),
+    [
+        ("gemma4, shared", {"embedding_length_per_layer_input": 1 << 30}, "hidden_size_per_layer_input is 1073741824"),
+        ("gemma4", {"attention__key_length": 1 << 30, "attention__value_length": 1 << 30, "rope__dimension_count": 1 << 30}, "head_dim is"),
+        ("gpt-oss", {"expert_count": 1 << 30}, "num_local_experts is 1073741824"),
+        ("gpt-oss", {"attention__sliding_window": 0}, r"sliding_window is 0 by its metadata; accepted: 1 and more"),
+    ],
+)
+def test_sizes_are_checked_before_a_model_is_made(tmp_path: Path, case: str, changed: dict[str, object], told: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=told):
+        open_model(str(write_changed(tmp_path / "model.gguf", case, **changed)), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["ffn_up_exps.weight", "ffn_up_exps.bias"])
+def test_experts_without_their_other_half_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    architecture, layer, keys, head = tiny_architectures.CASES["gpt-oss"]
+    tiny_architectures.CASES["changed"] = architecture, {stem: shape for stem, shape in layer.items() if stem != name}, keys, head
+    try:
+        path = tiny_architectures.write(tmp_path / "model.gguf", "changed")
+    finally:
+        del tiny_architectures.CASES["changed"]
+    with pytest.raises(UnsupportedModelError, match=f"lacks blk.0.{name}"):
+        open_model(str(path), cache_dir=tmp_path / "cache")
+
+
 def test_an_array_of_one_value_for_all_layers(tmp_path: Path) -> None:
     assert (
         read_config(gguf.read(write_changed(tmp_path / "model.gguf", "llama", attention__head_count_kv=[2] * 8)))["num_key_value_heads"]
