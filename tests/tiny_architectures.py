@@ -194,6 +194,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         _CHOICE | {"expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": INNER}, True,
     ),
     "qwen35": ("qwen35", _norms("attn_norm", "post_attention_norm") | _GATED_ATTENTION | _RECURRENT | _GATED, _WIDE | _SSM, True),
+    "qwen35moe": (
+        "qwen35moe", _norms("attn_norm", "post_attention_norm") | _GATED_ATTENTION | _RECURRENT | _EXPERTS | _SHARED,
+        _WIDE | _SSM | _CHOICE | {"expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": INNER}, True,
+    ),
     "qwen35, as many heads": (
         "qwen35",
         _norms("attn_norm", "post_attention_norm")
@@ -261,7 +265,7 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         layer = {name: shape for name, shape in layer.items() if name != "attn_v.weight"} | _GLOBAL
     if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] != INNER:
         layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
-    if architecture == "qwen35":  # every fourth layer is attention
+    if architecture.startswith("qwen35"):  # every fourth layer is attention
         others = _RECURRENT if i % 4 == 3 else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others}
     return layer

@@ -145,6 +145,13 @@ def get_architecture(file: Gguf) -> Architecture:
 
 _COHERE = {"attn_norm": "input_layernorm"} | _ATTENTION | _MLP
 _OLMO2 = _POST_NORMS | _ATTENTION | _HEAD_NORMS | _MLP
+_QWEN35 = (
+    {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    | _ATTENTION
+    | _HEAD_NORMS
+    | {stem: f"linear_attn.{name}" for stem, name in _LINEAR_ATTENTION.items()}
+)
+_QWEN35_RULES = _SHIFTED | {"ssm_a": "log of negative", "attn_qkv": "repeated", "ssm_conv1d": "repeated"}
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),
@@ -223,15 +230,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen2_moe", layer=_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT, configure=configs.read_qwen2moe
     ),
     "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
-    "qwen35": Architecture(
-        model_type="qwen3_5_text",
-        layer={"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-        | _ATTENTION
-        | _HEAD_NORMS
-        | _MLP
-        | {stem: f"linear_attn.{name}" for stem, name in _LINEAR_ATTENTION.items()},
-        rules=_SHIFTED | {"ssm_a": "log of negative", "attn_qkv": "repeated", "ssm_conv1d": "repeated"},
-        configure=configs.read_qwen35,
+    "qwen35": Architecture(model_type="qwen3_5_text", layer=_QWEN35 | _MLP, rules=_QWEN35_RULES, configure=configs.read_qwen35),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        layer=_QWEN35 | _EXPERTS | _SHARED_EXPERT,
+        rules=_QWEN35_RULES,
+        configure=configs.read_qwen35moe,
     ),
     "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_qwen3moe),
     "seed_oss": Architecture(

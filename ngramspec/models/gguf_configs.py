@@ -18,7 +18,7 @@ SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # llama.cpp's numbers of what makes the weigh
 def read_common(metadata: GgufMetadata, config: Config) -> Config:
     """Read what every model with rotary embeddings and a gated MLP states."""
     return {
-        "intermediate_size": metadata.get_same("feed_forward_length"),
+        "intermediate_size": metadata.get_same("feed_forward_length", metadata.get_int("expert_feed_forward_length", 0) or None),
         "num_key_value_heads": metadata.get_same("attention.head_count_kv", config["num_attention_heads"]),
         "rope_parameters": metadata.get_rope(),
     }
@@ -204,6 +204,13 @@ def read_qwen35(metadata: GgufMetadata, config: Config) -> Config:
         "linear_key_head_dim": metadata.get_int("ssm.state_size"), "linear_value_head_dim": n_inner // n_heads,
         "linear_num_key_heads": n_heads, "linear_num_value_heads": n_heads, "linear_key_repeats": n_heads // n_keys,
         "attention_bias": metadata.has_tensor(f"blk.{metadata.n_layers - 1}.attn_q.bias"),
+    }  # fmt: skip
+
+
+def read_qwen35moe(metadata: GgufMetadata, config: Config) -> Config:
+    return read_qwen35(metadata, config) | read_experts(metadata, normalise=True) | {
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
     }  # fmt: skip
 
 

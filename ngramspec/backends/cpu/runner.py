@@ -122,7 +122,7 @@ class CpuRunner(LlamaRunner):
         if self.weight_map is not None:
             self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
         if self.weight_map is None and has_recurrent_layers(model):
-            raise UnsupportedModelError(f"{type(model).__name__}: its recurrent layers are of another kind; accepted: Gated DeltaNet")
+            raise UnsupportedModelError(f"{type(model).__name__}: its recurrent layers are none of Qwen3.5's form")
         self.policies = collect_policies(binder.matrices.values())
         self.has_experts = bool(binder.experts)
         state_shape = self.weight_map.state_shape if self.weight_map else None
