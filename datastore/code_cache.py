@@ -43,7 +43,7 @@ def njit(*function: Callable[..., Any], cache: Any = False, **options: Any) -> A
     """
 
     def compile_lazily(py_func: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(**options)(py_func)
+        dispatcher = numba.njit(no_cfunc_wrapper=True, **options)(py_func)  # nobody calls from C
         if cache:
             setattr(dispatcher, "_cache", make_cache(py_func))  # noqa: B010  # what `enable_caching` sets; numba has no public way
         return _take_turns(dispatcher) if options.get("parallel") else dispatcher
