@@ -8,6 +8,7 @@ compiles when it calls it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine import native_steps
 from ngramspec.sampling import sampler, verify
-from ngramspec.speculative import draft_stats, proposer, tree_builder
+from ngramspec.speculative import draft_stats, proposer
 from ngramspec.speculative.budget import cost_model
 
 log = logging.getLogger(__name__)
@@ -37,22 +38,36 @@ STAGES: dict[str, Callable[[str], object]] = {
     "verification": lambda _kv: verify.warmup(),
     "statistics": lambda _kv: draft_stats.warmup(),
     "cost": lambda _kv: cost_model.warmup(),
+    "attention": tiny_pass.compile_attention,
+    "pass arguments": lambda kv: tiny_pass.make_tiny_pass(kv, cache_dir() / "code"),
     "pass": lambda kv: tiny_pass.run_tiny_pass(kv, cache_dir() / "code"),
+    "draft state": lambda _kv: proposer.idle(),
     "drafting": lambda _kv: proposer.warmup(),
-    "native": lambda kv: native_steps.compile_steps(*tiny_pass.run_tiny_pass(kv, cache_dir() / "code")),
+    "native steps": lambda kv: native_steps.compile_steps(*tiny_pass.make_tiny_pass(kv, cache_dir() / "code")),
+    "native drafting": lambda kv: native_steps.compile_drafting(*tiny_pass.make_tiny_pass(kv, cache_dir() / "code")),
 }
-PLAIN = ("packing", "batches", "sampling", "verification", "statistics", "cost", "pass")  # stages that a first token needs
-# Which child compiles which stages, in order. The pass takes as long as the drafting: 15 to 20 s of processor time each.
-_CHILDREN = (("packing", "pass", "native"), ("batches", "sampling", "verification", "statistics", "cost", "drafting"))
+_PASSES = ("packing", "attention", "pass arguments", "pass")
+PLAIN = (*_PASSES, "batches", "sampling", "verification", "statistics", "cost")  # stages that a first token needs
+# Which child compiles which stages, in order.
+_CHILDREN = (
+    ("packing", "pass arguments", "pass", "native steps"),
+    ("batches", "attention", "sampling", "verification", "statistics", "cost", "draft state", "drafting", "native drafting"),
+)
 # What a stage waits for. Two children must not compile the same function, and on two cores drafting would delay the first token.
-_NEEDS = {"pass": ("batches",), "drafting": ("pass",), "native": ("verification", "drafting")}
+_NEEDS = {
+    "pass": ("batches", "attention"),
+    "draft state": ("pass",),
+    "native steps": ("verification", "statistics", "draft state"),
+    "native drafting": ("native steps",),
+}
 NICE = 5  # priority given up by a child once what it compiles is not needed for a first token
+COLLECT_AT = 20_000  # new objects before a child collects garbage; with Python's 700, a tenth of its time went there
 POLL_S = 1.0  # seconds between two looks whether the parent still lives
 
 
 def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) -> None:
     """Compile in this process, or load from disk, what steps need. `kv_dtype`: also passes, with keys and values of that type."""
-    names = [name for name in STAGES if kv_dtype or name not in ("packing", "pass", "native")]
+    names = [name for name in STAGES if kv_dtype or name not in (*_PASSES, "native steps", "native drafting")]
     for i, name in enumerate(names):
         progress(f"compiling, {i + 1} of {len(names)}, once per installation")
         STAGES[name](kv_dtype or "float16")
@@ -60,7 +75,7 @@ def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) ->
 
 def is_compiled() -> bool:
     """Return whether the machine code of the largest functions is kept, of this version."""
-    return all(map(code_cache.is_kept, (llama_pass.run_thread, tree_builder.update, native_steps.advance)))
+    return all(map(code_cache.is_kept, (llama_pass.run_thread, native_steps.advance, native_steps.learn_verified)))
 
 
 class BackgroundCompiler:
@@ -148,6 +163,8 @@ def compile_all(progress: Progress) -> None:
 def serve() -> None:
     """Compile the stages that the parent names."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AT)
     answer_messages(_make_answer)
 
 

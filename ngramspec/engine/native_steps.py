@@ -5,8 +5,8 @@ call (`advance`) stands between two passes: accept and commit the last one, then
 pass fills the processor's caches with weights, after which a line of Python takes five times as long as in a loop.
 
 The loop ends when a sequence ends or lacks room, when somebody calls the engine, and after MAX_STEPS or MAX_MS. The forward pass is handed
-in by the backend (`backends.base.NativeForward`); it is not compiled into this code, which would take 100 seconds instead of 12. Knows
-neither devices nor the scheduler.
+in by the backend (`backends.base.NativeForward`), and the parts of `advance` are called by address: compiled into one another they would
+take several times as long. Knows neither devices nor the scheduler.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numba.experimental import structref
 
 from ngramspec.backends.base import NativeForward, Runner
 from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.compiled_calls import call_compiled, find_address
 from ngramspec.engine.acceptance import Acceptance
 from ngramspec.engine.observers import Observers
 from ngramspec.engine.scheduler import ScheduledRows
@@ -41,6 +42,7 @@ from ngramspec.outputs import BLOCK
 from ngramspec.sampling.sampler import DrawParams, make_draw_params
 from ngramspec.sampling.verify import DRAWN, FOLLOWED, match_drawn, match_picked
 from ngramspec.sequence_table import MAX_MS, MAX_NEW_TOKENS, MAX_STEPS, RUNNING, SEQUENCE, STEP_RECORD
+from ngramspec.speculative import tree_builder
 from ngramspec.speculative.base import NativeDrafting, Speculator
 from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.draft_stats import StatsTable
@@ -147,22 +149,53 @@ class NativeSteps:
         """Set up the loop's state -> the arrays of tokens, sources and records that it fills."""
         given = _given(self._runner.pool, forward, table, stops, drafting or idle(), budget)
         if self._state is None:
-            self._state = _new_state(*given, *draws, *NO_EXTERNAL, *stats, *_UNSET)
+            self._state = _make_state(given, draws, stats)
+            _find_functions(self._state, forward.inputs, given[2])
         _set_stats(self._state, *stats)
         return _begin(self._state, *given, draws, budget.n_steps)
 
 
 def compile_steps(forward: NativeForward, pool: BlockTables) -> None:
-    """Compile the loop for a runner's forward pass and its pool, or load it from disk."""
+    """Compile the loop for a runner's forward pass and its pool, or load it from disk, but for the functions that draft and learn."""
+    state = _make_loop(forward, pool)
+    for function in (_prepare, _accept):
+        find_address(function, state, forward.inputs)
+    advance.compile((numba.typeof(state), numba.typeof(forward.inputs), types.boolean))
+
+
+def compile_drafting(forward: NativeForward, pool: BlockTables) -> None:
+    """Compile the functions of the loop that draft and learn, or load them from disk."""
+    state = _make_loop(forward, pool)
+    find_address(draft_trees, state)
+    find_address(learn_verified, *_list_learn_examples(state, forward.inputs))
+
+
+def _find_functions(state: Any, inputs: Any, draft_state: Any) -> None:
+    """Set the addresses that the loop calls. Compiles what is not on disk."""
+    learning = _list_learn_examples(state, inputs)
+    functions = _get_functions(state)
+    functions[DRAFT], functions[LEARN] = find_address(draft_trees, state), find_address(learn_verified, *learning)
+    functions[ACCEPT], functions[PREPARE] = find_address(_accept, state, inputs), find_address(_prepare, state, inputs)
+    functions[BUILD_TREES], functions[UPDATE] = tree_builder.find_functions(draft_state)
+
+
+def _list_learn_examples(state: Any, inputs: Any) -> tuple[Any, ...]:
+    return state, inputs, _INTS, _INTS, _INTS, _IDS, _IDS
+
+
+def _make_state(given: tuple[Any, ...], draws: tuple[np.ndarray, ...], stats: StatsTable) -> Any:
+    return _new_state(*given, *draws, *NO_EXTERNAL, *stats, *_UNSET, np.zeros(6, np.int64))
+
+
+def _make_loop(forward: NativeForward, pool: BlockTables) -> Any:
+    """Make a LoopState of the type that a runner's forward pass and its pool have, and compile what sets it up."""
     forward.reserve(1, 1)
     budget, stats = StepBudget(1, np.zeros(2), 1.0, 1, plain=False), StatsTable(np.zeros((1, 1), np.int64), np.zeros((1, 1)), _INTS)
     given = _given(pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
-    state = _new_state(*given, *_NO_DRAWS, *NO_EXTERNAL, *stats, *_UNSET)
+    state = _make_state(given, _NO_DRAWS, stats)
     _set_stats(state, *stats)
     _begin(state, *given, _NO_DRAWS, 1)
-    signature = numba.typeof(state), numba.typeof(forward.inputs)
-    _prepare.compile(signature)
-    advance.compile((*signature, types.boolean))
+    return state
 
 
 def make_table(seqs: list[Sequence], stats_rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -245,15 +278,21 @@ _GIVEN = ("table", "stops", "draft_state", "drafting", "cost_ms", "block_tables"
 # Tuples are handed over member by member: numba takes half a millisecond to look at one with names.
 _TUPLES = (*DrawParams._fields, *ExternalTrees._fields, *StatsTable._fields)
 _OF_CALL = ("which", "how", "new_tokens", "new_sources", "records", "step")
-_OF_PASS = ("n_drafting", "n_nodes", "probs", "sources", "root_logits")
+_OF_PASS = ("n_drafting", "wanted", "n_nodes", "draft_tokens", "draft_parents", "probs", "sources", "root_logits", "is_over")
 _MOVES = ("move_slots", "move_starts", "move_ends", "move_positions")
-structref.define_proxy(LoopState, LoopStateType, [*_GIVEN, *_TUPLES, *_OF_CALL, *_OF_PASS, *_MOVES])
+structref.define_proxy(LoopState, LoopStateType, [*_GIVEN, *_TUPLES, *_OF_CALL, *_OF_PASS, *_MOVES, "functions"])
+DRAFT, LEARN, ACCEPT, PREPARE, BUILD_TREES, UPDATE = range(6)  # indices of `functions`, which are addresses
 
 
 @njit(cache=True, nogil=True)
 def _new_state(*members):
     """Return a LoopState. One made by Python would be compiled anew in every process."""
     return LoopState(*members)
+
+
+@njit(cache=True, nogil=True)
+def _get_functions(t):
+    return t.functions
 
 
 @njit(cache=True, nogil=True)
@@ -286,24 +325,42 @@ def _begin(t, table, stops, draft_state, drafting, cost_ms, block_tables, n_bloc
 
 
 @njit(cache=True, nogil=True)
+def draft_trees(t):
+    """Build the draft trees of the sequences in `wanted`."""
+    spec_length, _, _, chains, _ = t.drafting
+    _, _, _, max_nodes, _, threshold = t.shape
+    external = ExternalTrees(t.start, t.tokens, t.parents, t.codes)
+    t.n_nodes, t.draft_tokens, t.draft_parents, t.probs, t.sources = draft(
+        t.functions[BUILD_TREES], t.table, t.wanted, t.n_drafting, tree_room(t.table, t.n_blocks_of), t.draft_state, spec_length, chains,
+        external, t.cost_ms, threshold, max_nodes,
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def learn_verified(t, p, before, appended, accepted, tokens, nodes):
+    """Update what later drafts are made of."""
+    _, _, history, _, recycles = t.drafting
+    learn(
+        t.functions[UPDATE], t.table, before, appended, accepted, tokens, nodes, t.draft_state, history, recycles, p.input_ids,
+        p.parents, p.roots, p.ends, t.root_logits, p.tokens[0], p.values[0],
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
 def _prepare(t, p):
     """Draft for the next pass and pack it into the forward pass's inputs `p`."""
-    table, (spec_length, _, _, chains, _) = t.table, t.drafting
-    n_threads, n_best, rows_per_item, max_nodes, plain, threshold = t.shape
-    room = tree_room(table, t.n_blocks_of)
-    wanted, t.n_drafting = choose_drafting(table, t.draft_state.states, plain)
-    tokens, parents = np.empty(0, np.int32), np.empty(0, np.int32)
-    external = ExternalTrees(t.start, t.tokens, t.parents, t.codes)
+    table = t.table
+    n_threads, n_best, rows_per_item, _, plain, _ = t.shape
+    t.wanted, t.n_drafting = choose_drafting(table, t.draft_state.states, plain)
     if t.n_drafting:
-        t.n_nodes, tokens, parents, t.probs, t.sources = draft(
-            table, wanted, t.n_drafting, room, t.draft_state, spec_length, chains, external, t.cost_ms, threshold, max_nodes
-        )
+        call_compiled(t.functions[DRAFT], (t,))
     else:
-        t.n_nodes, t.probs, t.sources = np.zeros(table.shape[0], np.int64), np.empty(0, np.float32), np.empty(0, np.uint8)
+        t.n_nodes, t.draft_tokens, t.draft_parents = np.zeros(table.shape[0], np.int64), np.empty(0, np.int32), np.empty(0, np.int32)
+        t.probs, t.sources = np.empty(0, np.float32), np.empty(0, np.uint8)
     (
         p.input_ids, p.positions, p.wanted, p.items, p.owners, p.tables, p.bases, p.paths, p.blocks, p.offsets, p.parents, p.roots, p.ends,
         t.root_logits,
-    ) = pack_rows(table, t.n_nodes, tokens, parents, t.block_tables, rows_per_item)  # fmt: skip
+    ) = pack_rows(table, t.n_nodes, t.draft_tokens, t.draft_parents, t.block_tables, rows_per_item)  # fmt: skip
     n = len(p.wanted)
     p.tokens, p.values = np.empty((n_threads, n, n_best), np.int32), np.empty((n_threads, n, n_best), np.float32)
     p.fine, p.greedy = np.empty((n_threads, n), np.bool_), np.empty(n, np.int32)
@@ -313,8 +370,8 @@ def _prepare(t, p):
 
 @njit(cache=True, nogil=True)
 def _accept(t, p):
-    """Accept what the pass verified and commit it -> whether a step must not follow right away."""
-    table, (spec_length, spec_rows, history, _, recycles) = t.table, t.drafting
+    """Accept what the pass verified and commit it. Set `is_over`: whether a step must not follow right away."""
+    table, (spec_length, spec_rows, _, _, _) = t.table, t.drafting
     drawn = DrawParams(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
     stats = StatsTable(t.counts, t.expected, t.columns)
     input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, p.parents, p.roots, p.ends, t.root_logits, p.greedy
@@ -330,10 +387,7 @@ def _accept(t, p):
     appended, accepted = append_tokens(table, t.stops, roots, to, tokens, nodes, t.n_nodes, t.sources, t.new_tokens, t.new_sources)
     t.move_slots, t.move_starts, t.move_ends, t.move_positions = find_moves(table, appended, roots, nodes, accepted)
     count_step(table, appended, accepted, nodes, t.sources, t.probs, stats, p.positions, roots, ends)
-    learn(
-        table, before, appended, accepted, tokens, nodes, t.draft_state, history, recycles, input_ids, parents, roots, ends, root_logits,
-        p.tokens[0], p.values[0],
-    )  # fmt: skip
+    call_compiled(t.functions[LEARN], (t, p, before, appended, accepted, tokens, nodes))
     for b in range(B):
         seq = table[b]
         if seq.draw >= 0:
@@ -344,15 +398,16 @@ def _accept(t, p):
     record.n_rows, record.n_nodes, record.n_drafting, record.n_keys = len(input_ids), len(t.sources), t.n_drafting, n_keys
     record.n_new = appended.sum()
     t.step += 1
-    return is_over
+    t.is_over = is_over
 
 
 @njit(cache=True, nogil=True)
 def advance(t, p, stop):
     """Accept, and unless there is a reason to stop prepare the next pass -> IS_OVER and HAS_MOVES, added up."""
-    is_over = _accept(t, p) or stop or t.step == len(t.records)
+    call_compiled(t.functions[ACCEPT], (t, p))
+    is_over = t.is_over or stop or t.step == len(t.records)
     if not is_over:
-        _prepare(t, p)
+        call_compiled(t.functions[PREPARE], (t, p))
     return IS_OVER * is_over + HAS_MOVES * (len(t.move_slots) > 0)
 
 
@@ -360,6 +415,6 @@ _IDS, _INTS, _FLOATS = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0,
 _NO_DRAWS = tuple(make_draw_params((), ()))
 _UNSET = (
     *(_INTS, np.empty(0, np.int8), np.empty((0, 0), np.int32), np.empty((0, 0), np.uint8), np.empty(0, STEP_RECORD), 0),
-    *(0, _INTS, _FLOATS, np.empty(0, np.uint8), _IDS),
+    *(0, np.empty(0, np.bool_), _INTS, _IDS, _IDS, _FLOATS, np.empty(0, np.uint8), _IDS, False),
     *(_INTS, _INTS, _INTS, _INTS),
 )

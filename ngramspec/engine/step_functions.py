@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.compiled_calls import call_at
 from ngramspec.engine.stop_conditions import find_stop_compiled
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import fill_batch
@@ -45,10 +46,10 @@ def choose_drafting(table, states, plain):
 
 
 @njit(cache=True, nogil=True)
-def draft(table, wanted, n_wanted, room, draft_state, spec_length, chains, external, cost_ms, threshold, max_nodes):
+def draft(build_trees, table, wanted, n_wanted, room, draft_state, spec_length, chains, external, cost_ms, threshold, max_nodes):
     """Build the draft trees -> (nodes of each sequence [B] int64, tokens, parents, probs, sources of all nodes).
 
-    room [B] int64: most nodes that a sequence's KV blocks can take.
+    build_trees: address of `tree_builder.build_trees`; room [B] int64: most nodes that a sequence's KV blocks can take.
     """
     B, k = table.shape[0], 0
     n_nodes = np.zeros(B, np.int64)
@@ -57,9 +58,10 @@ def draft(table, wanted, n_wanted, room, draft_state, spec_length, chains, exter
         if wanted[b]:
             slots[k], depths[k] = table[b].slot, table[b].limit - table[b].n_tokens - 1
             k += 1
-    start, tokens, parents, probs, sources = tree_builder.build_trees(
-        draft_state, slots, depths, cost_ms, B, max_nodes, threshold, spec_length, chains, external, _NO_DRAFTERS
-    )
+    start, tokens, parents, probs, sources = call_at(
+        tree_builder.build_trees, build_trees,
+        (draft_state, slots, depths, cost_ms, B, max_nodes, threshold, spec_length, chains, external, _NO_DRAFTERS),
+    )  # fmt: skip
     k = to = 0
     for b in range(B):
         if wanted[b]:
@@ -156,12 +158,12 @@ def count_step(table, appended, accepted, nodes, sources, probs, stats, position
 
 @njit(cache=True, nogil=True)
 def learn(
-    table, before, appended, accepted, tokens, nodes, draft_state, history, recycles,
+    update, table, before, appended, accepted, tokens, nodes, draft_state, history, recycles,
     input_ids, parents, roots, ends, root_logits, top, logits,
 ):  # fmt: skip
     """Update the n-gram tables and weights, and keep the model's top-k (`top` with `logits`) if `recycles`.
 
-    before [B] int64: the token before each sequence's root.
+    update: address of `tree_builder.update`; before [B] int64: the token before each sequence's root.
     """
     B, going_on, n_seen, n_new, n_path = table.shape[0], 0, 0, 0, 0
     slots, seen = np.empty(B, np.int32), np.empty((B, 3), np.int64)
@@ -186,10 +188,11 @@ def learn(
         new_start[going_on], path_start[going_on] = n_new, n_path
     if not going_on and not n_seen:
         return
-    n_updated = tree_builder.update(
-        draft_state, slots[:going_on], _FIRST, new_start[: going_on + 1], new, path_start[: going_on + 1], path, history, _NO_DRAFTERS,
-        seen[:n_seen], input_ids, parents, roots, ends, root_logits, top, logits,
-    )  # fmt: skip
+    rows = (seen[:n_seen], input_ids, parents, roots, ends, root_logits, top, logits)
+    accepted_tokens = (new_start[: going_on + 1], new, path_start[: going_on + 1], path)
+    n_updated = call_at(
+        tree_builder.update, update, (draft_state, slots[:going_on], _FIRST, *accepted_tokens, history, _NO_DRAFTERS, *rows)
+    )
     if n_updated < going_on:
         raise RuntimeError("tables without room")
 

@@ -14,10 +14,12 @@ import pytest
 import tiny_gguf
 
 from ngramspec import SamplingParams
+from ngramspec.backends.cpu import attention
 from ngramspec.datastore import code_cache
 from ngramspec.engine import background_compiler
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Delta
+from ngramspec.speculative import tree_builder
 
 _COMPLETE = """
 import json, sys
@@ -80,6 +82,12 @@ def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: floa
             done = engine.submit(prompt, params, deliver=deliver).result()
             assert done.token_ids == tokens == expected.token_ids
             assert done.stats.drafted > 0
+
+
+def test_what_is_compiled_ahead_is_what_is_called() -> None:
+    background_compiler.warm_up("float16")
+    assert len(tree_builder.build_trees.signatures) == len(tree_builder.update.signatures) == 1
+    assert sum("uint16" in str(types) for types in attention.attend_piece.signatures) == 1
 
 
 def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ngramspec.backends.cpu import experts as moe
-from ngramspec.backends.cpu.codegen.intrinsics import find_address
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.gated_delta import gather_inputs, run_recurrent
 from ngramspec.backends.cpu.kv_pool import KVPool
@@ -55,6 +54,7 @@ from ngramspec.backends.cpu.llama_variants import gate_row, layer_norm_row, turn
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.threads import make_counters
+from ngramspec.datastore.compiled_calls import find_address
 from ngramspec.sampling.batch import Batch
 
 # Positions whose angles are computed at a time: always the same groups, so that a position's angles always have the same bits.

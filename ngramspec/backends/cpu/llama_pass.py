@@ -16,7 +16,7 @@ from numba.experimental import structref
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
-from ngramspec.backends.cpu.codegen.intrinsics import call_compiled, call_kernel
+from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.llama_layers import (
     DOWN,
@@ -49,6 +49,7 @@ from ngramspec.backends.cpu.norms import compute_norm_scale, norm_heads, norm_ro
 from ngramspec.backends.cpu.thread_team import close_pass, leave_pass, open_pass, take_seat, wait_for_pass
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.compiled_calls import call_compiled
 from ngramspec.sampling.numeric import soft_cap
 from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from ngramspec.backends.cpu import packing
+from ngramspec.backends.cpu.attention import attend_piece
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions
 from ngramspec.backends.cpu.llama_runner import make_pool
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
+from ngramspec.datastore.compiled_calls import find_address
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Span, pack
 
@@ -33,8 +35,24 @@ def _make_rows(n_bytes: int, first: int, end: int) -> np.ndarray:
     return np.zeros((end - first, n_bytes), np.uint8)
 
 
-def run_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPool]:
-    """Run a pass; return what native steps need. `kv_dtype`: "float16" or "float32"; `folder` caches kernels."""
+def compile_attention(kv_dtype: str) -> None:
+    """Compile a pass's attention, or load it from disk: a third of the time that the pass takes, for another process to spend."""
+    heads, line, table = np.empty((0, 0, 0), np.float32), np.empty(0, np.int32), np.empty((0, 0), np.int32)
+    keys = np.empty((0, 0, 0, 0), np.uint16 if kv_dtype == "float16" else np.float32)
+    zero = np.float32(0)
+    find_address(attend_piece, 0, 0, 0, heads, keys, keys, heads, table, table, line, line, table, zero, 0, zero, np.empty(0, np.float32))
+
+
+def run_tiny_pass(kv_dtype: str, folder: Path) -> None:
+    """Run a pass. `kv_dtype`: "float16" or "float32"; `folder` caches kernels."""
+    forward, pool = make_tiny_pass(kv_dtype, folder)
+    forward.decoder.run(pack([Span(0, np.zeros(3, np.int32), 0)], pool), pool, 1)
+    slots = np.zeros(1, np.int64)
+    forward.keep_paths(slots, slots + 2, slots + 1, slots + 3)
+
+
+def make_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPool]:
+    """Make what a pass needs, and native steps."""
     context = MatmulContext(int8=False, folder=folder)
 
     def make_matrix() -> Matrix:
@@ -51,8 +69,6 @@ def run_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPo
     )  # fmt: skip
     pool = make_pool([(1, _SIZE)], kv_dtype, 1 << 20, 1, 2 * BLOCK, None)
     pool.reserve(0, 4)
-    decoder.run(pack([Span(0, np.zeros(3, np.int32), 0)], pool), pool, 1)
     forward = NativeLlamaForward(decoder, pool, ROWS_PER_ITEM)
-    slots = np.zeros(1, np.int64)
-    forward.keep_paths(slots, slots + 2, slots + 1, slots + 3)
+    forward.reserve(1, 1)
     return forward, pool

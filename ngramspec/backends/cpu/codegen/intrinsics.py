@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import typeof, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -107,33 +107,6 @@ def store_word(typing_context, address, word):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.uint64), codegen
-
-
-@intrinsic
-def call_compiled(typing_context, address, arguments):
-    """Call a function that numba has compiled for these types of arguments, a tuple, at its address; it returns nothing."""
-
-    def codegen(context, builder, signature, args):
-        kinds = tuple(signature.args[1])
-        function = builder.inttoptr(args[0], context.call_conv.get_function_type(types.none, kinds).as_pointer())
-        values = cgutils.unpack_tuple(builder, args[1])
-        status, _ = context.call_conv.call_function(builder, function, types.none, kinds, values)
-        with cgutils.if_unlikely(builder, status.is_error):
-            context.call_conv.return_status_propagate(builder, status)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, arguments), codegen
-
-
-def find_address(dispatcher: Any, *examples: Any) -> int:
-    """Return the address of a compiled function for arguments like these, for `call_compiled`. Compiles it, or loads it from disk.
-
-    What is called directly becomes a part of its caller, which takes as long to optimise as it took itself.
-    """
-    kinds = tuple(map(typeof, examples))
-    dispatcher.compile(kinds)
-    result = dispatcher.overloads[kinds]
-    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
 
 @intrinsic
