@@ -166,6 +166,10 @@ def serve(
         bool, option(_NET, "Answers tell their times, as vLLM's do.", "--per-request-metrics", "--enable-per-request-metrics")
     ] = False,
     no_slots: Annotated[bool, option(_NET, "Without /slots, which tells how many sequences run.", "--no-slots")] = False,
+    slot_save_path: Annotated[
+        Path | None,
+        option(_NET, "A folder for slots that clients save by /slots/ID, each key's apart.", "--slot-save-path", metavar="FOLDER"),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None, option(_NET, "Without keys: a further name that requests may call this server. May be repeated.", metavar="NAME")
     ] = None,
@@ -275,6 +279,7 @@ def serve(
         return_tokens_as_token_ids=return_tokens_as_token_ids or None,
         playground=False if no_playground else None,
         slots=False if no_slots else None,
+        slot_save_path=slot_save_path,
         allowed_hosts=allowed_host,
         cors_origins=cors_origin,
         api_keys=api_key,

@@ -149,7 +149,9 @@ _ROWS = (
         "prompt_cache_key prompt_cache_retention prompt_cache_options",
         "about the request: nothing is stored or passed on, requests run in the order in which they come",
     ),
-    _accepted(ROUTES, "id_slot n_cache_reuse n_keep n_discard", "there are no slots to choose, and no context is shifted"),
+    _done(LLAMAS, "id_slot", "the slot whose tokens can be saved afterwards; it says nothing of where the request runs"),
+    _accepted(V1, "id_slot", "there are no slots to choose"),
+    _accepted(ROUTES, "n_cache_reuse n_keep n_discard", "no context is shifted"),
     _accepted(
         ROUTES,
         "speculative.n_min speculative.n_max speculative.p_min speculative.type t_max_prompt_ms stream_interval sse_ping_interval "

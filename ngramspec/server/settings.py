@@ -175,6 +175,9 @@ class ServerSettings(BaseSettings):
     """Log-probabilities name tokens as `token_id:17`, unless a request says otherwise."""
     slots: bool = True
     """/slots, which tells how many sequences run."""
+    slot_save_path: Path | None = None
+    """A folder for slots that clients save by llama.cpp's /slots/ID, each key's apart. It holds the tokens of their prompts. None: no
+    slot is saved."""
     allowed_hosts: Names = ()
     """Names that a `Host` header may say while there are no keys, beside those of this machine."""
     cors_origins: Names = ()

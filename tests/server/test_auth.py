@@ -64,6 +64,7 @@ ROUTES: dict[tuple[str, str], tuple[str, str, Any, int]] = {
     ("POST", "/detokenize"): (KEY, "/detokenize", {"tokens": [97]}, 200),
     ("GET", "/props"): (KEY, "/props", None, 200),
     ("GET", "/slots"): (ADMIN, "/slots", None, 200),
+    ("POST", "/slots/{id_slot}"): (KEY, "/slots/0?action=erase", None, 400),
     ("GET", "/admin/datastores"): (ADMIN, "/admin/datastores", None, 200),
     ("GET", "/admin/repositories"): (ADMIN, "/admin/repositories", None, 200),
     ("PUT", "/admin/datastores/{name}"): (ADMIN, "/admin/datastores/a", {"path": "/nowhere"}, 400),

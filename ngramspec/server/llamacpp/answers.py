@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -43,8 +43,9 @@ class Written(NamedTuple):
 class LlamaAnswer:
     """What has been written for one prompt, up to where the request wants it to end."""
 
-    def __init__(self, given: EngineInput, body: LlamaRequest) -> None:
-        self.given, self.body = given, body
+    def __init__(self, given: EngineInput, body: LlamaRequest, note_end: Callable[[LlamaAnswer], None] = lambda answer: None) -> None:
+        """Begin an answer. `note_end` is called once all of it is written."""
+        self.given, self.body, self._note_end = given, body, note_end
         self.text = ""
         self.tokens: list[int] = []
         self.is_cut = body.n_predict == 0
@@ -54,6 +55,12 @@ class LlamaAnswer:
 
     def take(self, delta: Delta) -> list[Written]:
         """Add a delta; return what is new of the text: in one piece, or with log-probabilities in one for each token."""
+        written = self._take(delta)
+        if delta.completion is not None:
+            self._note_end(self)
+        return written
+
+    def _take(self, delta: Delta) -> list[Written]:
         if delta.completion is not None:
             self.completion = delta.completion
         if self._started is None and delta.token_ids:

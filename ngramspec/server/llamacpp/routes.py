@@ -7,25 +7,24 @@ routes. The fields of requests are in `schemas`, those of answers in `answers`, 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 
 from ngramspec import __version__
+from ngramspec.engine.llm_engine import Hints
 from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
-from ngramspec.server.auth import Identity, identify, operator
+from ngramspec.server.auth import Identity, check_site, identify, operator
 from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias
 from ngramspec.server.error_responses import ApiError, make_bad_request
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
-from ngramspec.server.llamacpp.schemas import (
-    InfillBody,
-    LlamaCompletionBody,
-    LlamaRequest,
-)
+from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaRequest, SlotFile
+from ngramspec.server.llamacpp.slots import SavedSlots
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.queue import Reservation
@@ -97,6 +96,14 @@ def make_router(state: ServerState) -> APIRouter:
             raise ApiError(501, "the server was started without /slots")
         return handler.slots(detailed=identity.trusted)
 
+    @routes.post("/slots/{id_slot}")
+    async def change_slot(
+        id_slot: int, action: Literal["save", "restore", "erase"], http: Request, identity: Who, body: SlotFile | None = None
+    ) -> dict[str, Any]:
+        """Save the tokens of the latest request with this `id_slot`, compute saved ones again, or forget them."""
+        check_site(http.scope["headers"], state.settings)
+        return await handler.change_slot(identity, id_slot, action, "" if body is None else body.filename, http)
+
     return routes
 
 
@@ -107,6 +114,10 @@ class _LlamaHandler:
         self.state, self.engine, self.admission = state, state.engine, state.admission
         self.format = AnswerFormat(state.engine, tokens, state.names[0])
         self.n_slots = int(state.engine.props()["max_seqs"])
+        self.saved: SavedSlots | None = None
+        if (folder := state.settings.slot_save_path) is not None:
+            most = state.engine.max_model_len - 1
+            self.saved = SavedSlots(folder, state.engine.name, n_slots=self.n_slots, vocab_size=state.engine.vocab_size, max_tokens=most)
 
     def set_defaults(self, body: LlamaRequest) -> None:
         """Take what the server's settings say in place of llama.cpp's defaults."""
@@ -186,13 +197,48 @@ class _LlamaHandler:
         self, reservation: Reservation, http: Request, body: LlamaRequest, inputs: Sequence[EngineInput], *, several: bool = False
     ) -> Any:
         """Run the inputs; return one answer, a list of them, or a stream."""
-        answers = [LlamaAnswer(each, body) for each in inputs]
+        answers = [LlamaAnswer(each, body, self._note_slot) for each in inputs]
         deltas = self.admission.stream(reservation, http, inputs)
         if body.stream:
             return EventStream(reservation, self.format.events(reservation, deltas, answers), done=False)
         await run_unless_gone(http, run_to_end(reservation, deltas, answers))
         found = [self.format.describe(i, answer) for i, answer in enumerate(answers)]
         return found if several or len(found) > 1 else found[0]
+
+    # ------------------------------------------------------------------ saved slots
+
+    def _note_slot(self, answer: LlamaAnswer) -> None:
+        tenant = answer.given.hints["tenant"]
+        if self.saved is not None and tenant is not None:
+            self.saved.note_tokens(tenant, answer.body.id_slot, answer.given.prompt + answer.tokens)
+
+    async def change_slot(self, identity: Identity, slot: int, action: str, filename: str, http: Request) -> dict[str, Any]:
+        """Save, restore or erase a slot of this tenant. Raises ApiError."""
+        saved, tenant, started = self.saved, identity.tenant, time.perf_counter()
+        if saved is None:
+            why = "slots are not kept here; start the server with --slot-save-path FOLDER"
+            raise ApiError(400, why, type="not_supported_error", code="not_supported")
+        tokens = saved.get_tokens(tenant, slot)
+        if action == "erase":
+            return {"id_slot": slot, "n_erased": saved.erase_tokens(tenant, slot)}
+        if action == "save":
+            n_bytes = await asyncio.to_thread(saved.write, tenant, filename, tokens)
+            if self.engine.config.prefix_cache_path is not None:
+                await self._compute(tokens, tenant, http)  # again, from the prefix cache: what two requests had is kept on disk
+        else:
+            tokens, n_bytes = await asyncio.to_thread(saved.read, tenant, filename)
+            await self._compute(tokens, tenant, http)
+            saved.note_tokens(tenant, slot, tokens)
+        took = {f"{action}_ms": (time.perf_counter() - started) * 1e3}
+        names = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+        return {"id_slot": slot, "filename": filename, names[0]: len(tokens), names[1]: n_bytes, "timings": took}
+
+    async def _compute(self, tokens: list[int], tenant: str, http: Request) -> None:
+        """Have these tokens in the prefix cache. Raises ApiError."""
+        if tokens:
+            with self.admission.reserve() as reservation:
+                hints = Hints(tenant=tenant, speculation=False, prefix_cache=True)
+                await self.admission.results(reservation, http, [EngineInput(tokens, SamplingParams(max_tokens=1), hints)])
 
     # ------------------------------------------------------------------ the server
 

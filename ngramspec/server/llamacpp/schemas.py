@@ -58,6 +58,8 @@ class LlamaRequest(GenerationFields):
     return_progress: bool = False
     timings_per_token: bool = False
     stream: bool = False
+    id_slot: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
+    """The slot whose tokens can be saved afterwards; -1: none."""
     prediction: str | None = None
     """The output that is expected."""
 
@@ -96,6 +98,12 @@ class LlamaCompletionBody(LlamaRequest):
     def prompts(self) -> Iterator[TextOrTokens]:
         for prompt in self.prompt if self.has_several else [self.prompt]:
             yield prompt.prompt_string if isinstance(prompt, PromptObject) else prompt  # type: ignore[misc]
+
+
+class SlotFile(StrictModel):
+    """The file of a slot that is saved or restored."""
+
+    filename: str
 
 
 class Chunk(StrictModel):
