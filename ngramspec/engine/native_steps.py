@@ -195,6 +195,7 @@ def _make_loop(forward: NativeForward, pool: BlockTables) -> Any:
     state = _make_state(given, _NO_DRAWS, stats)
     _set_stats(state, *stats)
     _begin(state, *given, _NO_DRAWS, 1)
+    _get_functions(state)
     return state
 
 
