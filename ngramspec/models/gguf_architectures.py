@@ -320,7 +320,8 @@ def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
     return names & file.tensors.keys()
 
 
-def is_prediction_head(tensor: str, n_layers: int) -> bool:
-    """Return whether a tensor belongs to a layer behind the model's last one: a head that predicts further tokens."""
-    found = _TENSOR.match(tensor)
-    return found is not None and found["layer"] is not None and int(found["layer"]) >= n_layers
+def list_head_tensors(file: Gguf) -> set[str]:
+    """Return the names of the tensors of heads that predict further tokens: layers behind the model's last one, as the file counts them."""
+    metadata = GgufMetadata(file)
+    heads = range(metadata.n_layers, metadata.get_int("block_count"))
+    return {name for name in file.tensors if (found := _TENSOR.match(name)) and found["layer"] and int(found["layer"]) in heads}

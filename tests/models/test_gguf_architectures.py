@@ -164,3 +164,11 @@ def test_a_projector_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModelError, match="reads images or sound"):
         read_config(gguf.read(tmp_path / "mmproj.gguf"))
+
+
+def test_heads_that_predict_further_tokens_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, layer, keys, has_head = tiny_architectures.CASES["qwen35"]
+    longer = {"block_count": tiny_architectures.LAYERS + 1, "nextn_predict_layers": 1}
+    monkeypatch.setitem(tiny_architectures.CASES, "with a head", (architecture, layer, keys | longer, has_head))
+    model = open_model(str(tiny_architectures.write(tmp_path / "model.gguf", "with a head")), cache_dir=tmp_path / "cache").model
+    assert model.config.num_hidden_layers == tiny_architectures.LAYERS
