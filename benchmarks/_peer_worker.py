@@ -185,7 +185,8 @@ def open_passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = Fa
         gguf, n_ctx=max_len + room, n_batch=512, n_threads=threads, n_threads_batch=threads, logits_all=every_logit, verbose=False
     )
     some = [(100 + 7919 * n) % model.n_vocab() for n in range(max_len + room)]
-    forgets = not (llama_cpp.llama_model_is_hybrid(model.model) or llama_cpp.llama_model_is_recurrent(model.model))
+    kinds = (getattr(llama_cpp, f"llama_model_is_{kind}", None) for kind in ("hybrid", "recurrent"))  # earlier versions have neither
+    forgets = not any(is_kind and is_kind(model.model) for is_kind in kinds)
     streams = {}
 
     def evaluate(start: int, end: int) -> float:
