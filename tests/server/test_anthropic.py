@@ -117,9 +117,12 @@ def assemble(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def drop_ids(message: dict[str, Any]) -> dict[str, Any]:
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
-    usage = message["usage"]
-    n = usage["input_tokens"] + usage["cache_read_input_tokens"]
-    return message | {"id": "", "content": content, "usage": (n, usage["output_tokens"])}
+    return message | {"id": "", "content": content, "usage": (count_prompt(message), message["usage"]["output_tokens"])}
+
+
+def count_prompt(message: dict[str, Any]) -> int:
+    """Return the tokens of the prompt, read from the prefix cache, written to it, or neither."""
+    return sum(message["usage"][f"{name}input_tokens"] for name in ("", "cache_creation_", "cache_read_"))
 
 
 def test_a_text_is_that_of_a_chat(client: httpx.Client, server: Server) -> None:
@@ -129,7 +132,7 @@ def test_a_text_is_that_of_a_chat(client: httpx.Client, server: Server) -> None:
     like = client.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 16, "temperature": 0}).json()
     assert made["content"] == [{"type": "text", "text": like["choices"][0]["message"]["content"]}]
     assert (made["type"], made["role"], made["model"]) == ("message", "assistant", server.engine.name)
-    assert made["usage"]["input_tokens"] + made["usage"]["cache_read_input_tokens"] == like["usage"]["prompt_tokens"]
+    assert count_prompt(made) == like["usage"]["prompt_tokens"]
     assert made["usage"]["output_tokens"] == like["usage"]["completion_tokens"]
     assert made["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[like["choices"][0]["finish_reason"]]
     stream = assemble(read_events(client.post("/v1/messages", json=given | {"stream": True})))
@@ -146,9 +149,8 @@ def test_claude_code_is_answered(client: httpx.Client) -> None:
     function = {"name": "Read", "description": "Reads.", "parameters": tool["input_schema"]}
     asked = {"messages": CLAUDE_CODE_AS_CHAT, "tools": [{"type": "function", "function": function}], "max_tokens": 1}
     like = client.post("/v1/chat/completions", json=asked).json()
-    usage = message["usage"]
-    assert sum(usage[f"{name}input_tokens"] for name in ("", "cache_creation_", "cache_read_")) == like["usage"]["prompt_tokens"]
-    assert usage["cache_creation_input_tokens"] > 0
+    assert count_prompt(message) == like["usage"]["prompt_tokens"]
+    assert message["usage"]["cache_creation_input_tokens"] > 0
     counted = client.post("/v1/messages/count_tokens?beta=true", json=CLAUDE_CODE).json()
     assert counted["input_tokens"] == like["usage"]["prompt_tokens"]
 
