@@ -352,7 +352,7 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
     """Refuse layers of other types than attention and what `recurrent` names, and other attention. Raises UnsupportedModelError."""
     name, config, types = type(model).__name__, model.config.get_text_config(), _get_layer_types(model)
-    is_computed = any(type(module).__name__.endswith(tuple(recurrent)) for module in model.modules()) if recurrent else False
+    is_computed = any(type(module).__name__.endswith(tuple(recurrent)) for module in model.modules())
     accepted = (*ATTENTION_LAYERS, LINEAR) if is_computed else ATTENTION_LAYERS
     for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)

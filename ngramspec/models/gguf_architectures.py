@@ -68,14 +68,13 @@ _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name
 }
 _LINEAR_ATTENTION = {
     "attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a", "ssm_conv1d": "conv1d",
-    "ssm_dt": "dt_bias", "ssm_a": "A_log", "ssm_norm": "norm", "ssm_out": "out_proj",
+    "ssm_dt": "dt", "ssm_a": "A_log", "ssm_norm": "norm", "ssm_out": "out_proj",
 }  # fmt: skip
-_OWN_NAMES = ("A_log", "dt_bias")  # parameters that are not a module's weight or bias
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
 # Stems of tensors that are parameters of a module that has others.
-_PARAMETERS = ("attn_sinks", "layer_output_scale")
+_PARAMETERS = ("attn_sinks", "layer_output_scale", "ssm_a", "ssm_dt")
 _GEMMA4 = {
     "layer_output_scale": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
@@ -281,9 +280,8 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
     if stem.endswith("_exps") or stem in _PARAMETERS:  # parameters that have no module of their own
         other = f"blk.{layer}.ffn_up_exps.{kind}" if stem == "ffn_gate_exps" else ""
         use = _make_use(row, config, tensor.name, stem, kind)
-        return {path if kind == "weight" else f"{path}_bias": use._replace(other=other)}
-    own = path.rpartition(".")[2] in _OWN_NAMES
-    return {path if own else f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
+        return {f"{path}_bias" if kind == "bias" else path: use._replace(other=other)}
+    return {f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
 
 
 def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str, first: int = 0, end: int = 0) -> TensorUse:

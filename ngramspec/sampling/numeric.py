@@ -81,6 +81,12 @@ def soft_cap(x, cap):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def compute_sigmoid(x):
+    """Return 1 / (1 + e to the -x), float32."""
+    return _ONE / (_ONE + exp(-x))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def compute_gelu(x):
     """Return GELU by its approximation with tanh, float32: x · sigmoid(2 · √(2/π) · (x + 0.044715 · x³))."""
     return x / (_ONE + exp(-(x * fma(GELU_CUBE, x * x, GELU_SLOPE))))

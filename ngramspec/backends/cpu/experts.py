@@ -17,7 +17,7 @@ from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.matmul import BY_BLOCK, CACHED, INT8, PANEL_BYTES, PANELS, Matrix, locate_rows, multiply, quantise_row
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
-from ngramspec.sampling.numeric import exp
+from ngramspec.sampling.numeric import compute_sigmoid, exp
 
 _F = np.float32
 GATE, UP, DOWN, ROUTER = range(
@@ -118,7 +118,7 @@ def choose_experts(logits, correction, options, scale, ids, weights):
     best = np.empty(k, np.float32)
     n_found = 0
     for e in range(n):
-        score = _F(1) / (_F(1) + exp(-logits[e])) if sigmoid else logits[e]
+        score = compute_sigmoid(logits[e]) if sigmoid else logits[e]
         if correction.shape[0]:
             score += correction[e]
         if n_found == k and not score > best[k - 1]:
@@ -132,7 +132,7 @@ def choose_experts(logits, correction, options, scale, ids, weights):
     total = _F(0)
     if sigmoid:
         for i in range(k):
-            weights[i] = _F(1) / (_F(1) + exp(-logits[ids[i]]))
+            weights[i] = compute_sigmoid(logits[ids[i]])
             total += weights[i]
     else:
         most = logits[ids[0]]
@@ -149,7 +149,7 @@ def choose_experts(logits, correction, options, scale, ids, weights):
     for i in range(k):
         weights[i] *= scale
     if options[SHARED]:
-        weights[k] = _F(1) / (_F(1) + exp(-logits[n])) if options[SHARED] == SHARED_BY_GATE else _F(1)
+        weights[k] = compute_sigmoid(logits[n]) if options[SHARED] == SHARED_BY_GATE else _F(1)
 
 
 @njit(cache=True, nogil=True)

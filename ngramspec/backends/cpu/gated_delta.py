@@ -22,7 +22,7 @@ from ngramspec.backends.cpu.norms import compute_norm_scale
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.outputs import BLOCK
-from ngramspec.sampling.numeric import exp, fma
+from ngramspec.sampling.numeric import compute_sigmoid, exp, fma
 
 _F = np.float32
 _ONE, _TWO, _HEAD_EPS = _F(1), _F(2), _F(1e-6)
@@ -45,11 +45,6 @@ def _compute_log1p(t):
 @njit(cache=True, nogil=True, error_model="numpy")
 def _compute_softplus(x):
     return max(x, _F(0)) + _compute_log1p(exp(-abs(x)))
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _compute_sigmoid(x):
-    return _ONE / (_ONE + exp(-x))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -179,7 +174,7 @@ def _mix_rows(head, i_layer, rows, weights, states, slot, options, eps, out):
             else:
                 a = inputs[row, a_at + value_head] + rates[i_layer, 1, value_head]
                 steps[g, s, 0] = exp(rates[i_layer, 0, value_head] * _compute_softplus(a))
-                steps[g, s, 1] = _compute_sigmoid(inputs[row, b_at + value_head])
+                steps[g, s, 1] = compute_sigmoid(inputs[row, b_at + value_head])
         if s == n_to_boundary - 1:
             for t in range(TAPS - 1):
                 kept_tails[slot, i_layer, head, t] = ring[(here - TAPS + 2 + t) % n_ring]

@@ -13,7 +13,7 @@ from ngramspec.backends.cpu.llama_layers import CENTRED_HEADS, EPS, GATED, INTER
 from ngramspec.backends.cpu.matmul import PANELS
 from ngramspec.backends.cpu.norms import norm_heads, norm_row
 from ngramspec.datastore.code_cache import njit
-from ngramspec.sampling.numeric import exp, fma
+from ngramspec.sampling.numeric import compute_sigmoid, fma
 
 _F = np.float32
 
@@ -58,7 +58,7 @@ def _take_gates(x, n_heads, head_dim, gates):
     """Take the gates [heads · D] out of x [heads · 2 · D], where they lie behind each head's query, and close the queries up."""
     for h in range(n_heads):
         for d in range(head_dim):
-            gates[h * head_dim + d] = _F(1) / (_F(1) + exp(-x[(2 * h + 1) * head_dim + d]))
+            gates[h * head_dim + d] = compute_sigmoid(x[(2 * h + 1) * head_dim + d])
         for d in range(head_dim):
             x[h * head_dim + d] = x[2 * h * head_dim + d]
 
