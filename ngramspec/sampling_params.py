@@ -87,7 +87,10 @@ class SamplingParams:
         None, GrammarKind(), "What the text must look like: a JSON schema, a regular expression, choices or a grammar.", flags=None
     )
     logprobs: int | None = option(
-        None, Integer(0, MAX_LOGPROBS, optional=True), "Report log-probabilities of each token and of this many others.", panel="Output"
+        None,
+        Integer(-1, MAX_LOGPROBS, optional=True),
+        "Report log-probabilities of each token and of this many others; -1: of the whole vocabulary.",
+        panel="Output",
     )
     logprob_token_ids: Sequence[int] = option(
         (), TokenIds(), "Report log-probabilities of these tokens in place of the most likely ones; with `logprobs`.", flags=None
@@ -100,7 +103,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(
         None,
-        Integer(0, MAX_LOGPROBS, optional=True),
+        Integer(-1, MAX_LOGPROBS, optional=True),
         "The same for the prompt's tokens, all of which are then computed: no prefix cache.",
         flags=None,
     )

@@ -25,7 +25,7 @@ from ngramspec.engine import assembly, native_steps, sequence
 from ngramspec.engine.acceptance import Acceptance, acceptance
 from ngramspec.engine.assembly import Progress
 from ngramspec.engine.background_compiler import STAGES, BackgroundCompiler, warm_up
-from ngramspec.engine.request import ChatOptions, Deliver, Hints, PromptOptions, Request, merge_params, split_options
+from ngramspec.engine.request import BeamControl, ChatOptions, Deliver, Hints, PromptOptions, Request, merge_params, split_options
 from ngramspec.engine.step import Core
 from ngramspec.engine.streams import ChatStream, Stream, read_last
 from ngramspec.engine.thread import StepThread
@@ -593,6 +593,7 @@ class Engine:
         ignore_eos: bool = False,
         speculation: bool = True,
         grammar: Grammar | None = None,
+        **control: Unpack[BeamControl],
     ) -> list[Beam]:
         """The `width` best texts that beam search finds, best first; the same bit for bit with speculation and without (see `papers.beam`).
 
@@ -600,10 +601,14 @@ class Engine:
         `width` texts have ended, though one under way may still be better; `grammar`: what all texts follow, to their end; there may be
         fewer then. Other requests go on, pass by pass in turn. It waits until
         `width` of the engine's `max_seqs` slots are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
-        (KeyboardInterrupt) ends it before its next pass.
+        (KeyboardInterrupt) ends it before its next pass, and so does `should_stop`, which is asked before each, in the engine's thread.
+        `tenant`: whose prompts it shares what was computed for; None: nobody's.
         Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError, UnsupportedModelError for a model
         with recurrent layers.
         """
+        if unknown := control.keys() - BeamControl.__annotations__.keys():
+            raise TypeError(f"beam_search takes no {', '.join(sorted(unknown))}")
+        tenant, should_stop = control.get("tenant", ""), control.get("should_stop", lambda: False)
         from ngramspec.papers.beam import BeamSearch  # the methods of `papers` are loaded when they are asked for
 
         if self.runner.is_recurrent:
@@ -628,16 +633,17 @@ class Engine:
             early_stopping=early_stopping,
             runner=self.runner,
             free_slots=self.core.scheduler.slots,
-            block_hashes=BlockHashes("" if self.prefix_cache else secrets.token_hex(), ids),
+            block_hashes=BlockHashes(tenant if self.prefix_cache and tenant is not None else secrets.token_hex(), ids),
             speculator=drafts,
             cost_ms=self.core.cost.table,
-            constraint=None if grammar is None else self.compile_grammar(grammar),
+            constraint=None if grammar is None else self.compile_grammar(grammar, tenant=tenant),
         )
         over = False
 
         def turn() -> None:
             nonlocal over
             try:
+                search.stopped |= should_stop()
                 if not search.done:
                     self.core.n_passes += search.step()
                 over = search.done

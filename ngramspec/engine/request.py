@@ -50,6 +50,15 @@ class PromptOptions(SamplingOptions, Hints, total=False):
     """The keywords of a prompt: fields of `SamplingParams`, and hints."""
 
 
+class BeamControl(TypedDict, total=False):
+    """Whose a beam search is, and when it ends early."""
+
+    tenant: str | None
+    """Whose prompts it shares what was computed for; None: nobody's."""
+    should_stop: Callable[[], bool]
+    """Asked before each pass, in the engine's thread."""
+
+
 class ChatOptions(PromptOptions, total=False):
     """The keywords of a chat: those of a prompt, and how the template is asked for one."""
 

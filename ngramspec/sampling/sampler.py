@@ -301,7 +301,7 @@ class Sampler:
         self.by_entries = _is_sparse(params) and params.logprobs is None
         """Whether `entries` lists all adjustments."""
         unusual = params.post_sampling_probs or params.logprob_token_ids
-        self.scores_few = _is_plain(params) and params.logprobs is not None and params.logprobs <= KEPT and not unusual
+        self.scores_few = _is_plain(params) and params.logprobs is not None and 0 <= params.logprobs <= KEPT and not unusual
         """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
         self._entries: _Entries | None = None  # made when somebody asks
         self._temperature = np.float32(params.temperature)
@@ -477,7 +477,7 @@ def make_draw_params(samplers: Sequence[Sampler], positions: Sequence[int]) -> D
 
 
 def token_logprob(row: np.ndarray, token: int, n: int, instead: Sequence[int] = ()) -> TokenLogprob:
-    """Return the log-probability of a token in logits row [V], with the n most likely tokens, or with those given `instead`.
+    """Return the log-probability of a token in logits row [V], with the n most likely tokens (-1: all), or with those given `instead`.
 
     Tokens of probability 0 are no part of them. Raises NotFiniteError.
     """
@@ -486,6 +486,7 @@ def token_logprob(row: np.ndarray, token: int, n: int, instead: Sequence[int] = 
     norm = top + np.log(np.exp(wide - top).sum())
     if not np.isfinite(norm):
         raise NotFiniteError()
+    n = len(row) if n < 0 else n
     likely = np.flatnonzero(row >= np.partition(row, -n)[-n]) if 0 < n < len(row) else np.arange(len(row) if n else 0)
     best = instead or likely[np.argsort(-row[likely], kind="stable")][:n].tolist()
     found = [(i, float(wide[i] - norm)) for i in best if wide[i] > -np.inf]

@@ -18,6 +18,8 @@ from ngramspec.server.error_responses import ApiError, make_context_error
 from ngramspec.server.request_fields import GenerationFields
 from ngramspec.server.settings import Limits
 
+ALL = -1  # log-probabilities: those of the whole vocabulary
+MAX_VOCABULARY = 1 << 21  # log-probabilities of one request that asks for all; each takes some hundred bytes
 MAX_BIAS_CHARS = 64  # of a text in `logit_bias`
 SHOWN_TEXTS = 8  # that one error names
 
@@ -127,12 +129,24 @@ class RequestLimits:
         limits = self.limits
         each = min(params.max_tokens, self.max_model_len)
         self._check_most("max_tokens", params.n * n_prompts * each, limits.output_tokens, "tokens of all texts together")
-        self._check_most("logprobs", max(params.logprobs or 0, params.prompt_logprobs or 0), limits.logprobs, "logprobs")
+        if limits.logprobs >= 0:
+            for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+                asked = self.vocab_size if asked == ALL else asked or 0
+                self._check_most(name, asked, limits.logprobs, "log-probabilities of each token")
         self._check_most("stop", len(params.stop), limits.stops, "stop strings")
         self._check_most("stop", max(map(len, params.stop), default=0), limits.stop_chars, "characters of a stop string")
         self._check_most("stop_token_ids", len(params.stop_token_ids), limits.bias, "stop_token_ids")
         self._check_most("logprob_token_ids", len(params.logprob_token_ids), limits.bias, "logprob_token_ids")
         self._check_most("logit_bias", len(params.logit_bias), limits.bias, "entries of logit_bias")
+
+    def check_vocabulary(self, params: SamplingParams, n_prompt: int) -> None:
+        """Raises ApiError 400 if prompts of `n_prompt` tokens together ask for the whole vocabulary at too many positions."""
+        for name, asked, n in (
+            ("logprobs", params.logprobs, params.n * params.max_tokens),
+            ("prompt_logprobs", params.prompt_logprobs, n_prompt),
+        ):
+            if asked == ALL:
+                self._check_most(name, n * self.vocab_size, MAX_VOCABULARY, "log-probabilities of all tokens together")
 
     def _check_most(self, param: str, asked: int, most: int, what: str) -> None:
         if asked > most:

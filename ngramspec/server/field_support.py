@@ -71,6 +71,7 @@ def _refused(routes: tuple[str, ...], names: str, why: str, *neutral: Any, matte
 
 _PENALTIES = (("repeat_penalty", 1), ("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
 _TEXT_ONLY = "text only"
+_NO_BEAMS = tuple(route for route in ROUTES if route != COMPLETIONS)
 _TEMPLATE = "templates take messages, tools and `chat_template_kwargs`"
 _NOT_SAMPLED = "not among our samplers"
 
@@ -85,6 +86,8 @@ _ROWS = (
     _done((COMPLETIONS,), "suffix", "fill in the middle, where the model can"),
     _done((COMPLETIONS,), "echo", "the prompt before the text"),
     _done((CHAT,), "echo", "the last message, if it is the assistant's, before the answer"),
+    _done((COMPLETIONS,), "use_beam_search", "the n best texts of beam search; not with a stream, `logprobs` or `stop`; nothing is drawn"),
+    _done((COMPLETIONS,), "length_penalty", "of beam search: a text's score is its log-probability over its length to this power"),
     _done((COMPLETIONS,), "best_of", "n of so many, the likeliest; equal to n while streamed"),
     _done((RESPONSES,), "input instructions", "the conversation: messages, calls of functions, their results"),
     _done(V1, "model", "any name is answered by the model that is served, others than its own are refused with `--strict-model`"),
@@ -98,7 +101,7 @@ _ROWS = (
     _done(ROUTES, "seed", "the same seed gives the same text"),
     _done(V1, "logit_bias", "numbers added to logits, by token ids"),
     _done(LLAMAS, "logit_bias", "numbers added to logits, of token ids or of the tokens of texts"),
-    _done(OPENAI, "logprobs", "log-probabilities of the tokens"),
+    _done(OPENAI, "logprobs", "log-probabilities of the tokens; -1: of the whole vocabulary, where the server's limit is -1"),
     _done((CHAT, RESPONSES), "top_logprobs", "and of so many others"),
     _done((*OPENAI, *LLAMAS), "n_probs", "log-probabilities of so many tokens, in llama.cpp's words"),
     _done(OPENAI, "prompt_logprobs", "log-probabilities of the prompt's tokens and of so many others"),
@@ -175,8 +178,9 @@ _ROWS = (
     _refused(ROUTES, "adaptive_target", _NOT_SAMPLED, -1),
     _refused(ROUTES, "min_keep", _NOT_SAMPLED, 0),
     _refused(ROUTES, "repeat_last_n", "penalties look at the whole text", -1, matters_with=_PENALTIES),
-    _refused(ROUTES, "use_beam_search watermarking", _NOT_SAMPLED, False),
-    _refused(ROUTES, "length_penalty", "of beam search", 1),
+    _refused(ROUTES, "watermarking", _NOT_SAMPLED, False),
+    _refused(_NO_BEAMS, "use_beam_search", "/v1/completions has it", False),
+    _refused(_NO_BEAMS, "length_penalty", "of beam search", 1),
     _refused(ROUTES, "repetition_detection", _NOT_SAMPLED),
     _refused(ROUTES, "lora", "there are no adapters", []),
     _refused(ROUTES, "guided_whitespace_pattern", "JSON has the blanks that docs/server.md tells of", ""),

@@ -250,7 +250,7 @@ class AdmissionQueue:
                 return
             if what.completion is not None:
                 unfinished -= 1
-                self._count(what.completion, http, started)
+                self.count(what.completion, http, started)
                 if not unfinished:
                     reservation.return_room()  # a slow reader keeps its text, not its room
             take(piece)
@@ -267,8 +267,8 @@ class AdmissionQueue:
                 raise
             raise known from error
 
-    def _count(self, completion: Completion, http: Request, started: float) -> None:
-        """Tell the metrics and the log of a request that the engine is done with."""
+    def count(self, completion: Completion, http: Request, started: float) -> None:
+        """Tell the metrics and the log of a request that the engine is done with; `started`: time.perf_counter() then."""
         cancelled = any(choice.finish_reason == "cancelled" for choice in completion.choices)
         self.metrics.finished(completion, "cancelled" if cancelled else "done")
         if not cancelled:

@@ -61,7 +61,8 @@ class Limits(BaseModel):
     """None: what the model takes."""
     output_tokens: int = Field(default=1 << 18, ge=1)
     """Sequences times max_tokens, each counted up to the model's length."""
-    logprobs: int = Field(default=20, ge=0, le=100)
+    logprobs: int = Field(default=20, ge=-1, le=100)
+    """-1: also those of the whole vocabulary."""
     stops: int = Field(default=64, ge=1, le=64)
     stop_chars: int = Field(default=1000, ge=1)
     """Characters of one stop string."""

@@ -102,7 +102,7 @@ def main() -> int:
     report: dict[str, object] = {}
     new: list[str] = []
     for peer in peers:
-        outcomes = run(peer, files or peer.files)
+        outcomes = run(peer, [peer.prefix + file.removeprefix(peer.prefix) for file in files] or peer.files)
         failed = {test for test, outcome in outcomes.items() if outcome == "failed"}
         listed = {test: reason for reason, tests in expected[peer.name]["failures"].items() for test in tests}
         for test in sorted(failed):

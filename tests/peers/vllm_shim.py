@@ -19,11 +19,24 @@ import pytest
 from own_server import OwnServer, pytest_unconfigure  # noqa: F401 - pytest calls it
 from pydantic import SecretStr
 
-from ngramspec.server.settings import Key, ServerSettings
+from ngramspec.sampling_params import MAX_LOGPROBS
+from ngramspec.server.engine_input import ALL
+from ngramspec.server.settings import Key, Limits, ServerSettings
 
 LENGTH = 2048
 SEQUENCES = 8
-OPTIONS = ("max-model-len", "max-num-seqs", "served-model-name", "port", "host", "uds", "root-path", "chat-template", "api-key")
+OPTIONS = (
+    "max-model-len",
+    "max-num-seqs",
+    "served-model-name",
+    "port",
+    "host",
+    "uds",
+    "root-path",
+    "chat-template",
+    "api-key",
+    "max-logprobs",
+)
 FLAGS = ("return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics")
 tokenizers: list[Any] = []  # that of the server started last
 
@@ -115,6 +128,7 @@ class RemoteOpenAIServer:
             force_include_usage=given.enable_force_include_usage,
             return_tokens_as_token_ids=given.return_tokens_as_token_ids,
             chat_template=given.chat_template or "",
+            limits=Limits(logprobs=ALL if int(given.max_logprobs or 0) > MAX_LOGPROBS else 20),
             max_queue=1024,
             admin_on_loopback=not key,
         )

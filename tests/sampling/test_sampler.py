@@ -179,6 +179,7 @@ def test_logprobs_are_the_models_own() -> None:
     reference = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     assert got.logprob == pytest.approx(reference[17])
     assert [i for i, _ in got.top] == np.argsort(-logits)[:3].tolist()
+    assert token_logprob(logits, 17, -1).top == token_logprob(logits, 17, len(logits)).top
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -235,7 +236,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("frequency_penalty", [-2, 2], [-2.1, 2.1, float("nan")]),
     ("seed", [None, -(2**63), -1, 0, 2**64 - 1], [-(2**63) - 1, 2**64, 1.5]),
     ("n", [1, 128], [0, 129, -1]),
-    ("logprobs", [None, 0, 100], [-1, 101]),
+    ("logprobs", [None, -1, 0, 100], [-2, 101]),
     ("stop", ["x", ["a", "b"], ("a",) * 64, ()], ["", ["a", ""], ["a"] * 65, [1], 5]),
     ("stop_token_ids", [[0], (5, 2**31 - 1)], [[-1], [2**31], [1.5], 3]),
     ("logit_bias", [{}, {0: -100, 5: 100}], [{0: 100.1}, {-1: 0}, {0: float("nan")}, {"0": 1}, [1]]),

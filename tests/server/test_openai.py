@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ import httpx
 import openai
 import pytest
 import tiny
+from fastapi import Request
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import SecretStr
+from tiny_server import routes_of
 
 from ngramspec.datastore.build import build
-from ngramspec.engine.llm_engine import Engine
+from ngramspec.engine.llm_engine import Engine, Hints
 from ngramspec.sampling_params import SamplingParams
+from ngramspec.server.app import create_app
+from ngramspec.server.engine_input import EngineInput
+from ngramspec.server.error_responses import ClientGone
+from ngramspec.server.openai.beams import search_beams
 from ngramspec.server.settings import Key, ServerSettings
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef mul(a, b):\n"
@@ -172,6 +179,24 @@ def test_logprobs(api: openai.OpenAI, engine: Engine, model: str, echo: bool, st
         assert text[start:end] == token or token.startswith(("bytes:", "<")) or len(text[start:end]) != 1
 
 
+def test_the_whole_vocabulary_is_told_where_the_settings_say_so(engine: Engine) -> None:
+    question = {"prompt": TEXT, "max_tokens": 2, "ignore_eos": True}
+    chat = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True, "top_logprobs": -1, "ignore_eos": True}
+    with routes_of(engine) as client:
+        for name in ("logprobs", "prompt_logprobs"):
+            refused = client.post("/v1/completions", json=question | {name: -1})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    with routes_of(engine, limits={"logprobs": -1}) as client:
+        told = client.post("/v1/completions", json=question | {"logprobs": -1, "prompt_logprobs": -1}).json()["choices"][0]
+        assert [len(each) for each in told["prompt_logprobs"][1:]] == [engine.vocab_size] * (len(ids(TEXT)) - 1)
+        assert len(told["logprobs"]["top_logprobs"]) == 2
+        top = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        assert len(top) == engine.vocab_size
+        assert sum(math.exp(each["logprob"]) for each in top) == pytest.approx(1)
+        for wrong in ({"stream": True}, {"max_tokens": 1000, "n": 8}):
+            assert client.post("/v1/chat/completions", json=chat | wrong).status_code == 400
+
+
 def test_the_bytes_of_logprobs_are_the_text(api: openai.OpenAI, engine: Engine, model: str) -> None:
     made = api.chat.completions.create(model=model, messages=MESSAGES, max_tokens=60, logprobs=True, seed=5, temperature=2, **FREE)
     choice = made.choices[0]
@@ -182,6 +207,50 @@ def test_the_bytes_of_logprobs_are_the_text(api: openai.OpenAI, engine: Engine, 
     raw = b"".join(bytes(each.bytes or []) for each in tokens if each.token not in special)
     assert raw.decode(errors="replace") == choice.message.content
     assert any(each.token.startswith("bytes:") for each in tokens)
+
+
+def test_beams_are_the_engines(engine: Engine) -> None:
+    body = {"prompt": [TEXT, TEXT], "n": 3, "max_tokens": 6, "use_beam_search": True, "temperature": 0, "length_penalty": 0.5}
+    expected = [beam.text for beam in engine.beam_search(ids(TEXT), 3, 6, length_penalty=0.5)]
+    with routes_of(engine, sampling={"top_p": 0.9}) as client:
+        answer = client.post("/v1/completions", json=body)
+        assert [choice["text"] for choice in answer.json()["choices"]] == expected * 2
+        assert answer.json()["usage"]["prompt_tokens"] == 2 * len(ids(TEXT))
+        formed = client.post("/v1/completions", json=body | {"guided_choice": ["ab", "cd"]}).json()["choices"]
+        assert {choice["text"] for choice in formed} == {"ab", "cd"}
+        wrong = {
+            "stream": True,
+            "logprobs": 1,
+            "stop": "x",
+            "presence_penalty": 1,
+            "best_of": 4,
+            "length_penalty": 11,
+            "n": 100,
+            "top_p": 0.5,
+        }
+        for name, value in wrong.items():
+            refused = client.post("/v1/completions", json=body | {name: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), refused.text
+        chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "use_beam_search": True})
+        assert chat.json()["error"]["code"] == "not_supported"
+
+
+def test_a_search_ends_when_its_client_leaves(engine: Engine) -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def ask() -> None:
+        admission = create_app(engine, ServerSettings()).state.server.admission
+        hints = Hints(tenant="", speculation=False, prefix_cache=True)
+        given = EngineInput(ids(TEXT), SamplingParams(n=4, max_tokens=900, ignore_eos=True), hints)
+        with admission.reserve(4) as reservation:
+            await search_beams(admission, reservation, Request({"type": "http"}, receive), [given], 1.0)
+
+    before = engine.status().passes
+    with pytest.raises(ClientGone):
+        asyncio.run(ask())
+    engine.beam_search(ids(TEXT), 8, 1)  # which waits for all of the engine's slots
+    assert engine.status().passes - before < 100
 
 
 def test_a_text_can_be_scored_without_writing(api: openai.OpenAI, engine: Engine, model: str) -> None:
@@ -561,7 +630,7 @@ WRONG: list[tuple[str, Any]] = [
 ]
 COMPLETIONS: list[tuple[str, Any]] = [
     *(("prompt", value) for value in (1, True, [], [1, "a"], [[]], [-1], [[320]], [[True]], {}, "", "x" * 1024, [1] * 1024)),
-    *(("logprobs", value) for value in (-1, 21, 101, True, "1")),
+    *(("logprobs", value) for value in (-2, -1, 21, 101, True, "1")),
     *(("best_of", value) for value in (0, -1, 129, 1.0)),
     ("echo", "yes"),
     ("suffix", 1),

@@ -63,7 +63,7 @@ def make_router(state: ServerState) -> APIRouter:
                 pieces = state.admission.stream(reservation, http, inputs)
                 return EventStream(reservation, handler.events(handler.follow(reservation, pieces), reservation.requests))
             (completion,) = await state.admission.results(reservation, http, inputs)
-            return handler.answer(completion)
+            return await handler.respond(lambda: handler.answer(completion))
 
     @routes.post("/chat/completions/input_tokens", include_in_schema=False)
     @routes.post("/v1/chat/completions/input_tokens", tags=["llama.cpp"])

@@ -21,10 +21,11 @@ from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.middleware import ParsedBodyRoute
+from ngramspec.server.openai.beams import check_beam_params, search_beams
 from ngramspec.server.openai.handler import CompletionHandler, Piece, hold_until_done, make_params
 from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
 from ngramspec.server.prompt_progress import PromptProgress
-from ngramspec.server.request_fields import check_grammar, read_grammar
+from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState, model_not_found
 from ngramspec.server.token_strings import LEAST, TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite
@@ -80,7 +81,11 @@ def make_router(state: ServerState) -> APIRouter:
             if handler.streams:
                 pieces = state.admission.stream(reservation, http, inputs)
                 return EventStream(reservation, handler.events(handler.follow(reservation, pieces), reservation.requests))
-            return handler.answer(await state.admission.results(reservation, http, inputs))
+            if handler.beams:
+                completions = await search_beams(state.admission, reservation, http, inputs, handler.length_penalty)
+            else:
+                completions = await state.admission.results(reservation, http, inputs)
+            return await handler.respond(lambda: handler.answer(completions))
 
     return routes
 
@@ -101,6 +106,9 @@ class _TextHandler(CompletionHandler):
         self.echo = bool(body.echo)
         asked = body.n_predict if body.max_tokens is None else body.max_tokens
         max_tokens = state.settings.sampling.get("max_tokens", MAX_TOKENS) if asked is None else asked
+        self.beams, self.length_penalty = bool(body.use_beam_search), 1.0 if body.length_penalty is None else body.length_penalty
+        for name, wrong in (("stream", self.streams), ("best_of", self.best_of > self.n), ("suffix", bool(body.suffix))):
+            _refuse(self.beams and wrong, name, "not with use_beam_search")
         self.silent = max_tokens == 0  # nothing is to be written: one token is, since the engine must, and is dropped
         _refuse(not self.prompts, "prompt", "an empty list")
         _refuse(self.best_of < self.n, "best_of", f"must be n ({self.n}) or more, got {self.best_of}")
@@ -130,6 +138,8 @@ class _TextHandler(CompletionHandler):
         if self._fim is not None and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._fim.stop_ids))
         self._params = params
+        if self.beams:
+            check_beam_params(params, state.settings.sampling.keys() - read_sampling_fields(body, OTHER_NAMES).keys())
         texts_given = [prompt for prompt in self.prompts if isinstance(prompt, str)]
         self.n_chars = sum(map(len, [*texts_given, body.suffix or "", body.prediction or ""]))
         """Characters to be encoded."""
@@ -146,6 +156,7 @@ class _TextHandler(CompletionHandler):
         if self._fills_context:
             params = replace(params, max_tokens=self._limits.count_room(max(map(len, prompts))))
             self._limits.check_params(params, len(prompts))
+        self._limits.check_vocabulary(replace(params, n=params.n * len(prompts)), sum(map(len, prompts)))
         if self._fim is None:
             return [EngineInput(ids, params, self.hints) for ids in prompts]
         cursors = [(str(prompt), self._body.suffix or "") for prompt in self.prompts]

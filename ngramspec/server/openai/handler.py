@@ -6,12 +6,15 @@ Checked requests enter, engine inputs and the parts of an answer that are no tex
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
+from fastapi.responses import JSONResponse
 
 from ngramspec.engine.llm_engine import Hints, Request
 from ngramspec.grammar.base import Grammar
@@ -23,7 +26,7 @@ from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
-from ngramspec.server.engine_input import EngineInput, check_token_ids, cut_prompt, make_hints, read_bias
+from ngramspec.server.engine_input import ALL, EngineInput, check_token_ids, cut_prompt, make_hints, read_bias
 from ngramspec.server.error_responses import ApiError, make_bad_request, make_context_error
 from ngramspec.server.openai.schemas import OpenAIRequest, Part, ServerFields
 from ngramspec.server.prompt_progress import PromptProgress, report_progress
@@ -56,6 +59,11 @@ class CompletionHandler:
         self.token_ids, self.verbose = bool(extra.return_token_ids), bool(extra.verbose)
         asked = extra.return_tokens_as_token_ids
         self.names_token_ids = state.settings.return_tokens_as_token_ids if asked is None else asked
+        names = ("logprobs", "top_logprobs", "prompt_logprobs")
+        whole = next((name for name in names if getattr(request, name, None) == ALL), None)
+        if whole and self.streams:
+            raise ApiError(400, f"{whole}: those of the whole vocabulary ({ALL}) are not told in a stream", param=whole)
+        self._tells_vocabulary = whole is not None
         self.progress, self.per_token_timings = bool(request.return_progress), bool(request.timings_per_token)
         self._started, self._n_told = time.perf_counter(), 0
         self.n_thought_tokens, self._tells_times = 0, state.settings.per_request_metrics
@@ -72,6 +80,10 @@ class CompletionHandler:
         if asked and state.settings.strict_model:
             raise model_not_found(asked, state.names)
         return state.names[0]
+
+    async def respond(self, make_answer: Callable[[], dict[str, Any]]) -> Any:
+        """Return the answer. One that tells of the whole vocabulary takes seconds and megabytes, so a thread makes it, unchecked."""
+        return await asyncio.to_thread(lambda: JSONResponse(make_answer())) if self._tells_vocabulary else make_answer()
 
     def head(self, kind: str) -> dict[str, Any]:
         """What an answer, and every piece of a streamed one, begins with."""
@@ -236,6 +248,7 @@ class Conversation:
             request, state, max_tokens=max_tokens, n=n, logprobs=logprobs, grammar=grammar, prompt_logprobs=prompt_logprobs
         )
         state.limits.check_params(params)
+        state.limits.check_vocabulary(params, len(ids))
         check_grammar(form, state.engine, hints["tenant"])
         if box.tools and grammar is not None:
             box.check_grammar(lambda each: state.engine.compile_grammar(each, tenant=hints["tenant"]), grammar)

@@ -55,8 +55,8 @@ class ServerFields(StrictModel):
     """`n` in llama.cpp's words."""
     n_probs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Log-probabilities in llama.cpp's words: the number of tokens beside the one that was taken."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Log-probabilities of the prompt's tokens, and of this many others."""
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of the prompt's tokens, and of this many others; -1: of the whole vocabulary."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens by their ids."""
@@ -71,7 +71,10 @@ class CompletionRequest(ServerFields, OpenAIRequest):
     suffix: str | None = None
     max_tokens: MaxTokens | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    use_beam_search: bool | None = None
+    """The `n` best texts that beam search finds."""
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     parse_special: bool | None = None
     """False: control tokens in the prompt's text are spelled out. Default: what the server's settings say."""
@@ -142,7 +145,7 @@ class ChatRequest(ChatPrompt, ServerFields, OpenAIRequest):
     include_reasoning: bool | None = None
     """False: thoughts are left out."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = None
     echo: bool | None = None
     """The last message, if it is the assistant's, stands before the answer."""
     prediction: Prediction | None = None
