@@ -190,23 +190,13 @@ class Runner(ABC):
             raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
         return slot
 
-    def adopt(self, model: PreTrainedModel) -> tuple[np.ndarray, torch.Tensor]:
-        """Route a model's attention to ours, and set `vocab_size` and `shapes`.
-
-        Returns tokens [n] int32, and transformers' own logits [V] after the last of them, to compare with.
-        """
-        import torch
-
+    def adopt(self, model: PreTrainedModel) -> None:
+        """Route a model's attention to ours, and set `vocab_size` and `shapes`."""
         from ngramspec.models import masks
 
-        config = model.config.get_text_config()
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        tokens = torch.arange(24) * 7919 % min(self.vocab_size, config.vocab_size)
-        with torch.inference_mode():
-            expected = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, -1].float().cpu()
-        model.config._attn_implementation = config._attn_implementation = masks.NAME
+        model.config._attn_implementation = model.config.get_text_config()._attn_implementation = masks.NAME
         self.shapes = kv_shapes(model, model.device)
-        return tokens.numpy().astype(np.int32), expected
 
     def prove(self) -> None:
         """Set `exactness`: "bitwise" where the policies and `self_test` prove rows independent of each other, else "numerical"."""
@@ -220,15 +210,6 @@ class Runner(ABC):
     def mismatch(self, error: float) -> UnsupportedModelError:
         """The error to raise for logits that are this far from transformers' own."""
         return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
-
-    def logits_error(self, expected: torch.Tensor, tokens: np.ndarray) -> float:
-        """Largest difference of our logits after `tokens` [n] from `expected` [V], over the size of these."""
-        slot = self.slot_for_tests(len(tokens))
-        try:
-            got = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
-        finally:
-            self.pool.release(slot)
-        return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
     def self_test(self) -> bool:
         """Whether the logits of a prompt in chunks, a chain and a tree are bitwise those of the same tokens one by one."""

@@ -22,6 +22,7 @@ from ngramspec.backends.base import Kept, Runner, chain, check_supported, is_out
 from ngramspec.backends.cuda import gpu_sampler, kv_move
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes
+from ngramspec.backends.cuda.expected_logits import ExpectedLogits, compute_expected_logits, measure_difference
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.graphs import ITEMS, ROWS, GraphRecorder, Graphs, Record, decode_buckets
@@ -39,9 +40,6 @@ from ngramspec.sampling.verify import Match, match_batch
 from ngramspec.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
-
-# Largest difference from transformers' own logits, relative to their size, that counts as rounding.
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 # Row counts at which products with the first weight of each shape are compared, bitwise; further weights of a shape use FEW_ROWS.
 CHECKED_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 256, 257, 511, 768, 2048)
@@ -238,7 +236,8 @@ class CudaRunner(Runner):
         fix_angles(model, longest or max_len)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
-        tokens, expected = self.adopt(model)
+        expected = compute_expected_logits(model)
+        self.adopt(model)
         n_heads, (n_kv_heads, head_dim) = (
             int(model.config.get_text_config().num_attention_heads),
             max(self.shapes, key=lambda shape: shape[1]),
@@ -255,7 +254,7 @@ class CudaRunner(Runner):
             self.pool = self._make_pool(max_len, max_seqs, kv_bytes, n_trial, max_blocks)
             self._make_spaces(n_heads)
             self._graphs = Graphs(self._make_inputs, self._captured, None)
-            self._compare(bound, expected, tokens, max_len)
+            self._compare(bound, expected, max_len)
             if kv_bytes is None:
                 taken = self._largest_passes()
                 del self.pool, self._decoder.pool, self._graphs
@@ -341,8 +340,8 @@ class CudaRunner(Runner):
             log.debug("its own modules: %s", e)
             return None
 
-    def _compare(self, stack: CudaDecoder | None, expected: torch.Tensor, tokens: np.ndarray, max_len: int) -> None:
-        """Take the first decoder that runs and reproduces transformers' own logits, `expected` [V].
+    def _compare(self, stack: CudaDecoder | None, expected: ExpectedLogits, max_len: int) -> None:
+        """Take the first decoder that runs and reproduces transformers' own logits.
 
         The candidates are our own decoder, then the model's own modules with our attention and products. Raises UnsupportedModelError if
         neither agrees.
@@ -352,7 +351,7 @@ class CudaRunner(Runner):
             self._decoder: PassDecoder = decoder or ModulesDecoder(self.model, self._linear, max_len)
             self._decoder.pool = self.pool
             try:
-                error = self.logits_error(expected, tokens)
+                error = self._measure_error(expected)
             except Exception as e:
                 if decoder is None or is_out_of_memory(e):
                     raise
@@ -360,10 +359,20 @@ class CudaRunner(Runner):
                     "%s: our layers do not run here, its own modules compute: %s: %s", type(self.model).__name__, type(e).__name__, e
                 )
                 continue
-            if error < TOLERANCE[self._dtype]:
+            if error < expected.tolerance:
                 log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
                 return
         raise self.mismatch(error)
+
+    def _measure_error(self, expected: ExpectedLogits) -> float:
+        """Return how far our logits are from those that are expected."""
+        tokens = expected.tokens
+        slot = self.slot_for_tests(len(tokens))
+        try:
+            logits = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
+        finally:
+            self.pool.release(slot)
+        return measure_difference(logits, expected.logits)
 
     def self_test(self) -> bool:
         """Test, besides the base class's checks, a long text in large pieces beside another and in small pieces alone, an accepted tree,

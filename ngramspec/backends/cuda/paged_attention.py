@@ -355,7 +355,7 @@ def attend(
     assert rows.paths.stride(1) == rows.tables.stride(1) == 1
     if n_shares == 0:
         return
-    width, n_columns = triton.next_power_of_2(head_dim), columns(rows_per_item, n_heads, n_kv_heads)
+    width, n_columns = max(16, triton.next_power_of_2(head_dim)), columns(rows_per_item, n_heads, n_kv_heads)
     _attend[(n_shares, n_kv_heads)](
         q,
         keys,

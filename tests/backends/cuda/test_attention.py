@@ -312,7 +312,7 @@ def compiled() -> None:
     """What ptxas makes of the kernel: matrix instructions of one shape along the keys, no spills, products never contracted."""
     pointers = dict.fromkeys(("positions", "bases", "paths", "shares", "tables"), "*i32")
     work = {"kept": "*fp32", "kept_ml": "*fp32", "counters": "*i32"}
-    for capability, dtype, dim, heads, rows, stages in ((90, "bf16", 128, 4, 8, 3), (80, "bf16", 128, 4, 4, 3)):
+    for capability, dtype, dim, heads, rows, stages, warps in ((90, "bf16", 128, 4, 8, 3, 4), (80, "bf16", 128, 4, 4, 3, 8)):
         columns = max(16, triton.next_power_of_2(rows * heads))
         width = triton.next_power_of_2(dim)
         kernel = compile_kernel(
@@ -328,12 +328,13 @@ def compiled() -> None:
             },
             capability=capability,
             num_stages=stages,
+            num_warps=warps,
         )  # fmt: skip
         print(kernel.summary())
         check_limits(kernel, capability)
         kind = f"m64n{columns}k16" if capability == 90 else "m16n8k16"
         assert {kind in name for name in kernel.mma} == {True}, kernel.summary()
-        assert "warpsPerCTA = [4, 1]" in kernel.ttgir, "the order in which weights are summed follows the layout of the scores"
+        assert f"warpsPerCTA = [{warps}, 1]" in kernel.ttgir, "the order in which weights are summed follows the layout of the scores"
         assert kernel.count(r"cp\.async\.cg") > 0, "loads of keys and values are not pipelined"
         assert kernel.count(r"fma\.rn") == 0
         assert kernel.count(r"griddepcontrol\.wait") == (capability >= 90)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,10 @@ def write(runner: CudaRunner) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reference(device: str) -> Iterator[list[int]]:
-    patch = pytest.MonkeyPatch()
-    small.take_on_trust(patch)
-    yield write(bind(device))
-    patch.undo()
+def reference(device: str) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        small.take_on_trust(patch)
+        return write(bind(device))
 
 
 def warnings(log: pytest.LogCaptureFixture) -> list[str]:

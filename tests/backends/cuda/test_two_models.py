@@ -45,7 +45,8 @@ def test_a_draft_model_on_the_device(branches: int) -> None:
             plain = engine.complete(PROMPTS, params, speculation=False)
             drafted = engine.complete(PROMPTS, params)
             assert tokens(drafted) == tokens(plain)
-            assert sum(d.stats.accepted for d in drafted) * branches == sum(d.stats.drafted for d in drafted) > 0
+            n_accepted = sum(d.stats.accepted for d in drafted)
+            assert 0 < n_accepted <= sum(d.stats.drafted for d in drafted) <= n_accepted * branches  # the same model: one chain is right
         drafter.runner.pool.check_integrity()
         assert drafter.runner.pool.n_available == drafter.runner.pool.n_blocks
 
