@@ -19,6 +19,7 @@ from ngramspec.backends.cpu.gated_delta import MOST_NODES, TAPS
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import OutOfMemoryError
+from ngramspec.kv_cache.snapshots import SnapshotTable
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span
 
@@ -85,8 +86,7 @@ class RecurrentPool(KVPool):
             self._snapshots = np.zeros((n_snapshots, *shape.state), np.float32), np.zeros((n_snapshots, *shape.tails), np.float32)
         except MemoryError as e:
             raise OutOfMemoryError(f"states of {max_seqs} sequences ({max_seqs * shape.state_bytes >> 20} MiB) do not fit in memory") from e
-        self._snapshot_of: dict[bytes, int] = {}  # by the hash of the block that it follows; least recently used first
-        self._free_snapshots = list(range(n_snapshots))
+        self._table = SnapshotTable(n_snapshots)
 
     @property
     def states(self) -> tuple[np.ndarray, ...]:
@@ -105,15 +105,10 @@ class RecurrentPool(KVPool):
 
     def admit(self, slot: int, hashes: Sequence[bytes], n_positions: int) -> int:
         """Admit a sequence as block tables do, with a prefix that ends where a snapshot of the state is."""
-        known = 0
-        for n, digest in enumerate(hashes[: self.count_blocks(n_positions)], 1):
-            if digest not in self.block_of:
-                break
-            known = n if digest in self._snapshot_of else known
-        taken = super().admit(slot, hashes[:known], n_positions)
+        n = self._table.count_blocks(hashes[: self.count_blocks(n_positions)], self.block_of)
+        taken = super().admit(slot, hashes[:n], n_positions)
         if taken > 0:
-            digest = hashes[taken - 1]
-            i = self._snapshot_of[digest] = self._snapshot_of.pop(digest)
+            i = self._table.use(hashes[taken - 1])
             self.state[slot], self.tails[slot] = self._snapshots[0][i], self._snapshots[1][i]
             self.at[slot] = BLOCK * taken
         return taken
@@ -121,17 +116,10 @@ class RecurrentPool(KVPool):
     def register(self, slot: int, hashes: Sequence[bytes]) -> None:
         super().register(slot, hashes)
         n = int(self.kept_at[slot, 0]) // BLOCK
-        if 0 < n <= len(hashes) and hashes[n - 1] not in self._snapshot_of:
-            self._take_snapshot(hashes[n - 1], slot)
-
-    def _take_snapshot(self, digest: bytes, slot: int) -> None:
-        if not self._free_snapshots:
-            if not self._snapshot_of:
-                return
-            self._free_snapshots.append(self._snapshot_of.pop(next(iter(self._snapshot_of))))
-        i = self._snapshot_of[digest] = self._free_snapshots.pop()
-        self._snapshots[0][i], self._snapshots[1][i] = self.kept_state[slot], self.kept_tails[slot]
-        self.kept_at[slot] = 0
+        if 0 < n <= len(hashes) and hashes[n - 1] not in self._table and (i := self._table.take_number()) >= 0:
+            self._table.add(hashes[n - 1], i)
+            self._snapshots[0][i], self._snapshots[1][i] = self.kept_state[slot], self.kept_tails[slot]
+            self.kept_at[slot] = 0
 
     def release(self, slot: int) -> None:
         super().release(slot)
