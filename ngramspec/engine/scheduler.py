@@ -81,6 +81,13 @@ class Scheduler:
         self.slots.append(slot)
         return slot
 
+    def preempt(self, seq: Sequence) -> int:
+        """Take a running sequence's slot and blocks, so that it is computed again from its start. Return the slot."""
+        self.running.remove(seq)
+        self.waiting.appendleft(seq)
+        self.n_preempted += 1
+        return self._release(seq)
+
     def schedule(self, prefixes: PrefixStore | None = None) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
         """Return (rows for this step, sequences that were admitted, slots of sequences that were preempted).
 
@@ -92,10 +99,8 @@ class Scheduler:
             if seq.slot < 0 or seq.n_tokens - seq.n_computed > 1:
                 continue
             while not self.tables.reserve(seq.slot, seq.n_tokens):
-                youngest = self.running.pop()
-                preempted.append(self._release(youngest))
-                self.waiting.appendleft(youngest)
-                self.n_preempted += 1
+                youngest = self.running[-1]
+                preempted.append(self.preempt(youngest))
                 work = [w for w in work if w.seq is not youngest]
                 if youngest is seq:
                     break

@@ -189,8 +189,10 @@ class Core:
         if not self.scheduler.halve_rows(n_rows):
             return False
         self._max_rows = n_rows // 2
-        for each in rows:
+        for each in reversed(rows):
             each.seq.tree = None
+            if self.runner.is_recurrent:  # the pass may have advanced the states of some layers
+                self.speculator.end(self.scheduler.preempt(each.seq))
         return True
 
     def _limit_rows(self, n_decoding: int) -> int:
