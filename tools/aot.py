@@ -48,7 +48,7 @@ class CompiledKernel:
 
 def compile_kernel(
     fn: Any,
-    signature: dict[str, str],
+    signature: dict[str, Any],
     constexprs: dict[str, Any] | None = None,
     *,
     capability: int = 90,
@@ -60,7 +60,7 @@ def compile_kernel(
     """Compile a kernel. `signature`: the type of every argument but the constexprs: "*bf16", "*fp32", "*i32", "i32", "i64", "fp32".
 
     ":16" after a type says that the value is a multiple of 16, as the launcher finds by itself; pointers always are,
-    unless they end in ":1". An argument that is None is a constexpr.
+    unless they end in ":1". An argument that is None is a constexpr. Types of a tuple are a tuple of the same kind.
     """
     import triton.compiler
     from triton.backends.compiler import GPUTarget
@@ -68,15 +68,19 @@ def compile_kernel(
     constexprs = dict(constexprs or {})
     missing = [name for name in fn.arg_names if name not in signature and name not in constexprs]
     assert not missing, f"no type or value for {missing}"
-    types, attrs = {}, {}
-    for i, name in enumerate(fn.arg_names):
-        if name in constexprs:
-            types[name] = "constexpr"
-            continue
-        type_, _, divisor = signature[name].partition(":")
-        types[name] = type_
+    types, attrs = dict[str, Any](), dict[tuple[int, ...], list[list[Any]]]()
+
+    def read_type(given: Any, *path: int) -> Any:
+        if isinstance(given, tuple):
+            parts = [read_type(each, *path, i) for i, each in enumerate(given)]
+            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
+        type_, _, divisor = given.partition(":")
         if divisor == "16" or (type_.startswith("*") and not divisor):
-            attrs[(i,)] = [["tt.divisibility", 16]]
+            attrs[path] = [["tt.divisibility", 16]]
+        return type_
+
+    for i, name in enumerate(fn.arg_names):
+        types[name] = "constexpr" if name in constexprs else read_type(signature[name], i)
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion, "launch_pdl": launch_pdl}
     kernel = triton.compiler.compile(
         triton.compiler.ASTSource(fn, types, constexprs, attrs), target=GPUTarget("cuda", capability, 32), options=options

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from ngramspec.backends.cuda import (
+    gated_delta_kernels,
     gpu_sampler,
     kv_move,
     layers,
@@ -33,7 +34,9 @@ from ngramspec.backends.cuda import (
 )
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.device import DeviceLimits
+from ngramspec.backends.cuda.gated_delta_kernels import DeltaShape
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
+from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder
 from ngramspec.backends.cuda.packed import CudaPackedEmbedding
@@ -48,7 +51,8 @@ ROWS = (1, 16, 17, 64, 128, 300, 2048)
 LAUNCHED = {
     paged_attention: ("_attend",),
     kv_move: ("_move",),
-    layers: ("_embed", "_norm", "_add_norm", "_gated_activation"),
+    gated_delta_kernels: ("_convolve_rows", "_advance_states", "_gate_heads", "_keep_inputs"),
+    layers: ("_embed", "_norm", "_add_norm", "_gated_activation", "_gate_attention"),
     row_invariant_linear: ("_product", "_add_up"),
     quantised: ("_quantised", "_dequantise"),
     rope_kv: ("_rope_kv", "_write_kv"),
@@ -72,7 +76,7 @@ class Variant:
     """A kernel with everything that it is compiled for."""
 
     fn: Any
-    signature: tuple[tuple[str, str], ...]
+    signature: tuple[tuple[str, Any], ...]
     constants: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
 
@@ -96,11 +100,13 @@ class Launches:
     def _note(self, *args: Any, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         given = dict(zip(self._kernel.arg_names, args, strict=False)) | named
-        signature, constants = {}, {}
+        signature, constants = dict[str, Any](), dict[str, Any]()
         for param in self._kernel.params:
             value = given[param.name]
             if param.is_constexpr or value is None or (type(value) is int and value == 1 and not param.do_not_specialize):
                 constants[param.name] = value
+            elif isinstance(value, tuple):  # a named one of tensors
+                signature[param.name] = type(value)(*(f"*{TYPES[each.dtype]}" for each in value))
             elif isinstance(value, torch.Tensor):
                 signature[param.name] = f"*{TYPES[value.dtype]}{':1' if param.do_not_specialize_on_alignment else ''}"
             elif isinstance(value, int):
@@ -135,6 +141,14 @@ def empty_packed(blocks: str, n_out: int, n_in: int) -> CudaPackedWeight:
     return CudaPackedWeight(fmt, n_out, n_in, n_out, codes, words, supers)
 
 
+def make_pool(shapes: list[tuple[int, int]], max_len: int, dtype: torch.dtype, delta: DeltaShape | None) -> CudaPool:
+    """Make a pool without memory; `delta`: the shape of recurrent layers, if there are any."""
+    sizes, meta = (shapes, 64, 4, max_len), torch.device("meta")
+    if delta is None:
+        return CudaPool(*sizes, dtype=dtype, device=meta)
+    return CudaRecurrentPool(*sizes, dtype=dtype, device=meta, shape=delta, n_snapshots=1)
+
+
 def variants(
     config: dict[str, Any], dtype: torch.dtype, capability: int, rows: Sequence[int] = ROWS, blocks: str = "none"
 ) -> list[Variant]:
@@ -154,12 +168,12 @@ def variants(
         if blocks != "none":
             stack.embedding = CudaPackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
         shape = int(text.num_key_value_heads), stack.head_dim
-        pool = stack.pool = CudaPool([shape] * len(stack.layers), 64, 4, max_len, dtype=dtype, device=meta)
+        pool = stack.pool = make_pool([shape] * len(stack.layers), max_len, dtype, stack.delta_shape)
         per_item = paged_attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
         space = paged_attention.AttentionWorkspace.make(1, per_item, stack.n_heads, *shape, meta)
         changed = logits_processor.PenaltyEntries(meta)
         for n in rows:
-            inputs = GraphInputs(Bucket(n, max(1, n // 2)), depth, pool.device_tables, pool.dummy, AttentionSchedule(n_sms, 1), changed)
+            inputs = GraphInputs(Bucket(n, max(1, n // 2)), depth, pool, AttentionSchedule(n_sms, 1), changed)
             logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]
             stack(inputs.ids, inputs.rows, None, AttentionLaunch(per_item, space), logits)
             tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))

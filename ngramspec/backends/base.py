@@ -223,7 +223,7 @@ class Runner(ABC):
         rng = np.random.default_rng(0)
         n = min(n_prompt, self.pool.max_blocks * BLOCK - 12)
         tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
-        parents = np.array([-1, -1, 0, 1, 3, 2, 4, 6], np.int32)
+        parents = np.array([-1, -1, 0, 0, 3, 2, 1, 6], np.int32)  # the root and node 0 have two children with children
         tree = DraftTree(tokens[n:], parents, np.ones(8, np.float32), np.zeros(8, np.uint8))
         slot = self.slot_for_tests(n + 8)
         try:

@@ -75,6 +75,10 @@ def fill(model: PreTrainedModel, device: str, seed: int = 0) -> PreTrainedModel:
                     gain = QUERY_STD if path.endswith("q_proj") else 1.0
                     n_in = values.shape[0] if isinstance(module, Conv1D) else values.shape[-1]
                     values.normal_(0.0, gain * n_in**-0.5, generator=generator)
+                elif name == "A_log":  # of Gated DeltaNet, as its authors begin: -exp(A_log) · softplus(…) is the logarithm of the decay
+                    values.uniform_(0.01, 16, generator=generator).log_()
+                elif name == "dt_bias":
+                    values.normal_(-4.0, 2.0, generator=generator)  # some heads forget at once, others after hundreds of tokens
                 elif name == "bias":
                     values.normal_(0.0, _BIAS_STD, generator=generator)
                 else:

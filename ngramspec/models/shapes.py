@@ -35,6 +35,29 @@ def _llama_rope(factor: float) -> dict[str, Any]:
     }
 
 
+_QWEN35: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "attention_bias": False,
+    "bos_token_id": 248044,
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+    },
+    "vocab_size": 248320,
+}
+
 # Published config.json of each model, reduced to what determines the computation.
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _LLAMA
@@ -115,6 +138,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 152064,
     },
+    "Qwen3.5-0.8B": _QWEN35
+    | {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_hidden_layers": 24, "num_key_value_heads": 2}
+    | {"linear_num_value_heads": 16, "tie_word_embeddings": True},
+    "Qwen3.5-9B": _QWEN35
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4}
+    | {"linear_num_value_heads": 32, "tie_word_embeddings": False},
     "SmolLM2-135M": {
         "model_type": "llama",
         "attention_bias": False,

@@ -18,19 +18,22 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ngramspec.backends.base import Kept, Runner, chain, check_supported, is_out_of_memory
+from ngramspec.backends.base import Kept, Runner, chain, check_supported, has_recurrent_layers, is_out_of_memory
 from ngramspec.backends.cuda import gpu_sampler, kv_move
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes
 from ngramspec.backends.cuda.expected_logits import ExpectedLogits, compute_expected_logits, measure_difference
+from ngramspec.backends.cuda.gated_delta_kernels import MOST_NODES, DeltaShape
+from ngramspec.backends.cuda.gated_delta_layer import RECURRENT_LAYERS
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
+from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool, count_sequences, pass_bytes, sequence_bytes, snapshot_bytes
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.graphs import ITEMS, ROWS, GraphRecorder, Graphs, Record, decode_buckets
 from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
-from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, LinearProduct, ModulesDecoder, PassDecoder, VendorProduct, Weight
+from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, ModulesDecoder, PassDecoder, VendorProduct, Weight
 from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns, rows_per_item
 from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProduct
-from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, violation
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, LinearProduct, violation
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.long_rope import fix_angles
 from ngramspec.outputs import BLOCK, KEPT, DraftTree, TokenLogprob
@@ -132,6 +135,7 @@ class CudaOutput:
 
     def commit(self, kept: Sequence[Kept]) -> None:
         for b, start, path in kept:
+            self._runner.pool.note_path(self._batch.spans[b].slot, start, path)
             if self._results is None or not self._picked[b]:  # else the pass has done it
                 self._runner.pool.commit(self._batch.spans[b].slot, start, path)
 
@@ -197,7 +201,9 @@ def recorder(device: torch.device) -> Record | None:
 class CudaRunner(Runner):
     pool: CudaPool
     asynchronous = True
-    cost_rows = (*ROWS, 257, 512)
+    _delta_shape: DeltaShape | None = None
+    _n_snapshots = 0
+    cost_rows: tuple[int, ...] = (*ROWS, 257, 512)
     """Larger passes are not captured: the host launches every kernel."""
 
     def __init__(
@@ -232,7 +238,7 @@ class CudaRunner(Runner):
             torch.cuda.set_device(self._device)
         self.limits = get_limits(self._device)
         self.timer = PassTimer(self._device)
-        check_supported(model)
+        check_supported(model, RECURRENT_LAYERS)
         fix_angles(model, longest or max_len)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
@@ -250,6 +256,7 @@ class CudaRunner(Runner):
         with torch.inference_mode():
             bound = self._bind(max_len)
             progress("making room for keys and values")
+            max_seqs = self._fit_states(bound, max_seqs, kv_bytes, memory_utilization)
             n_trial = None if kv_bytes is not None else -(-max_rows // BLOCK) + max_seqs  # for the largest pass
             self.pool = self._make_pool(max_len, max_seqs, kv_bytes, n_trial, max_blocks)
             self._make_spaces(n_heads)
@@ -276,7 +283,9 @@ class CudaRunner(Runner):
 
     def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, n_blocks: int | None, max_blocks: int | None) -> CudaPool:
         """Build a pool of `kv_bytes`, or of `n_blocks`, but no larger than all sequences can use."""
-        block_bytes = CudaPool.block_bytes(self.shapes, self._dtype)
+        block_bytes, shape = CudaPool.block_bytes(self.shapes, self._dtype), self._delta_shape
+        if kv_bytes is not None and shape is not None:
+            kv_bytes -= max_seqs * sequence_bytes(shape, self._dtype) + self._n_snapshots * snapshot_bytes(shape, self._dtype)
         most = min(max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
         if kv_bytes is not None:
             n_blocks = kv_bytes // block_bytes
@@ -285,12 +294,34 @@ class CudaRunner(Runner):
                     f"{max(kv_bytes, 0) >> 20} MiB for keys and values hold {max(n_blocks, 0) * BLOCK} tokens; one block of {BLOCK} takes "
                     f"{block_bytes} bytes. A smaller model, fewer rows in a pass, or a higher memory utilization may fit"
                 )
-        return CudaPool(self.shapes, min(n_blocks or 0, most), max_seqs, max_len, dtype=self._dtype, device=self._device)
+        sizes = self.shapes, min(n_blocks or 0, most), max_seqs, max_len
+        if shape is None:
+            return CudaPool(*sizes, dtype=self._dtype, device=self._device)
+        return CudaRecurrentPool(*sizes, dtype=self._dtype, device=self._device, shape=shape, n_snapshots=self._n_snapshots)
+
+    def _fit_states(self, bound: CudaDecoder | None, max_seqs: int, kv_bytes: int | None, utilization: float) -> int:
+        """Return how many sequences run at a time: fewer than `max_seqs` if states of recurrent layers do not fit in half of the memory."""
+        self._delta_shape = shape = bound.delta_shape if bound else None
+        self.is_recurrent = shape is not None
+        if shape is None:
+            return max_seqs
+        self.max_nodes = MOST_NODES
+        self.cost_rows = tuple(n for n in self.cost_rows if n <= MOST_NODES)
+        n_bytes = free_bytes(self._device, utilization) - MARGIN if kv_bytes is None else kv_bytes
+        n_seqs, self._n_snapshots = count_sequences(shape, self._dtype, n_bytes, max_seqs)
+        if n_seqs < max_seqs:
+            log.info(
+                "%d sequences at a time: states of recurrent layers take %d MiB each", n_seqs, sequence_bytes(shape, self._dtype) >> 20
+            )
+        return n_seqs
 
     def _largest_passes(self) -> int:
         """Return the bytes that passes take besides weights and KV: those of the largest pass plus those that captured graphs keep."""
         scored = SCORED_ROWS + len(self.pool.n_blocks_of)
-        return self._pass_bytes(self.max_rows, scored) + self._pass_bytes(min(ROWS[-1], self.max_rows), ROWS[-1])
+        n_bytes = self._pass_bytes(self.max_rows, scored) + self._pass_bytes(min(ROWS[-1], self.max_rows), ROWS[-1])
+        if self._delta_shape is not None:  # these passes replay nothing and draft nothing
+            n_bytes += pass_bytes(self._delta_shape, ROWS[-1], min(len(self.pool.n_blocks_of), ITEMS[-1]))
+        return n_bytes
 
     def _pass_bytes(self, n_rows: int, n_logits: int) -> int:
         """Return the peak bytes of a pass with `n_rows` rows of prompts and logits of up to `n_logits` of them."""
@@ -333,10 +364,15 @@ class CudaRunner(Runner):
         return VendorProduct(weight, bias) if shape in self._refused else product
 
     def _bind(self, max_len: int) -> CudaDecoder | None:
-        """Build the decoder from our own kernels; None if the model's layers are of another kind."""
+        """Build the decoder from our own kernels; None if the model's layers are of another kind.
+
+        Raises UnsupportedModelError if such layers would have to keep states.
+        """
         try:
             return CudaDecoder(self.model, self._linear, max_len)
         except UnsupportedModelError as e:
+            if has_recurrent_layers(self.model):
+                raise
             log.debug("its own modules: %s", e)
             return None
 
@@ -347,13 +383,14 @@ class CudaRunner(Runner):
         neither agrees.
         """
         error = float("nan")
-        for decoder in [stack, None] if stack else [None]:
+        candidates = [stack] if stack and self.is_recurrent else [stack, None] if stack else [None]
+        for decoder in candidates:
             self._decoder: PassDecoder = decoder or ModulesDecoder(self.model, self._linear, max_len)
             self._decoder.pool = self.pool
             try:
                 error = self._measure_error(expected)
             except Exception as e:
-                if decoder is None or is_out_of_memory(e):
+                if decoder is candidates[-1] or is_out_of_memory(e):
                     raise
                 log.warning(
                     "%s: our layers do not run here, its own modules compute: %s: %s", type(self.model).__name__, type(e).__name__, e
@@ -369,7 +406,8 @@ class CudaRunner(Runner):
         tokens = expected.tokens
         slot = self.slot_for_tests(len(tokens))
         try:
-            logits = self.run([Span(slot, tokens[:-1], 0, logits=0), Span(slot, tokens[-1:], len(tokens) - 1)])[0]
+            self.run([Span(slot, tokens[:-1], 0, logits=0)])
+            logits = self.run([Span(slot, tokens[-1:], len(tokens) - 1)])[0]
         finally:
             self.pool.release(slot)
         return measure_difference(logits, expected.logits)
@@ -385,7 +423,7 @@ class CudaRunner(Runner):
         tests = {
             "attention or small operations: a chain and a tree against token by token": super().self_test,
             f"attention, a text of {n} tokens in large and in small pieces": lambda: self._test_pieces(n),
-            "the walk or the move of keys and values of an accepted tree": self._test_accepted,
+            "the walk, the move of keys and values, or the replay of an accepted tree": self._test_accepted,
         }
         self.violations += [what for what, holds in tests.items() if not holds()]
         samplers = {"alone": None, "greedily": self._sampler(temperature=0), "sampled": self._sampler(temperature=0.8, top_k=20, top_p=0.9)}
@@ -398,6 +436,9 @@ class CudaRunner(Runner):
         batch = pack(spans, self.pool, self.rows_per_item)
         output = self.forward(batch)
         logits = output.device_logits(0, len(batch.logits_rows)).clone()
+        for b, (span, match) in enumerate(zip(spans, output.get_matches(), strict=True)):
+            end = span.start + len(span.tokens)
+            output.commit([] if match is None else [(b, end, end + match[1])])
         return logits, [] if output.sampled is None else output.sampled.tolist()
 
     def _sampler(self, **params: Any) -> Sampler:
@@ -443,6 +484,7 @@ class CudaRunner(Runner):
                 tokens.append(sampled[0])
             nodes = np.array([t for token in tokens[1 : depth + 1] for t in ((token + 1) % self.vocab_size, token)], np.int32)
             parents = np.repeat(np.arange(-1, 2 * depth - 1, 2, dtype=np.int32), 2)
+            self.run([Span(slot, prompt[:-1], 0, logits=0)])  # states of recurrent layers do not go back
             logits, _ = step(tokens[0], 0, DraftTree(nodes, parents, np.ones(len(nodes), np.float32), np.zeros(len(nodes), np.uint8)))
             after, _ = step(tokens[depth], depth)
             return torch.equal(logits[::2], torch.stack(rows)) and torch.equal(after[0], rows[depth])
@@ -462,7 +504,8 @@ class CudaRunner(Runner):
             for i in range(n_seqs):
                 tokens = np.arange(i, i + (bucket.rows + i) // n_seqs, dtype=np.int32) % self.vocab_size
                 slots.append(self.slot_for_tests(len(tokens)))
-                spans.append(Span(slots[-1], tokens[:1], 0, chain(len(tokens) - 1), sampler=sampler, n_prompt=1))
+                n = max(1, len(tokens) - self.max_nodes)
+                spans.append(Span(slots[-1], tokens[:n], 0, chain(len(tokens) - n), sampler=sampler, n_prompt=n))
             results = []
             for each in (bucket, None) if spans else ():
                 with self._graphs.forced(each):
@@ -481,10 +524,13 @@ class CudaRunner(Runner):
         self.timer.start()
         try:
             output = self._launch(batch)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # what is left of the pass may be in pieces
+        except Exception as e:
+            self.pool.note_pass(batch, failed=True)
+            if is_out_of_memory(e):
+                torch.cuda.empty_cache()  # what is left of the pass may be in pieces
             raise
         self.timer.end()
+        self.pool.note_pass(batch)
         return output
 
     def _launch(self, batch: Batch) -> CudaOutput:
@@ -502,6 +548,8 @@ class CudaRunner(Runner):
         inputs = self._inputs(Bucket(n, n_items))
         inputs.fill(batch)
         inputs.send()
+        if inputs.rows.recurrent is not None:
+            inputs.rows.recurrent.n_copies = inputs.n_copies
         n_wanted = len(batch.logits_rows)
         wanted = inputs.device["wanted"][:n_wanted]
         logits = torch.empty(n_wanted, self.vocab_size, dtype=torch.float32, device=self._device)
@@ -514,7 +562,7 @@ class CudaRunner(Runner):
         return CudaOutput(self, batch, logits, None, results, inputs.picked)
 
     def _inputs(self, bucket: Bucket) -> GraphInputs:
-        return GraphInputs(bucket, self.max_depth, self.pool.device_tables, self.pool.dummy, self._sharing, self._adjusting)
+        return GraphInputs(bucket, self.max_depth, self.pool, self._sharing, self._adjusting)
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

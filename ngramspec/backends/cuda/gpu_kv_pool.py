@@ -17,6 +17,7 @@ from ngramspec.backends.cuda.upload import Upload
 from ngramspec.errors import OutOfMemoryError
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
+from ngramspec.sampling.batch import Batch
 
 
 class CudaPool(BlockTables):
@@ -92,6 +93,12 @@ class CudaPool(BlockTables):
         for memory in self.memory:
             memory[:, :, b, :, j] = memory[:, :, a, :, i]
         return True
+
+    def note_pass(self, batch: Batch, failed: bool = False) -> None:
+        """Note that a pass over these rows was launched, or that it failed."""
+
+    def note_path(self, slot: int, start: int, path: np.ndarray) -> None:
+        """Note which positions path [n] of the last pass's draft are accepted; it began at position `start`."""
 
     def send_tables(self) -> None:
         """Bring the device's block tables up to date, queued after the work in progress."""

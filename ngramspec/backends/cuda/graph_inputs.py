@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
+from ngramspec.backends.cuda.attention_metadata import AttentionMetadata, RecurrentRows
 from ngramspec.backends.cuda.attention_schedule import WORDS, AttentionSchedule
+from ngramspec.backends.cuda.gated_delta_kernels import ROW_WORDS, SPAN_WORDS
+from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
+from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool, count_copies
 from ngramspec.backends.cuda.gpu_sampler import SamplingArrays
 from ngramspec.backends.cuda.logits_processor import PenaltyEntries
 from ngramspec.backends.cuda.upload import Upload
@@ -36,16 +39,17 @@ class GraphInputs:
     `AttentionMetadata` and `SamplingArrays` are views of them; roots, ends, starts and table rows are per sequence.
     """
 
-    def __init__(
-        self, bucket: Bucket, depth: int, device_tables: torch.Tensor, dummy: int, sharing: AttentionSchedule, adjusting: PenaltyEntries
-    ) -> None:
+    def __init__(self, bucket: Bucket, depth: int, pool: CudaPool, sharing: AttentionSchedule, adjusting: PenaltyEntries) -> None:
         """Allocate the arrays.
 
-        `depth`: deepest tree node whose row does not lie where its token will be; rows beyond a batch write to position `dummy`.
+        `depth`: deepest tree node whose row does not lie where its token will be; rows beyond a batch write to the pool's unused block.
         """
-        self.bucket, self.depth, self._dummy, self._sharing, self._adjusting = bucket, depth, dummy, sharing, adjusting
+        self.bucket, self.depth, self._pool, self._sharing, self._adjusting = bucket, depth, pool, sharing, adjusting
+        self._dummy, device_tables, is_recurrent = pool.dummy, pool.device_tables, isinstance(pool, CudaRecurrentPool)
         self.picked: list[bool] = []
         """One flag per sequence: whether the pass itself samples its tokens, follows its tree and moves its keys and values."""
+        self.n_copies = 0
+        """Copies of recurrent states that the batch needs."""
         self.results: Any = None
         """The buffers in which a captured pass leaves its results."""
         n, i, shares = bucket.rows, bucket.items, sharing.room(bucket.items, device_tables.shape[1] * BLOCK)
@@ -55,6 +59,7 @@ class GraphInputs:
             "entries": n, "n_entries": n, "held": n, "repetition": n, "presence": n, "frequency": n,
             "shares": WORDS * shares, "roots": i, "ends": i, "starts": i, "sequences": i,
             "paths": n * depth,
+            "spans": i * SPAN_WORDS * is_recurrent, "table": n * ROW_WORDS * is_recurrent,
         }  # fmt: skip
         at: dict[str, tuple[int, int]] = {}
         total = 0
@@ -68,19 +73,21 @@ class GraphInputs:
         host = self._staged.numpy()
         floats = ("temperature", "min_p", "repetition", "presence", "frequency")
         kinds: dict[str, Any] = dict.fromkeys(floats, np.float32) | {"top_p": np.float64, "wanted": np.int64}
-        shapes = {"shares": (shares, WORDS), "seed": (n, 2), "paths": (n, depth)}
+        shapes = {"shares": (shares, WORDS), "seed": (n, 2), "paths": (n, depth), "spans": (-1, SPAN_WORDS), "table": (-1, ROW_WORDS)}
         self.host = {name: host[a:b].view(kinds.get(name, np.int32)).reshape(shapes.get(name, (-1,))) for name, (a, b) in at.items()}
         self.device = {
             name: self._sent[a:b].view(torch.from_numpy(self.host[name]).dtype).view(self.host[name].shape) for name, (a, b) in at.items()
         }
         d = self.device
+        recurrent = RecurrentRows(d["spans"], d["table"], count_copies(n)) if is_recurrent else None
         self.ids = d["ids"]
-        self.rows = AttentionMetadata(d["positions"], d["slots"], d["bases"], d["paths"], d["shares"], device_tables)
+        self.rows = AttentionMetadata(d["positions"], d["slots"], d["bases"], d["paths"], d["shares"], device_tables, recurrent)
         self.sampling = SamplingArrays(
             d["temperature"], d["top_k"], d["top_p"], d["min_p"], d["seed"], d["sample"], d["position"], d["scored"]
         )
         h = self.host
-        h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = dummy, 1, -1, -1, -1
+        h["slots"][:], h["bases"][:], h["parents"][:], h["roots"][:], h["ends"][:] = self._dummy, 1, -1, -1, -1
+        h["spans"][:, :1], h["table"][:, :1] = -1, -1
 
     def fill(self, batch: Batch) -> None:
         """Stage a batch that fits."""
@@ -103,6 +110,8 @@ class GraphInputs:
         h["roots"].fill(-1)
         h["ends"].fill(-1)
         self.picked = self._adjusting.stage(batch, h)
+        if isinstance(self._pool, CudaRecurrentPool):
+            self.n_copies = self._pool.stage(batch, h["spans"], h["table"])
         for s, span in enumerate(batch.spans):
             sampler = span.sampler
             if sampler is not None and self.picked[s]:

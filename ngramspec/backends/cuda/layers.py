@@ -1,4 +1,4 @@
-"""Run a layer's row-wise operations on a CUDA device, one launch each: embedding, norm with residual, gated activation.
+"""Run a layer's row-wise operations on a CUDA device, one launch each: embedding, norm with residual, gates.
 
 The module knows rows and the parts of decoder layers, nothing of sequences. Partial sums `[P, R, N]` of a product go in, rows in the
 model's dtype come out. Inside, everything is float32, rounded to the model's dtype where transformers' modules round: the product with its
@@ -129,6 +129,18 @@ def _gated_activation(
     tl.store(out + row * out_stride + n, (gate.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
 
 
+@_jit
+def _gate_attention(mixed, partials, bias, n_partials, n_rows, width, D: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_previous(OVERLAP)
+    row, head, d = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BLOCK)
+    dtype: tl.constexpr = mixed.dtype.element_ty
+    inside = d < D
+    gate = _sum_up(partials, bias, row * width, n_rows.to(tl.int64) * width, n_partials, (2 * head + 1) * D + d, (2 * head + 2) * D, dtype)
+    gate = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    at = mixed + (row * tl.num_programs(0) + head) * D + d
+    tl.store(at, (tl.load(at, mask=inside, other=0.0).to(tl.float32) * gate).to(dtype), mask=inside)
+
+
 def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return rows ids [R] int32 of table [V, N] as [R, N]; all ids must be within the table."""
     width = table.shape[1]
@@ -205,6 +217,30 @@ def gated(
             **overlap_options(out.device),
         )
     return out
+
+
+def gate_attention(mixed: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Multiply mixed [R, H, D] in place by the sigmoid of the gates, each of which follows its head's query in partials [P, R, N ≥ 2 H D].
+
+    `bias` [N] or None.
+    """
+    n_rows, n_heads, head_dim = mixed.shape
+    n_partials = _check_partials(partials, bias, n_rows, partials.shape[2])
+    assert mixed.is_contiguous()
+    if n_rows:
+        _gate_attention[(n_heads, n_rows)](
+            mixed,
+            partials,
+            bias,
+            n_partials,
+            n_rows,
+            partials.shape[2],
+            D=head_dim,
+            BLOCK=triton.next_power_of_2(head_dim),
+            num_warps=1,
+            enable_fp_fusion=False,
+            **overlap_options(mixed.device),
+        )
 
 
 def _whole_row(width: int, device: torch.device) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.cuda import layers
 from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
+from ngramspec.backends.cuda.gated_delta_layer import GatedDeltaLayer, RecurrentPass, read_delta_shape
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.packed import CudaPackedEmbedding, CudaPackedLinear, joined_weights, packed_parts
 from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, attend
 from ngramspec.backends.cuda.quantised import CudaPackedWeight
 from ngramspec.backends.cuda.rope_kv import rope_kv, write_kv
+from ngramspec.backends.cuda.row_invariant_linear import LinearProduct
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.hf_modules import get_bias, get_rms_norm, get_weight
 
@@ -29,16 +31,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 
 # Models whose layers `CudaDecoder` computes, if they have the modules that it expects and the logits agree.
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-
-
-class LinearProduct(Protocol):
-    """A linear layer: our `CudaProduct`, or the vendor's."""
-
-    bias: torch.Tensor | None
-
-    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+HYBRID_KIND = frozenset({"Qwen3_5ForCausalLM"})  # Queries have gates, norms' weights are added to 1, some layers are Gated DeltaNet.
 
 
 Weight = torch.Tensor | list[CudaPackedWeight]  # [N, K], or weights in blocks above each other.
@@ -83,17 +76,24 @@ class PassDecoder(Protocol):
 
 
 @dataclass(slots=True)
-class _DecoderLayer:
-    first: torch.Tensor
+class _AttentionLayer:
     qkv: LinearProduct
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    scale: float
+    window: int
+    gated: bool
+    """Whether each head's query is followed by a gate."""
+
+
+@dataclass(slots=True)
+class _DecoderLayer:
+    first: torch.Tensor
+    mixer: _AttentionLayer | GatedDeltaLayer
     out: LinearProduct
     second: torch.Tensor
     gate_up: LinearProduct
     down: LinearProduct
-    scale: float
-    window: int
 
 
 class CudaDecoder:
@@ -108,49 +108,71 @@ class CudaDecoder:
     def __init__(self, model: PreTrainedModel, make: MakeLinear, max_len: int) -> None:
         """Take over the weights: the modules' own become views of the concatenated ones. Raises UnsupportedModelError for other layers."""
         name = type(model).__name__
-        if name not in LLAMA_KIND:
+        if name not in LLAMA_KIND | HYBRID_KIND:
             raise UnsupportedModelError(f"{name} is no Llama-style decoder")
         base: Any = model.base_model
         config = model.config.get_text_config()
         if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= set(dict(base.named_children())):
             raise UnsupportedModelError(f"{name}: other modules than expected")
+        self.centred = name in HYBRID_KIND
         self.embedding = base.embed_tokens
         self.eps = float(config.rms_norm_eps)
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.last = base.norm.weight.detach()
+        self.last = self._norm_weight(base.norm)
         self.head = make(_take_over(model, "lm_head")[0], None)
         positions = torch.arange(max_len, device=self.last.device)[None]
-        cos, sin = base.rotary_emb(self.last[None, None], positions)
+        cos, sin = base.rotary_emb(torch.empty(1, 1, 1, dtype=model.dtype, device=self.last.device), positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
         everywhere = getattr(config, "sliding_window", None) if name == "MistralForCausalLM" else None
+        self.delta_shape = read_delta_shape(model)
         self.layers = [self._layer(layer, make, everywhere) for layer in base.layers]
-        first = base.layers[0].self_attn
+        first = next(layer.self_attn for layer in base.layers if hasattr(layer, "self_attn"))
         self.head_dim = int(first.head_dim)
-        self.n_heads = first.q_proj.out_features // self.head_dim
+        self.n_heads = first.q_proj.out_features // self.head_dim // (1 + self.centred)
 
-    @staticmethod
-    def _layer(layer: Any, make: MakeLinear, window: int | None) -> _DecoderLayer:
-        attn, mlp = layer.self_attn, layer.mlp
-        names = {name for name, child in attn.named_children() if not isinstance(child, nn.Identity)}
-        if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"} or set(
-            dict(layer.named_children())
-        ) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+    def _norm_weight(self, norm: Any) -> torch.Tensor:
+        """Return what the norm multiplies by; in float32 if its weight is added to 1."""
+        weight: torch.Tensor = norm.weight.detach()
+        return 1.0 + weight.float() if self.centred else weight
+
+    def _layer(self, layer: Any, make: MakeLinear, window: int | None) -> _DecoderLayer:
+        mlp, mixed = layer.mlp, "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
+        if set(dict(layer.named_children())) != {mixed, "mlp", "input_layernorm", "post_attention_layernorm"}:
             raise UnsupportedModelError(f"{type(layer).__name__}: other modules than expected")
-        linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        mixer, out = getattr(layer, mixed), "out_proj" if mixed == "linear_attn" else "o_proj"
+        linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+        linears += [child for name, child in mixer.named_children() if "proj" in name]
         if not all(type(linear) in (nn.Linear, CudaPackedLinear) for linear in linears):
             raise UnsupportedModelError(f"{type(layer).__name__}: other linear layers than expected")
         return _DecoderLayer(
-            first=layer.input_layernorm.weight.detach(),
-            qkv=make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
-            q_norm=attn.q_norm.weight.detach() if "q_norm" in names else None,
-            k_norm=attn.k_norm.weight.detach() if "k_norm" in names else None,
-            out=make(*_take_over(attn, "o_proj")),
-            second=layer.post_attention_layernorm.weight.detach(),
+            first=self._norm_weight(layer.input_layernorm),
+            mixer=self._attention_layer(mixer, make, window) if mixed == "self_attn" else self._recurrent_layer(mixer, make),
+            out=make(*_take_over(mixer, out)),
+            second=self._norm_weight(layer.post_attention_layernorm),
             gate_up=make(*_take_over(mlp, "gate_proj", "up_proj")),
             down=make(*_take_over(mlp, "down_proj")),
+        )
+
+    def _attention_layer(self, attn: Any, make: MakeLinear, window: int | None) -> _AttentionLayer:
+        names = {name for name, child in attn.named_children() if not isinstance(child, nn.Identity)}
+        if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}:
+            raise UnsupportedModelError(f"{type(attn).__name__}: other modules than expected")
+        return _AttentionLayer(
+            qkv=make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
+            q_norm=self._norm_weight(attn.q_norm) if "q_norm" in names else None,
+            k_norm=self._norm_weight(attn.k_norm) if "k_norm" in names else None,
             scale=float(attn.scaling),
             window=int(getattr(attn, "sliding_window", window) or 0),
+            gated=self.centred,
         )
+
+    def _recurrent_layer(self, mixer: Any, make: MakeLinear) -> GatedDeltaLayer:
+        """Take over a layer with Gated DeltaNet. One product has all inputs, unless only large matrices are in blocks."""
+        large, gates = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
+        assert self.delta_shape is not None
+        if self.delta_shape.row_width == self.delta_shape.gates_width:
+            return GatedDeltaLayer(mixer, self.delta_shape, make(*_take_over(mixer, *large, *gates)), None)
+        return GatedDeltaLayer(mixer, self.delta_shape, make(*_take_over(mixer, *large)), make(*_take_over(mixer, *gates)))
 
     def __call__(
         self, ids: torch.Tensor, rows: AttentionMetadata, wanted: torch.Tensor | None, plan: AttentionLaunch, out: torch.Tensor
@@ -161,24 +183,37 @@ class CudaDecoder:
             x = layers.embed(ids, self.embedding.weight)
         q = torch.empty(len(ids), self.n_heads, self.head_dim, dtype=x.dtype, device=x.device)
         mixed = torch.zeros_like(q)  # rows that only fill up a bucket are not written
-        partials, bias = None, None
-        for i, layer in enumerate(self.layers):
-            keys, values = self.pool.keys[i], self.pool.values[i]
+        recurrent = RecurrentPass(self.pool, rows.recurrent, self.delta_shape, x) if self.delta_shape and rows.recurrent else None
+        partials, bias, i = None, None, 0
+        for layer in self.layers:
             if partials is None:
                 normed = layers.norm(x, layer.first, self.eps)
             else:
                 normed = layers.add_norm(x, partials, bias, layer.first, self.eps)
-            rope_kv(
-                layer.qkv.partial(normed), layer.qkv.bias, self.cos, self.sin, rows, keys, values, q, layer.q_norm, layer.k_norm, self.eps
-            )
-            attend(q, keys, values, rows, mixed, scale=layer.scale, window=layer.window, **_launch(plan))
-            partials = layer.out.partial(mixed.view(len(ids), -1))
+            if isinstance(layer.mixer, GatedDeltaLayer):
+                assert recurrent is not None
+                partials = layer.out.partial(recurrent.run(layer.mixer, normed))
+            else:
+                self._attend(layer.mixer, i, normed, rows, plan, (q, mixed))
+                partials, i = layer.out.partial(mixed.view(len(ids), -1)), i + 1
             normed = layers.add_norm(x, partials, layer.out.bias, layer.second, self.eps)
             mid = layers.gated(layer.gate_up.partial(normed), layer.gate_up.bias, activation=self.activation, dtype=x.dtype)
             partials, bias = layer.down.partial(mid), layer.down.bias
         assert partials is not None
         normed = layers.add_norm(x, partials, bias, self.last, self.eps)
         self.head(normed if wanted is None else normed[wanted], out=out)
+
+    def _attend(
+        self, attn: _AttentionLayer, i: int, normed: torch.Tensor, rows: AttentionMetadata, plan: AttentionLaunch,
+        work: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Compute the i-th layer with attention; the heads' outputs are left in the second array of `work`."""
+        q, mixed = work
+        keys, values, partials = self.pool.keys[i], self.pool.values[i], attn.qkv.partial(normed)
+        rope_kv(partials, attn.qkv.bias, self.cos, self.sin, rows, keys, values, q, attn.q_norm, attn.k_norm, self.eps, attn.gated)
+        attend(q, keys, values, rows, mixed, scale=attn.scale, window=attn.window, **_launch(plan))
+        if attn.gated:
+            layers.gate_attention(mixed, partials, attn.qkv.bias)
 
 
 class ModulesDecoder:

@@ -41,14 +41,17 @@ def _sum_partials(partials, bias, at, offset, inside, size, N_PARTIALS: tl.const
 
 @triton.jit
 def _scale_by_weight(x, rms, weight, at, inside, DTYPE: tl.constexpr):
-    """Return x / rms, rounded, times the norm's weight, rounded."""
-    return ((x * rms).to(DTYPE).to(tl.float32) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
+    """Return x / rms, rounded if the weight has the same dtype, times the norm's weight, rounded (see `layers.norm`)."""
+    x *= rms
+    if weight.dtype.element_ty == DTYPE:
+        x = x.to(DTYPE).to(tl.float32)
+    return (x * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _rope_kv(
-    partials,  # [P, R, (H + 2 HK) D] float32
-    bias,  # [(H + 2 HK) D] or None
+    partials,  # [P, R, (H + 2 HK) D] float32, or, if GATED, [P, R, (2 H + 2 HK) D]: every query is followed by its gate
+    bias,  # as wide, or None
     cos,  # [L, ROTATED]
     sin,  # [L, ROTATED]
     positions,  # [R]
@@ -67,24 +70,26 @@ def _rope_kv(
     ROTATED: tl.constexpr,  # dimensions that are rotated: the first ones
     HALF: tl.constexpr,  # ROTATED / 2 rounded up to a power of two
     REST: tl.constexpr,  # D - ROTATED rounded up to a power of two; 0 where all are rotated
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_previous(OVERLAP)
     dtype: tl.constexpr = q.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    width: tl.constexpr = (H + 2 * HK) * D
+    width: tl.constexpr = (H + 2 * HK + H * GATED) * D
     size = n_rows.to(tl.int64) * width
     half: tl.constexpr = ROTATED // 2
     first = tl.arange(0, HALF)
     inside = first < half
-    at = row * width + head * D
+    begin = (head + tl.minimum(head, H) * GATED) * D
+    at = row * width + begin
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int64)
-    a = _sum_partials(partials, bias, at + first, head * D + first, inside, size, N_PARTIALS, dtype)
-    b = _sum_partials(partials, bias, at + half + first, head * D + half + first, inside, size, N_PARTIALS, dtype)
+    a = _sum_partials(partials, bias, at + first, begin + first, inside, size, N_PARTIALS, dtype)
+    b = _sum_partials(partials, bias, at + half + first, begin + half + first, inside, size, N_PARTIALS, dtype)
     if REST > 0:
         rest = ROTATED + tl.arange(0, REST)
-        c = _sum_partials(partials, bias, at + rest, head * D + rest, rest < D, size, N_PARTIALS, dtype)
+        c = _sum_partials(partials, bias, at + rest, begin + rest, rest < D, size, N_PARTIALS, dtype)
     if head < H + HK:
         if q_norm is not None:
             squares = tl.sum(a * a, 0) + tl.sum(b * b, 0)
@@ -132,8 +137,11 @@ def rope_kv(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    gated: bool = False,
 ) -> None:
     """Process the projection's partials [P, R, (H + 2 Hk) D] float32, queries, keys and values side by side, in one launch.
+
+    `gated`: every head's query is followed by its gate, which is skipped: [P, R, (2 H + 2 Hk) D].
 
     Queries go to q [R, H, D], keys and values to their KV positions in `keys` and `values` [n_blocks + 1, Hk, BLOCK, D]. If `q_norm` and
     `k_norm` [D] are given, queries and keys get an RMS norm over each head. Their first dimensions are rotated, halves paired, by cos and
@@ -142,7 +150,7 @@ def rope_kv(
     n_partials, n_rows, size = partials.shape
     n_heads, head_dim = q.shape[1:]
     n_kv_heads, rotated = keys.shape[1], cos.shape[1]
-    assert size == (n_heads + 2 * n_kv_heads) * head_dim, (partials.shape, q.shape, keys.shape)
+    assert size == (n_heads + 2 * n_kv_heads + n_heads * gated) * head_dim, (partials.shape, q.shape, keys.shape)
     assert cos.shape == sin.shape, (cos.shape, sin.shape)
     assert rotated in range(2, head_dim + 1, 2), (rotated, head_dim)
     assert keys.shape == values.shape, (keys.shape, values.shape)
@@ -172,6 +180,7 @@ def rope_kv(
         ROTATED=rotated,
         HALF=triton.next_power_of_2(rotated // 2),
         REST=triton.next_power_of_2(head_dim - rotated) if rotated < head_dim else 0,
+        GATED=gated,
         num_warps=1,
         enable_fp_fusion=False,
         **overlap_options(q.device),

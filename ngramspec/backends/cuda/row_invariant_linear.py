@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import triton
@@ -186,6 +187,16 @@ def _add_up(partials, bias, out, n_out, n_rows, N_PARTIALS: tl.constexpr, BLOCK:
     if bias is not None:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * n_out + n, total.to(out.dtype.element_ty), mask=inside)
+
+
+class LinearProduct(Protocol):
+    """A linear layer: our `CudaProduct`, or the vendor's."""
+
+    bias: torch.Tensor | None
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 class CudaProduct:

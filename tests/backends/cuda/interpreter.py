@@ -37,7 +37,7 @@ def correct() -> None:
         return cast(self, src, dst_type)
 
     def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
-        if arg.dtype.scalar == tl.int1:
+        if arg.dtype.scalar == tl.int1 or arg.data.dtype == np.bool_:  # a comparison has the dtype of what it compares
             return TensorHandle(np.full(ret_ty.shape, arg.data, dtype=np.bool_), tl.int1)
         return splat(self, ret_ty, arg)
 

@@ -89,9 +89,7 @@ def test_rows_are_the_hosts(block: int, some: bool, device: str) -> None:
             spans.append(Span(slot, text[first:], first, tree, sampler=sampler, n_prompt=6))
         batch = pack(spans, pool)
         n = len(batch.input_ids)
-        inputs = GraphInputs(
-            Bucket(n + 3, len(batch.items)), 8, pool.device_tables, pool.dummy, AttentionSchedule(1, 64), PenaltyEntries(where)
-        )
+        inputs = GraphInputs(Bucket(n + 3, len(batch.items)), 8, pool, AttentionSchedule(1, 64), PenaltyEntries(where))
         inputs.fill(batch)
         inputs.send()
         assert all(inputs.picked)

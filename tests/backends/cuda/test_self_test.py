@@ -65,7 +65,7 @@ def test_an_accepted_tree_that_is_not_moved_is_found(device: str, monkeypatch: p
     monkeypatch.setattr(kv_move, "commit", lambda *_: None)
     runner = bind(device)
     assert runner.exactness == "numerical"
-    assert runner.violations == ["the walk or the move of keys and values of an accepted tree"]
+    assert runner.violations == ["the walk, the move of keys and values, or the replay of an accepted tree"]
 
 
 def test_a_product_of_a_later_layer_is_named(device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,7 +67,7 @@ def test_a_block_is_read_and_written() -> None:
 def test_a_pass_is_not_staged_under_the_copy_of_the_one_before() -> None:
     pool = CudaPool([(1, 8)], 6, 2, 4 * BLOCK, dtype=torch.float32, device=torch.device("cpu"))
     assert pool.reserve(0, BLOCK)
-    inputs = GraphInputs(Bucket(2, 1), 3, pool.device_tables, pool.dummy, AttentionSchedule(1, 2), PenaltyEntries(torch.device("cpu")))
+    inputs = GraphInputs(Bucket(2, 1), 3, pool, AttentionSchedule(1, 2), PenaltyEntries(torch.device("cpu")))
     late = inputs.upload = Late()
     for tokens in ([5, 6], [7, 8]):
         inputs.fill(pack([Span(0, np.array(tokens, np.int32), 0)], pool, 4))
