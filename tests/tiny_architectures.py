@@ -102,6 +102,12 @@ _RECURRENT: Shapes = {
     "ssm_dt.bias": (HEADS,), "ssm_a": (HEADS,), "ssm_beta.weight": (HEADS, HIDDEN), "ssm_alpha.weight": (HEADS, HIDDEN),
     "ssm_norm.weight": (_STATE,), "ssm_out.weight": (HIDDEN, _Q),
 }  # fmt: skip
+_JOINED_GATES: Shapes = {name: shape for name, shape in _RECURRENT.items() if name not in ("ssm_beta.weight", "ssm_alpha.weight")} | {
+    "ssm_ba.weight": (2 * HEADS, HIDDEN)
+}
+_JOINED: Shapes = {name: shape for name, shape in _JOINED_GATES.items() if not name.startswith("attn")} | {
+    "ssm_in.weight": (2 * (_KEY_HEADS * _STATE + _Q), HIDDEN)
+}
 _GATED_ATTENTION: Shapes = _SPLIT | {"attn_q.weight": (2 * _Q, HIDDEN)} | _OUT | _HEAD_NORMS
 _SSM = {
     "ssm.conv_kernel": 4, "ssm.inner_size": _Q, "ssm.state_size": _STATE, "ssm.time_step_rank": HEADS, "ssm.group_count": _KEY_HEADS,
@@ -207,6 +213,13 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         | _GATED,
         _WIDE | _SSM | {"ssm.group_count": HEADS}, False,
     ),
+    **{
+        f"qwen3next{name}": (
+            "qwen3next", _norms("attn_norm", "post_attention_norm") | _GATED_ATTENTION | recurrent | _EXPERTS | _SHARED,
+            _WIDE | _SSM | _CHOICE | {"expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": INNER}, True,
+        )
+        for name, recurrent in (("", _JOINED_GATES), (", older", _JOINED))
+    },
     "qwen3moe": (
         "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
     ),
@@ -265,8 +278,8 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         layer = {name: shape for name, shape in layer.items() if name != "attn_v.weight"} | _GLOBAL
     if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] != INNER:
         layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
-    if architecture.startswith("qwen35"):  # every fourth layer is attention
-        others = _RECURRENT if i % 4 == 3 else _GATED_ATTENTION
+    if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention
+        others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others}
     return layer
 

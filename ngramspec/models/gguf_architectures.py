@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf_configs as configs
+from ngramspec.models import qwen3_next
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_configs import Config
 from ngramspec.models.gguf_metadata import GgufMetadata
+from ngramspec.models.tensor_source import RowParts
 
 
 class TensorUse(NamedTuple):
@@ -26,15 +28,17 @@ class TensorUse(NamedTuple):
 
     tensor: str
     rule: str = "same"
-    """One of `start_cache.RULES`, "interleaved", "repeated", or "in turns": outputs of `tensor` and `other`, the last dimension."""
+    """One of `start_cache.RULES`, "interleaved", "repeated", "divided", or "in turns": outputs of `tensor` and `other` alternate."""
     heads: int = 0
-    """Heads of an interleaving rule, or value heads per key head where those of keys are repeated."""
+    """Heads of an interleaving rule, value heads per key head where those of keys are repeated, or groups of rows that are divided."""
     first: int = 0
     """The first row that belongs to the parameter."""
     end: int = 0
     """The row after the last one; 0: all rows belong to it."""
     other: str = ""
     """Another tensor of experts, whose rows follow in every expert."""
+    parts: RowParts = ()
+    """Rows of each group that a divided tensor has for the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,8 @@ class Architecture:
     prefix: str = "model.layers"
     rules: Mapping[str, str] = field(default_factory=dict)
     """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side; "in turns": see `TensorUse`."""
+    divided: Mapping[str, str] = field(default_factory=dict)
+    """Projections of Qwen3-Next by the stems of tensors: see `qwen3_next.list_parts`."""
     configure: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: {}
     """Returns what differs from the config that all have in common."""
 
@@ -237,6 +243,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         configure=configs.read_qwen35moe,
     ),
     "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_qwen3moe),
+    "qwen3next": Architecture(
+        model_type=qwen3_next.TARGET_TYPE,
+        layer=_QWEN35 | _EXPERTS | _SHARED_EXPERT,
+        rules=_SHIFTED | {"ssm_a": "log of negative"},
+        divided={"ssm_in": "in_proj_qkvz", "ssm_ba": "in_proj_ba"},
+        configure=configs.read_qwen3next,
+    ),
     "seed_oss": Architecture(
         model_type="seed_oss",
         layer=_LLAMA | {"post_attention_norm": "post_attention_layernorm"},
@@ -269,6 +282,12 @@ def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
 
 def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re.Match[str]) -> dict[str, TensorUse]:
     layer, stem, kind = found["layer"], found["stem"], found["kind"]
+    if layer is not None and (joined := row.divided.get(stem)) is not None:
+        return {
+            f"{row.prefix}.{layer}.linear_attn.{name}.{kind}": TensorUse(tensor.name, "divided", part.n_groups, parts=part.parts)
+            for name, part in qwen3_next.list_parts(config).items()
+            if part.joined == joined and tensor.shape[0] == part.n_rows
+        }
     path = row.whole.get(stem) if layer is None else row.layer.get(f"{stem}.{kind}" if kind == "scale" else stem)
     if layer is not None and stem == "attn_qkv" and path is None:
         return _split_fused(row, config, tensor, f"{row.prefix}.{layer}", kind)

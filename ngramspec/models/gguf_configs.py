@@ -214,6 +214,11 @@ def read_qwen35moe(metadata: GgufMetadata, config: Config) -> Config:
     }  # fmt: skip
 
 
+def read_qwen3next(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Qwen3-Next's config, as that of a Qwen3.5 mixture; its heads of values lie side by side by heads of keys, as in transformers."""
+    return read_qwen35moe(metadata, config) | {"linear_num_key_heads": metadata.get_int("ssm.group_count"), "linear_key_repeats": 1}
+
+
 def read_gemma(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 

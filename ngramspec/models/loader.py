@@ -29,7 +29,17 @@ from ngramspec.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from ngramspec.models import awq_gptq, gguf, gguf_hf_mapping, header_limits, random_weights, safetensors, start_cache, vocabulary
+from ngramspec.models import (
+    awq_gptq,
+    gguf,
+    gguf_hf_mapping,
+    header_limits,
+    qwen3_next,
+    random_weights,
+    safetensors,
+    start_cache,
+    vocabulary,
+)
 from ngramspec.models.memory import check_memory
 from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
 from ngramspec.models.parameters import fill, make_params_source
@@ -181,6 +191,9 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             config["tie_word_embeddings"] = "lm_head.weight" not in tensors  # the whole model's config may say otherwise than its text's
         if file is None:
             header_limits.check_sizes(config, spec, [tensor.shape for tensor in tensors.values()])
+        is_next = file is None and config["model_type"] == qwen3_next.MODEL_TYPE
+        if is_next:
+            config = qwen3_next.convert_config(config, spec)
         given, tokenizer = tokenizer, tokenizer or _read_tokenizer(folder, spec)
         source: TensorSource | None = None
         if file:
@@ -188,7 +201,8 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             source = gguf_hf_mapping.find_parameters(file, folder, model)
         elif (quantised := config.pop("quantization_config", None)) is None:
             model = empty_model(config, torch.float32)
-            source = safetensors.find_parameters(tensors, model)
+            divided = qwen3_next.divide_projections(config, safetensors.make_lookup(tensors), spec) if is_next else ()
+            source = safetensors.find_parameters(tensors, model, dict(divided))
         elif quantised.get("quant_method") in awq_gptq.METHODS:
             model = empty_model(config, torch.float32)
             source = safetensors.find_parameters(tensors, model, awq_gptq.read_groups(tensors, quantised, spec))

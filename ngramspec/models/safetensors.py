@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -133,6 +133,16 @@ def find_parameters(
             return None
         stored |= dict.fromkeys(names, one)
     return TensorSource(stored, sum(tensor.n_bytes for tensor in tensors.values()))
+
+
+def make_lookup(tensors: Mapping[str, SafetensorsEntry]) -> Callable[[str], StoredTensor | None]:
+    """Return a function that returns a tensor by its name in the files; None if there is none, or it is of no kind that is read here."""
+
+    def get(name: str) -> StoredTensor | None:
+        entry = tensors.get(name)
+        return _locate(entry, WeightFile(entry.path)) if entry is not None and entry.dtype in KINDS else None
+
+    return get
 
 
 def _locate(entry: SafetensorsEntry, file: WeightFile) -> StoredTensor:

@@ -145,6 +145,25 @@ class RepeatedTensor(StoredTensor):
         return found
 
 
+RowParts = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedTensor(StoredTensor):
+    """A part of a matrix whose rows lie in groups of the same size: the same rows of every group."""
+
+    stored: StoredTensor
+    n_groups: int
+    parts: RowParts
+    """First row and end within a group. The first part of all groups comes before the second."""
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        groups = np.arange(self.n_groups)[:, None] * (self.stored.n_rows // self.n_groups)
+        order = np.concatenate([(groups + np.arange(*part)).ravel() for part in self.parts])[first:end]
+        runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
+        return np.concatenate([self.stored.rows(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)] or [self.stored.rows(0, 0)])
+
+
 def drop_repeats(stored: StoredTensor) -> StoredTensor:
     """Return the tensor without the repeats of a `RepeatedTensor`."""
     if isinstance(stored, RepeatedTensor):
