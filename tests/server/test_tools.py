@@ -349,6 +349,22 @@ def reciting(request: pytest.FixtureRequest, start_server: Callable[..., Any]) -
         yield client, said, calls
 
 
+def test_the_token_that_ends_a_stream_is_scored_behind_its_text(start_server: Callable[..., Any]) -> None:
+    """Some clients, such as guidance, take the texts of scored tokens for what was written."""
+    text, deltas = "one, two, three", list[tuple[str | None, list[str]]]()
+    with (
+        calling_engine(text) as engine,
+        openai.OpenAI(base_url=f"{start_server(engine).url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        asked: Any = ASKED | {"temperature": 0, "logprobs": True, "prediction": {"type": "content", "content": text}}
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            choice = chunk.choices[0]
+            deltas.append((choice.delta.content, [each.token for each in choice.logprobs.content or []] if choice.logprobs else []))
+    assert ["".join(tokens) for content, tokens in deltas if content] == [content for content, _ in deltas if content]
+    assert max(len(tokens) for _, tokens in deltas) > 1
+    assert deltas[-1] == (None, ["<eos>"])
+
+
 def test_calls_are_found_in_free_text(reciting: tuple[openai.OpenAI, str | None, Any]) -> None:
     client, said, calls = reciting
     asked: Any = ASKED | {"temperature": 0, "max_tokens": 200}

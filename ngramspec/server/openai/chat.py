@@ -200,7 +200,10 @@ class _ChatHandler(CompletionHandler):
                     completions += [] if delta.completion is None else [delta.completion]
                 continue
             parser = parsers[delta.index]
-            extras = {"logprobs": self._logprobs(delta.logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
+            logprobs, of_end = delta.logprobs, None
+            if logprobs and delta.finish_reason and len(logprobs) > 1 and not (delta.texts[-1] or self.continuous_usage):
+                logprobs, of_end = logprobs[:-1], logprobs[-1:]  # the token that ended the text is told behind it, as in vLLM
+            extras = {"logprobs": self._logprobs(logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
             told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))
             chunks: list[dict[str, Any]] = []
             for event in parser.parse(delta):
@@ -215,6 +218,7 @@ class _ChatHandler(CompletionHandler):
                 if chunks and self.continuous_usage:  # where each piece is to tell of more tokens than the one before
                     chunks[-1] |= last
                 else:
+                    last |= {"logprobs": self._logprobs(of_end)} if of_end else {}
                     chunks.append(_make_chunk(delta.index, {}) | last)
             for chunk in chunks:
                 yield head | {"choices": [chunk]}
