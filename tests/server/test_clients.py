@@ -93,6 +93,21 @@ MESSAGES: list[Any] = [
     {"role": "tool", "tool_call_id": "call_1", "content": "a.py", "name": "exec_command"},
 ]
 TOOLED: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "auto"}
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+ZOD_TOOL = {  # as the AI SDK and opencode describe one
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "parameters": {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "type": "object",
+            "properties": {"s": {"minimum": -9007199254740991, "exclusiveMinimum": 0, "type": "integer", "maximum": 9007199254740991}},
+            "required": ["s"],
+        },
+    },
+}
+CITY = {"properties": {"name": {"title": "Name", "type": "string"}}, "required": ["name"], "title": "City", "type": "object"}
+CITY_TOOL = {"type": "function", "function": {"name": "City", "description": "", "parameters": CITY}}
 CHATS: dict[str, dict[str, Any]] = {
     "openai, all null": dict.fromkeys(
         ["audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "metadata", "modalities", "n", "prediction",
@@ -102,10 +117,18 @@ CHATS: dict[str, dict[str, Any]] = {
     ),
     "zed": TOOLED | {"max_completion_tokens": 4, "stop": [], "parallel_tool_calls": False, "prompt_cache_key": "a"},
     "cline": {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "reasoning_effort": "medium"},
-    "opencode": TOOLED | {"stream": True, "stream_options": {"include_usage": True}, "top_p": 1, "max_tokens": 4},
+    "opencode": STREAMED | {"tools": [ZOD_TOOL], "tool_choice": "auto", "max_tokens": 4},
+    "qwen code": STREAMED | {"tools": [ZOD_TOOL], "max_tokens": 4},
+    "pydantic-ai": {"stream": False, "tool_choice": "required",
+                    "tools": [{"type": "function", "function": CITY_TOOL["function"] | {"strict": True}}]},
+    "instructor": {"parallel_tool_calls": False, "tool_choice": {"type": "function", "function": {"name": "City"}}, "tools": [CITY_TOOL]},
+    "dspy": {"max_completion_tokens": 4},
+    "llm": STREAMED | {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": CITY}}},
+    "lm-eval": {"temperature": 0, "stop": ["\n", "."], "seed": 1234},
+    "guidance": STREAMED | {"logprobs": True, "top_logprobs": 5, "max_completion_tokens": 4, "tools": None},
     "langchain": TOOLED | {"n": 1, "stream": False, "parallel_tool_calls": True, "temperature": 0.7, "stop": None},
     "litellm": {"extra_headers": None, "max_tokens": 4, "stream": True, "user": "a", "metadata": {"a": "b"}},
-    "vercel": {"tool_choice": "auto", "response_format": {"type": "text"}, "seed": 1, "verbosity": "low", "max_tokens": 4},
+    "vercel": STREAMED | {"tools": [ZOD_TOOL], "tool_choice": "required", "seed": 1, "verbosity": "low", "max_tokens": 4},
     "open webui": {"stream": True, "stream_options": {"include_usage": True}, "tools": [], "max_tokens": -1},
     "continue": {"max_tokens": 4, "stop": ["<|im_end|>"], "prediction": {"type": "content", "content": "a"}},
     "llama.vscode": {"n_predict": 4, "cache_prompt": True, "samplers": ["top_k"], "timings_per_token": True, "id_slot": -1, "stream": True},
@@ -117,6 +140,17 @@ def test_a_chat_is_answered(client: httpx.Client, name: str) -> None:
     asked = {"model": "", "messages": MESSAGES, "max_tokens": 4} | CHATS[name]
     made = client.post("/v1/chat/completions", json=asked)
     assert made.status_code == 200, made.text
+
+
+def test_lm_eval_scores_with_the_servers_tokenizer(client: httpx.Client) -> None:
+    """Its `local-completions` with `tokenizer_backend=remote`: the routes of vLLM's tokenizer, then a text that is only scored."""
+    assert client.get("/tokenizer_info").json()["tokenizer_class"]
+    asked = {"prompt": "The capital of France is Paris", "add_special_tokens": False}
+    tokens = client.post("/tokenize", json=asked).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == asked["prompt"]
+    scored = {"model": "m", "prompt": [tokens], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    logprobs = client.post("/v1/completions", json=scored).json()["choices"][0]["logprobs"]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(tokens) + 1
 
 
 QWEN = "<|fim_prefix|>def f(<|fim_suffix|>\n<|fim_middle|>"
