@@ -101,37 +101,30 @@ def _step_back(at, first, table):
 
 
 @triton.jit
-def _find_node(span, at, n_replayed):
-    """Return the log's row of an input before the pass; 0 if it has none."""
-    before = -1 - at
-    return tl.load(span + _PATH + n_replayed - 1 - before, mask=(at < 0) & (before < n_replayed), other=0)
+def _load_inputs(of_rows, of_log, of_tail, path_end, at, n_replayed, is_fresh, inside, SHAPE: tl.constexpr):
+    """Load inputs of the convolution as the row at `at` (see `_step_back`) has them; zeros before the text begins.
 
-
-@triton.jit
-def _load_inputs(x, states, span, at, channels, inside, SHAPE: tl.constexpr):
-    """Load inputs of the convolution as the row at `at` (see `_step_back`) has them; zeros before the text begins."""
-    n_replayed, slot = tl.load(span + _N_REPLAYED), tl.load(span + _SLOT).to(tl.int64)
-    before = -1 - at
-    is_row, is_logged = at >= 0, (at < 0) & (before < n_replayed)
-    is_tail = (at < 0) & (before >= n_replayed) & (tl.load(span + _IS_FRESH) == 0)
+    The pointers are those of the channels in the pass's first row, in the sequence's log and in its tail; `path_end` + at is the node of an
+    input before the pass.
+    """
+    is_row, is_logged = at >= 0, (at < 0) & (at >= -n_replayed)
+    is_tail = (at < -n_replayed) & (is_fresh == 0)
     width: tl.constexpr = SHAPE.n_channels + 2 * SHAPE.n_heads
-    node, i_tail = _find_node(span, at, n_replayed), tl.where(is_tail, _TAPS - 2 - (before - n_replayed), 0)
-    log = states.log + (slot * SHAPE.n_layers * _MOST_NODES + node) * width
-    tail = states.tails + (slot * SHAPE.n_layers * (_TAPS - 1) + i_tail) * SHAPE.n_channels
-    of_row = tl.load(x.rows + tl.maximum(at, 0).to(tl.int64) * SHAPE.row_width + channels, mask=inside & is_row, other=0.0)
-    of_log = tl.load(log + channels, mask=inside & is_logged, other=0.0)
-    of_tail = tl.load(tail + channels, mask=inside & is_tail, other=0.0)
-    return tl.where(is_row, of_row, tl.where(is_logged, of_log, of_tail))
+    node = tl.load(path_end + at, mask=is_logged, other=0)
+    i_tail = tl.where(is_tail, _TAPS - 1 + at + n_replayed, 0)
+    of_row = tl.load(of_rows + tl.maximum(at, 0).to(tl.int64) * SHAPE.row_width, mask=inside & is_row, other=0.0)
+    logged = tl.load(of_log + node * width, mask=inside & is_logged, other=0.0)
+    of_tail = tl.load(of_tail + i_tail * SHAPE.n_channels, mask=inside & is_tail, other=0.0)
+    return tl.where(is_row, of_row, tl.where(is_logged, logged, of_tail))
 
 
 @triton.jit
-def _load_gate(x, states, span, at, column, SHAPE: tl.constexpr):
+def _load_gate(of_rows, of_log, path_end, at, SHAPE: tl.constexpr):
     """Load a gate of a row, or of one that is replayed, as float32."""
-    n_replayed, slot = tl.load(span + _N_REPLAYED), tl.load(span + _SLOT).to(tl.int64)
     width: tl.constexpr = SHAPE.n_channels + 2 * SHAPE.n_heads
-    log = states.log + (slot * SHAPE.n_layers * _MOST_NODES + _find_node(span, at, n_replayed)) * width + SHAPE.n_channels
-    of_row = tl.load(x.gates + tl.maximum(at, 0).to(tl.int64) * SHAPE.gates_width + column, mask=at >= 0, other=0.0)
-    return tl.where(at >= 0, of_row, tl.load(log + column, mask=at < 0, other=0.0)).to(tl.float32)
+    of_row = tl.load(of_rows + tl.maximum(at, 0).to(tl.int64) * SHAPE.gates_width, mask=at >= 0, other=0.0)
+    logged = tl.load(of_log + tl.load(path_end + at, mask=at < 0, other=0) * width, mask=at < 0, other=0.0)
+    return tl.where(at >= 0, of_row, logged).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -142,7 +135,8 @@ def _convolve_rows(x, rows, states, weights, prepared, n_rows, SHAPE: tl.constex
     owner = tl.load(rows.table + row * _ROW_WORDS + _OWNER)
     if owner >= 0:
         span = rows.spans + owner * _SPAN_WORDS
-        first, n_replayed = tl.load(span + _FIRST), tl.load(span + _N_REPLAYED)
+        first, n_replayed, is_fresh = tl.load(span + _FIRST), tl.load(span + _N_REPLAYED), tl.load(span + _IS_FRESH)
+        slot, path_end = tl.load(span + _SLOT).to(tl.int64), span + _PATH + n_replayed
         n_sharing, mine = tl.load(span + _END) - first, row - first
         dtype: tl.constexpr = x.rows.dtype.element_ty
         keys: tl.constexpr = 2 * SHAPE.n_key_heads
@@ -151,6 +145,8 @@ def _convolve_rows(x, rows, states, weights, prepared, n_rows, SHAPE: tl.constex
         d = tl.arange(0, WIDE)
         inside = d < tl.where(is_value, SHAPE.value_dim, SHAPE.key_dim)
         channels = tl.where(is_value, keys * SHAPE.key_dim + (head - keys) * SHAPE.value_dim, head * SHAPE.key_dim) + d
+        log, of_rows = states.log + slot * SHAPE.n_layers * _MOST_NODES * width, x.rows + channels
+        of_tail = states.tails + slot * SHAPE.n_layers * (_TAPS - 1) * SHAPE.n_channels + channels
         for i in range(1 + (n_replayed - mine + n_sharing - 1) // n_sharing):
             j = mine + (i - 1) * n_sharing
             here, entry = row, row
@@ -160,7 +156,8 @@ def _convolve_rows(x, rows, states, weights, prepared, n_rows, SHAPE: tl.constex
             total = tl.zeros([WIDE], tl.float32)
             for t in tl.static_range(_TAPS):
                 tap = tl.load(weights.conv + channels * _TAPS + (_TAPS - 1 - t), mask=inside, other=0.0).to(tl.float32)
-                total += tap * _load_inputs(x, states, span, at, channels, inside, SHAPE).to(tl.float32)
+                inputs = _load_inputs(of_rows, log + channels, of_tail, path_end, at, n_replayed, is_fresh, inside, SHAPE)
+                total += tap * inputs.to(tl.float32)
                 at = _step_back(at, first, rows.table)
             total = total.to(dtype).to(tl.float32)
             total = (total / (1.0 + tl.exp(-total))).to(dtype).to(tl.float32)
@@ -171,11 +168,13 @@ def _convolve_rows(x, rows, states, weights, prepared, n_rows, SHAPE: tl.constex
             tl.store(to + channels, tl.where(is_value, total, total * scale), mask=inside)
             if is_value:
                 column = head - keys
-                b = _load_gate(x, states, span, here, column, SHAPE)
-                a = _load_gate(x, states, span, here, SHAPE.n_heads + column, SHAPE) + tl.load(weights.rates + SHAPE.n_heads + column)
+                of_log, of_rates = log + SHAPE.n_channels + column, weights.rates + column
+                b = _load_gate(x.gates + column, of_log, path_end, here, SHAPE)
+                a = _load_gate(x.gates + SHAPE.n_heads + column, of_log + SHAPE.n_heads, path_end, here, SHAPE)
+                a += tl.load(of_rates + SHAPE.n_heads)
                 softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
                 gates = to + SHAPE.n_channels + 2 * column
-                tl.store(gates, tl.exp(tl.load(weights.rates + column) * softplus))
+                tl.store(gates, tl.exp(tl.load(of_rates) * softplus))
                 tl.store(gates + 1, (1.0 / (1.0 + tl.exp(-b))).to(dtype).to(tl.float32))
 
 
@@ -274,28 +273,30 @@ def _keep_inputs(x, rows, states, SHAPE: tl.constexpr, CHANNELS: tl.constexpr, O
     slot = tl.load(span + _SLOT).to(tl.int64)
     if slot >= 0:
         first, root, boundary = tl.load(span + _FIRST), tl.load(span + _ROOT), tl.load(span + _BOUNDARY)
+        n_replayed, is_fresh = tl.load(span + _N_REPLAYED), tl.load(span + _IS_FRESH)
         C: tl.constexpr = SHAPE.n_channels
         width: tl.constexpr = C + 2 * SHAPE.n_heads
-        inside = channels < C
+        inside, path_end, of_rows = channels < C, span + _PATH + n_replayed, x.rows + channels
+        log = states.log + slot * SHAPE.n_layers * _MOST_NODES * width + channels
+        tail = states.tails + slot * SHAPE.n_layers * (_TAPS - 1) * C + channels
         if boundary >= 0:
             at = boundary
-            snapshot = tl.load(span + _SNAPSHOT).to(tl.int64)
+            kept = states.kept_tails + tl.load(span + _SNAPSHOT).to(tl.int64) * SHAPE.n_layers * (_TAPS - 1) * C + channels
             for t in tl.static_range(_TAPS - 1):
-                to = states.kept_tails + (snapshot * SHAPE.n_layers * (_TAPS - 1) + (_TAPS - 2 - t)) * C
-                tl.store(to + channels, _load_inputs(x, states, span, at, channels, inside, SHAPE), mask=inside)
+                inputs = _load_inputs(of_rows, log, tail, path_end, at, n_replayed, is_fresh, inside, SHAPE)
+                tl.store(kept + (_TAPS - 2 - t) * C, inputs, mask=inside)
                 at = _step_back(at, first, rows.table)
         before = _step_back(root, first, rows.table)
-        last = _load_inputs(x, states, span, root, channels, inside, SHAPE)
-        middle = _load_inputs(x, states, span, before, channels, inside, SHAPE)
-        oldest = _load_inputs(x, states, span, _step_back(before, first, rows.table), channels, inside, SHAPE)
+        last = _load_inputs(of_rows, log, tail, path_end, root, n_replayed, is_fresh, inside, SHAPE)
+        middle = _load_inputs(of_rows, log, tail, path_end, before, n_replayed, is_fresh, inside, SHAPE)
+        before = _step_back(before, first, rows.table)
+        oldest = _load_inputs(of_rows, log, tail, path_end, before, n_replayed, is_fresh, inside, SHAPE)
         tl.debug_barrier()  # what is overwritten from here on has been read
-        to = states.tails + slot * SHAPE.n_layers * (_TAPS - 1) * C + channels
-        tl.store(to, oldest, mask=inside)
-        tl.store(to + C, middle, mask=inside)
-        tl.store(to + 2 * C, last, mask=inside)
-        log = states.log + slot * SHAPE.n_layers * _MOST_NODES * width + channels
+        tl.store(tail, oldest, mask=inside)
+        tl.store(tail + C, middle, mask=inside)
+        tl.store(tail + 2 * C, last, mask=inside)
         is_gate, node = (channels >= C) & (channels < width), (root + 1).to(tl.int64)
-        of_rows, of_gates = x.rows + node * SHAPE.row_width + channels, x.gates + node * SHAPE.gates_width + channels - C
+        of_rows, of_gates = of_rows + node * SHAPE.row_width, x.gates + node * SHAPE.gates_width + channels - C
         for i in range(tl.load(span + _END) - root - 1):
             of_row = tl.load(of_rows + i * SHAPE.row_width, mask=inside, other=0.0)
             gate = tl.load(of_gates + i * SHAPE.gates_width, mask=is_gate, other=0.0)
