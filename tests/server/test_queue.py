@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -172,6 +173,14 @@ def test_a_client_that_asked_twice_on_one_connection_is_still_seen_to_leave(rig:
     rig.until(lambda: rig.admission.in_flight == 1)
     connection.close()
     assert rig.until(lambda: rig.admission.in_flight == 0) < SOON_S
+
+
+def test_a_stream_that_was_told_to_its_end_has_not_been_left(rig: Rig) -> None:
+    """A request is done a moment after its last delta, which may be on its way to the client by then."""
+    reservation = rig.admission.reserve(1)
+    reservation.requests.append(SimpleNamespace(done=False, cancel=lambda: None))
+    reservation.return_room()
+    assert not reservation.close()
 
 
 def test_beyond_the_queue_is_refused_at_once(rig: Rig) -> None:
