@@ -98,9 +98,9 @@ def compile_kernel(
     )
 
 
-def check_limits(kernel: CompiledKernel, capability: int) -> None:
-    """Raise AssertionError if registers were spilled or a block does not fit the device."""
-    assert kernel.n_spills == 0, kernel.summary()
+def check_limits(kernel: CompiledKernel, capability: int, most_spilled: int = 0) -> None:
+    """Raise AssertionError if more bytes of a thread's registers were spilled or a block does not fit the device."""
+    assert kernel.n_spills <= most_spilled, kernel.summary()
     assert kernel.shared <= SHARED_LIMIT[capability], kernel.summary()
     assert kernel.n_regs * 32 * kernel.num_warps <= 65536, kernel.summary()
 
