@@ -114,6 +114,8 @@ def check_device(config: EngineConfig) -> DeviceConfig:
     max_rows = config.max_rows or max({"cpu": CPU_ROWS, "cuda": 2048}[kind], config.max_seqs + 64)
     if kind == "cuda" and (config.precision, config.kv_dtype, config.quantize) != ("auto", "auto", "none"):
         raise InvalidInputError("precision, kv_dtype and quantize are settings of the CPU; on CUDA, dtype says both")
+    if kind == "cpu" and config.keep_blocks != "auto":
+        raise InvalidInputError("keep_blocks is a setting of CUDA devices; on the CPU weights stay in their blocks")
     exact = config.linears == "exact"
     threads = config.threads or count_cores()
     return DeviceConfig(device, dtype, threads, max_rows, exact, config.precision if exact else "float32")
@@ -272,10 +274,12 @@ def _first_time(
         quantize = None if config.quantize == "none" else config.quantize
         loaded = open_model(model, tokenizer=tokenizer, progress=progress, quantize=quantize)
     elif isinstance(model, str):
-        from ngramspec.backends.cuda.packed import IN_BLOCKS  # imports Triton
+        from ngramspec.backends.cuda.device import free_bytes
+        from ngramspec.backends.cuda.packed import make_packed_form  # imports Triton
 
         dtype = getattr(torch, device.dtype)
-        loaded = load_model(model, dtype=dtype, device=device.device, tokenizer=tokenizer, progress=progress, keep=IN_BLOCKS)
+        keep = make_packed_form(config.keep_blocks, free_bytes(torch.device(device.device), config.gpu_memory_utilization))
+        loaded = load_model(model, dtype=dtype, device=device.device, tokenizer=tokenizer, progress=progress, keep=keep)
     else:
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))

@@ -59,7 +59,7 @@ def make_params_source(model: PreTrainedModel) -> TensorSource:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Give a model on the "meta" device its parameters in a dtype on a device, and evaluation mode; tied parameters stay tied.
+    """Give a model the parameters that are on the "meta" device, in a dtype on a device, and evaluation mode; tied ones stay tied.
 
     Besides the finished ones, at most one tensor in `dtype` and a few million weights in float32 lie in memory. Raises ModelNotFoundError
     if a file ends too soon, torch.OutOfMemoryError.
@@ -67,7 +67,7 @@ def fill(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, devic
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, empty in list(module._parameters.items()):
-            if empty is None:
+            if empty is None or not empty.is_meta:
                 continue
             if empty not in made:
                 stored = source[f"{path}.{name}" if path else name]

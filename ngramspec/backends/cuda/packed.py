@@ -21,6 +21,8 @@ from ngramspec.models.loader import PackedForm
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 CHUNK = 1 << 24  # Weights that are repacked at a time.
+# Share of the usable memory that weights may take outside of their blocks: keys and values, and what passes take, share the rest.
+MOST_DENSE = 0.5
 
 
 class _InBlocks(nn.Module):
@@ -68,12 +70,36 @@ def keep_packed(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype
             setattr(parent, name, packs)
 
 
-def saved_bytes(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype) -> int:
+def _count_saved_bytes(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype) -> int:
     """Return how many bytes fewer the weights of a model on the "meta" device take in the file's blocks than in a dtype."""
     return sum(math.prod(stored.shape) * dtype.itemsize - stored.n_rows * stored.row_bytes for stored, _ in _in_blocks(model, source))
 
 
-IN_BLOCKS = PackedForm(saved_bytes, keep_packed)
+def make_packed_form(keep_blocks: str, usable_bytes: int) -> PackedForm:
+    """Return how weights in blocks are kept: "always" in them, "never", or, by "auto", where the memory that may be used is short.
+
+    Passes are sooner without blocks, and no bit of them is another.
+    """
+
+    def must_unpack(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+        n_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        return keep_blocks == "never" or (keep_blocks == "auto" and n_bytes <= MOST_DENSE * usable_bytes)
+
+    def count_saved(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype) -> int:
+        return 0 if must_unpack(model, dtype) else _count_saved_bytes(model, source, dtype)
+
+    def replace_modules(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
+        (unpack_weights if must_unpack(model, dtype) else keep_packed)(model, source, dtype, device)
+
+    return PackedForm(count_saved, replace_modules)
+
+
+def unpack_weights(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
+    """Dequantise on the device what `keep_packed` would keep in blocks. Raises as that does."""
+    for stored, places in _in_blocks(model, source):
+        weight = nn.Parameter(read_packed(stored, device).dense(dtype), requires_grad=False)
+        for _, _, module in places:
+            module.weight = weight
 
 
 def _in_blocks(model: PreTrainedModel, source: TensorSource) -> Iterator[tuple[StoredTensor, list[tuple[nn.Module, str, nn.Module]]]]:

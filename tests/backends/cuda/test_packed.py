@@ -16,7 +16,7 @@ from torch import nn
 
 from ngramspec.backends.cuda.cuda_runner import CudaRunner
 from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder, VendorProduct
-from ngramspec.backends.cuda.packed import IN_BLOCKS, CudaPackedEmbedding, CudaPackedLinear
+from ngramspec.backends.cuda.packed import MOST_DENSE, CudaPackedEmbedding, CudaPackedLinear, make_packed_form
 from ngramspec.backends.cuda.quantised import CudaQuantisedProduct
 from ngramspec.models import loader
 from ngramspec.models.loader import load_model
@@ -29,7 +29,9 @@ MEDIUM = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
 
 
 def load(path: Path, dtype: torch.dtype, device: str, packed: bool = True) -> Any:
-    return load_model(str(path), dtype=dtype, device=device, cache_dir=path.parent / "cache", keep=IN_BLOCKS if packed else None).model
+    return load_model(
+        str(path), dtype=dtype, device=device, cache_dir=path.parent / "cache", keep=make_packed_form("always", 0) if packed else None
+    ).model
 
 
 def bind(model: Any, **options: Any) -> CudaRunner:
@@ -108,7 +110,7 @@ def test_products_are_proved_as_others_are(device: str, tmp_path: Path, monkeypa
     assert runner.exactness == "bitwise"
     stack = runner._decoder
     assert isinstance(stack, CudaDecoder)
-    qkv = stack.layers[0].qkv
+    qkv = stack.layers[0].mixer.qkv
     assert isinstance(qkv, CudaQuantisedProduct)
     assert [part.n_out for part in qkv.parts] == [384, 128]
 
@@ -132,7 +134,7 @@ def test_the_device_keeps_what_the_file_has(options: dict[str, Any], device: str
     held = [m.packed for m in model.modules() if isinstance(m, CudaPackedLinear | CudaPackedEmbedding)]
     stack = runner._decoder
     assert isinstance(stack, CudaDecoder)
-    products = [stack.head] + [p for layer in stack.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    products = [stack.head] + [p for layer in stack.layers for p in (layer.mixer.qkv, layer.out, layer.gate_up, layer.down)]
     for packed in [*held, *(part for product in products for part in product.parts)]:  # type: ignore[attr-defined]
         for part in (packed.codes, packed.words, packed.supers):
             if part is not None:
@@ -162,7 +164,7 @@ def test_blocks_that_are_joined_with_numbers_are_kept_once(device: str, tmp_path
     before = model.model.layers[0].self_attn.q_proj.packed.dense(torch.bfloat16)
     stack = bind(model)._decoder
     assert isinstance(stack, CudaDecoder)
-    whole, attn = stack.layers[0].qkv.weight, model.model.layers[0].self_attn  # type: ignore[attr-defined]
+    whole, attn = stack.layers[0].mixer.qkv.weight, model.model.layers[0].self_attn  # type: ignore[attr-defined]
     for linear in (attn.q_proj, attn.k_proj, attn.v_proj):
         assert type(linear) is nn.Linear
         assert linear.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
@@ -177,3 +179,24 @@ def test_the_vendors_products_take_blocks_too(device: str, tmp_path: Path, monke
     assert isinstance(runner._decoder, CudaDecoder)
     assert isinstance(runner._decoder.head, VendorProduct)
     assert runner.exactness == "numerical"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.usefixtures("one_layer")
+def test_weights_are_dequantised_where_there_is_room(tied: bool, device: str, tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "m.gguf", kind="Q4_K", kinds=MEDIUM | {"attn_k": "Q2_K"}, std=0.1, tied=tied)
+    dense = load(path, torch.bfloat16, device, packed=False)
+    n_bytes = sum(p.nbytes for p in dense.parameters())
+
+    def kept(mode: str, usable: float) -> Any:
+        return load_model(
+            str(path), dtype=torch.bfloat16, device=device, cache_dir=path.parent / "cache", keep=make_packed_form(mode, int(usable))
+        ).model
+
+    for mode, usable in (("never", 0), ("auto", n_bytes / MOST_DENSE)):
+        model = kept(mode, usable)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        for name, parameter in dense.state_dict().items():
+            assert torch.equal(model.state_dict()[name], parameter), name
+    for mode, usable in (("always", 1e12), ("auto", n_bytes / MOST_DENSE - 8)):
+        assert isinstance(kept(mode, usable).model.layers[0].mlp.down_proj, CudaPackedLinear)
