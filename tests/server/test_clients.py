@@ -122,6 +122,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "pydantic-ai": {"stream": False, "tool_choice": "required",
                     "tools": [{"type": "function", "function": CITY_TOOL["function"] | {"strict": True}}]},
     "instructor": {"parallel_tool_calls": False, "tool_choice": {"type": "function", "function": {"name": "City"}}, "tools": [CITY_TOOL]},
+    "aider": {"stream": True, "temperature": 0},
     "dspy": {"max_completion_tokens": 4},
     "llm": STREAMED | {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": CITY}}},
     "lm-eval": {"temperature": 0, "stop": ["\n", "."], "seed": 1234},
