@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ngramspec.backends.base import Kept, Runner, chain, check_supported, has_recurrent_layers, is_out_of_memory
+from ngramspec.backends.base import Runner, chain, check_supported, has_recurrent_layers, is_out_of_memory
 from ngramspec.backends.cuda import gpu_sampler, kv_move
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
+from ngramspec.backends.cuda.cuda_output import CudaOutput, PassResults, PassTimer
 from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes
 from ngramspec.backends.cuda.expected_logits import ExpectedLogits, compute_expected_logits, measure_difference
 from ngramspec.backends.cuda.gated_delta_kernels import MOST_NODES, DeltaShape
@@ -28,7 +28,7 @@ from ngramspec.backends.cuda.gated_delta_layer import RECURRENT_LAYERS
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool, count_sequences, pass_bytes, sequence_bytes, snapshot_bytes
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
-from ngramspec.backends.cuda.graphs import ITEMS, ROWS, GraphRecorder, Graphs, Record, decode_buckets
+from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, decode_buckets, recorder
 from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
 from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, ModulesDecoder, PassDecoder, VendorProduct, Weight
 from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns, rows_per_item
@@ -36,10 +36,9 @@ from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProd
 from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, LinearProduct, violation
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.long_rope import fix_angles
-from ngramspec.outputs import BLOCK, KEPT, DraftTree, TokenLogprob
+from ngramspec.outputs import BLOCK, KEPT, DraftTree
 from ngramspec.sampling.batch import SCORED_ROWS, Batch, Span, pack
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.sampling.verify import Match, match_batch
 from ngramspec.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -67,135 +66,6 @@ class KernelPolicy:
 
     def __str__(self) -> str:
         return self.name if self.bitwise else f"{self.name}, numerical"
-
-
-class CudaOutput:
-    def __init__(
-        self,
-        runner: CudaRunner,
-        batch: Batch,
-        logits: torch.Tensor,
-        rows: np.ndarray | None,
-        results: PassResults | None,
-        picked: list[bool],
-    ) -> None:
-        """Wrap a launched pass.
-
-        `logits` [R, V] on the device; `rows` [N]: which of their rows were wanted, None: all; `results` None: nothing was sampled;
-        `picked`: see `GraphInputs.picked`.
-        """
-        self._runner, self._batch, self._logits, self._rows, self._results = runner, batch, logits, rows, results
-        self._picked = picked
-
-    def wait(self) -> float:
-        return self._runner.timer.stop()  # what was staged for the pass may be overwritten by the next
-
-    @property
-    def sampled(self) -> np.ndarray | None:
-        if self._results is None:
-            return None
-        self._results.wait()
-        return self._results.sampled[self._rows] if self._rows is not None else self._results.sampled[: len(self._batch.logits_rows)]
-
-    def get_matches(self) -> list[Match | None]:
-        sampled = self.sampled
-        return [None] * len(self._batch.spans) if sampled is None else match_batch(self._batch, sampled, picked=self._picked)
-
-    def logits(self, first: int, end: int) -> np.ndarray:
-        if first == end:
-            self._runner.synchronize()
-        return self.device_logits(first, end).to("cpu", copy=True).numpy()
-
-    def device_logits(self, first: int, end: int) -> torch.Tensor:
-        """Return logits [end - first, V] float32 on the device, until the next pass."""
-        rows = self._rows
-        return self._logits[first:end] if rows is None else self._logits[torch.from_numpy(rows[first:end]).to(self._logits.device)]
-
-    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
-        if self._results is None:
-            return None
-        self._results.wait()
-        rows = self._rows[first:end] if self._rows is not None else slice(first, end)
-        return self._results.tokens[rows], self._results.values[rows]
-
-    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
-        results, rows = self._results, rows if self._rows is None else self._rows[rows]
-        assert results is not None, "nothing was picked"
-        results.wait()
-        return [
-            TokenLogprob(token, chosen - norm, [(i, value - norm) for i, value in zip(ids[:n], values[:n], strict=True) if i >= 0])
-            for token, chosen, norm, ids, values in zip(
-                *(each[rows].tolist() for each in (results.sampled, results.chosen, results.norms, results.tokens, results.values)),
-                strict=True,
-            )
-        ]
-
-    def states(self, rows: np.ndarray) -> np.ndarray:
-        raise NotImplementedError("`CudaRunner.keep_states` refuses")
-
-    def commit(self, kept: Sequence[Kept]) -> None:
-        for b, start, path in kept:
-            self._runner.pool.note_path(self._batch.spans[b].slot, start, path)
-            if self._results is None or not self._picked[b]:  # else the pass has done it
-                self._runner.pool.commit(self._batch.spans[b].slot, start, path)
-
-
-class PassResults:
-    """Results that a pass sends back in one copy for R rows: sampled tokens, top-k tokens and logits, parts of log-probabilities."""
-
-    def __init__(self, n_rows: int, device: torch.device) -> None:
-        words = n_rows * (4 + 2 * KEPT)
-        self._device = torch.zeros(words, dtype=torch.int32, device=device)
-        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-        ends = np.cumsum([2 * n_rows, n_rows, n_rows, n_rows * KEPT]).tolist()  # the widest numbers first
-        norms, chosen, sampled, tokens, values = self._device.tensor_split(ends)
-        self.device_norms, self.device_chosen = norms.view(torch.float64), chosen.view(torch.float32)
-        self.device_sampled, self.device_tokens = sampled, tokens.view(n_rows, KEPT)
-        self.device_values = values.view(torch.float32).view(n_rows, KEPT)
-        on_host = np.split(self._host.numpy(), ends)
-        self.norms, self.chosen, self.sampled = on_host[0].view(np.float64), on_host[1].view(np.float32), on_host[2]
-        self.tokens, self.values = on_host[3].reshape(-1, KEPT), on_host[4].view(np.float32).reshape(-1, KEPT)
-
-    def send(self) -> None:
-        self._host.copy_(self._device, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
-class PassTimer:
-    """Measure the time of one pass on the device, from its first launch to its last."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        self._started = self._ended = 0.0
-
-    def start(self) -> None:
-        if self._events:
-            self._events[0].record()
-        self._started = time.perf_counter()
-
-    def end(self) -> None:
-        """Mark that everything is launched."""
-        if self._events:
-            self._events[1].record()
-        self._ended = time.perf_counter()
-
-    def stop(self) -> float:
-        """Wait for the pass and return its milliseconds."""
-        if not self._events:
-            return (self._ended - self._started) * 1e3
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1]))
-
-
-def recorder(device: torch.device) -> Record | None:
-    """Return the recorder that captures passes on this device; None: passes are launched each time."""
-    return GraphRecorder(device) if device.type == "cuda" else None
 
 
 class CudaRunner(Runner):
@@ -544,7 +414,7 @@ class CudaRunner(Runner):
             self._graphs.replay(bucket)
             inputs.results.send()
             rows = None if len(batch.logits_rows) == n else batch.logits_rows
-            return CudaOutput(self, batch, self._logits, rows, inputs.results, inputs.picked)
+            return CudaOutput(self.timer, self.pool, batch, self._logits, rows, inputs.results, inputs.picked)
         inputs = self._inputs(Bucket(n, n_items))
         inputs.fill(batch)
         inputs.send()
@@ -555,18 +425,14 @@ class CudaRunner(Runner):
         logits = torch.empty(n_wanted, self.vocab_size, dtype=torch.float32, device=self._device)
         self._decoder(inputs.ids, inputs.rows, wanted, self._plan, logits)
         if not n_wanted:
-            return CudaOutput(self, batch, logits, None, None, inputs.picked)
+            return CudaOutput(self.timer, self.pool, batch, logits, None, None, inputs.picked)
         results = PassResults(n_wanted, self._device)
         self._finish(inputs, logits, wanted, results)
         results.send()
-        return CudaOutput(self, batch, logits, None, results, inputs.picked)
+        return CudaOutput(self.timer, self.pool, batch, logits, None, results, inputs.picked)
 
     def _inputs(self, bucket: Bucket) -> GraphInputs:
         return GraphInputs(bucket, self.max_depth, self.pool, self._sharing, self._adjusting)
-
-    def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _make_inputs(self, bucket: Bucket) -> GraphInputs:
         inputs = self._inputs(bucket)

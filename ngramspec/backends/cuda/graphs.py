@@ -145,3 +145,8 @@ class Graphs:
     def _capture(self, bucket: Bucket, record: Record) -> tuple[Any, Callable[[], None]]:
         inputs = self._make(bucket)
         return inputs, record(partial(self._run, inputs))
+
+
+def recorder(device: torch.device) -> Record | None:
+    """Return the recorder that captures passes on this device; None: passes are launched each time."""
+    return GraphRecorder(device) if device.type == "cuda" else None
