@@ -31,7 +31,7 @@ from ngramspec.speculative.open_datastores import Store
 from ngramspec.tokenizer.encode import Prompt
 
 # The first and the last version that the tests ran with.
-TESTED = ("5.19", "5.24")
+TESTED = ("5.23", "5.24")
 DEPTH = 20
 _DEVICE_SLOPE = 0.005
 # Concurrent calls of `generate`, in threads, for one model.

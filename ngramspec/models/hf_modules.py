@@ -40,14 +40,3 @@ def get_rms_norm(module: nn.Module) -> tuple[torch.Tensor, float] | None:
     if not named or not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return None
     return weight.detach(), eps
-
-
-def compute_angles(rotary: nn.Module, x: torch.Tensor, positions: torch.Tensor, *kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [1, n, any] of a rotary embedding at positions [1, n], in the dtype of x.
-
-    Where images have three positions, transformers 5.17 expects as many of a text, too.
-    """
-    try:
-        return rotary(x, positions, *kind)
-    except IndexError:
-        return rotary(x, positions[None].expand(3, -1, -1), *kind)

@@ -276,4 +276,4 @@ def test_what_is_kept_is_small_and_plain(opened: Callable[..., OpenModel], tmp_p
     (entry,) = (path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir())
     assert sum(path.stat().st_size for path in entry.iterdir()) < 100_000
     names = json.loads((entry / "tensors.json").read_bytes())
-    assert names["model.layers.1.self_attn.k_proj.weight"] == ["blk.1.attn_k.weight", "interleaved", 2, 0, 0, ""]
+    assert names["model.layers.1.self_attn.k_proj.weight"] == ["blk.1.attn_k.weight", "interleaved", 2, 0, 0, "", []]

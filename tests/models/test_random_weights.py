@@ -47,7 +47,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", shapes.SHAPES)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_a_named_shape_has_the_published_number_of_parameters(name: str) -> None:
     model = random_weights.empty_model(shapes.read_shape(f"random:{name}"), torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]

@@ -23,7 +23,7 @@ from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions
 from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, MatrixName, QueryScale, RecurrentNames, Rotary, WeightMap
-from ngramspec.models.hf_modules import compute_angles, get_layer_norm
+from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.tensor_source import TensorSource
 
 ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
@@ -107,7 +107,7 @@ def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary]
             return None
         found[kind] = Rotary(frequencies.float().tolist(), float(scale))
         for first in (0, 1000):
-            theirs = compute_angles(module, torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None], *([kind] if kind else []))
+            theirs = module(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None], *([kind] if kind else []))
             ours = found[kind].angles(first, 24)
             for t, o in zip((t[0].float().numpy() for t in theirs), ours, strict=True):
                 pairs = o[:, : len(frequencies)]  # gpt-oss has one of each, others two in one order or the other
@@ -129,7 +129,7 @@ def _is_interleaved(model: PreTrainedModel, rotaries: dict[str, Rotary], head_di
     y, z = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
     side_by_side = torch.cat([torch.stack([y * cos - z * sin, z * cos + y * sin], dim=-1).flatten(-2), x[..., 2 * n :]], dim=-1)
     try:
-        theirs = rotate(x, x, *compute_angles(base.rotary_emb, x, torch.arange(24)[None], *([kind] if kind else [])))[0]
+        theirs = rotate(x, x, *base.rotary_emb(x, torch.arange(24)[None], *([kind] if kind else [])))[0]
         return bool((theirs - side_by_side).abs().max() <= ROUNDING * x.abs().max())
     except (RuntimeError, TypeError, ValueError):
         return False

@@ -25,7 +25,7 @@ from ngramspec.backends.cuda.quantised import CudaPackedWeight
 from ngramspec.backends.cuda.rope_kv import rope_kv, write_kv
 from ngramspec.backends.cuda.row_invariant_linear import LinearProduct
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.hf_modules import compute_angles, get_bias, get_rms_norm, get_weight
+from ngramspec.models.hf_modules import get_bias, get_rms_norm, get_weight
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
@@ -121,7 +121,7 @@ class CudaDecoder:
         self.last = self._norm_weight(base.norm)
         self.head = make(_take_over(model, "lm_head")[0], None)
         positions = torch.arange(max_len, device=self.last.device)[None]
-        cos, sin = compute_angles(base.rotary_emb, torch.empty(1, 1, 1, dtype=model.dtype, device=self.last.device), positions)
+        cos, sin = base.rotary_emb(torch.empty(1, 1, 1, dtype=model.dtype, device=self.last.device), positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
         everywhere = getattr(config, "sliding_window", None) if name == "MistralForCausalLM" else None
         self.delta_shape = read_delta_shape(model)
