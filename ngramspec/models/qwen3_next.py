@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.tensor_source import DividedTensor, RowParts, StoredTensor
 
@@ -19,6 +17,8 @@ MODEL_TYPE, TARGET_TYPE = "qwen3_next", "qwen3_5_moe_text"
 
 def convert_config(config: dict[str, Any], spec: str) -> dict[str, Any]:
     """Return the config of the Qwen3.5 model that computes the same. Raises UnsupportedModelError."""
+    import torch  # which a later start from a GGUF file does without
+
     from ngramspec.models.random_weights import empty_model
 
     if (method := config.pop("quantization_config", None)) is not None:

@@ -201,7 +201,7 @@ class _ChatHandler(CompletionHandler):
                 continue
             parser = parsers[delta.index]
             logprobs, of_end = delta.logprobs, None
-            if logprobs and delta.finish_reason and len(logprobs) > 1 and not (delta.texts[-1] or self.continuous_usage):
+            if logprobs and delta.finish_reason == "stop" and len(logprobs) > 1 and not (delta.texts[-1] or self.continuous_usage):
                 logprobs, of_end = logprobs[:-1], logprobs[-1:]  # the token that ended the text is told behind it, as in vLLM
             extras = {"logprobs": self._logprobs(logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
             told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))

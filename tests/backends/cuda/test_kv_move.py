@@ -155,7 +155,7 @@ def compiled() -> None:
         rope_kv._rope_kv,
         dict.fromkeys(("bias", "cos", "sin", "keys", "values", "q", "q_norm", "k_norm"), "*bf16")
         | {"partials": "*fp32", "positions": "*i32", "slots": "*i32", "eps": "fp32", "n_rows": "i32"},
-        {"N_PARTIALS": 4, "H": 32, "HK": 8, "D": 128, "ROTATED": 128, "HALF": 64, "REST": 0, "OVERLAP": True},
+        {"N_PARTIALS": 4, "H": 32, "HK": 8, "D": 128, "ROTATED": 128, "HALF": 64, "REST": 0, "GATED": False, "OVERLAP": True},
         num_warps=1,
     )
     check_limits(kernel, 90)
