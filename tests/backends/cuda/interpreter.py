@@ -12,6 +12,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numba
 import numpy as np
 from triton import language as tl
 from triton.runtime import interpreter as triton_interpreter
@@ -23,9 +24,8 @@ def correct() -> None:
 
     def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         left, right = (_widened(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (a, b))
-        total = d.data.copy()
-        for k in range(left.shape[-1]):
-            total += left[..., :, k, None] * right[..., k, None, :]
+        total = np.array(d.data, np.float32, order="C")
+        _add_products(*(np.ascontiguousarray(x).reshape(-1, *x.shape[-2:]) for x in (left, right)), total.reshape(-1, *total.shape[-2:]))
         return TensorHandle(total, d.dtype.scalar)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
@@ -45,6 +45,16 @@ def correct() -> None:
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_splat = create_splat
     _replace_once()
+
+
+@numba.njit
+def _add_products(left: np.ndarray, right: np.ndarray, total: np.ndarray) -> None:
+    """Add left [B, M, K] @ right [B, K, N] to total [B, M, N], column after column."""
+    for b in range(total.shape[0]):
+        for k in range(left.shape[2]):
+            for i in range(total.shape[1]):
+                for j in range(total.shape[2]):
+                    total[b, i, j] += left[b, i, k] * right[b, k, j]
 
 
 def _replace_once() -> None:

@@ -21,7 +21,8 @@ from ngramspec.backends.cuda.quantised import CudaQuantisedProduct
 from ngramspec.models import loader
 from ngramspec.models.loader import load_model
 
-SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 7}
+GREEDY: dict[str, Any] = {"temperature": 0}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 7}
 PROMPT = np.array([5, 9, 5, 9, 5], np.int32)
 N_TOKENS = 4
 MEDIUM = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
@@ -56,17 +57,17 @@ def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "decoder"),
+    ("family", "options", "how", "decoder"),
     [
-        ("llama", {"kind": "Q4_0"}, CudaDecoder),
-        ("qwen2", {"kind": "Q4_K", "kinds": MEDIUM, "tied": True}, CudaDecoder),
-        pytest.param("llama", {"kind": "Q8_0", "kinds": {"attn_k": "F16", "ffn_up": "Q2_K"}}, CudaDecoder, marks=pytest.mark.soak),
-        pytest.param("gemma2", {"kind": "Q4_1"}, ModulesDecoder, marks=pytest.mark.soak),
+        ("llama", {"kind": "Q4_0"}, SAMPLED, CudaDecoder),
+        ("qwen2", {"kind": "Q4_K", "kinds": MEDIUM, "tied": True}, GREEDY, CudaDecoder),
+        pytest.param("llama", {"kind": "Q8_0", "kinds": {"attn_k": "F16", "ffn_up": "Q2_K"}}, SAMPLED, CudaDecoder, marks=pytest.mark.soak),
+        pytest.param("gemma2", {"kind": "Q4_1"}, SAMPLED, ModulesDecoder, marks=pytest.mark.soak),
     ],
     ids=["llama", "mixed", "half-dense", "modules"],
 )
 def test_drafts_and_blocks_change_nothing(
-    family: str, options: dict[str, Any], decoder: type, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, options: dict[str, Any], how: dict[str, Any], decoder: type, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small.take_on_trust(monkeypatch)
     monkeypatch.setattr(small, "VOCAB", tiny_gguf.VOCAB)
@@ -76,12 +77,11 @@ def test_drafts_and_blocks_change_nothing(
     dtype = torch.float16 if decoder is ModulesDecoder else torch.bfloat16
     dense, packed = (bind(load(path, dtype, device, keeps)) for keeps in (False, True))
     assert type(packed._decoder) is type(dense._decoder) is decoder
-    for how in ({"temperature": 0}, SAMPLED):
-        plain, same = decoded(dense, how), decoded(packed, how)
-        on = decoded(packed, how, plain.tokens[len(PROMPT) :])
-        assert plain.tokens == same.tokens == on.tokens
-        assert torch.equal(torch.stack(plain.rows), torch.stack(same.rows))
-        assert torch.equal(torch.stack(plain.rows), torch.stack(on.rows))
+    plain, same = decoded(dense, how), decoded(packed, how)
+    on = decoded(packed, how, plain.tokens[len(PROMPT) :])
+    assert plain.tokens == same.tokens == on.tokens
+    assert torch.equal(torch.stack(plain.rows), torch.stack(same.rows))
+    assert torch.equal(torch.stack(plain.rows), torch.stack(on.rows))
 
 
 @pytest.mark.parametrize("how", [tiny_grouped.AWQ, tiny_grouped.SYMMETRIC], ids=["awq", "gptq"])
@@ -181,10 +181,9 @@ def test_the_vendors_products_take_blocks_too(device: str, tmp_path: Path, monke
     assert runner.exactness == "numerical"
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.usefixtures("one_layer")
-def test_weights_are_dequantised_where_there_is_room(tied: bool, device: str, tmp_path: Path) -> None:
-    path = tiny_gguf.write(tmp_path / "m.gguf", kind="Q4_K", kinds=MEDIUM | {"attn_k": "Q2_K"}, std=0.1, tied=tied)
+def test_weights_are_dequantised_where_there_is_room(device: str, tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "m.gguf", kind="Q4_K", kinds=MEDIUM | {"attn_k": "Q2_K"}, std=0.1, tied=True)
     dense = load(path, torch.bfloat16, device, packed=False)
     n_bytes = sum(p.nbytes for p in dense.parameters())
 
@@ -195,7 +194,7 @@ def test_weights_are_dequantised_where_there_is_room(tied: bool, device: str, tm
 
     for mode, usable in (("never", 0), ("auto", n_bytes / MOST_DENSE)):
         model = kept(mode, usable)
-        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        assert model.lm_head.weight is model.model.embed_tokens.weight
         for name, parameter in dense.state_dict().items():
             assert torch.equal(model.state_dict()[name], parameter), name
     for mode, usable in (("always", 1e12), ("auto", n_bytes / MOST_DENSE - 8)):
