@@ -129,7 +129,7 @@ def test_engines_of_these_tests_ask_for_the_device(monkeypatch: pytest.MonkeyPat
 
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(5)
-    return [np.tile(rng.integers(3, VOCAB, 5), 4)[: 9 + 4 * i].tolist() for i in range(3)]
+    return [np.tile(rng.integers(3, VOCAB, 5), 4)[: 9 + 4 * i].tolist() for i in range(2)]
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -139,8 +139,8 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(max_tokens=10, temperature=0, ignore_eos=True),
-        SamplingParams(max_tokens=10, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 3, ignore_eos=True),
+        SamplingParams(max_tokens=7, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=7, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 3, ignore_eos=True),
         SamplingParams(max_tokens=8, temperature=0.7, repetition_penalty=1.3, logprobs=1, seed=3, ignore_eos=True),
     ],
     ids=["greedy", "sampled", "picked by the host"],
