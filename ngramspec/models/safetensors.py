@@ -14,6 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -116,7 +117,7 @@ def find_parameters(
     known_as: dict[Any, list[str]] = {}
     for name, parameter in by_name.items():
         known_as.setdefault(parameter, []).append(name)
-    files: dict[Path, WeightFile] = {}
+    open_once = cache(WeightFile)
     stored: dict[str, StoredTensor] = {}
     for parameter, names in known_as.items():
         candidates = [n for name in names for n in (name, name.removeprefix(prefix))]
@@ -125,10 +126,7 @@ def find_parameters(
             parts = next((renamed[n] for n in candidates if n in renamed), [])
             if not parts or len({(part.dtype, part.shape) for each in parts for part in each}) != 1 or parts[0][0].dtype not in KINDS:
                 return None
-            for part in (part for each in parts for part in each):
-                if part.path not in files:
-                    files[part.path] = WeightFile(part.path)
-            one = _join_parts([[_locate(part, files[part.path]) for part in each] for each in parts], len(parameter.shape))
+            one = _join_parts([[_locate(part, open_once(part.path)) for part in each] for each in parts], len(parameter.shape))
         if one.shape != tuple(parameter.shape):
             return None
         stored |= dict.fromkeys(names, one)
@@ -138,9 +136,11 @@ def find_parameters(
 def make_lookup(tensors: Mapping[str, SafetensorsEntry]) -> Callable[[str], StoredTensor | None]:
     """Return a function that returns a tensor by its name in the files; None if there is none, or it is of no kind that is read here."""
 
+    open_once = cache(WeightFile)
+
     def get(name: str) -> StoredTensor | None:
         entry = tensors.get(name)
-        return _locate(entry, WeightFile(entry.path)) if entry is not None and entry.dtype in KINDS else None
+        return _locate(entry, open_once(entry.path)) if entry is not None and entry.dtype in KINDS else None
 
     return get
 

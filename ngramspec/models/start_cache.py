@@ -44,6 +44,7 @@ from ngramspec.models.tensor_source import (
     StoredTensor,
     TensorSource,
     WeightFile,
+    count_divided_rows,
     interleaved_rows,
 )
 from ngramspec.tokenizer.deferred import DeferredTokenizer
@@ -272,7 +273,7 @@ def read_tensor_source(file: Gguf, folder: Path) -> TensorSource:
         if use.end:
             shape = (use.end - use.first, *shape[1:])
         if use.parts:
-            shape = (use.heads * sum(end - first for first, end in use.parts), *shape[1:])
+            shape = (count_divided_rows(use.heads, use.parts), *shape[1:])
         if use.other:
             shape = (shape[0], 2 * shape[1], *shape[2:])
         if use.rule == "transposed" or (use.rule == "in turns" and len(shape) == 3):
@@ -298,7 +299,7 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
         at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
         plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *plain.shape[1:]), file=plain.file, offset=at)
     there = (*plain.shape[:-2], *plain.shape[:-3:-1]) if rule == "transposed" else plain.shape
-    if rule == "divided" and shape == (use.heads * sum(end - first for first, end in use.parts), there[-1]):
+    if rule == "divided" and shape == (count_divided_rows(use.heads, use.parts), there[-1]):
         return DividedTensor(kind=plain.kind, shape=shape, stored=plain, n_groups=use.heads, parts=use.parts)
     if rule == "repeated":
         n_added = shape[0] - there[0]

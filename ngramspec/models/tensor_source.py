@@ -135,14 +135,7 @@ class RepeatedTensor(StoredTensor):
         n, rows = (self.shape[0] - self.stored.shape[0]) // (2 * (self.times - 1)), np.arange(first, end)
         part = np.minimum(rows // (n * self.times), 2)
         within = rows - part * n * self.times
-        order = part * n + np.where(part < 2, within % n, within)
-        found = np.empty((end - first, self.row_bytes), np.uint8)
-        for at in range(0, end - first, n):
-            some = order[at : at + n]
-            if len(some):
-                lowest = int(some.min())
-                found[at : at + n] = self.stored.rows(lowest, int(some.max()) + 1)[some - lowest]
-        return found
+        return read_in_order(self.stored, part * n + np.where(part < 2, within % n, within))
 
 
 RowParts = tuple[tuple[int, int], ...]
@@ -159,9 +152,18 @@ class DividedTensor(StoredTensor):
 
     def rows(self, first: int, end: int) -> np.ndarray:
         groups = np.arange(self.n_groups)[:, None] * (self.stored.n_rows // self.n_groups)
-        order = np.concatenate([(groups + np.arange(*part)).ravel() for part in self.parts])[first:end]
-        runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
-        return np.concatenate([self.stored.rows(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)] or [self.stored.rows(0, 0)])
+        return read_in_order(self.stored, np.concatenate([(groups + np.arange(*part)).ravel() for part in self.parts])[first:end])
+
+
+def count_divided_rows(n_groups: int, parts: RowParts) -> int:
+    """Return the rows of a `DividedTensor`."""
+    return n_groups * sum(end - first for first, end in parts)
+
+
+def read_in_order(stored: StoredTensor, order: np.ndarray) -> np.ndarray:
+    """Read the rows `order` [n] of a tensor, [n, row_bytes] uint8: those that follow each other in the file at once."""
+    runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
+    return np.concatenate([stored.rows(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)] or [stored.rows(0, 0)])
 
 
 def drop_repeats(stored: StoredTensor) -> StoredTensor:
