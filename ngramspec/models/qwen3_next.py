@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.tensor_source import DividedTensor, RowParts, StoredTensor
+from ngramspec.models.tensor_source import DividedTensor, RowParts, StoredTensor, count_divided_rows
 
 MODEL_TYPE, TARGET_TYPE = "qwen3_next", "qwen3_5_moe_text"
 
@@ -28,6 +28,9 @@ def convert_config(config: dict[str, Any], spec: str) -> dict[str, Any]:
     for name, value in accepted.items():
         if whole.pop(name, value) != value:
             raise UnsupportedModelError(f"{spec}: {name} is {config[name]!r:.80}; accepted for Qwen3-Next: {value!r}")
+    n_keys, n_values = whole["linear_num_key_heads"], whole["linear_num_value_heads"]
+    if n_keys < 1 or n_values % n_keys:
+        raise UnsupportedModelError(f"{spec}: linear_num_value_heads is {n_values}; accepted: a multiple of linear_num_key_heads, {n_keys}")
     return {name: value for name, value in whole.items() if name != "transformers_version"} | {"model_type": TARGET_TYPE}
 
 
@@ -50,7 +53,7 @@ class ProjectionPart(NamedTuple):
                 f"{spec}: config and weights disagree: {self.joined} is {list(stored.shape)} in the files; by the config it has "
                 f"{self.n_rows} rows"
             )
-        shape = self.n_groups * sum(end - first for first, end in self.parts), *stored.shape[1:]
+        shape = count_divided_rows(self.n_groups, self.parts), *stored.shape[1:]
         return DividedTensor(kind=stored.kind, shape=shape, stored=stored, n_groups=self.n_groups, parts=self.parts)
 
 
@@ -73,7 +76,8 @@ def divide_projections(
     config: Mapping[str, Any], get: Callable[[str], StoredTensor | None], spec: str
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the projections of all recurrent layers by name; `get` returns one of Qwen3-Next's, or None. Raises as `divide_rows` does."""
+    parts = list_parts(config)
     for i in range(config["num_hidden_layers"]):
-        for name, part in list_parts(config).items():
+        for name, part in parts.items():
             if (stored := get(f"model.layers.{i}.linear_attn.{part.joined}.weight")) is not None:
                 yield f"model.layers.{i}.linear_attn.{name}.weight", part.divide_rows(stored, spec)

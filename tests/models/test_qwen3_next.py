@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def test_logits_and_texts_are_transformers(tmp_path: Path) -> None:
 def test_layers_that_qwen3_5_does_not_have_are_refused(tmp_path: Path, name: str, value: object) -> None:
     write(tmp_path, num_hidden_layers=4, **{name: value})
     with pytest.raises(UnsupportedModelError, match=f"{name} is"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("n_keys", [0, 3])
+def test_heads_that_do_not_fit_each_other_are_refused(tmp_path: Path, n_keys: int) -> None:
+    write(tmp_path, num_hidden_layers=4)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"linear_num_key_heads": n_keys}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="linear_num_"):
         load_model(str(tmp_path))
 
 
