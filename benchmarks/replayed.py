@@ -97,13 +97,16 @@ def make_proposer(
     *, answers: bool = False, stores: Sequence[Datastore] = (), similar: bool = True, vocab_size: int = 0, **more: Any
 ) -> Proposer:
     """`vocab_size` above 0: with the model's own candidates, where the traces have them."""
+    stored = SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None
+    if stored is not None:
+        stored.wait_until_loaded()
     return Proposer(
         vocab_size=vocab_size or 2**31 - 1,
         max_seqs=1,
         spec_rows=MAX_ROWS,
         recycle=vocab_size > 0,
         answers=ANSWERS if answers else 0,
-        datastore=SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None,
+        datastore=stored,
         **more,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +27,7 @@ from .corpus import ContentHashes, CorpusOptions, CorpusSource, Document, FoundF
 from .errors import ContentsChangedError, EmptyCorpusError
 from .format import SegmentEntry, choose_token_dtype
 from .manifest import Manifest, write_tokenizer, write_vocabulary
+from .page_cache import measure_free_memory
 from .progress import ProgressCallback, Summary, ignore_progress
 from .recorder import Recorder
 from .segment_writer import SegmentContents, SegmentSettings, VectorFunction, WriteGate
@@ -212,19 +212,6 @@ def describe_empty_corpus(sources: Sequence[CorpusSource], skipped: Skipped) -> 
     where = ", ".join(source.label for source in sources)
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.counts.most_common())
     return f"there is no text in {where}" + (f"; left out: {reasons}" if reasons else "; it holds no files")
-
-
-def measure_free_memory() -> int:
-    """Return the bytes that can be allocated without pushing others out, as far as the platform says."""
-    free = []
-    try:
-        if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("utf-8"), re.MULTILINE):
-            free.append(int(match[1]) * 1024)
-        group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text("utf-8")) - int((group / "memory.current").read_text("utf-8")))
-    except (OSError, ValueError):  # not Linux, or no limit
-        pass
-    return max(min(free, default=2 << 30), 1 << 28)
 
 
 def _wait_for(future: Future[T]) -> T:

@@ -26,6 +26,7 @@ from numba import carray
 from .code_cache import njit
 from .format import PLACE_BITS
 from .numba_intrinsics import load_i32, load_i64, pointer, prefetch
+from .page_cache import measure_free_memory
 from .reader import Location, Snapshot
 from .search import (
     LANE,
@@ -58,7 +59,7 @@ LONG_MATCH, MANY = 16, 8
 # columns of `work`, int64: settings, then addresses of the arrays that `Matcher` owns
 (N_SEGMENTS, ROWS, MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH, FLOOR, WIDE_IDS, IDS) = range(11)
 (PLACES, MATCHES, STATE, LANES, CURSORS, TEXTS, ORDER, GROUPS, CANDIDATES, CHANCES, QUEUE, WEIGHTS) = range(11, 23)
-(OUT_START, OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE, STORES, ALLOWED, WORK) = range(23, 32)
+(OUT_START, OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE, ALLOWED, WORK) = range(23, 31)
 
 _HELD, _COMPLETE, _AGE, _STATE = range(4)
 _INDEX, _SHARED, _FROM, _COUNT, _CURSOR = range(5)
@@ -67,8 +68,7 @@ _SLOTS = 256  # places of the hash table that groups occurrences by their next t
 _BUCKETS = 128  # of the queue of candidates, see `_build_tree`
 _LANES = 16  # sequences that are searched at once
 _PREFETCH = 8  # entries ahead of the one that is read whose tokens are asked for
-MAX_STORES = 63  # a sequence's stores are bits of an int64 that is not negative
-ALL_STORES = (1 << MAX_STORES) - 1
+ALL_STORES = -1
 _INSPECT = 8  # entries looked at in one search, deleted ones included, as a multiple of `occurrences`
 
 
@@ -120,7 +120,6 @@ class Matcher:
             CANDIDATES: np.zeros((n_candidates, _CANDIDATE), np.int32),
             CHANCES: np.zeros(n_candidates, np.float64),
             QUEUE: np.zeros(_BUCKETS, np.int32),
-            ALLOWED: np.zeros(max_seqs, np.int64),
             WEIGHTS: 0.25 * np.arange(max_match + depth + 1, dtype=np.float64) ** 1.5,
             OUT_START: np.zeros(max_seqs + 1, np.int64),
             OUT_TOKENS: np.zeros(n_nodes, np.int32),
@@ -133,31 +132,57 @@ class Matcher:
 
     def reset(self, snapshots: Sequence[Snapshot]) -> None:
         """Look up in these from now on, for all sequences in all of them. They are searched anew; places count the segments of all
-        snapshots, in order. Raises ValueError, with nothing changed, for different tokenizers or more than MAX_STORES snapshots.
+        snapshots, in order. Raises ValueError, with nothing changed, for different tokenizers.
         """
-        if len(snapshots) > MAX_STORES:
-            raise ValueError(f"at most {MAX_STORES} stores can be used together, got {len(snapshots)}")
         kinds = {(s.manifest.tokenizer_name, s.manifest.vocab_size, s.manifest.tokenizer_fingerprint) for s in snapshots}
         if len({kind[1:] for kind in kinds}) > 1:  # one token width is read for all
             raise ValueError(f"stores of different tokenizers cannot be used together: {sorted(kinds)}")
         rows = np.concatenate([np.zeros((0, ROW), np.int64), *(s.rows for s in snapshots)])
-        for snapshot in snapshots:
-            _ = snapshot.paged_in
         self.snapshots = tuple(snapshots)
-        self._buffers[ROWS] = np.ascontiguousarray(rows)
+        self._stores = np.repeat(np.arange(len(snapshots)), [len(s.segments) for s in snapshots])  # of each segment
+        self._buffers[ROWS], self._n_suffixes = np.ascontiguousarray(rows), rows[:, N_SUFFIXES].tolist()
         self._buffers[CURSORS] = np.zeros((_LANES, 2 * len(rows), _CURSOR), np.int64)
-        self._buffers[STORES] = np.repeat(1 << np.arange(len(snapshots), dtype=np.int64), [len(s.segments) for s in snapshots])
+        self._buffers[ALLOWED] = np.ones((len(self._buffers[STATE]), len(rows)), np.uint8)
         self._buffers[STATE][:] = 0
-        self._buffers[ALLOWED][:] = ALL_STORES
         self.work[N_SEGMENTS] = len(rows)
         self.work[[WIDE_IDS, IDS]] = rows[0, [WIDE, VOCAB]] if len(rows) else (0, 1)
         for column, buffer in self._buffers.items():
             self.work[column] = buffer.ctypes.data
+        self.load_pages()
+
+    def load_pages(self) -> None:
+        """Bring the snapshots' pages into memory, as far as half of what is free has room, unless they are there. It waits for nothing:
+        until a snapshot's pages are there, nothing is found in it."""
+        room = measure_free_memory() // 2
+        for snapshot in self.snapshots:
+            room -= snapshot.load_pages(room)
+        self._show_loaded()
+
+    def wait_until_loaded(self) -> None:
+        """Return once all snapshots can be searched."""
+        for snapshot in self.snapshots:
+            snapshot.wait_until_loaded()
+        self._show_loaded()
+
+    def _show_loaded(self) -> None:
+        """Search those snapshots whose pages are in memory: of the others there are no entries to search."""
+        loading = np.array([snapshot.is_loading for snapshot in self.snapshots], bool)
+        self._is_loading = bool(loading.any())
+        self._loaded = sum(1 << i for i in np.flatnonzero(~loading).tolist())
+        for row, store, whole in zip(self._buffers[ROWS], self._stores, self._n_suffixes, strict=True):
+            row[N_SUFFIXES] = 0 if loading[store] else whole
+
+    @property
+    def loaded(self) -> int:
+        """The snapshots that can be searched: i where bit i is set."""
+        if self._is_loading:
+            self._show_loaded()
+        return self._loaded
 
     def begin(self, slot: int, stores: int = ALL_STORES) -> None:
-        """Return a new sequence uses this slot, 0 <= slot < max_seqs, or others than before: snapshot i where bit i is in `stores`."""
+        """Start a new sequence in this slot, 0 <= slot < max_seqs, or use others than before: snapshot i where bit i is in `stores`."""
         self._buffers[STATE][slot] = 0
-        self._buffers[ALLOWED][slot] = stores
+        self._buffers[ALLOWED][slot] = np.array([stores >> i & 1 for i in range(len(self.snapshots))], np.uint8)[self._stores]
 
     def end(self, slot: int) -> None:
         """Return the sequence is over."""
@@ -168,6 +193,8 @@ class Matcher:
         this slot's last call, -1 where unknown. A draft of what is not in the store is an empty tree."""
         if len(slots) > self.work[MAX_SEQS] or contexts.shape != (len(slots), self.max_match) or fresh.shape != slots.shape:
             raise ValueError(f"{slots.shape=}, {contexts.shape=}, {fresh.shape=}: [B], [B, {self.max_match}], [B] with B <= max_seqs")
+        if self._is_loading:
+            self._show_loaded()
         contexts = np.ascontiguousarray(contexts, np.int32)
         n = propose_batch(self.work, slots, contexts, fresh)
         b = self._buffers
@@ -201,10 +228,10 @@ def propose_batch(work, slots, contexts, fresh):
             query = address + 4 * work[MAX_MATCH] * b
             if _in_range(work, slots[b]) and not _advance_occurrences(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
                 lanes[n_lanes, QUERY], lanes[n_lanes, LENGTH] = query, _measure_context(work, query)
-                lanes[n_lanes, MAY] = load_i64(work[ALLOWED] + 8 * slots[b])
+                lanes[n_lanes, MAY] = work[ALLOWED] + work[N_SEGMENTS] * slots[b]
                 n_lanes += 1
         for s in range(work[N_SEGMENTS]):
-            find_insertions(rows[s], lanes, n_lanes, load_i64(work[STORES] + 8 * s))
+            find_insertions(rows[s], lanes, n_lanes, s)
             for i in range(n_lanes):
                 _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
         lane = 0

@@ -125,18 +125,23 @@ def count_run(row, start, step, query, length, exact):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def find_insertions(row, lanes, n, store):
+def find_insertions(row, lanes, n, segment):
     """Do `find_insertion` for n contexts at once: lanes [n, LANE] hold QUERY and LENGTH, and get LO + 1, SHARED_LO and SHARED_HI.
 
-    Lanes whose MAY lacks the bit `store` are passed over, as if they shared nothing. All lanes take one step, then the next: each waits for
-    memory while the others go on, which is far quicker than one after the other.
+    A lane is passed over, as if it shared nothing, if the byte at its MAY + `segment` is 0. All lanes take one step, then the next: each
+    waits for memory while the others go on, which is far quicker than one after the other.
     """
     tokens, wide, suffixes, width, n_tokens = row[TOKENS], row[WIDE] != 0, row[SUFFIXES], row[WIDTH], row[N_TOKENS]
     shift = 2 if wide else 1
+    left = np.int64(0)
     for i in range(n):
-        lanes[i, LO], lanes[i, HI], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = -1, row[N_SUFFIXES] if lanes[i, MAY] & store else 0, 0, 0
-    # all ranges begin alike, and halve alike but for one entry
-    left = row[N_SUFFIXES] + 1
+        lanes[i, LO], lanes[i, HI], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = (
+            -1,
+            row[N_SUFFIXES] if load_u8(lanes[i, MAY] + segment) else 0,
+            0,
+            0,
+        )
+        left = max(left, lanes[i, HI] + 1)  # all ranges that are searched begin alike, and halve alike but for one entry
     while left > 1:
         for i in range(n):
             if lanes[i, HI] - lanes[i, LO] > 1:

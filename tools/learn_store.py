@@ -90,6 +90,7 @@ def stores_of(sessions: dict[int, list[str]], foreign: Datastore, tokenizer: str
             named["own"] = Datastore.open(folder / f"store-{session}")
         drafter = SuffixDrafter(named, 1024, similar=False)
         drafter.follows_changes = False
+        drafter.wait_until_loaded()
         made[session] = Store(kind, drafter)
     return made
 

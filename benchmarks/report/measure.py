@@ -107,6 +107,8 @@ class Bench:
 
         def merged(*, stored: bool = True, **options: Any) -> Proposer:
             similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
+            if similar is not None:
+                similar.wait_until_loaded()
             return Proposer(vocab_size=V, max_seqs=MAX_SEQS, datastore=similar, **options)
 
         found: dict[str, Make] = {

@@ -151,6 +151,8 @@ class Guest:
             raise InvalidInputError(str(error)) from error
         if self._drafts.datastore is not None:
             self._drafts.datastore.follows_changes = not self.step_timer.steady
+            if self.step_timer.steady:
+                self._drafts.datastore.wait_until_loaded()
         self.stores = dict(stores)
 
     # ------------------------------------------------------------------ texts

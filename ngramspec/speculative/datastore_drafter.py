@@ -33,6 +33,8 @@ NAME = "datastore"
 MAX_MATCH = 64
 # Seconds between two checks for a newer generation of the stores, one `stat` each.
 REFRESH_S = 0.25
+# Seconds between two checks whether the stores' pages are still in memory: 0.2 ms a segment, and pages that are used stay.
+CHECK_PAGES_S = 5.0
 
 _LENGTHS = np.searchsorted(np.array((3, 4, 5, 7, 9, 13, 19, 32, 64)), np.arange(65), side="right").astype(np.int64)  # 10 levels
 _SHARES = np.array((0.08, 0.25, 0.5, 0.75, 0.95, 1.0))  # 7 levels
@@ -100,10 +102,7 @@ class SuffixDrafter:
     def __init__(
         self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[VectorIndex] | None = None
     ) -> None:
-        """Open for these stores. `similar`: also retrieve files like a request, if a store has vectors; `ready`: their indices, if built.
-
-        Raises ValueError for more than 63 stores.
-        """
+        """Open for these stores. `similar`: also retrieve files like a request, if a store has vectors; `ready`: their indices, made."""
         self._similar = similar
         self.follows_changes = True
         """Whether newer generations of the stores are picked up."""
@@ -113,7 +112,7 @@ class SuffixDrafter:
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
         self._fresh = np.full(max_seqs, -1, np.int32)
         self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._refreshed_s = time.monotonic()
+        self._refreshed_s = self._checked_pages_s = time.monotonic()
         self._unreadable: set[str] = set()
         self._crlf = np.zeros(max_seqs, bool)
         self.line_ends: Future[LineEnds | None] | None = None
@@ -162,15 +161,24 @@ class SuffixDrafter:
         """Return tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None if there are none."""
         if self._router is None:
             return None
-        line_ends = self._get_crlf_translator(prompt)
+        line_ends, stores = self._get_crlf_translator(prompt), self._make_store_mask(allowed) & self._matcher.loaded
         try:
             if line_ends is None:
-                return self._router.find_similar(prompt, stores=self._make_store_mask(allowed))
-            return line_ends.to_crlf(self._router.find_similar(line_ends.to_lf(prompt)[0], stores=self._make_store_mask(allowed)))
+                return self._router.find_similar(prompt, stores=stores)
+            return line_ends.to_crlf(self._router.find_similar(line_ends.to_lf(prompt)[0], stores=stores))
         except DatastoreError as error:
             log.error("similar files: %s; requests go without", error)
             self._router, self._similar = None, False
             return None
+
+    @property
+    def can_search(self) -> bool:
+        """Whether the pages of a store are in memory: until then nothing is found, and no step waits for a disk."""
+        return self._matcher.loaded != 0
+
+    def wait_until_loaded(self) -> None:
+        """Return once all stores can be searched, for callers whose drafts must not depend on time."""
+        self._matcher.wait_until_loaded()
 
     def propose(self, slots: np.ndarray) -> Drafts:
         """Return the drafts for slots [B] int32."""
@@ -242,6 +250,9 @@ class SuffixDrafter:
         if changed:
             self._matcher.reset([store.snapshot for store in self.stores.values()])
             self._follow_snapshots()
+        elif now - self._checked_pages_s >= CHECK_PAGES_S:
+            self._matcher.load_pages()
+            self._checked_pages_s = now
 
     def locate(self, place: int) -> str:
         """Return path:line of a position of the latest drafts, "" if it cannot be read."""

@@ -387,7 +387,7 @@ class Proposer(Speculator):
 
     def _search_datastore(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, threshold: float) -> Drafts | None:
         """Return the datastore's drafts for the slots [B] that are to be searched for in this step; None if there are none."""
-        turn = self._schedule.choose(slots, np.asarray(max_depth) > 0, threshold)
+        turn = self._schedule.choose(slots, (np.asarray(max_depth) > 0) & datastore.can_search, threshold)
         if turn is None:
             return None
         if turn.all():
