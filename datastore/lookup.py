@@ -173,7 +173,7 @@ class Matcher:
             row[N_SUFFIXES] = 0 if loading[store] else whole
 
     @property
-    def loaded(self) -> int:
+    def loaded_stores(self) -> int:
         """The snapshots that can be searched: i where bit i is set."""
         if self._is_loading:
             self._show_loaded()

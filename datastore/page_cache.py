@@ -63,7 +63,7 @@ def is_in_memory(data: np.ndarray) -> bool:
 def expect_random_reads(data: np.ndarray) -> None:
     """Have the system read single pages of a whole mapped file u8 [n], where what it reads around them would push out others."""
     if hasattr(mmap, "MADV_RANDOM"):
-        _advise(data, mmap.MADV_RANDOM, 0, len(data))
+        _give_advice(data, mmap.MADV_RANDOM, 0, len(data))
 
 
 def load_in_thread(parts: Sequence[tuple[np.ndarray, int]]) -> threading.Thread:
@@ -78,11 +78,11 @@ def _load(parts: Sequence[tuple[np.ndarray, int]]) -> None:
         for start in range(0, n, _CHUNK):
             end = min(start + _CHUNK, n)
             if hasattr(mmap, "MADV_WILLNEED"):
-                _advise(data, mmap.MADV_WILLNEED, start, end - start)
+                _give_advice(data, mmap.MADV_WILLNEED, start, end - start)
             data[start:end:PAGE].max()
 
 
-def _advise(data: np.ndarray, advice: int, start: int, n: int) -> None:
+def _give_advice(data: np.ndarray, advice: int, start: int, n: int) -> None:
     mapping: Any = data.base.obj if isinstance(data.base, memoryview) else None
     if isinstance(mapping, mmap.mmap) and n:
         with contextlib.suppress(OSError):

@@ -170,8 +170,9 @@ class Datastore:
 
     def __init__(self, path: Path, snapshot: Snapshot, stamp: tuple[int, ...], verify: str, copy: bool):
         self.path = path
-        self.snapshot = snapshot
+        self._snapshot: Snapshot | None = snapshot  # None: let go of until it is needed
         self._stamp, self._verify, self._copy = stamp, verify, copy
+        self._tokenizer = snapshot.manifest.tokenizer_name, snapshot.manifest.tokenizer_fingerprint
 
     @classmethod
     def open(
@@ -199,12 +200,25 @@ class Datastore:
 
     def check_tokenizer(self, fingerprint: str, name: str | None = None) -> None:
         """Raise TokenizerMismatchError if the store was made with another tokenizer than that of this fingerprint (sha256, hex)."""
-        manifest = self.snapshot.manifest
-        if fingerprint != manifest.tokenizer_fingerprint:
+        own_name, own = self._tokenizer
+        if fingerprint != own:
             raise TokenizerMismatchError(
-                f"{self.path} was made with the tokenizer of {manifest.tokenizer_name!r} ({manifest.tokenizer_fingerprint[:12]}…), the "
+                f"{self.path} was made with the tokenizer of {own_name!r} ({own[:12]}…), the "
                 f"model's is that of {name or 'another model'!r} ({fingerprint[:12]}…): build a store with that one"
             )
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The generation in use. After `release` it is the current one, opened anew, which raises as `open` does."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            snapshot, self._stamp = self._load(None)
+            self._snapshot = snapshot
+        return snapshot
+
+    def release(self) -> None:
+        """Let go of the files until `snapshot` is asked for again."""
+        self._snapshot = None
 
     @property
     def generation(self) -> int:
@@ -222,23 +236,28 @@ class Datastore:
         """
         if _read_stamp(self.path) == self._stamp:
             return False
-        snapshot, stamp = _load_generation(self.path, self._verify, self._copy, self.snapshot)
-        old = self.snapshot.manifest
-        if snapshot.manifest.tokenizer_fingerprint != old.tokenizer_fingerprint:
-            raise TokenizerMismatchError(
-                f"{self.path} was made anew with the tokenizer of {snapshot.manifest.tokenizer_name!r}, the open generation with that of "
-                f"{old.tokenizer_name!r}: open it again"
-            )
-        self._stamp = stamp
-        if snapshot.manifest == old:
+        old = self.snapshot
+        snapshot, self._stamp = self._load(old)
+        if snapshot.manifest == old.manifest:
             return False
-        self.snapshot = snapshot
+        self._snapshot = snapshot
         return True
+
+    def _load(self, old: Snapshot | None) -> tuple[Snapshot, tuple[int, ...]]:
+        snapshot, stamp = _load_generation(self.path, self._verify, self._copy, old)
+        (name, fingerprint), manifest = self._tokenizer, snapshot.manifest
+        if manifest.tokenizer_fingerprint != fingerprint:
+            raise TokenizerMismatchError(
+                f"{self.path} was made anew with the tokenizer of {manifest.tokenizer_name!r}, the open generation with that of "
+                f"{name!r}: open it again"
+            )
+        return snapshot, stamp
 
     def close(self) -> None:
         """Let go of the files; they are unmapped once no snapshot is held elsewhere."""
-        empty = Manifest(**{name: getattr(self.snapshot.manifest, name) for name in Manifest.__slots__} | {"segments": ()})
-        self.snapshot = Snapshot(empty, (), self.snapshot.line_ends)
+        snapshot = self.snapshot
+        empty = Manifest(**{name: getattr(snapshot.manifest, name) for name in Manifest.__slots__} | {"segments": ()})
+        self._snapshot = Snapshot(empty, (), snapshot.line_ends)
 
     def __enter__(self) -> Datastore:
         return self
@@ -248,9 +267,10 @@ class Datastore:
 
     def info(self) -> dict[str, Any]:
         """Return what `ngramspec datastore info` prints, as JSON values."""
-        manifest = self.snapshot.manifest
-        bodies = [s.header for s in self.snapshot.segments]
-        n_bytes = manifest.n_bytes + self._stamp[2]
+        snapshot, stamp = (self._snapshot, self._stamp) if self._snapshot is not None else self._load(None)
+        manifest = snapshot.manifest
+        bodies = [s.header for s in snapshot.segments]
+        n_bytes = manifest.n_bytes + stamp[2]
         return {
             "path": str(self.path),
             "generation": manifest.generation,
@@ -260,10 +280,10 @@ class Datastore:
             "segments": len(bodies),
             "documents": sum(h.n_docs for h in bodies) - sum(len(s.tombstones) for s in manifest.segments),
             "dead_documents": sum(len(s.tombstones) for s in manifest.segments),
-            "tokens": self.n_tokens,
+            "tokens": snapshot.n_tokens,
             "vectors": sum(h.n_vectors for h in bodies),
             "bytes": n_bytes,
-            "bytes_per_token": n_bytes / max(self.n_tokens, 1),
+            "bytes_per_token": n_bytes / max(snapshot.n_tokens, 1),
             "sources": manifest.sources,
             "options": manifest.options,
         }

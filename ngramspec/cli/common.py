@@ -153,9 +153,11 @@ def open_store(folder: Path | str) -> Datastore:
     from ngramspec.datastore.reader import Datastore
 
     try:
-        return Datastore.open(folder)
+        store = Datastore.open(folder)
     except DatastoreError as error:
         raise BadInputError(f"--datastore: {error}") from error
+    store.release()
+    return store
 
 
 def check_model(model: str) -> None:

@@ -580,7 +580,9 @@ class Engine:
             return
         several = isinstance(chosen, (list, tuple, set, frozenset))
         if wrong := [name for name in chosen if name not in self._datastores] if several else [chosen]:
-            raise InvalidInputError(f"datastores must be among {sorted(self._datastores)}, got {wrong if several else chosen!r}")
+            raise InvalidInputError(
+                f"datastores must be among {sorted(self._datastores)!r:.1000}, got {wrong if several else chosen!r:.1000}"
+            )
 
     def beam_search(
         self,

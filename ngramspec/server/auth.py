@@ -24,6 +24,7 @@ from ngramspec.server.error_responses import ApiError
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import Key, ServerSettings
 
+NAMES_LISTED = 20  # datastores that an error message names
 REFRESH_S = 1.0  # between two looks at the file of keys
 OPEN = frozenset({("GET", "/live"), ("GET", "/health"), ("GET", "/v1/health"), ("GET", "/"), ("GET", "/static/{name}")})
 """(method, path template) of every route that answers without a key: nothing in them comes from a model or a store."""
@@ -69,7 +70,8 @@ class Identity:
         names = [asked] if isinstance(asked, str) else list(dict.fromkeys(asked))
         usable = self._usable(known)
         if unknown := [name for name in names if name not in usable]:
-            there = f"; there are {', '.join(sorted(usable))}" if usable else "; there is none"
+            listed = ", ".join(sorted(usable)[:NAMES_LISTED]) + (", …" if len(usable) > NAMES_LISTED else "")
+            there = f"; there are {listed}" if usable else "; there is none"
             raise ApiError(400, f"unknown datastore {unknown[0][:100]!r}{there}", param="datastore", code="unknown_datastore")
         return names
 

@@ -20,7 +20,6 @@ import numpy as np
 from ngramspec.datastore import DatastoreError, Matcher
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.line_ends import BEGUN, CRLF, LF, LineEnds
-from ngramspec.datastore.lookup import ALL_STORES
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import SimilarFiles, VectorIndex, build_indices
 from ngramspec.datastore.tokens import load_encoder
@@ -35,6 +34,10 @@ MAX_MATCH = 64
 REFRESH_S = 0.25
 # Seconds between two checks whether the stores' pages are still in memory: 0.2 ms a segment, and pages that are used stay.
 CHECK_PAGES_S = 5.0
+# Stores that one sequence drafts from, and that stay open between requests: each has a descriptor, and a step's search passes over all.
+MAX_STORES = 64
+# Stores that running sequences have open together; one that begins and needs more goes without those.
+MAX_OPEN = 256
 
 _LENGTHS = np.searchsorted(np.array((3, 4, 5, 7, 9, 13, 19, 32, 64)), np.arange(65), side="right").astype(np.int64)  # 10 levels
 _SHARES = np.array((0.08, 0.25, 0.5, 0.75, 0.95, 1.0))  # 7 levels
@@ -113,24 +116,64 @@ class SuffixDrafter:
         self._fresh = np.full(max_seqs, -1, np.int32)
         self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._refreshed_s = self._checked_pages_s = time.monotonic()
+        self.stores: dict[str, Datastore] = {}
+        """All, open or not. `_open`: the matcher's, in its order; those that were opened last come last."""
+        self._open: list[str] = []
         self._unreadable: set[str] = set()
         self._crlf = np.zeros(max_seqs, bool)
         self.line_ends: Future[LineEnds | None] | None = None
         """Built in a thread with the first store (1 s for a large vocabulary). Sequences that begin earlier do without."""
         if similar and ready is None:
-            ready = build_indices([store.snapshot for store in stores.values()])
+            ready = build_indices([store.snapshot for store in list(stores.values())[:MAX_STORES]])
         self.use(stores, ready or ())
 
     def use(self, stores: Mapping[str, Datastore], ready: Sequence[VectorIndex] = ()) -> None:
-        """Look up in these stores from now on, for running sequences too. Raises ValueError, with nothing changed."""
-        self._matcher.reset([store.snapshot for store in stores.values()])
-        self.stores = dict(stores)
+        """Look up in these stores from now on, for running sequences too. Up to MAX_STORES are opened now, others by the first sequence
+        that may use them. Raises ValueError, with nothing changed."""
+        before, self.stores = self.stores, dict(stores)
+        try:
+            kept = [name for name in self._open if name in stores]
+            self._open_stores(list(dict.fromkeys([*kept, *stores]))[:MAX_STORES], ready)
+        except ValueError:
+            self.stores = before
+            raise
+        for name, store in stores.items():
+            if name not in self._open:
+                store.release()
         self._unreadable &= self.stores.keys()
-        self._follow_snapshots(ready)
         if self.stores and self.line_ends is None:
             self.line_ends = Future()
             store = next(iter(self.stores.values()))
             threading.Thread(target=_find_line_ends, args=(store, self.line_ends), name="ngramspec-line-ends", daemon=True).start()
+
+    def _choose_stores(self, allowed: frozenset[str] | None) -> list[str]:
+        """Return the names of the stores that a sequence drafts from: of those that it may use, the first MAX_STORES."""
+        if allowed is not None and len(allowed) <= MAX_STORES:
+            return [name for name in allowed if name in self.stores]
+        return [name for name in self.stores if allowed is None or name in allowed][:MAX_STORES]
+
+    def _open_stores(self, wanted: Sequence[str], ready: Sequence[VectorIndex] = ()) -> None:
+        """Open these stores beside those of running sequences, and release of the others those that were used least recently."""
+        running = [name for allowed in self._allowed.values() for name in self._choose_stores(allowed)]
+        needed = list(dict.fromkeys([*running, *wanted]))[:MAX_OPEN]
+        idle = [name for name in reversed(self._open) if name in self.stores and name not in needed]
+        snapshots = {}
+        for name in [*idle[: max(MAX_STORES - len(needed), 0)][::-1], *needed]:
+            try:
+                snapshots[name] = self.stores[name].snapshot
+            except DatastoreError as error:
+                self._report_unreadable(name, f"{error}; requests go without it")
+        self._matcher.reset(list(snapshots.values()))
+        for name in self._open:
+            if name in self.stores and name not in snapshots:
+                self.stores[name].release()
+        self._open = list(snapshots)
+        self._follow_snapshots(ready)
+
+    def _report_unreadable(self, name: str, what: str) -> None:
+        if name not in self._unreadable:
+            self._unreadable.add(name)
+            log.error("datastore %s: %s", self.stores[name].path, what)
 
     def _follow_snapshots(self, ready: Sequence[VectorIndex] = ()) -> None:
         """Give the matcher's new snapshots to the router, and recompute which of them each sequence may use."""
@@ -142,14 +185,18 @@ class SuffixDrafter:
         elif self._similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
             self._router = SimilarFiles(snapshots, ready)
 
-    def _make_store_mask(self, names: frozenset[str] | None) -> int:
-        return ALL_STORES if names is None else sum(1 << i for i, name in enumerate(self.stores) if name in names)
+    def _make_store_mask(self, allowed: frozenset[str] | None) -> int:
+        names = set(self._choose_stores(allowed))
+        return sum(1 << i for i, name in enumerate(self._open) if name in names)
 
     def begin(self, slot: int, tokens: np.ndarray, allowed: frozenset[str] | None = None) -> None:
-        """Start a sequence with these committed tokens [n] int32. It uses the stores of these names, None: all."""
+        """Start a sequence with these committed tokens [n] int32. It uses the stores of these names, None: all; the first MAX_STORES."""
         latest = tokens[-MAX_MATCH:][::-1]
         self.refresh()
         self._apply_pending()
+        wanted = self._choose_stores(allowed)
+        if not set(wanted) <= set(self._open):
+            self._open_stores(wanted)
         self._recent[slot] = -1
         self._recent[slot, : len(latest)] = latest
         self._fresh[slot] = -1
@@ -161,7 +208,7 @@ class SuffixDrafter:
         """Return tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None if there are none."""
         if self._router is None:
             return None
-        line_ends, stores = self._get_crlf_translator(prompt), self._make_store_mask(allowed) & self._matcher.loaded
+        line_ends, stores = self._get_crlf_translator(prompt), self._make_store_mask(allowed) & self._matcher.loaded_stores
         try:
             if line_ends is None:
                 return self._router.find_similar(prompt, stores=stores)
@@ -174,7 +221,7 @@ class SuffixDrafter:
     @property
     def can_search(self) -> bool:
         """Whether the pages of a store are in memory: until then nothing is found, and no step waits for a disk."""
-        return self._matcher.loaded != 0
+        return self._matcher.loaded_stores != 0
 
     def wait_until_loaded(self) -> None:
         """Return once all stores can be searched, for callers whose drafts must not depend on time."""
@@ -239,16 +286,15 @@ class SuffixDrafter:
             return
         self._refreshed_s = now
         changed = False
-        for name, store in self.stores.items():
+        for name in self._open:
+            store = self.stores[name]
             try:
                 changed |= store.refresh()
                 self._unreadable.discard(name)
             except DatastoreError as error:
-                if name not in self._unreadable:
-                    self._unreadable.add(name)
-                    log.error("datastore %s: %s; its generation %d stays in use", store.path, error, store.generation)
+                self._report_unreadable(name, f"{error}; its generation {store.generation} stays in use")
         if changed:
-            self._matcher.reset([store.snapshot for store in self.stores.values()])
+            self._matcher.reset([self.stores[name].snapshot for name in self._open])
             self._follow_snapshots()
         elif now - self._checked_pages_s >= CHECK_PAGES_S:
             self._matcher.load_pages()

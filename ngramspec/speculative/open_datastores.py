@@ -33,8 +33,12 @@ def name_datastores(datastore: Store | Sequence[Store] | Mapping[str, Store]) ->
 
 
 def open_store(store: Store) -> Datastore:
-    """Open a store that is not open yet. Raises DatastoreError."""
-    return store if isinstance(store, Datastore) else Datastore.open(store)
+    """Open a store that is not open yet; its files are let go of until a request needs them. Raises DatastoreError."""
+    if isinstance(store, Datastore):
+        return store
+    opened = Datastore.open(store)
+    opened.release()
+    return opened
 
 
 def check_store(store: Store, encoding: Encoding, model: str) -> Datastore:

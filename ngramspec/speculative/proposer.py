@@ -44,8 +44,8 @@ from ngramspec.speculative.base import (
 )
 from ngramspec.speculative.budget.backoff import DatastoreSchedule, DrafterBackoff, is_unpredictable
 from ngramspec.speculative.calibration import list_reliability, new_calibration
+from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDrafter
 from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
-from ngramspec.speculative.datastore_drafter import Drafts, SuffixDrafter
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, make_cold_weights
 from ngramspec.speculative.features import ExternalTrees, Nodes
 from ngramspec.speculative.tree_builder import NO_PROPOSER, DraftState, SourceMap, TokenBans, Weights
@@ -369,7 +369,9 @@ class Proposer(Speculator):
         return list_reliability(self._calibration, self.source_names)
 
     def index(self, store: Datastore) -> list[VectorIndex]:
-        return build_indices([store.snapshot]) if self.similar else []
+        """Return a store's index for similar files, unless it is opened when it is needed: beside MAX_STORES others."""
+        many = self.datastore is not None and len(self.datastore.stores) >= MAX_STORES
+        return build_indices([store.snapshot]) if self.similar and not many else []
 
     def use_datastores(
         self, stores: Mapping[str, Datastore], running: Iterable[RunningSequence], ready: list[VectorIndex] | None = None

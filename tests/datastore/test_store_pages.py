@@ -50,11 +50,11 @@ def matcher(disk: threading.Event, tmp_path: Path) -> Matcher:
 
 
 def test_a_look_up_waits_for_no_page(matcher: Matcher, disk: threading.Event) -> None:
-    assert matcher.loaded == 0
+    assert matcher.loaded_stores == 0
     assert find(matcher) == []
     disk.set()
     matcher.wait_until_loaded()
-    assert matcher.loaded == 1
+    assert matcher.loaded_stores == 1
     assert find(matcher)[:3] == [4, 5, 6]
 
 
@@ -63,7 +63,7 @@ def test_one_store_is_searched_while_another_is_read(matcher: Matcher, disk: thr
     other = Datastore.open(tmp_path / "other").snapshot
     KEPT.add(other.segments[0].data.ctypes.data)
     both = Matcher([other, *matcher.snapshots], 1)
-    assert both.loaded == 0b01
+    assert both.loaded_stores == 0b01
     assert find(both) == [8]
     disk.set()
     both.wait_until_loaded()
