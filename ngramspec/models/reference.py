@@ -57,8 +57,9 @@ def kinds_of_layers(model: PreTrainedModel) -> list[int]:
     """
     layers = layers_of(model)
     described = [dict(_describe_layer(layer)) for layer in layers]
-    for name in list(described[0]):
-        if [each.get(name) for each in described] in (list(range(len(layers))), list(range(1, len(layers) + 1))):
+    for name in {name for each in described for name in each}:
+        given = [(i, each[name]) for i, each in enumerate(described) if name in each]  # a hybrid's layers have different modules
+        if any(all(type(value) is int and value == i + first for i, value in given) for first in (0, 1)):
             for each in described:
                 each.pop(name, None)
     config = model.config.get_text_config().to_dict()
