@@ -128,7 +128,7 @@ def tight_pool(arch: str) -> int:
     model = tiny.tiny_model(arch)
     model.config._attn_implementation = "ngramspec"
     n_bytes = blocks = 9 * KVPool.block_bytes(kv_shapes(model, torch.device("cpu")))
-    runner = bind(arch) if arch == "qwen3_5_text" else None
+    runner = bind(arch) if arch in ("qwen3_5_text", "lfm2") else None
     if runner is not None and runner.weight_map is not None and runner.weight_map.state_shape is not None:
         size = runner.weight_map.state_shape.state_bytes
         for _ in range(9):  # snapshots take an eighth of the whole

@@ -74,6 +74,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
         },
     },
+    "lfm2": {
+        "num_hidden_layers": 6,
+        "layer_types": ["conv", "conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+    },
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {

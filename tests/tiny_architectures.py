@@ -113,6 +113,13 @@ _SSM = {
     "ssm.conv_kernel": 4, "ssm.inner_size": _Q, "ssm.state_size": _STATE, "ssm.time_step_rank": HEADS, "ssm.group_count": _KEY_HEADS,
     "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0],
 }  # fmt: skip
+# LFM2: every fourth layer is attention, the others have a short convolution.
+_TAPS = 3
+_SHORT_CONV: Shapes = {
+    "shortconv.in_proj.weight": (3 * HIDDEN, HIDDEN), "shortconv.conv.weight": (HIDDEN, _TAPS),
+    "shortconv.out_proj.weight": (HIDDEN, HIDDEN),
+}  # fmt: skip
+_LFM2_KEYS = {"shortconv.l_cache": _TAPS, "attention.head_count_kv": [KV_HEADS if i % 4 == 3 else 0 for i in range(LAYERS)]}
 # By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "llama": ("llama", _LLAMA, {}, True),
@@ -220,6 +227,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         )
         for name, recurrent in (("", _JOINED_GATES), (", older", _JOINED))
     },
+    "lfm2": ("lfm2", _PRE | _SPLIT | _OUT | _HEAD_NORMS | _SHORT_CONV | _GATED, _LFM2_KEYS | {"rope.freq_base": 1e6}, False),
+    "lfm2, fused": (
+        "lfm2", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _HEAD_NORMS | _SHORT_CONV | _GATED, _LFM2_KEYS, True,
+    ),
     "qwen3moe": (
         "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
     ),
@@ -240,10 +251,13 @@ def write(path: Path, case: str) -> Path:
         writer.add_layer_norm_rms_eps(1e-5)
     for key, value in keys.items():
         writer.kv_data[0].pop(f"{architecture}.{key}", None)
-        add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add: Any = {
+            bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array,
+        }[type(value)]  # fmt: skip
         add(f"{architecture}.{key}", value)
     _write_tokenizer(writer)
-    whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    last_norm = "token_embd_norm" if architecture == "lfm2" else "output_norm"
+    whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), f"{last_norm}.weight": (HIDDEN,)}
     if architecture == "starcoder2":
         whole["output_norm.bias"] = (HIDDEN,)
     if architecture == "gemma4":
@@ -280,6 +294,9 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 else _GATED_ATTENTION
+        layer = {name: shape for name, shape in layer.items() if name not in others}
+    if architecture == "lfm2":
+        others = _SHORT_CONV if i % 4 == 3 else _SPLIT | _OUT | _HEAD_NORMS | {"attn_qkv.weight": ()}
         layer = {name: shape for name, shape in layer.items() if name not in others}
     return layer
 

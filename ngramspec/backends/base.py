@@ -323,18 +323,19 @@ def _get_layer_types(model: PreTrainedModel) -> list[str]:
     return [str(each) for each in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
 
 
-LINEAR = "linear_attention"  # What a configuration calls recurrent layers of several kinds.
+RECURRENT_LAYERS = ("linear_attention", "conv")
+"""What a configuration calls recurrent layers: of several kinds, and short convolutions."""
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
-    return LINEAR in _get_layer_types(model)
+    return not set(RECURRENT_LAYERS).isdisjoint(_get_layer_types(model))
 
 
 def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
     """Refuse layers of other types than attention and what `recurrent` names, and other attention. Raises UnsupportedModelError."""
     name, config, types = type(model).__name__, model.config.get_text_config(), _get_layer_types(model)
     is_computed = any(type(module).__name__.endswith(tuple(recurrent)) for module in model.modules())
-    accepted = (*ATTENTION_LAYERS, LINEAR) if is_computed else ATTENTION_LAYERS
+    accepted = (*ATTENTION_LAYERS, *RECURRENT_LAYERS) if is_computed else ATTENTION_LAYERS
     for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)
         raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(accepted)}")

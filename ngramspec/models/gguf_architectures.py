@@ -110,6 +110,8 @@ def read_config(file: Gguf) -> Config:
     for key, value in (("attention.head_count", heads), ("embedding_length", hidden)):
         if value < 1:
             raise metadata.make_refusal(key, value, "1 and more")
+    if metadata.is_stated("attention.causal", False):
+        raise metadata.make_refusal("attention.causal", False, "true: the model is no decoder")
     config: Config = {
         "model_type": row.model_type,
         "vocab_size": vocab_size,
@@ -157,6 +159,13 @@ _QWEN35 = (
     | {stem: f"linear_attn.{name}" for stem, name in _LINEAR_ATTENTION.items()}
 )
 _QWEN35_RULES = _SHIFTED | {"ssm_a": "log of negative", "attn_qkv": "repeated", "ssm_conv1d": "repeated"}
+_LFM2 = (
+    {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
+    | _ATTENTION
+    | {"attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}
+    | {f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
+)
+_LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),
@@ -219,6 +228,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=_PAIRS,
         configure=configs.read_granitemoe,
     ),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        layer=_LFM2 | {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+        whole=_LFM2_WHOLE,
+        configure=configs.read_lfm2,
+    ),
     "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
@@ -265,7 +280,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # ------------------------------------------------------------------ tensors
 
-_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+?)(?:\.(?P<kind>weight|bias|scale))?")
+_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<kind>weight|bias|scale))?")
 
 
 def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:

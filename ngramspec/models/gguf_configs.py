@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, SLIDING, GgufMetadata
+from ngramspec.models.gguf_metadata import CONV, FREQ_BASE, FULL, SLIDING, GgufMetadata
 
 Config = dict[str, Any]
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE's frequencies
+MOST_TAPS = 16  # Most tokens that a short convolution may see; published models have 3.
 SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
 
 
@@ -217,6 +218,24 @@ def read_qwen35moe(metadata: GgufMetadata, config: Config) -> Config:
 def read_qwen3next(metadata: GgufMetadata, config: Config) -> Config:
     """Read Qwen3-Next's config, as that of a Qwen3.5 mixture; its heads of values lie side by side by heads of keys, as in transformers."""
     return read_qwen35moe(metadata, config) | {"linear_num_key_heads": metadata.get_int("ssm.group_count"), "linear_key_repeats": 1}
+
+
+def read_lfm2(metadata: GgufMetadata, config: Config) -> Config:
+    """Read LFM2's config. Layers without heads of keys have a short convolution in place of attention."""
+    kv = metadata.get_per_layer("attention.head_count_kv")
+    if len(kinds := {n for n in kv if n}) != 1:
+        raise metadata.make_refusal("attention.head_count_kv", kv, "one number of heads for layers with attention, 0 for others")
+    if not MOST_TAPS >= (taps := metadata.get_int("shortconv.l_cache")) > 1:
+        raise metadata.make_refusal("shortconv.l_cache", taps, f"2 to {MOST_TAPS}")
+    if window := metadata.get_int("attention.sliding_window", 0):
+        raise metadata.make_refusal("attention.sliding_window", window, "0")
+    if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+        raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
+    return {
+        "num_key_value_heads": kinds.pop(), "layer_types": [FULL if n else CONV for n in kv], "conv_L_cache": taps, "conv_bias": False,
+        "intermediate_size": metadata.get_same("feed_forward_length"), "block_auto_adjust_ff_dim": False,
+        "norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon"), "rope_parameters": metadata.get_rope(),
+    }  # fmt: skip
 
 
 def read_gemma(metadata: GgufMetadata, config: Config) -> Config:

@@ -17,7 +17,7 @@ from ngramspec.models.tensor_source import FileTensor, WeightFile
 
 # Most values of an array that is no vocabulary: such arrays have one value per layer.
 LONGEST = 4096
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+SLIDING, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
 FREQ_BASE = 10000.0  # llama.cpp's default of rope.freq_base
 
 

@@ -55,7 +55,7 @@ def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path)
     assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
 
 
-@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts"])
+@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2"])
 def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Path) -> None:
     path = str(tiny_architectures.write(tmp_path / "model.gguf", case))
     prompts = [[5, 17, 88, 3, 42, 5, 17, 88], [9, 8], [7] * 40]
@@ -115,6 +115,11 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("gemma4", {"feed_forward_length": [96] * 7 + [192]}, r"gemma4.feed_forward_length is \[96"),
         ("gemma4", {"attention__sliding_window_pattern": [False, *[True] * 7]}, "full_attention in the last layer"),
         ("gemma4", {"rope__dimension_count": 8}, r"gemma4.rope.dimension_count is 8"),
+        ("lfm2", {"attention__head_count_kv": [2, 0, 0, 1, 0, 0, 0, 2]}, r"lfm2.attention.head_count_kv is \[2, 0, .*one number of heads"),
+        ("lfm2", {"attention__head_count_kv": 0}, r"lfm2.attention.head_count_kv is \[0, 0, "),
+        ("lfm2", {"shortconv__l_cache": 1 << 30}, r"lfm2.shortconv.l_cache is 1073741824.*2 to 16"),
+        ("lfm2", {"attention__sliding_window": 8}, r"lfm2.attention.sliding_window is 8"),
+        ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
         ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),
     ],
 )

@@ -86,10 +86,12 @@ class RMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """An MLP that computes down(activation(gate(x)) · up(x)) with gate and up as one matrix product; `activation` is SILU or GELU."""
 
-    def __init__(self, product: CpuProduct, down: CpuPackedLinear, activation: str = SILU) -> None:
-        """`product`: of gate and up, or of one matrix with gate's rows before up's."""
+    def __init__(self, product: CpuProduct, down: CpuPackedLinear, activation: str, names: tuple[str, ...]) -> None:
+        """`product`: of gate and up, or of one matrix with gate's rows before up's; `names`: of these and down in the module that this one
+        replaces.
+        """
         super().__init__()
-        self.product, self.down, self.activation = product, down, activation
+        self.product, self.down, self.activation, self.names = product, down, activation, names
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """Compute the MLP of rows [T, N]."""
@@ -108,7 +110,7 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """An MLP that computes down(activation(up(x))); `activation` is PLAIN_GELU or SQUARED_RELU."""
 
-    def __init__(self, up: CpuPackedLinear, down: CpuPackedLinear, activation: str, names: tuple[str, str]) -> None:
+    def __init__(self, up: CpuPackedLinear, down: CpuPackedLinear, activation: str, names: tuple[str, ...]) -> None:
         """`names`: of up and down in the module that this one replaces."""
         super().__init__()
         self.up, self.down, self.activation, self.names = up, down, activation, names
@@ -139,6 +141,9 @@ class Gelu(nn.Module):
 # can differ by one if the last bit of an input does.
 _ROUNDING, _CODED = 1e-5, 3e-2
 _ANY = 50  # Width of rows on which an activation is tried.
+# Names of an MLP's matrices: gate, up and down, gate and up as one, or up and down.
+_JOINED = ("gate_up_proj", "down_proj")
+_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), _JOINED, ("up_proj", "down_proj"), ("c_fc", "c_proj"))
 
 
 def _measure_error(old: nn.Module, new: nn.Module, width: int) -> float:
@@ -173,13 +178,15 @@ def _fused_mlp(module: nn.Module, known: dict[type, str | None]) -> nn.Module | 
 
     `known` caches the activation by class; None: another one.
     """
-    names = ("c_fc", "c_proj") if hasattr(module, "c_fc") else ("up_proj", "down_proj")
-    up, down = (getattr(module, name, None) for name in names)
-    product = _find_gate_and_up(module)
+    names = next((names for names in _MLPS if all(hasattr(module, name) for name in names)), None)
+    if names is None:
+        return None
+    *inputs, down = (getattr(module, name) for name in names)
+    product, up = _find_gate_and_up(inputs, names), inputs[-1]
     if not isinstance(down, CpuPackedLinear):
         return None
     if product is not None:
-        return _choose_activation(module, product.n_in, lambda name: GatedMLP(product, down, name), (SILU, GELU), known)
+        return _choose_activation(module, product.n_in, lambda name: GatedMLP(product, down, name, names), (SILU, GELU), known)
     if isinstance(up, CpuPackedLinear):
         return _choose_activation(module, up.in_features, lambda name: PlainMLP(up, down, name, names), (PLAIN_GELU, SQUARED_RELU), known)
     return None
@@ -197,14 +204,12 @@ def _choose_activation(
     return None if activation is None else make(activation)
 
 
-def _find_gate_and_up(module: nn.Module) -> CpuProduct | None:
+def _find_gate_and_up(inputs: Sequence[nn.Module], names: Sequence[str]) -> CpuProduct | None:
     """Return the product of an MLP's gate and up, which may be one linear layer."""
-    gate, up, both = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj"))
-    if isinstance(both, CpuPackedLinear):
+    if names == _JOINED and isinstance(both := inputs[0], CpuPackedLinear):
         return both.product
-    if isinstance(gate, SharedLinear) and isinstance(up, SharedLinear) and gate.shared is up.shared:
-        return gate.shared.product
-    return None
+    shared = [each.shared for each in inputs if isinstance(each, SharedLinear)]
+    return shared[0].product if len(shared) == 2 and shared[0] is shared[1] else None
 
 
 def replace_small_operations(model: nn.Module) -> int:

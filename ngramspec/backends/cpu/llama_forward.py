@@ -52,6 +52,7 @@ from ngramspec.backends.cpu.llama_pass import (
 )
 from ngramspec.backends.cpu.llama_variants import gate_row, layer_norm_row, turn_heads
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
+from ngramspec.backends.cpu.short_conv import run_short_conv
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.threads import make_counters
 from ngramspec.datastore.compiled_calls import find_address
@@ -109,7 +110,7 @@ class LlamaDecoder:
         self.hidden, self._angles, self._query_scales = embedding.weight.n_in, angles, query_scales
         self.vocab_size = head.weight.n_out
         mixed = [layer.experts for layer in layers if layer.experts]
-        self._recurrent, more = _describe_recurrent(layers, options.recurrent)
+        self._recurrent, more = _describe_recurrent(layers, options)
         self.matrices = [
             *(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), *more, embedding, head,
         ]  # fmt: skip
@@ -206,6 +207,8 @@ class LlamaDecoder:
                 self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
             if len(self._recurrent[3]):
                 self._functions[RECURRENT] = find_address(run_recurrent, 0, 0, self._shared)
+            elif self.options.short_conv is not None:
+                self._functions[RECURRENT] = find_address(run_short_conv, 0, 0, self._shared)
             if self.options.gated:
                 self._functions[GATE_ROW] = find_address(gate_row, 0, self._shared)
             if not self.options.turns_halves:
@@ -299,16 +302,16 @@ def _count_gates(layer: LayerWeights) -> int:
     return layer.recurrent.decay_gate.weight.n_panels if layer.recurrent else 0
 
 
-def _describe_recurrent(layers: Sequence[LayerWeights], options: RecurrentOptions | None) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
-    """Return what `gated_delta` reads of the recurrent layers, R of L, and their matrices that are not among a layer's seven.
+def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
+    """Return what `gated_delta` or `short_conv` reads of the layers with a state, R of L, and matrices that are not among a layer's seven.
 
-    The arrays: number among the recurrent layers [L], -1 for others; number among the layers with attention [L]; options [5]; fields of
-    the fourth matrix of inputs [R, MATRIX]; convolutions by heads of keys [R, K heads, 4, inputs]; decays and their biases [R, 2, heads];
-    norms [R, V].
+    The arrays: number among the layers with a state [L], -1 for others; number among the layers with attention [L]; options [5]; fields of
+    the fourth matrix of inputs [R, MATRIX]; convolutions by groups of channels [R, groups, taps, inputs]; decays and their biases
+    [R, 2, heads]; norms [R, V].
     """
     found = [layer.recurrent for layer in layers if layer.recurrent]
-    is_recurrent = np.array([layer.recurrent is not None for layer in layers])
-    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (is_recurrent, ~is_recurrent))
+    options, keeps_state = of_model.recurrent, np.array([layer.keeps_state for layer in layers])
+    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (keeps_state, ~keeps_state))
     numbers = np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
     more = [each.decay_gate for each in found]
 
@@ -318,15 +321,17 @@ def _describe_recurrent(layers: Sequence[LayerWeights], options: RecurrentOption
     fields = np.stack([m.fields for m in more]) if more else np.zeros((0, MATRIX), np.int64)
     rates = stack_arrays([np.stack([each.decay, each.decay_bias]) for each in found], 2, 0)
     conv = [np.stack([_gather_taps(each.conv, head, options) for head in range(options.n_key_heads)]) for each in found if options]
+    if of_model.short_conv is not None:
+        n, taps = of_model.short_conv.n_group_channels, [layer.short_conv for layer in layers if layer.short_conv is not None]
+        conv = [each.reshape(len(each), -1, n).transpose(1, 0, 2) for each in taps]
     return (which, kv_layers, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays([each.norm for each in found], 0)), more
 
 
 def _gather_taps(conv: np.ndarray, head: int, options: RecurrentOptions) -> np.ndarray:
     """Return the convolution's factors [4, inputs] of what a head of keys and its heads of values see."""
-    n_groups = options.n_value_heads // options.n_key_heads
-    taps = np.empty((len(conv), 2 * options.key_dim + n_groups * options.value_dim), np.float32)
+    taps = np.empty((len(conv), options.n_group_channels), np.float32)
     for t, factors in enumerate(conv):
-        gather_inputs(factors, head, np.array(options, np.int64), n_groups, taps[t])
+        gather_inputs(factors, head, np.array(options, np.int64), options.n_value_heads // options.n_key_heads, taps[t])
     return taps
 
 

@@ -8,6 +8,7 @@ layer come a norm and the head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.matmul import MATRIX, Matrix
 
 Q, K, V, OUT, GATE, UP, DOWN = range(7)  # indices of a layer's matrices
+GROUP_CHANNELS = 128  # Most channels of a short convolution that are one piece of work.
 NO_ROTARY = -1  # in place of the number of a rotary embedding
 # Activations of a gated MLP; GELU by its approximation with tanh. The MLPs of the last two are not gated.
 SILU, GELU, PLAIN_GELU, SQUARED_RELU = "silu", "gelu", "plain gelu", "squared relu"
@@ -53,14 +55,31 @@ class RecurrentOptions(NamedTuple):
     @property
     def n_channels(self) -> int:
         """Inputs of a convolution: queries, keys and values."""
-        return 2 * self.n_key_heads * self.key_dim + self.n_value_heads * self.value_dim
+        return self.n_key_heads * self.n_group_channels
+
+    @property
+    def n_group_channels(self) -> int:
+        """Inputs that a head of keys and its heads of values see."""
+        return 2 * self.key_dim + self.n_value_heads // self.n_key_heads * self.value_dim
+
+
+class ShortConvOptions(NamedTuple):
+    n_channels: int
+    n_taps: int
+    """Tokens that a convolution sees, its own among them."""
+
+    @property
+    def n_group_channels(self) -> int:
+        """Channels of a piece of work."""
+        return math.gcd(self.n_channels, GROUP_CHANNELS)
 
 
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
     """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone.
 
-    A recurrent layer has the matrices of its convolution's input, of z and of b in place of Q, K and V.
+    A recurrent layer has the matrices of its convolution's input, of z and of b in place of Q, K and V; one with a short convolution
+    those of B, C and x (`short_conv`).
     """
     norms: tuple[np.ndarray, np.ndarray] | None
     """[H] each, before attention and before the MLP; with the biases of a LayerNorm [2 · H]."""
@@ -76,6 +95,13 @@ class LayerWeights(NamedTuple):
     post_norms: tuple[np.ndarray, np.ndarray] | None = None
     """[H] each, of what attention and MLP compute."""
     recurrent: RecurrentWeights | None = None
+    short_conv: np.ndarray | None = None
+    """[taps, H] float32, in place of attention: factors of the earliest token's input to the token's own."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the layer has a state in place of keys and values."""
+        return self.recurrent is not None or self.short_conv is not None
 
 
 class ModelOptions(NamedTuple):
@@ -110,6 +136,8 @@ class ModelOptions(NamedTuple):
     """Whether every head's query is followed by a gate, whose sigmoid multiplies what the head attends to."""
     recurrent: RecurrentOptions | None = None
     """What the recurrent layers have in common, if there are any."""
+    short_conv: ShortConvOptions | None = None
+    """What the layers with a short convolution have in common, if there are any."""
 
     @property
     def numbers(self) -> np.ndarray:

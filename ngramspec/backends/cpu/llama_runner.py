@@ -21,13 +21,13 @@ import numpy as np
 
 from ngramspec.backends.base import Kept, Runner
 from ngramspec.backends.cpu.formats import QuantFormat
-from ngramspec.backends.cpu.gated_delta import MOST_NODES
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
 from ngramspec.backends.cpu.packing import packed_bytes
 from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape
+from ngramspec.backends.cpu.recurrent_rows import MOST_NODES
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.tensor_source import KINDS, TensorSource
@@ -239,7 +239,7 @@ class LlamaRunner(Runner):
         for i, layer in enumerate(self.decoder.layers):
             matrices = (*layer.matrices, *(layer.experts.matrices if layer.experts else ()))
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in matrices)
-            kinds.setdefault((parts, layer.window, layer.rotary, layer.recurrent is not None), i)
+            kinds.setdefault((parts, layer.window, layer.rotary, layer.keeps_state), i)
         return all(self.rows_are_independent(partial(self._compute_states, i), 4) for i in kinds.values()) and self._head_is_independent()
 
     def _compute_states(self, layer: int, spans: list[Span]) -> np.ndarray:

@@ -25,7 +25,7 @@ from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 # Linear layers that see the same input and are multiplied as one.
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 TELL_S = 0.3  # Seconds between two progress messages.
 
 

@@ -1,9 +1,9 @@
 """Keep the states of recurrent layers beside the KV pool: one state per sequence, a log of draft rows, snapshots for the prefix cache.
 
 A sequence's state is the one after the last known row of its last pass, and the log has the inputs of that pass's draft rows, which the
-next pass replays as far as they were accepted (`gated_delta`). `commit` moves log rows as it moves keys and values. A block of the prefix
-cache can be continued from if there is a snapshot of the state at its end: one is kept per prompt, at its last full block. The module
-knows positions and bytes, nothing of what a state means.
+next pass replays as far as they were accepted (`recurrent_rows`). `commit` moves log rows as it moves keys and values. A block of the
+prefix cache can be continued from if there is a snapshot of the state at its end: one is kept per prompt, at its last full block. The
+module knows positions and bytes, nothing of what a state means.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ngramspec.backends.cpu.codegen.simd import COLUMNS
-from ngramspec.backends.cpu.gated_delta import MOST_NODES, TAPS
 from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.backends.cpu.recurrent_rows import MOST_NODES
 from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import OutOfMemoryError
 from ngramspec.kv_cache.snapshots import SnapshotTable
@@ -26,11 +26,16 @@ from ngramspec.sampling.batch import Span
 
 class StateShape(NamedTuple):
     n_layers: int
-    n_key_heads: int
-    n_heads: int
-    """Heads of values."""
-    key_dim: int
-    value_dim: int
+    n_groups: int
+    """Groups of a convolution's channels."""
+    n_inputs: int
+    """Channels of a group."""
+    n_taps: int
+    """Tokens that a convolution sees, its own among them."""
+    n_heads: int = 0
+    """Heads of values, each with a state; 0 if convolutions are all that keeps one."""
+    key_dim: int = 0
+    value_dim: int = 0
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -40,12 +45,7 @@ class StateShape(NamedTuple):
     @property
     def tails(self) -> tuple[int, ...]:
         """Shape of what the convolutions have to remember."""
-        return self.n_layers, self.n_key_heads, TAPS - 1, self.n_inputs
-
-    @property
-    def n_inputs(self) -> int:
-        """Inputs that a head of keys and its heads of values see."""
-        return 2 * self.key_dim + self.n_heads // self.n_key_heads * self.value_dim
+        return self.n_layers, self.n_groups, self.n_taps - 1, self.n_inputs
 
     @property
     def state_bytes(self) -> int:
@@ -81,7 +81,7 @@ class RecurrentPool(KVPool):
             self.kept_at = np.zeros((max_seqs, shape.n_layers), np.int64)
             self.state, self.tails = np.zeros((max_seqs, *shape.state), np.float32), np.zeros((max_seqs, *shape.tails), np.float32)
             self.kept_state, self.kept_tails = np.zeros_like(self.state), np.zeros_like(self.tails)
-            self.log = np.zeros((max_seqs, shape.n_layers, MOST_NODES, shape.n_key_heads, shape.n_inputs), np.float32)
+            self.log = np.zeros((max_seqs, shape.n_layers, MOST_NODES, shape.n_groups, shape.n_inputs), np.float32)
             self.log_rates = np.zeros((max_seqs, shape.n_layers, MOST_NODES, shape.n_heads, 2), np.float32)
             self._snapshots = np.zeros((n_snapshots, *shape.state), np.float32), np.zeros((n_snapshots, *shape.tails), np.float32)
         except MemoryError as e:
@@ -90,7 +90,7 @@ class RecurrentPool(KVPool):
 
     @property
     def states(self) -> tuple[np.ndarray, ...]:
-        """The arrays that passes read and write, in the order in which `gated_delta` unpacks them."""
+        """The arrays that passes read and write, in the order in which `recurrent_rows` unpacks them."""
         return self.at, self.state, self.tails, self.log, self.log_rates, self.kept_at, self.kept_state, self.kept_tails
 
     def skip_to(self, slot: int, position: int) -> None:

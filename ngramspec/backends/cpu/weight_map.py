@@ -16,7 +16,15 @@ from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, LayerWeights, ModelOptions, RecurrentOptions, RecurrentWeights
+from ngramspec.backends.cpu.llama_layers import (
+    NO_ROTARY,
+    SILU,
+    LayerWeights,
+    ModelOptions,
+    RecurrentOptions,
+    RecurrentWeights,
+    ShortConvOptions,
+)
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.backends.cpu.recurrent_pool import StateShape
@@ -74,6 +82,12 @@ class LayerWeightMap:
     sinks: str | None = None
     post_norms: list[str] | None = None
     recurrent: RecurrentNames | None = None
+    short_conv: str | None = None
+    """Name of the weight [H, 1, taps] of the short convolution in place of attention."""
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.recurrent is not None or self.short_conv is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +145,8 @@ class WeightMap:
         rotaries, options = [Rotary(**each) for each in found["rotaries"]], ModelOptions(**found["options"])
         if options.recurrent is not None:
             options = options._replace(recurrent=RecurrentOptions(*options.recurrent))
+        if options.short_conv is not None:
+            options = options._replace(short_conv=ShortConvOptions(*options.short_conv))
         parts = {"layers": layers, "head": (weight, bias), "rotaries": rotaries, "options": options, "query_scale": query_scale}
         return cls(**{**found, **parts})
 
@@ -155,6 +171,8 @@ class WeightMap:
             sizes = (mixed * (1 + self.options.gated), kv, kv)
             if layer.recurrent is not None:
                 sizes = self._check_recurrent(layer.recurrent, wanted, hidden)
+            if layer.short_conv is not None:
+                sizes = self._check_short_conv(layer.short_conv, wanted, hidden)
             for matrix, n_out in zip((q, k, v), sizes, strict=True):
                 want(matrix, n_out, hidden)
             want(out, hidden, mixed)
@@ -182,7 +200,7 @@ class WeightMap:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
         pairs = [norms for layer in self.layers for norms in (layer.norms, layer.head_norms, layer.post_norms) if norms is not None]
-        attending = [layer for layer in self.layers if layer.recurrent is None]
+        attending = [layer for layer in self.layers if not layer.keeps_state]
         if self.options.centred_heads and any(layer.head_norms is None for layer in attending):
             raise ValueError("heads without norms")
         alike = {(layer.norms is None, layer.post_norms is None) for layer in self.layers}
@@ -214,21 +232,30 @@ class WeightMap:
         ]  # fmt: skip
         return n_repeated, mixed, options.n_value_heads
 
+    def _check_short_conv(self, conv: str, wanted: list[tuple[str | None, tuple[int, ...]]], hidden: int) -> tuple[int, int, int]:
+        """Add what a short convolution's weights must be to `wanted`; return the rows of its three matrices. Raises ValueError."""
+        options, mixed = self.options.short_conv, self.options.n_heads * self.options.head_dim
+        if options is None or self.options.recurrent is not None or options.n_taps < 1 or not options.n_channels == hidden == mixed:
+            raise ValueError(f"short convolutions {options}, and {self.options.n_heads} heads of {self.options.head_dim}")
+        wanted.append((conv, (hidden, 1, options.n_taps)))
+        return hidden, hidden, hidden
+
     @property
     def has_experts(self) -> bool:
         return any(layer.experts for layer in self.layers)
 
     def kv_shapes(self) -> list[tuple[int, int]]:
         """Return (n_kv_heads, head_dim) per layer with attention."""
-        return [(self.n_kv, self.options.head_dim)] * sum(layer.recurrent is None for layer in self.layers)
+        return [(self.n_kv, self.options.head_dim)] * sum(not layer.keeps_state for layer in self.layers)
 
     @property
     def state_shape(self) -> StateShape | None:
         """The states of recurrent layers; None if there are none."""
-        if (options := self.options.recurrent) is None:
-            return None
-        n = sum(layer.recurrent is not None for layer in self.layers)
-        return StateShape(n, options.n_key_heads, options.n_value_heads, options.key_dim, options.value_dim)
+        n, options, conv = sum(layer.keeps_state for layer in self.layers), self.options.recurrent, self.options.short_conv
+        if options is not None:
+            heads = options.n_value_heads, options.key_dim, options.value_dim
+            return StateShape(n, options.n_key_heads, options.n_group_channels, TAPS, *heads)
+        return conv and StateShape(n, conv.n_channels // conv.n_group_channels, conv.n_group_channels, conv.n_taps)
 
     def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin [R, n, numbers that are rotated] float32 of n positions from `first` on, for R rotary embeddings."""
@@ -310,6 +337,7 @@ class WeightMap:
                 source[layer.sinks].float32() if layer.sinks else None,
                 (norm(layer.post_norms[0]), norm(layer.post_norms[1])) if layer.post_norms else None,
                 make_recurrent(layer.recurrent) if layer.recurrent else None,
+                source[layer.short_conv].float32()[:, 0].T if layer.short_conv else None,
             )
             for layer in self.layers
         ]

@@ -21,7 +21,7 @@ from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions, ShortConvOptions
 from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, MatrixName, QueryScale, RecurrentNames, Rotary, WeightMap
 from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.tensor_source import TensorSource
@@ -34,8 +34,13 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
     (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
     (("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")),
     (("input_layernorm", "input_layernorm"), None),  # attention and MLP see the same
+    (("operator_norm", "ffn_norm"), None),
 )
-_HEAD_NORMS, _LATE_NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm")  # before the rotary embedding, and after it
+# Norms of queries and keys by name: before the rotary embedding, and after it.
+_HEAD_NORMS, _LATE_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")), ("query_layernorm", "key_layernorm")
+_SECOND_NORMS = ("post_attention_layernorm", "ffn_norm")  # of layers whose MLP does not see what attention sees
+_OUTPUTS = ("o_proj", "out_proj")  # names of attention's last matrix
+_MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 _Names = Callable[[str], MatrixName]  # of the module at a path
 
 
@@ -43,7 +48,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     """Return the weight map if the modules are those of a Llama-style decoder. `shapes`: (n_kv_heads, head_dim) per layer."""
     base: Any = model.base_model
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    norm, layers = getattr(base, "norm", None), getattr(base, "layers", None)
+    norm, layers = _get_last_norm(base), getattr(base, "layers", None)
     if not (
         layers and len(set(shapes)) == 1 and norm is not None and _describe_norm(norm)
         and isinstance(head, CpuPackedLinear) and isinstance(embedding, CpuPackedEmbedding)
@@ -72,6 +77,10 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
         head=names(paths[embedding if tied else head])[:2], norm=names(paths[norm])[0], norm_offset=norms.pop().offset, n_kv=n_kv,
         rotaries=list(rotaries.values()), options=options, query_scale=_read_query_scale(model),
     )  # fmt: skip
+
+
+def _get_last_norm(base: Any) -> Any:
+    return getattr(base, "norm", None) or getattr(base, "embedding_norm", None)
 
 
 class _Norm(NamedTuple):
@@ -141,32 +150,34 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     attentions: list[Any] = [layer.self_attn for layer in base.layers if hasattr(layer, "self_attn")]
-    if not all(hasattr(attn, "scaling") and isinstance(getattr(attn, "o_proj", None), CpuPackedLinear) for attn in attentions):
+    outputs: list[Any] = [next((getattr(attn, name) for name in _OUTPUTS if hasattr(attn, name)), None) for attn in attentions]
+    if not all(hasattr(attn, "scaling") and isinstance(output, CpuPackedLinear) for attn, output in zip(attentions, outputs, strict=True)):
         return None
-    gated = {_is_gated(attn) for attn in attentions}
+    gated = {_is_gated(attn, output.in_features) for attn, output in zip(attentions, outputs, strict=True)}
     mixers = [layer.linear_attn for layer in base.layers if hasattr(layer, "linear_attn")]
     recurrent = {_read_recurrent_options(mixer, int(getattr(config, "linear_key_repeats", 1))) for mixer in mixers}
+    convs = {_read_conv_options(layer.conv) for layer in base.layers if hasattr(layer, "conv")}
     mlps = [module for module in model.modules() if isinstance(module, fused_ops.GatedMLP | fused_ops.PlainMLP)]
     activations = {module.activation for module in mlps} or {SILU}
     alike = {
         (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), float(getattr(layer, "residual_multiplier", 1)))
         for layer, attn in ((layer, layer.self_attn) for layer in base.layers if hasattr(layer, "self_attn"))
     }
-    norm, n_rotated = _describe_norm(base.norm), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
+    norm, n_rotated = _describe_norm(_get_last_norm(base)), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
     differs = any(len(each) != 1 for each in (activations, alike, gated, n_rotated))
-    if differs or None in recurrent or rotaries is None or norm is None:
+    if differs or None in recurrent | convs or max(len(recurrent), len(convs)) > 1 or rotaries is None or norm is None:
         return None
     scale, softcap, residual_scale = alike.pop()
     return ModelOptions(
-        n_heads=attentions[0].o_proj.in_features // head_dim, head_dim=head_dim, eps=norm.eps, scale=scale,
+        n_heads=outputs[0].in_features // head_dim, head_dim=head_dim, eps=norm.eps, scale=scale,
         activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
         logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
         n_rotated=n_rotated.pop() % head_dim, interleaved=_is_interleaved(model, rotaries, head_dim), layer_norm=norm.subtracts_mean,
-        late_norms=hasattr(attentions[0], _LATE_NORMS[0]), parallel=not hasattr(base.layers[0], "post_attention_layernorm"),
-        centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0], None)),
+        late_norms=hasattr(attentions[0], _LATE_NORMS[0]), parallel=not any(hasattr(base.layers[0], name) for name in _SECOND_NORMS),
+        centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0][0], None)),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0), gated=gated.pop(),
-        recurrent=recurrent.pop() if len(recurrent) == 1 else None,
+        recurrent=recurrent.pop() if recurrent else None, short_conv=convs.pop() if convs else None,
     )  # fmt: skip
 
 
@@ -177,22 +188,25 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     """
     children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
     attn: Any = children.get("self_attn")
-    recurrence = children.pop("linear_attn", None)
-    mlp = next((name for name in ("mlp", "block_sparse_moe") if name in children), "")
+    recurrence, conv = children.pop("linear_attn", None), children.pop("conv", None)
+    mlp = next((name for name in _MLPS if name in children), "")
     mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
-    dense = "mlp.shared_expert" if mixed and mixed.shared else "mlp"
+    dense = f"{mlp}.shared_expert" if mixed and mixed.shared else mlp
     of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
     norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*(pairs[0] or ()), *(pairs[1] or ())}), None)
     if norms is None or not all(_describe_norm(norm) for norm in of_norms.values()):
         return None
-    if mixed is None and "mlp" not in children:
+    if mixed is None and not mlp:
         return None
     if recurrence is not None:
         return _map_recurrent_layer(layer, path, names, recurrence, dense, mixed, norms)
+    if conv is not None:
+        return _map_conv_layer(layer, path, names, conv, dense, mixed, norms)
     parts = dict(attn.named_children()) if attn is not None else {}
-    head_names = _LATE_NORMS if _LATE_NORMS[0] in parts else _HEAD_NORMS
+    head_names = next((pair for pair in (*_HEAD_NORMS, _LATE_NORMS) if pair[0] in parts), _HEAD_NORMS[0])
     heads: list[Any] = [parts.pop(name, None) for name in head_names]
-    o = parts.pop("o_proj", None)
+    output = next((name for name in _OUTPUTS if name in parts), "")
+    o = parts.pop(output, None)
     if not isinstance(o, CpuPackedLinear):
         return None
     attention = _map_projections(parts, f"{path}.self_attn", names, o.in_features, kv)
@@ -220,7 +234,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     if inside is None:
         return None
     return LayerWeightMap(
-        matrices=[*attention, names(f"{path}.self_attn.o_proj"), *inside],
+        matrices=[*attention, names(f"{path}.self_attn.{output}"), *inside],
         norms=[names(f"{path}.{name}")[0] for name in norms[0]] if norms[0] else None,
         head_norms=[names(f"{path}.self_attn.{name}")[0] for name in head_names] if all(heads) else None,
         window=window or 0,
@@ -231,10 +245,10 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     )
 
 
-def _is_gated(attn: Any) -> bool:
-    """Return whether the projection of queries has a gate for each of their numbers, in every head behind its query."""
+def _is_gated(attn: Any, mixed: int) -> bool:
+    """Return whether the projection of queries has a gate for each of their numbers [mixed], in every head behind its query."""
     q = getattr(attn, "q_proj", None)
-    return isinstance(q, SharedLinear) and q.shared.product.sizes[q.index] == 2 * attn.o_proj.in_features
+    return isinstance(q, SharedLinear) and q.shared.product.sizes[q.index] == 2 * mixed
 
 
 def _read_recurrent_options(mixer: Any, repeats: int) -> RecurrentOptions | None:
@@ -259,6 +273,33 @@ def _map_recurrent_layer(
     return LayerWeightMap(
         matrices=[*(names(f"{at}.{name}") for name in inputs), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
         head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, post_norms=None, recurrent=recurrent,
+    )  # fmt: skip
+
+
+def _read_conv_options(conv: Any) -> ShortConvOptions | None:
+    """Return the options of a layer with a short convolution without biases; None for another kind of convolution."""
+    if not type(conv).__name__.endswith("ShortConv") or conv.conv.bias is not None or conv.conv.in_channels % WIDTH:
+        return None
+    return ShortConvOptions(conv.conv.in_channels, conv.conv.kernel_size[0])
+
+
+def _map_conv_layer(
+    layer: nn.Module, path: str, names: _Names, conv: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+) -> LayerWeightMap | None:
+    """Return the map of a layer with a short convolution in place of attention; `dense`: path of its MLP within the layer."""
+    options, inside = _read_conv_options(conv), [] if mixed else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+    inputs, output = getattr(conv, "in_proj", None), getattr(conv, "out_proj", None)
+    if options is None or inside is None or norms[0] is None or not isinstance(output, CpuPackedLinear):
+        return None
+    n = options.n_channels
+    if not isinstance(inputs, CpuPackedLinear) or inputs.out_features != 3 * n or output.in_features != n:
+        return None
+    divided = _divide_rows(names(f"{path}.conv.in_proj"), [n] * 3)
+    if divided is None:
+        return None
+    return LayerWeightMap(
+        matrices=[*divided, names(f"{path}.conv.out_proj"), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
+        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, short_conv=f"{path}.conv.conv.weight",
     )  # fmt: skip
 
 
@@ -291,9 +332,9 @@ def _map_mlp(mlp: nn.Module, path: str, names: _Names) -> list[MatrixName] | Non
     if not isinstance(mlp, fused_ops.GatedMLP):
         return None
     if len(mlp.product.sizes) == 2:
-        return [names(f"{path}.{name}_proj") for name in ("gate", "up", "down")]
-    both = _divide_rows(names(f"{path}.gate_up_proj"), [mlp.down.in_features] * 2)
-    return both and [*both, names(f"{path}.down_proj")]
+        return [names(f"{path}.{name}") for name in mlp.names]
+    both = _divide_rows(names(f"{path}.{mlp.names[0]}"), [mlp.down.in_features] * 2)
+    return both and [*both, names(f"{path}.{mlp.names[-1]}")]
 
 
 def _divide_rows(name: MatrixName, sizes: Sequence[int]) -> list[MatrixName] | None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ngramspec.backends.base import LINEAR
 from ngramspec.backends.cuda.attention_metadata import RecurrentRows
 from ngramspec.backends.cuda.gated_delta_kernels import TAPS, DeltaInputs, DeltaShape, DeltaWeights, DeltaWorkspace, run_recurrence
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
@@ -27,7 +26,7 @@ def read_delta_shape(model: PreTrainedModel) -> DeltaShape | None:
     mixers: list[Any] = [layer.linear_attn for layer in model.base_model.layers if hasattr(layer, "linear_attn")]  # type: ignore[union-attr]
     shapes = {_read_mixer(mixer, len(mixers)) for mixer in mixers}
     if len(shapes) > 1:
-        raise UnsupportedModelError(f"{type(model).__name__}: layers of type {LINEAR!r} differ in size")
+        raise UnsupportedModelError(f"{type(model).__name__}: recurrent layers differ in size")
     return shapes.pop() if shapes else None
 
 

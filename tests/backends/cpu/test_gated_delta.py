@@ -9,8 +9,8 @@ import pytest
 import tiny
 from test_exact import bind
 
-from ngramspec.backends.cpu.gated_delta import MOST_NODES, order_depth_first
 from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape
+from ngramspec.backends.cpu.recurrent_rows import MOST_NODES, order_depth_first
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError, OutOfMemoryError, UnsupportedModelError
 from ngramspec.kv_cache.blocks import BlockHashes
@@ -79,7 +79,7 @@ def test_a_state_is_continued_only_where_it_is() -> None:
 
 
 def make_pool(n_snapshots: int) -> RecurrentPool:
-    shape = StateShape(n_layers=2, n_key_heads=1, n_heads=2, key_dim=4, value_dim=8)
+    shape = StateShape(n_layers=2, n_groups=1, n_inputs=24, n_taps=4, n_heads=2, key_dim=4, value_dim=8)
     return RecurrentPool([(1, 8)], 32, 4, 8 * BLOCK, np.float32, shape, n_snapshots)
 
 

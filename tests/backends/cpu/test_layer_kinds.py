@@ -59,6 +59,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "granitemoe": ("granitemoe", {"num_local_experts": 8, "num_experts_per_tok": 3, "residual_multiplier": 0.5}, [0]),
     "glm4_moe": ("glm4_moe", GLM, [0, 1]),
     "gpt_oss": ("gpt_oss", {}, [0, 1]),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2}, [0, 2]),
+    "lfm2, four taps": ("lfm2", {"layer_types": ["full_attention", "conv"] * 4, "conv_L_cache": 4, "tie_word_embeddings": False}, [0, 1]),
 }
 """Name in transformers, options, and the first layer of each kind."""
 COMPILED = (
@@ -91,6 +93,7 @@ COMPILED = (
     "mixtral",
     "gpt_oss",
 )
+RECURRENT = ("lfm2", "lfm2, four taps")  # whose modules would have to keep states
 
 
 def model_of(name: str, **overrides: Any) -> Any:
@@ -126,7 +129,7 @@ def check(runner: CpuRunner, model: Any, near: float) -> None:
 def test_logits_are_those_of_transformers(name: str, folder: Callable[[str], Path]) -> None:
     assert kinds_of_layers(model_of(name)) == FAMILIES[name][2]
     runner = bind(folder(name))
-    assert (runner.decoder is not None) == (name in COMPILED)
+    assert (runner.decoder is not None) == (name in COMPILED + RECURRENT)
     assert runner.exactness == "bitwise"
     check(runner, model_of(name), 1e-4)
 
@@ -207,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"layers 0, 2, 4, 6 are of type '(mamba|linear_attention)'",
     ),
-    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4}, r"layers 0, 2, 4, 6 are of type 'conv'"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "neither Qwen3.5's form nor LFM2's"),
 }  # fmt: skip
 
 

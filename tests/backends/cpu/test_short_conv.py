@@ -1,0 +1,71 @@
+"""Layers with a short convolution: a long text from a folder and with drafts, in the compiled pass, against transformers' own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.models.parameters import make_params_source
+
+LAYERS = {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("models"), "lfm2", lambda: tiny.tiny_model("lfm2", std=0.15, **LAYERS))
+
+
+def test_a_greedy_text_is_transformers(folder: Path) -> None:
+    model, prompt, n = tiny.tiny_model("lfm2", std=0.15, **LAYERS), [7, 8, 9, 10] * 5, 200
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, min_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
+    params = SamplingParams(max_tokens=n, ignore_eos=True)
+    with Engine(str(folder), max_model_len=250) as engine:
+        engine.core.cost = tiny.FreeRows()
+        assert engine.complete(prompt, params, speculation=False).token_ids == expected
+        drafted = engine.complete(prompt, params, prediction=expected)
+        assert drafted.token_ids == expected
+        assert drafted.stats.accepted > n // 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature: float) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [np.resize(rng.integers(0, 250, int(rng.integers(3, 20))), int(rng.integers(30, 140))).tolist() for _ in range(8)]
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
+    with Engine(str(folder), max_model_len=250, max_seqs=8, max_rows=40) as engine:
+        expected = [engine.complete(prompt, params, speculation=False).token_ids for prompt in prompts]
+        assert engine.exactness == "bitwise"
+        assert engine.runner.is_recurrent
+        engine.core.cost = tiny.FreeRows()
+        got = engine.complete(prompts, params)
+        assert [each.token_ids for each in got] == expected
+        assert sum(each.stats.accepted for each in got) > 10
+
+
+def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
+    """It is read from a cache, and a pass reads addresses unchecked."""
+    model = tiny.tiny_model("lfm2")
+    found = CpuRunner(model, max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22).weight_map
+    assert found is not None
+    source = make_params_source(tiny.tiny_model("lfm2"))
+    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
+    assert again == found
+    again.check(source)
+    options, conv = found.options, found.options.short_conv
+    assert conv is not None
+    for wrong in (
+        options._replace(short_conv=None), options._replace(short_conv=conv._replace(n_taps=4)),
+        options._replace(short_conv=conv._replace(n_channels=32)), options._replace(n_heads=2),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"short convolutions|is wanted"):
+            replace(found, options=wrong).check(source)
