@@ -1,6 +1,7 @@
-"""Write a GGUF file in the shape of Qwen3.5 with random weights, to measure passes of hybrids without a model.
+"""Write a GGUF file in the shape of Qwen3.5 or LFM2 with random weights, to measure passes of hybrids without a model.
 
     python -m tools.random_hybrid OUT.gguf            # Qwen3.5-0.8B: 24 layers, 18 of them recurrent, 248,320 words
+    python -m tools.random_hybrid OUT.gguf --family lfm2             # LFM2-1.2B: 16 layers, 10 of them short convolutions, 65,536 words
     python -m tools.random_hybrid OUT.gguf --hidden 4096 --layers 32 --heads 16 --kv-heads 4 --value-heads 32 --inner 12288     # 9B
 
 Matrices are Q4_K, those that llama.cpp's Q4_K_M mixture keeps better Q6_K. The tokenizer is SmolLM2's, with unused words behind it.
@@ -9,6 +10,7 @@ Matrices are Q4_K, those that llama.cpp's Q4_K_M mixture keeps better Q6_K. The 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -16,30 +18,75 @@ import numpy as np
 
 from ngramspec.models.names import smollm2_gguf
 
-WORDS, HEAD_DIM, STATE, TAPS = 248_320, 256, 128, 4
+HEAD_DIM, STATE, TAPS = 256, 128, 4  # of Qwen3.5
+SHAPES = {
+    "qwen35": {
+        "hidden": 1024, "layers": 24, "heads": 8, "kv_heads": 2, "key_heads": 16, "value_heads": 16, "inner": 3584, "words": 248_320,
+    },
+    "lfm2": {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "inner": 8192, "words": 65_536},
+}  # fmt: skip
+ATTENTION = (2, 5, 8, 10, 12, 14)  # layers of LFM2-1.2B that are not convolutions
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    sizes = (("hidden", 1024), ("layers", 24), ("heads", 8), ("kv-heads", 2), ("key-heads", 16), ("value-heads", 16), ("inner", 3584))
-    for name, default in sizes:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    write(parser.parse_args())
+    parser.add_argument("--family", choices=SHAPES, default="qwen35")
+    for name in SHAPES["qwen35"]:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    args = parser.parse_args()
+    for name, default in SHAPES[args.family].items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    write(args)
+
+
+class _Matrices:
+    """Adds random matrices of Q4_K to a file, and of Q6_K those that llama.cpp's mixture keeps better."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.writer, self.rng = gguf.GGUFWriter(args.out, args.family, use_temp_file=True), np.random.default_rng(0)
+
+    def add(self, name: str, n_out: int, n_in: int, six: bool = False) -> None:
+        self.writer.add_tensor(f"{name}.weight", *(_make_q6_k if six else _make_q4_k)(self.rng, n_out, n_in))
+
+    def add_plain(self, name: str, values: np.ndarray) -> None:
+        self.writer.add_tensor(name, values.astype(np.float32))
 
 
 def write(args: argparse.Namespace) -> None:
-    writer, rng = gguf.GGUFWriter(args.out, "qwen35", use_temp_file=True), np.random.default_rng(0)
-    _write_tokenizer(writer)
+    to = _Matrices(args)
+    writer = to.writer
+    _write_tokenizer(writer, args.words)
     writer.add_context_length(32768)
     writer.add_embedding_length(args.hidden)
     writer.add_block_count(args.layers)
     writer.add_feed_forward_length(args.inner)
     writer.add_head_count(args.heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    to.add("token_embd", args.words, args.hidden, six=True)
+    add_layer = (_start_qwen35 if args.family == "qwen35" else _start_lfm2)(to, args)
+    for i in range(args.layers):
+        at = f"blk.{i}."
+        better = i < args.layers // 8 or i >= 7 * args.layers // 8 or (i - args.layers // 8) % 3 == 2  # llama.cpp's rule
+        add_layer(i, better)
+        to.add(f"{at}ffn_gate", args.inner, args.hidden)
+        to.add(f"{at}ffn_up", args.inner, args.hidden)
+        to.add(f"{at}ffn_down", args.hidden, args.inner, better)
+    to.add_plain("token_embd_norm.weight" if args.family == "lfm2" else "output_norm.weight", np.ones(args.hidden))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _start_qwen35(to: _Matrices, args: argparse.Namespace) -> Callable[[int, bool], None]:
+    """Write what the file says of its layers; return what adds one."""
+    writer, hidden, mixed = to.writer, args.hidden, args.value_heads * STATE
+    channels, wide = 2 * args.key_heads * STATE + mixed, args.heads * HEAD_DIM
     writer.add_head_count_kv(args.kv_heads)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e7)
     writer.add_rope_dimension_count(HEAD_DIM // 4)
     writer.add_rope_dimension_sections([11, 11, 10, 0])
@@ -48,53 +95,63 @@ def write(args: argparse.Namespace) -> None:
     writer.add_ssm_state_size(STATE)
     writer.add_ssm_group_count(args.key_heads)
     writer.add_ssm_time_step_rank(args.value_heads)
-    writer.add_ssm_inner_size(STATE * args.value_heads)
+    writer.add_ssm_inner_size(mixed)
 
-    def add_matrix(name: str, n_out: int, n_in: int, six: bool) -> None:
-        writer.add_tensor(f"{name}.weight", *(_make_q6_k if six else _make_q4_k)(rng, n_out, n_in))
-
-    def add_plain(name: str, values: np.ndarray) -> None:
-        writer.add_tensor(name, values.astype(np.float32))
-
-    hidden, inner, mixed = args.hidden, args.inner, args.value_heads * STATE
-    channels, wide = 2 * args.key_heads * STATE + mixed, args.heads * HEAD_DIM
-    add_matrix("token_embd", WORDS, hidden, six=True)
-    for i in range(args.layers):
+    def add_layer(i: int, better: bool) -> None:
         at = f"blk.{i}."
-        better = i < args.layers // 8 or i >= 7 * args.layers // 8 or (i - args.layers // 8) % 3 == 2  # llama.cpp's rule
         for norm in ("attn_norm", "post_attention_norm"):
-            add_plain(f"{at}{norm}.weight", np.ones(hidden))
+            to.add_plain(f"{at}{norm}.weight", np.ones(hidden))
         if i % 4 == 3:
             for norm in ("attn_q_norm", "attn_k_norm"):
-                add_plain(f"{at}{norm}.weight", np.ones(HEAD_DIM))
-            add_matrix(f"{at}attn_q", 2 * wide, hidden, six=False)
-            add_matrix(f"{at}attn_k", args.kv_heads * HEAD_DIM, hidden, six=False)
-            add_matrix(f"{at}attn_v", args.kv_heads * HEAD_DIM, hidden, better)
-            add_matrix(f"{at}attn_output", hidden, wide, six=False)
+                to.add_plain(f"{at}{norm}.weight", np.ones(HEAD_DIM))
+            to.add(f"{at}attn_q", 2 * wide, hidden)
+            to.add(f"{at}attn_k", args.kv_heads * HEAD_DIM, hidden)
+            to.add(f"{at}attn_v", args.kv_heads * HEAD_DIM, hidden, better)
+            to.add(f"{at}attn_output", hidden, wide)
         else:
-            add_matrix(f"{at}attn_qkv", channels, hidden, better)
-            add_matrix(f"{at}attn_gate", mixed, hidden, six=False)
-            add_matrix(f"{at}ssm_out", hidden, mixed, six=False)
-            add_plain(f"{at}ssm_conv1d.weight", 0.5 * rng.standard_normal((channels, TAPS)))
-            add_plain(f"{at}ssm_a", -rng.uniform(0.01, 16, args.value_heads))
-            add_plain(f"{at}ssm_dt.bias", rng.standard_normal(args.value_heads))
-            add_plain(f"{at}ssm_norm.weight", np.ones(STATE))
+            to.add(f"{at}attn_qkv", channels, hidden, better)
+            to.add(f"{at}attn_gate", mixed, hidden)
+            to.add(f"{at}ssm_out", hidden, mixed)
+            to.add_plain(f"{at}ssm_conv1d.weight", 0.5 * to.rng.standard_normal((channels, TAPS)))
+            to.add_plain(f"{at}ssm_a", -to.rng.uniform(0.01, 16, args.value_heads))
+            to.add_plain(f"{at}ssm_dt.bias", to.rng.standard_normal(args.value_heads))
+            to.add_plain(f"{at}ssm_norm.weight", np.ones(STATE))
             for gate in ("ssm_alpha", "ssm_beta"):
-                add_plain(f"{at}{gate}.weight", hidden**-0.5 * rng.standard_normal((args.value_heads, hidden)))
-        add_matrix(f"{at}ffn_gate", inner, hidden, six=False)
-        add_matrix(f"{at}ffn_up", inner, hidden, six=False)
-        add_matrix(f"{at}ffn_down", hidden, inner, better)
-    add_plain("output_norm.weight", np.ones(hidden))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+                to.add_plain(f"{at}{gate}.weight", hidden**-0.5 * to.rng.standard_normal((args.value_heads, hidden)))
+
+    return add_layer
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _start_lfm2(to: _Matrices, args: argparse.Namespace) -> Callable[[int, bool], None]:
+    """Write what the file says of its layers; return what adds one."""
+    hidden, head_dim = args.hidden, args.hidden // args.heads
+    to.writer.add_head_count_kv([args.kv_heads if i in ATTENTION else 0 for i in range(args.layers)])
+    to.writer.add_rope_freq_base(1e6)
+    to.writer.add_shortconv_l_cache(3)
+
+    def add_layer(i: int, better: bool) -> None:
+        at = f"blk.{i}."
+        for norm in ("attn_norm", "ffn_norm"):
+            to.add_plain(f"{at}{norm}.weight", np.ones(hidden))
+        if i in ATTENTION:
+            for norm in ("attn_q_norm", "attn_k_norm"):
+                to.add_plain(f"{at}{norm}.weight", np.ones(head_dim))
+            to.add(f"{at}attn_q", hidden, hidden)
+            to.add(f"{at}attn_k", args.kv_heads * head_dim, hidden)
+            to.add(f"{at}attn_v", args.kv_heads * head_dim, hidden, better)
+            to.add(f"{at}attn_output", hidden, hidden)
+        else:
+            to.add(f"{at}shortconv.in_proj", 3 * hidden, hidden)
+            to.add_plain(f"{at}shortconv.conv.weight", to.rng.standard_normal((hidden, 3)))
+            to.add(f"{at}shortconv.out_proj", hidden, hidden)
+
+    return add_layer
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, n_words: int) -> None:
     fields = gguf.GGUFReader(smollm2_gguf()).fields
     tokens, kinds = fields["tokenizer.ggml.tokens"].contents(), fields["tokenizer.ggml.token_type"].contents()
-    n = WORDS - len(tokens)
+    n = n_words - len(tokens)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(fields["tokenizer.ggml.pre"].contents())
     writer.add_token_list([*tokens, *(f"<unused{i}>" for i in range(n))])

@@ -323,8 +323,8 @@ def _get_layer_types(model: PreTrainedModel) -> list[str]:
     return [str(each) for each in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
 
 
+# What a configuration calls recurrent layers: of several kinds, and short convolutions.
 RECURRENT_LAYERS = ("linear_attention", "conv")
-"""What a configuration calls recurrent layers: of several kinds, and short convolutions."""
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
